@@ -1,0 +1,67 @@
+# Every target is a short call; what it does lives in the module it names.
+.DEFAULT_GOAL := help
+SHELL := /bin/bash
+UV ?= $(shell command -v uv || echo build/uv/bin/uv)
+RUN = $(UV) run --quiet
+UNIT = -m "not integration and not e2e and not chaos"
+
+.PHONY: help
+help: ## this list
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
+
+.PHONY: demo test bench lint types test-unit test-integration test-e2e test-chaos
+demo: venv ## from nothing to a trained model on a cluster on this machine
+	$(RUN) python -m e2e.demo
+
+test: lint types test-unit test-integration test-e2e ## everything that must hold before a change lands
+
+lint: venv ## style, import directions
+	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) lint-imports
+
+types: venv ## mypy --strict
+	$(RUN) mypy
+
+test-unit: venv ## seconds, no root, no cluster
+	$(RUN) pytest tests $(UNIT) -n 2 -q
+
+test-integration: venv ## the operator against a real API server
+	$(RUN) pytest tests -m "integration and not chaos" -q
+
+test-e2e: venv ## real pods on a real cluster, brought up if there is none
+	$(RUN) pytest e2e/scenarios -m "e2e and not chaos" -q
+
+test-chaos: venv ## long random sweeps
+	$(RUN) pytest tests e2e/scenarios -m chaos -q
+
+bench: venv ## ratios against floors of the same run, build/bench/main.json
+	$(RUN) python -m benchmarks.main
+
+.PHONY: cluster-up cluster-down images generate fmt clean venv
+cluster-up: venv ## a cluster of three nodes on this machine, images loaded, chart installed
+	$(RUN) python -m e2e.demo --only-cluster
+
+cluster-down: venv ## leaves nothing behind
+	$(RUN) python -m e2e.cluster down
+
+images: venv ## build the trainer's, the operator's and the test images
+	$(RUN) python -m e2e.images build
+
+generate: venv ## CRDs and reference pages from the models
+	$(RUN) python -m everstep_operator.api.crdgen && $(RUN) python -m everstep_operator.api.docgen
+
+fmt: venv ## format
+	$(RUN) ruff check --fix . ; $(RUN) ruff format .
+
+clean: ## what was built here (caches outside the tree stay)
+	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+venv: .venv/.synced
+
+.venv/.synced: pyproject.toml uv.lock | $(UV)
+	$(UV) sync --quiet --frozen --extra operator --extra dev && touch $@
+
+build/uv/bin/uv:
+	python3 -m venv build/uv && build/uv/bin/pip install --quiet uv
+
+uv:
+	@true
