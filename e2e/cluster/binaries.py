@@ -1,0 +1,175 @@
+"""The programs of a cluster, built from their Go modules into a content-addressed cache.
+
+A program is built once per content of its ``go.mod``, ``go.sum`` and link flags. The build happens under another
+name and is renamed when complete, under a file lock: neither a crash nor two test workers can leave half a program.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from e2e.cluster.errors import ClusterError
+
+GO_MODULES = Path(__file__).parent / "go"
+
+
+@dataclass(frozen=True)
+class Program:
+    """One executable: the folder below ``go/`` that pins its module, and its main package."""
+
+    name: str
+    folder: str
+    package: str
+    stamps: tuple[str, ...] = field(default=())
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        stamps = " ".join(f"-X {stamp}" for stamp in self.stamps)
+        return ("-trimpath", "-buildvcs=false", f"-ldflags=-s -w {stamps}".rstrip())
+
+
+def module_version(folder: str, module: str) -> str:
+    """The version of ``module`` that the go.mod in ``folder`` pins, such as ``v1.34.2``."""
+    text = (GO_MODULES / folder / "go.mod").read_text()
+    found = re.search(rf"^\s*(?:require )?{re.escape(module)} (v\S+)", text, re.MULTILINE)
+    if found is None:
+        raise ClusterError(f"{folder}/go.mod does not require {module}")
+    return found.group(1)
+
+
+KUBERNETES_VERSION = module_version("kubernetes", "k8s.io/kubernetes")
+ETCD_VERSION = module_version("etcd", "go.etcd.io/etcd/server/v3")
+COREDNS_VERSION = module_version("coredns", "github.com/coredns/coredns")
+KWOK_VERSION = module_version("kwok", "sigs.k8s.io/kwok")
+HELM_VERSION = module_version("helm", "helm.sh/helm/v3")
+
+
+def _kubernetes_stamps() -> tuple[str, ...]:
+    major, minor, _ = KUBERNETES_VERSION.removeprefix("v").split(".", 2)
+    values = {
+        "gitVersion": KUBERNETES_VERSION,
+        "gitMajor": major,
+        "gitMinor": minor,
+        "gitTreeState": "clean",
+    }
+    packages = ("k8s.io/component-base/version", "k8s.io/client-go/pkg/version")
+    return tuple(f"{package}.{name}={value}" for package in packages for name, value in values.items())
+
+
+def _helm_stamps() -> tuple[str, ...]:
+    # Unstamped, `helm template` and `helm lint` take the cluster for Kubernetes 1.20 and refuse any modern chart.
+    major, minor, _ = KUBERNETES_VERSION.removeprefix("v").split(".", 2)
+    packages = ("helm.sh/helm/v3/pkg/lint/rules", "helm.sh/helm/v3/pkg/chartutil")
+    stamps = [f"helm.sh/helm/v3/internal/version.version={HELM_VERSION}"]
+    for package in packages:
+        stamps += [f"{package}.k8sVersionMajor={major}", f"{package}.k8sVersionMinor={minor}"]
+    return tuple(stamps)
+
+
+def _kubernetes(name: str) -> Program:
+    return Program(name, "kubernetes", f"k8s.io/kubernetes/cmd/{name}", _kubernetes_stamps())
+
+
+# In the order in which a cold cache is filled: what the integration tests need comes first.
+PROGRAMS = {
+    program.name: program
+    for program in (
+        Program("etcd", "etcd", "go.etcd.io/etcd/server/v3"),
+        _kubernetes("kube-apiserver"),
+        _kubernetes("kubectl"),
+        _kubernetes("kube-controller-manager"),
+        _kubernetes("kube-scheduler"),
+        _kubernetes("kubelet"),
+        _kubernetes("kube-proxy"),
+        Program("coredns", "coredns", "github.com/coredns/coredns"),
+        Program("helm", "helm", "helm.sh/helm/v3/cmd/helm", _helm_stamps()),
+        Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok", (f"sigs.k8s.io/kwok/pkg/consts.Version={KWOK_VERSION}",)),
+        Program("kind", "kind", "sigs.k8s.io/kind"),
+    )
+}
+
+CONTROL_PLANE = ("etcd", "kube-apiserver")
+LOCAL_CLUSTER = (
+    *CONTROL_PLANE,
+    "kube-controller-manager",
+    "kube-scheduler",
+    "kubelet",
+    "kube-proxy",
+    "kubectl",
+    "coredns",
+)
+
+
+def cache_dir() -> Path:
+    """``$EVERSTEP_CACHE``, by default ``~/.cache/everstep``."""
+    return Path(os.environ.get("EVERSTEP_CACHE") or Path.home() / ".cache" / "everstep")
+
+
+def cache_key(program: Program, modules: Path = GO_MODULES) -> str:
+    digest = hashlib.sha256()
+    for name in ("go.mod", "go.sum"):
+        digest.update((modules / program.folder / name).read_bytes())
+    digest.update("\0".join((program.package, *program.flags)).encode())
+    return digest.hexdigest()[:16]
+
+
+def path_of(name: str) -> Path:
+    """Where the program lies once it is built; it may not exist yet."""
+    program = PROGRAMS[name]
+    return cache_dir() / "bin" / cache_key(program) / name
+
+
+def binary(name: str) -> Path:
+    """The path of a program, built now if the cache lacks it."""
+    ensure([name])
+    return path_of(name)
+
+
+def ensure(names: Iterable[str]) -> None:
+    """Build those of ``names`` that the cache lacks, one after the other."""
+    for name in names:
+        target = path_of(name)
+        if target.exists():
+            continue
+        with _locked(target.parent):
+            if not target.exists():
+                _build(PROGRAMS[name], target)
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _build(program: Program, target: Path) -> None:
+    go = shutil.which("go")
+    if go is None:
+        raise ClusterError(f"{program.name} has to be built and there is no `go` in PATH: install Go 1.24 or newer")
+    print(f"building {program.name} ({program.folder}/go.mod) ...", flush=True)
+    started = time.monotonic()
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    result = subprocess.run(
+        [go, "build", "-mod=readonly", *program.flags, "-o", str(unfinished), program.package],
+        cwd=GO_MODULES / program.folder,
+        env={**os.environ, "CGO_ENABLED": "0", "GOWORK": "off"},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if result.returncode != 0:
+        raise ClusterError(f"building {program.name} failed:\n{result.stderr[-4000:]}")
+    unfinished.rename(target)
+    print(f"built {program.name} in {time.monotonic() - started:.0f} s", flush=True)

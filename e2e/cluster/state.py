@@ -1,0 +1,57 @@
+"""Where a cluster keeps what it must find again: after the command's end, its crash, or a reboot."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from e2e.cluster.binaries import cache_dir
+
+PUBLISHED_KUBECONFIG = Path(__file__).parents[2] / "build" / "cluster" / "kubeconfig"
+
+
+def cluster_dir() -> Path:
+    """``$EVERSTEP_CLUSTER_DIR``, by default ``/var/lib/everstep-cluster``."""
+    return Path(os.environ.get("EVERSTEP_CLUSTER_DIR") or "/var/lib/everstep-cluster")
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the user asked for; written before anything is started, so that ``down`` knows what to look for."""
+
+    backend: str
+    nodes: int = 3
+    gpus: int = 4
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder / "cluster.json", json.dumps(asdict(self)))
+
+    @staticmethod
+    def load(folder: Path) -> Shape | None:
+        try:
+            return Shape(**json.loads((folder / "cluster.json").read_text()))
+        except FileNotFoundError:
+            return None
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Readers see the old text or the new, also when the writer is killed half-way."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_text(text)
+    unfinished.rename(path)
+
+
+@contextmanager
+def exclusive(name: str) -> Iterator[None]:
+    """One process at a time: two commands that change the cluster, or the golden images, wait for each other."""
+    cache_dir().mkdir(parents=True, exist_ok=True)
+    with (cache_dir() / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
