@@ -1,0 +1,117 @@
+"""Who may speak to an agent: HMACs over single-use nonces, as docs/design/001-training-job.md defines them.
+
+Pure functions and one small store, so that the operator signs its requests with the very code that verifies them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+from collections import OrderedDict
+from pathlib import Path
+
+NONCE_SECONDS = 30.0
+MAX_NONCES = 1024
+MIN_TOKEN_BYTES = 16
+
+NONCE_HEADER = "X-Everstep-Nonce"
+CLIENT_HEADER = "X-Everstep-Client"
+MAC_HEADER = "X-Everstep-MAC"
+NEXT_NONCE_HEADER = "X-Everstep-Next-Nonce"
+
+TO_AGENT = ">"
+TO_LEADER = "<"
+
+
+def job_token(operator_key: bytes, job_uid: str, template_epoch: int) -> bytes:
+    """The 32 bytes that every agent of one template epoch shares with the operator."""
+    return hmac.new(operator_key, f"{job_uid}/{template_epoch}".encode(), hashlib.sha256).digest()
+
+
+def read_token(path: Path) -> bytes:
+    """The token's raw bytes. Read once at start: the file may be replaced under us, and the token goes nowhere else."""
+    token = path.read_bytes()
+    if len(token) < MIN_TOKEN_BYTES:
+        raise ValueError(f"{path}: a token has at least {MIN_TOKEN_BYTES} bytes, this file has {len(token)}")
+    return token
+
+
+def new_nonce() -> str:
+    return secrets.token_hex(16)
+
+
+def is_nonce(text: str) -> bool:
+    return len(text) == 32 and all(c in "0123456789abcdef" for c in text)
+
+
+def request_mac(token: bytes, method: str, target: str, nonce: str, client: str, body: bytes) -> str:
+    """`target` is the path with its query, exactly as sent."""
+    text = f"request\n{method}\n{target}\n{nonce}\n{client}\n{hashlib.sha256(body).hexdigest()}"
+    return hmac.new(token, text.encode(), hashlib.sha256).hexdigest()
+
+
+def response_mac(token: bytes, status: int, client: str, body: bytes) -> str:
+    text = f"response\n{status}\n{client}\n{hashlib.sha256(body).hexdigest()}"
+    return hmac.new(token, text.encode(), hashlib.sha256).hexdigest()
+
+
+def link_key(token: bytes, nonce: str, client: str) -> bytes:
+    """Each link has a key of its own, so that a frame recorded on one link is worthless on the next."""
+    return hmac.new(token, f"link\n{nonce}\n{client}".encode(), hashlib.sha256).digest()
+
+
+def frame_mac(key: bytes, direction: str, sequence: int, payload: bytes) -> bytes:
+    """32 hex digits. Direction and sequence number are covered: a frame can be neither reflected nor repeated."""
+    mac = hmac.new(key, f"{direction} {sequence} ".encode(), hashlib.sha256)
+    mac.update(payload)
+    return mac.hexdigest()[:32].encode()
+
+
+def same(expected: str, given: str) -> bool:
+    """Constant-time comparison that does not raise on what a stranger may send."""
+    return hmac.compare_digest(expected.encode(), given.encode("utf-8", "surrogateescape"))
+
+
+def request_headers(token: bytes, method: str, target: str, nonce: str, client: str, body: bytes) -> dict[str, str]:
+    return {
+        NONCE_HEADER: nonce,
+        CLIENT_HEADER: client,
+        MAC_HEADER: request_mac(token, method, target, nonce, client, body),
+    }
+
+
+class NonceStore:
+    """Nonces that were handed out and not yet used: single use, expiring, bounded.
+
+    A full store forgets its oldest nonce instead of refusing a new one: otherwise a stranger who asks for 35 challenges
+    a second would lock everybody out. Nonces for callers that have proved themselves live in a store of their own.
+    """
+
+    def __init__(self, limit: int = MAX_NONCES, lifetime: float = NONCE_SECONDS) -> None:
+        self._limit = limit
+        self._lifetime = lifetime
+        self._open: OrderedDict[str, float] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def issue(self, now: float) -> str:
+        self._expire(now)
+        while len(self._open) >= self._limit:
+            self._open.popitem(last=False)
+        nonce = new_nonce()
+        self._open[nonce] = now + self._lifetime
+        return nonce
+
+    def take(self, nonce: str, now: float) -> bool:
+        """True once for each nonce that is still valid."""
+        self._expire(now)
+        return self._open.pop(nonce, None) is not None
+
+    def _expire(self, now: float) -> None:
+        while self._open:
+            nonce, end = next(iter(self._open.items()))
+            if end > now:
+                return
+            del self._open[nonce]

@@ -1,0 +1,217 @@
+"""What an agent is told: the job (job.json), its pod (environment) and where things lie (`Place`)."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PROTOCOL = 1
+DISTRIBUTIONS = ("torch", "mpi", "horovod", "none")
+FENCINGS = ("checkpoint", "strict")
+
+
+class ConfigError(ValueError):
+    """job.json or the pod's environment cannot be used; the message names the field."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One agent's view of its job. Times are seconds."""
+
+    namespace: str
+    name: str
+    job_uid: str
+    template_epoch: int
+    num_nodes: int
+    num_proc_per_node: int
+    command: tuple[str, ...]
+    distribution: str
+    distribution_options: tuple[str, ...]  # extra mpirun arguments
+    hyperparameters: dict[str, str]
+    application_restarts: int
+    max_backoff: float  # 0: no back-off
+    fencing: str
+    fence_timeout: float
+    stop_grace: float
+    restart_grace: float
+    instance_type: str
+    service: str  # empty: no DNS names
+    port: int
+    index: int
+    epoch: int  # of this pod's creation; a leader leads at this epoch
+    pod_uid: str
+    pod_ip: str
+    node_name: str
+
+    @property
+    def leads(self) -> bool:
+        return self.index == 0
+
+    @property
+    def mpi(self) -> bool:
+        return self.distribution in ("mpi", "horovod")
+
+    @property
+    def world_size(self) -> int:
+        return self.num_nodes * self.num_proc_per_node
+
+    @property
+    def heartbeat(self) -> float:
+        """Seconds between heartbeats: a leader of any size handles at most 200 a second."""
+        return max(1.0, self.num_nodes / 200)
+
+    @property
+    def silence(self) -> float:
+        """Seconds without a frame after which the other end of a link is taken for lost."""
+        return max(12.0, 4 * self.heartbeat)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an agent reads and writes. `owns_pod`: it is PID 1 and may kill every other process that it can see."""
+
+    agent: Path
+    job: Path
+    token: Path
+    scratch: Path
+    shm: Path | None
+    ml: Path
+    termination_log: Path
+    owns_pod: bool
+
+    @classmethod
+    def pod(cls, agent: Path) -> Place:
+        return cls(
+            agent=agent,
+            job=Path("/opt/everstep/job/job.json"),
+            token=Path("/opt/everstep/token/token"),
+            scratch=Path("/run/everstep"),
+            shm=Path("/dev/shm"),  # noqa: S108 - the pod's own memory volume
+            ml=Path("/opt/ml"),
+            termination_log=Path("/dev/termination-log"),
+            owns_pod=os.getpid() == 1,
+        )
+
+    @classmethod
+    def local(cls, agent: Path, base: Path, index: int) -> Place:
+        """Laptop mode: `base/job.json` and `base/token` are shared; all that is written lies below `base/node-<i>`."""
+        node = base / f"node-{index}"
+        return cls(
+            agent=agent,
+            job=base / "job.json",
+            token=base / "token",
+            scratch=node / "run",
+            shm=None,
+            ml=node / "ml",
+            termination_log=node / "termination-log",
+            owns_pod=False,
+        )
+
+
+def load(path: Path, environ: Mapping[str, str]) -> Config:
+    """The configuration of a pod's agent: job.json and the EVERSTEP_* field references."""
+    try:
+        data = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{path}: not JSON: {error}") from error
+    return parse(data, environ)
+
+
+def parse(data: Any, environ: Mapping[str, str]) -> Config:
+    job = _Fields(data, "job.json")
+    if job.integer("protocol") != PROTOCOL:
+        raise ConfigError(f"job.json: protocol {data['protocol']} is not {PROTOCOL}: agent and operator do not fit")
+    about, distribution, restart = job.child("job"), job.child("distribution"), job.child("restart")
+    nodes = job.integer("numNodes", 1)
+    index = _environ_integer(environ, "EVERSTEP_INDEX", 0)
+    if index >= nodes:
+        raise ConfigError(f"EVERSTEP_INDEX: {index} is not below numNodes = {nodes}")
+    return Config(
+        namespace=about.text("namespace"),
+        name=about.text("name"),
+        job_uid=about.text("uid"),
+        template_epoch=job.integer("templateEpoch"),
+        num_nodes=nodes,
+        num_proc_per_node=job.integer("numProcPerNode", 1),
+        command=job.texts("command"),
+        distribution=distribution.choice("kind", DISTRIBUTIONS),
+        distribution_options=distribution.texts("options", ()),
+        hyperparameters=job.mapping("hyperparameters"),
+        application_restarts=restart.integer("application", 0),
+        max_backoff=restart.seconds("maxBackoffSeconds"),
+        fencing=job.choice("fencing", FENCINGS),
+        fence_timeout=job.seconds("fenceTimeoutSeconds"),
+        stop_grace=job.seconds("stopGraceSeconds"),
+        restart_grace=job.seconds("restartGraceSeconds"),
+        instance_type=job.text("instanceType", ""),
+        service=job.text("service", ""),
+        port=job.integer("port"),
+        index=index,
+        epoch=_environ_integer(environ, "EVERSTEP_EPOCH", 1),
+        pod_uid=environ.get("EVERSTEP_POD_UID", ""),
+        pod_ip=environ.get("EVERSTEP_POD_IP", ""),
+        node_name=environ.get("EVERSTEP_NODE_NAME", ""),
+    )
+
+
+class _Fields:
+    """Typed access to one JSON object; unknown fields are left alone, so that a newer operator may add some."""
+
+    def __init__(self, data: Any, where: str) -> None:
+        if not isinstance(data, dict):
+            raise ConfigError(f"{where}: must be an object")
+        self._data: dict[str, Any] = data
+        self._where = where
+
+    def _get(self, name: str, kinds: tuple[type, ...], default: Any) -> Any:
+        value = self._data.get(name, default)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise ConfigError(f"{self._where}: {name} must be {' or '.join(k.__name__ for k in kinds)}")
+        return value
+
+    def child(self, name: str) -> _Fields:
+        return _Fields(self._data.get(name), f"{self._where}: {name}")
+
+    def text(self, name: str, default: str | None = None) -> str:
+        return str(self._get(name, (str,), default))
+
+    def choice(self, name: str, choices: tuple[str, ...]) -> str:
+        value = self.text(name)
+        if value not in choices:
+            raise ConfigError(f"{self._where}: {name} must be one of {', '.join(choices)}")
+        return value
+
+    def integer(self, name: str, minimum: int = 0) -> int:
+        value = int(self._get(name, (int,), None))
+        if value < minimum:
+            raise ConfigError(f"{self._where}: {name} must be at least {minimum}")
+        return value
+
+    def seconds(self, name: str) -> float:
+        value = float(self._get(name, (int, float), None))
+        if not 0 <= value < float("inf"):
+            raise ConfigError(f"{self._where}: {name} must be a number of seconds")
+        return value
+
+    def texts(self, name: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
+        values = self._get(name, (list, tuple), default)
+        if not all(isinstance(v, str) for v in values):
+            raise ConfigError(f"{self._where}: {name} must be a list of strings")
+        return tuple(values)
+
+    def mapping(self, name: str) -> dict[str, str]:
+        values = self._get(name, (dict,), {})
+        if not all(isinstance(v, str) for v in values.values()):
+            raise ConfigError(f"{self._where}: {name} must map strings to strings")
+        return dict(values)
+
+
+def _environ_integer(environ: Mapping[str, str], name: str, minimum: int) -> int:
+    text = environ.get(name, "")
+    if not text.isdecimal() or int(text) < minimum:
+        raise ConfigError(f"{name}: must be a number of at least {minimum}, not {text!r}")
+    return int(text)
