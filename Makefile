@@ -62,6 +62,3 @@ venv: .venv/.synced
 
 build/uv/bin/uv:
 	python3 -m venv build/uv && build/uv/bin/pip install --quiet uv
-
-uv:
-	@true
