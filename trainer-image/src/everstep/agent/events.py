@@ -1,0 +1,85 @@
+"""What the supervisor tells the agent about the processes of this node."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Optional, Union
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One generation, the same on every node but for `node_index`."""
+
+    epoch: int
+    generation: int
+    hosts: tuple[str, ...]  # IP addresses by node index, without ports
+    ports: tuple[int, ...]  # agent ports by node index
+    node_index: int
+    procs_per_node: int
+    master_addr: str
+    master_port: int
+
+    @property
+    def nodes(self) -> int:
+        return len(self.hosts)
+
+
+@dataclass(frozen=True)
+class RankStarted:
+    generation: int
+    rank: int
+    local_rank: int
+
+
+@dataclass(frozen=True)
+class RankExited:
+    """`exit_code` is what a shell would say (128 + signal); `message` is the best single line about the cause."""
+
+    generation: int
+    rank: int
+    local_rank: int
+    exit_code: int
+    signal: Optional[int]
+    oom: bool
+    message: str
+    log_tail: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class LauncherExited:
+    """mpirun ended, on the leader's node only. Code 0 follows the exits of all ranks."""
+
+    generation: int
+    exit_code: int
+    message: str
+    log_tail: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Progress:
+    """The newest of what a rank said since the last event."""
+
+    generation: int
+    rank: int
+    step: Optional[int]
+    total: Optional[int]
+    phase: str
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class DaemonOutput:
+    """Output of a daemon started by `Supervisor.spawn`; `stream` is stdout or stderr."""
+
+    daemon: str
+    stream: str
+    data: bytes
+
+
+@dataclass(frozen=True)
+class DaemonExited:
+    daemon: str
+    exit_code: int
+
+
+Event = Union[RankStarted, RankExited, LauncherExited, Progress, DaemonOutput, DaemonExited]
