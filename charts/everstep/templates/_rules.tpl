@@ -1,0 +1,48 @@
+{{- /*
+What the operator may do where jobs are. Every verb is one it uses: the table is everstep_operator/cluster/rbac.py,
+and a test compares the two in both directions. No get, list or watch of Secrets anywhere: it makes a job's token
+and never reads one.
+*/ -}}
+{{- define "everstep.jobRules" -}}
+- apiGroups: [everstep.dev]
+  resources: [trainingjobs]
+  verbs: [get, list, watch, delete]
+- apiGroups: [everstep.dev]
+  resources: [trainingjobs/status]
+  verbs: [patch]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [create, get, list, watch, delete]
+- apiGroups: [""]
+  resources: [services]
+  verbs: [create, get]
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create, delete]
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [create, get, list, delete]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create, patch]
+{{- end -}}
+
+{{- /* What has no namespace, and the heartbeats of nodes. */ -}}
+{{- define "everstep.clusterRules" -}}
+- apiGroups: [everstep.dev]
+  resources: [trainingpools]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [get, list, watch]
+{{- end -}}
+
+{{- /* In the operator's own namespace: its leader election, and the key from which job tokens are derived. */ -}}
+{{- define "everstep.ownRules" -}}
+- apiGroups: [coordination.k8s.io]
+  resources: [leases]
+  verbs: [create, get, update]
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [create]
+{{- end -}}

@@ -1,0 +1,10 @@
+{{- /* Environment of the operator; the names are those of everstep_operator/settings.py. */ -}}
+{{- define "everstep.settings" -}}
+EVERSTEP_WATCH_NAMESPACES: {{ join "," .Values.watchNamespaces | quote }}
+EVERSTEP_CLUSTER_DOMAIN: {{ .Values.clusterDomain | quote }}
+EVERSTEP_ALLOWED_SERVICE_ACCOUNTS: {{ join "," .Values.jobPods.allowedServiceAccounts | quote }}
+EVERSTEP_ALLOWED_HOST_FIELDS: {{ join "," .Values.jobPods.allowedHostFields | quote }}
+EVERSTEP_ALLOWED_PRIORITY_CLASSES: {{ join "," .Values.jobPods.allowedPriorityClasses | quote }}
+EVERSTEP_LOG_LEVEL: {{ .Values.logging.level | quote }}
+EVERSTEP_LOG_FORMAT: {{ .Values.logging.format | quote }}
+{{- end -}}

@@ -1,0 +1,143 @@
+"""What the chart installs: a restricted operator, CRDs that survive an uninstall, nothing that values do not ask for."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+CHART = ROOT / "charts" / "everstep"
+Render = Callable[..., list[dict[str, Any]]]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+def only(objects: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (found,) = [each for each in objects if each["kind"] == kind]
+    return found
+
+
+def pod(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    spec: dict[str, Any] = only(objects, "Deployment")["spec"]["template"]["spec"]
+    return spec
+
+
+def environment(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    return {each["name"]: each.get("value", each.get("valueFrom")) for each in pod(objects)["containers"][0]["env"]}
+
+
+def test_lint_finds_nothing_to_say(helm: Run) -> None:
+    result = helm("lint", "--strict", str(CHART))
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_every_namespaced_object_names_its_namespace(render: Render) -> None:
+    """For those who pipe `helm template` into kubectl."""
+    objects = render(
+        metrics={"service": {"enabled": True}, "serviceMonitor": {"enabled": True}}, networkPolicy={"enabled": True}
+    )
+    cluster_scoped = {"ClusterRole", "ClusterRoleBinding", "CustomResourceDefinition"}
+    homeless = [
+        (each["kind"], each["metadata"]["name"])
+        for each in objects
+        if each["kind"] not in cluster_scoped and "namespace" not in each["metadata"]
+    ]
+    assert homeless == []
+
+
+def test_no_object_is_rendered_twice(render: Render) -> None:
+    objects = render(watchNamespaces=["a", "everstep-system"])
+    names = [(each["kind"], each["metadata"].get("namespace"), each["metadata"]["name"]) for each in objects]
+    assert len(names) == len(set(names))
+
+
+def test_the_operator_satisfies_the_restricted_pod_security_standard(render: Render) -> None:
+    spec = pod(render())
+    (container,) = spec["containers"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert container["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert {field for field in ("hostNetwork", "hostPID", "hostIPC") if spec.get(field)} == set()
+    assert all(set(volume) & {"emptyDir", "secret"} for volume in spec["volumes"])
+
+
+def test_the_operator_can_write_to_tmp_under_its_read_only_root(render: Render) -> None:
+    spec = pod(render())
+    mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}
+    assert "emptyDir" in next(volume for volume in spec["volumes"] if volume["name"] == mounts["/tmp"])
+
+
+def test_the_operator_starts_before_its_key_exists(render: Render) -> None:
+    (key,) = [volume["secret"] for volume in pod(render())["volumes"] if "secret" in volume]
+    assert key["optional"] is True
+    assert key["secretName"] == "everstep-operator-key"
+
+
+def test_two_operators_never_run_side_by_side_during_an_upgrade(render: Render) -> None:
+    deployment = only(render(), "Deployment")["spec"]
+    assert deployment["replicas"] == 1
+    assert deployment["strategy"] == {"type": "Recreate"}
+
+
+def test_a_lost_node_gives_the_operator_up_after_seconds(render: Render) -> None:
+    tolerations = pod(render(nodeLostSeconds=7, tolerations=[{"key": "mine", "operator": "Exists"}]))["tolerations"]
+    seconds = {each["key"]: each.get("tolerationSeconds") for each in tolerations}
+    assert seconds == {"node.kubernetes.io/unreachable": 7, "node.kubernetes.io/not-ready": 7, "mine": None}
+
+
+def test_requests_and_a_memory_limit_are_set(render: Render) -> None:
+    resources = pod(render())["containers"][0]["resources"]
+    assert set(resources["requests"]) == {"cpu", "memory"}
+    assert "memory" in resources["limits"]
+
+
+def test_a_digest_wins_over_a_tag(render: Render) -> None:
+    digest = "sha256:" + "a" * 64
+    image = pod(render(image={"repository": "r/o", "tag": "x", "digest": digest}))["containers"][0]["image"]
+    assert image == f"r/o@{digest}"
+
+
+def test_an_image_without_a_tag_is_the_chart_s_own_version(render: Render) -> None:
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert pod(render())["containers"][0]["image"].endswith(f":{version}")
+
+
+def test_helm_s_own_objects_are_not_taken_for_children_of_jobs(render: Render) -> None:
+    owners = {each["metadata"].get("labels", {}).get("app.kubernetes.io/managed-by") for each in render()}
+    assert "everstep" not in owners
+
+
+def test_pools_become_trainingpools(render: Render) -> None:
+    spec = {"nodeSelector": {"node": "gpu"}}
+    pool = only(render(pools=[{"name": "a100", "spec": spec}]), "TrainingPool")
+    assert pool["metadata"]["name"] == "a100"
+    assert pool["spec"] == spec
+
+
+@pytest.mark.parametrize(
+    ("values", "kinds"),
+    [
+        ({}, set()),
+        ({"metrics": {"service": {"enabled": True}}}, {"Service"}),
+        ({"metrics": {"serviceMonitor": {"enabled": True}}}, {"Service", "ServiceMonitor"}),
+        ({"networkPolicy": {"enabled": True}}, {"NetworkPolicy"}),
+    ],
+)
+def test_optional_objects_appear_only_when_asked_for(render: Render, values: dict[str, Any], kinds: set[str]) -> None:
+    optional = {"Service", "ServiceMonitor", "NetworkPolicy", "TrainingPool"}
+    assert {each["kind"] for each in render(**values)} & optional == kinds
+
+
+def test_services_select_the_operator_s_pod(render: Render) -> None:
+    objects = render(metrics={"service": {"enabled": True}})
+    labels = only(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert only(objects, "Service")["spec"]["selector"].items() <= labels.items()
+    assert only(objects, "Deployment")["spec"]["selector"]["matchLabels"].items() <= labels.items()
