@@ -1,0 +1,262 @@
+"""The API server, as the operator uses it: plain dictionaries in and out, typed errors, bounded patience.
+
+Built on the asyncio half of the official client (`kubernetes.aio`) for what is hard to get right: kubeconfig, exec
+plug-ins, in-cluster tokens that rotate. Its typed models are never constructed: a user's pod template may hold
+fields that the pinned version does not know, and a model would drop or refuse them. Answers are taken undecoded
+(`_preload_content=False`) and parsed once; its own path decodes, re-encodes and logs whole bodies, Secrets included.
+
+What may be sent twice: reads, deletes with a UID precondition, status applied with a resourceVersion, dry runs.
+A create may not, once its result is unknown: `Unreachable.sent` goes up to the caller, who reads before writing again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import aiohttp
+import structlog
+import tenacity
+from kubernetes.aio import config as kubernetes_config
+from kubernetes.aio.client import ApiClient, Configuration
+
+from everstep_operator import metrics
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.resources import Resource
+
+log = structlog.get_logger(__name__)
+
+Object = dict[str, Any]
+
+FIELD_MANAGER = "everstep-operator"
+_ATTEMPTS = 5
+_RETRY_AFTER_MAX = 30.0
+
+
+async def login(kubeconfig: str | None = None) -> Configuration:
+    """Credentials from the pod's service account, else from `kubeconfig` (default: $KUBECONFIG, ~/.kube/config)."""
+    configuration = Configuration()
+    if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
+        kubernetes_config.load_incluster_config(client_configuration=configuration)
+    else:
+        await kubernetes_config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
+    configuration.connection_pool_maxsize = 100
+    return configuration
+
+
+class Client:
+    """All requests of one process. Safe to use from many tasks of one event loop."""
+
+    def __init__(
+        self,
+        configuration: Configuration,
+        *,
+        relogin: Callable[[], Awaitable[Configuration]] | None = None,
+        timeout: float = 30.0,
+        attempts: int = _ATTEMPTS,
+    ) -> None:
+        self.configuration = configuration
+        self._relogin = relogin
+        self._relogged_at = float("-inf")
+        self._timeout = timeout
+        self._attempts = attempts
+        self._api: Any = ApiClient(configuration)
+        self._api.user_agent = "everstep-operator"
+        self.used: set[tuple[str, str, str]] = set()  # (verb, group, resource[/subresource]), compared with rbac.USED
+
+    @classmethod
+    async def connect(cls, kubeconfig: str | None = None, **options: Any) -> Client:
+        async def again() -> Configuration:
+            return await login(kubeconfig)
+
+        return cls(await again(), relogin=again, **options)
+
+    async def close(self) -> None:
+        await self._api.close()
+
+    # --- reading
+
+    async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
+        return await self._retried("get", resource, "GET", resource.path(namespace, name))
+
+    async def list(
+        self,
+        resource: Resource,
+        namespace: str | None = None,
+        *,
+        labels: str | None = None,
+        fields: str | None = None,
+        page: int = 500,
+    ) -> AsyncIterator[Object]:
+        """All objects, page by page. Raises `Gone` when the server has compacted the pages away: start over."""
+        token = ""
+        while True:
+            query = [("limit", str(page))]
+            query += [("labelSelector", labels)] if labels else []
+            query += [("fieldSelector", fields)] if fields else []
+            query += [("continue", token)] if token else []
+            answer = await self._retried("list", resource, "GET", resource.path(namespace), query)
+            for item in answer.get("items") or ():
+                yield item
+            token = answer.get("metadata", {}).get("continue") or ""
+            if not token:
+                return
+
+    # --- writing
+
+    async def create(self, resource: Resource, namespace: str | None, body: Object, *, dry_run: bool = False) -> Object:
+        """Create, and return what the server made of it. Raises `AlreadyExists`, or `Unreachable` with `sent` set when
+        nobody knows; a dry run is harmless and simply repeated."""
+        query = [("fieldManager", FIELD_MANAGER), ("fieldValidation", "Ignore")]
+        if dry_run:
+            query.append(("dryRun", "All"))
+        return await self._retried("create", resource, "POST", resource.path(namespace), query, body, blind=dry_run)
+
+    async def delete(
+        self, resource: Resource, namespace: str | None, name: str, *, uid: str, grace: int | None = None
+    ) -> None:
+        """Delete exactly the object with this UID. Gone, or replaced by another of the name: both are success."""
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
+        body["propagationPolicy"] = "Background"
+        if grace is not None:
+            body["gracePeriodSeconds"] = grace
+        try:
+            await self._retried("delete", resource, "DELETE", resource.path(namespace, name), (), body)
+        except (errors.NotFound, errors.Conflict):
+            return
+
+    async def apply_status(self, resource: Resource, namespace: str | None, body: Object) -> Object:
+        """Server-side apply of `status`. `body` carries name, UID and the observed resourceVersion: a stale one is
+        `Conflict`, so two writers (an operator that lost its Lease unawares) cannot both win."""
+        name = body["metadata"]["name"]
+        path = resource.path(namespace, name, "status")
+        query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
+        return await self._retried("patch", resource, "PATCH", path, query, body, sub="status", kind=_APPLY)
+
+    async def replace(self, resource: Resource, namespace: str | None, body: Object) -> Object:
+        """PUT with the body's resourceVersion (the Lease)."""
+        path = resource.path(namespace, body["metadata"]["name"])
+        return await self._once("update", resource, "PUT", path, (), body)
+
+    # --- how
+
+    async def _retried(
+        self,
+        verb: str,
+        resource: Resource,
+        method: str,
+        path: str,
+        query: Any = (),
+        body: Object | None = None,
+        *,
+        sub: str = "",
+        kind: str = "application/json",
+        blind: bool = True,
+    ) -> Object:
+        """The request, again while that can help. `blind` = may be repeated although it may have been processed."""
+
+        def again(error: BaseException) -> bool:
+            if isinstance(error, errors.TooManyRequests):
+                return True
+            if isinstance(error, errors.ServerError):
+                return blind
+            return isinstance(error, errors.Unreachable) and (blind or not error.sent)
+
+        retrying = tenacity.AsyncRetrying(
+            retry=tenacity.retry_if_exception(again),
+            stop=tenacity.stop_after_attempt(self._attempts) | tenacity.stop_after_delay(3 * self._timeout),
+            wait=_pause,
+            reraise=True,
+        )
+        async for attempt in retrying:
+            with attempt:
+                return await self._once(verb, resource, method, path, query, body, sub=sub, kind=kind)
+        raise AssertionError("tenacity re-raises")
+
+    async def _once(
+        self,
+        verb: str,
+        resource: Resource,
+        method: str,
+        path: str,
+        query: Any = (),
+        body: Object | None = None,
+        *,
+        sub: str = "",
+        kind: str = "application/json",
+    ) -> Object:
+        what = f"{resource.plural}/{sub}" if sub else resource.plural
+        self.used.add((verb, resource.group, what))
+        try:
+            return await self._send(verb, what, method, path, query, body, kind)
+        except errors.Unauthorized:
+            if not await self._login_again():
+                raise
+            return await self._send(verb, what, method, path, query, body, kind)
+
+    async def _send(
+        self, verb: str, what: str, method: str, path: str, query: Any, body: Object | None, kind: str
+    ) -> Object:
+        started = time.monotonic()
+        code = "error"
+        try:
+            response = await self._api.call_api(
+                path,
+                method,
+                query_params=list(query),
+                header_params={"Accept": "application/json", "Content-Type": kind},
+                body=body,
+                auth_settings=["BearerToken"],
+                _preload_content=False,
+                _request_timeout=aiohttp.ClientTimeout(total=self._timeout, sock_connect=min(5.0, self._timeout)),
+            )
+            async with response:
+                code = str(response.status)
+                data = await response.read()
+        except aiohttp.ClientConnectorError as error:
+            raise errors.Unreachable(f"{method} {path}: {error}", sent=False) from error
+        except (aiohttp.ClientError, OSError, TimeoutError) as error:
+            raise errors.Unreachable(f"{method} {path}: {type(error).__name__} {error}", sent=True) from error
+        finally:
+            metrics.api_requests.labels(verb, what, code).inc()
+            metrics.api_seconds.labels(verb).observe(time.monotonic() - started)
+        return _answer(response, data)
+
+    async def _login_again(self) -> bool:
+        """A kubeconfig's token has run out (in a pod the client re-reads its own each minute). At most every 10 s."""
+        if self._relogin is None or time.monotonic() - self._relogged_at < 10:
+            return False
+        self._relogged_at = time.monotonic()
+        fresh = await self._relogin()
+        self.configuration.api_key = fresh.api_key
+        self.configuration.refresh_api_key_hook = fresh.refresh_api_key_hook
+        log.info("logged in again")
+        return True
+
+
+_APPLY = "application/apply-patch+yaml"  # JSON is YAML, and every server with server-side apply knows this type
+
+
+def _pause(state: tenacity.RetryCallState) -> float:
+    """What the server asked for (Retry-After), else 0.1 s doubling; jittered, or 50 refused creates return as one."""
+    error = state.outcome.exception() if state.outcome else None
+    if isinstance(error, errors.ApiError) and error.retry_after is not None:
+        return min(error.retry_after, _RETRY_AFTER_MAX) * (1 + random.random() / 4)  # noqa: S311
+    return float(min(5.0, 0.1 * 2.0**state.attempt_number) * (0.5 + random.random() / 2))  # noqa: S311
+
+
+def _answer(response: aiohttp.ClientResponse, data: bytes) -> Object:
+    try:
+        parsed = json.loads(data) if data else {}
+    except ValueError:
+        parsed = data[:512].decode("utf-8", "replace")
+    if 200 <= response.status < 300:
+        if not isinstance(parsed, dict):
+            raise errors.ServerError(response.status, "NotJSON", f"not an API server's answer: {parsed!r}")
+        return parsed
+    retry_after = response.headers.get("Retry-After", "")
+    raise errors.from_status(response.status, parsed, retry_after=float(retry_after) if retry_after.isdigit() else None)

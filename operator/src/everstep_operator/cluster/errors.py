@@ -1,0 +1,106 @@
+"""What a request to the API server can end in. Everything the operator reacts to differently is a class of its own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """The API server answered, and the answer was no."""
+
+    def __init__(self, code: int, reason: str, message: str, *, retry_after: float | None = None) -> None:
+        super().__init__(f"{code} {reason}: {message}")
+        self.code = code
+        self.reason = reason
+        self.message = message
+        self.retry_after = retry_after
+
+
+class NotFound(ApiError):
+    """404: the object (or its namespace) is not there."""
+
+
+class AlreadyExists(ApiError):
+    """409 on a create: the name is taken, by us or by somebody else. Read the object before believing either."""
+
+
+class Conflict(ApiError):
+    """409 otherwise: a stale resourceVersion, or a UID that is no longer the one we meant."""
+
+
+class Gone(ApiError):
+    """410: a `continue` token or resourceVersion that the server has compacted away."""
+
+
+class Invalid(ApiError):
+    """422 or 400: the body is refused and will be refused again."""
+
+
+class Forbidden(ApiError):
+    """403 by RBAC or admission. A used-up quota is `QuotaExceeded`: that one ends by waiting."""
+
+
+class QuotaExceeded(Forbidden):
+    """403 by a ResourceQuota: not the template's fault, and true only until somebody frees some."""
+
+
+class Unauthorized(ApiError):
+    """401: the token has expired, or was never valid."""
+
+
+class TooManyRequests(ApiError):
+    """429: certainly not processed."""
+
+
+class ServerError(ApiError):
+    """5xx: may or may not have been processed."""
+
+
+class Unreachable(Exception):
+    """No answer: refused, reset, or timed out.
+
+    `sent` tells whether the request may have reached the server. If it may, a create can have happened unseen, and
+    sending it again would report our own object as somebody else's.
+    """
+
+    def __init__(self, message: str, *, sent: bool) -> None:
+        super().__init__(message)
+        self.sent = sent
+
+
+class NotOurs(Exception):
+    """An object with the name we need exists and belongs to something else. It is never adopted."""
+
+    def __init__(self, what: str, owner: str) -> None:
+        super().__init__(f"{what} already exists and belongs to {owner}")
+        self.what = what
+        self.owner = owner
+
+
+_BY_CODE: dict[int, type[ApiError]] = {
+    400: Invalid,
+    401: Unauthorized,
+    403: Forbidden,
+    404: NotFound,
+    409: Conflict,
+    410: Gone,
+    413: Invalid,
+    422: Invalid,
+    429: TooManyRequests,
+}
+
+
+def from_status(code: int, status: Any, *, retry_after: float | None = None) -> ApiError:
+    """The typed error for an HTTP code and the `Status` object (or whatever a proxy sent instead) in its body."""
+    known = status if isinstance(status, dict) else {}
+    reason = str(known.get("reason") or code)
+    message = str(known.get("message") or status or "")[:2048]
+    if code == 409 and reason == "AlreadyExists":
+        return AlreadyExists(code, reason, message)
+    if code == 403 and "exceeded quota" in message:  # the server gives no reason of its own for it
+        return QuotaExceeded(code, reason, message)
+    if code == 403 and "is being terminated" in message:
+        # Creates in a terminating namespace. The template is not to blame, and the job is about to be deleted too.
+        return Conflict(code, reason, message)
+    kind = _BY_CODE.get(code, ServerError if code >= 500 else ApiError)
+    return kind(code, reason, message, retry_after=retry_after)

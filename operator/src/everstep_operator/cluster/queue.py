@@ -1,0 +1,183 @@
+"""A keyed work queue: what to look at next, never what happened.
+
+Events only say *which* job changed; the reconcile looks at the whole of it. So a key that is waiting absorbs all
+further events, and a key in work is noted and comes back once when the work is done: nothing is lost, nothing is done
+twice at the same time.
+
+`Schedule` is the queue without waiting (clock injected, tested with a fake one); `WorkQueue` adds the waiting.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import random
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+
+
+@dataclass
+class Schedule(Generic[K]):
+    """Which key is due. All times are of `clock`, in seconds."""
+
+    clock: Callable[[], float]
+    base_backoff: float = 0.1
+    max_backoff: float = 60.0
+    jitter: Callable[[], float] = random.random
+    _ready: dict[K, float] = field(default_factory=dict)  # insertion-ordered: first in, first out; value = since when
+    _working: dict[K, float] = field(default_factory=dict)
+    _again: dict[K, float] = field(default_factory=dict)  # touched while in work
+    _due: dict[K, float] = field(default_factory=dict)  # the only truth about delays; the heap may hold stale entries
+    _heap: list[tuple[float, int, K]] = field(default_factory=list)
+    _failures: dict[K, int] = field(default_factory=dict)
+    _counter: int = 0
+
+    def add(self, key: K) -> None:
+        """Look at `key` as soon as a worker is free, once, however often this is called before that."""
+        if key in self._working:
+            self._again.setdefault(key, self.clock())
+        else:
+            self._ready.setdefault(key, self.clock())
+
+    def add_after(self, key: K, delay: float) -> None:
+        """Look at `key` in `delay` seconds at the latest. An earlier wish stays; a later one is absorbed by it."""
+        if delay <= 0:
+            self.add(key)
+            return
+        due = self.clock() + delay
+        if due < self._due.get(key, float("inf")):
+            self._due[key] = due
+            self._counter += 1
+            heapq.heappush(self._heap, (due, self._counter, key))
+            if len(self._heap) > 2 * len(self._due) + 64:  # superseded wishes would stay until their time, days maybe
+                self._heap = [entry for entry in self._heap if self._due.get(entry[2]) == entry[0]]
+                heapq.heapify(self._heap)
+
+    def retry(self, key: K) -> float:
+        """Look at `key` again after its back-off (full doubling, the upper half jittered); returns the delay."""
+        failures = self._failures.get(key, 0)
+        self._failures[key] = failures + 1
+        ceiling = min(self.max_backoff, self.base_backoff * 2.0 ** min(failures, 30))
+        delay = ceiling * (0.5 + self.jitter() / 2)
+        self.add_after(key, delay)
+        return delay
+
+    def forget(self, key: K) -> None:
+        """The last look succeeded: the next failure starts from the shortest back-off."""
+        self._failures.pop(key, None)
+
+    def discard(self, key: K) -> None:
+        """The object is gone: drop delays and failures. A key that is ready is still looked at, and finds nothing."""
+        self._failures.pop(key, None)
+        self._due.pop(key, None)
+
+    def take(self) -> K | None:
+        """The next key to work on, or None. The caller owes `done`."""
+        self._promote()
+        key = next(iter(self._ready), None)
+        if key is None:
+            return None
+        del self._ready[key]
+        # The look that starts now decides when the next one is due: a wish from before would wake it for nothing.
+        self._due.pop(key, None)
+        self._working[key] = self.clock()
+        return key
+
+    def done(self, key: K) -> None:
+        del self._working[key]
+        since = self._again.pop(key, None)
+        if since is not None:
+            self._ready.setdefault(key, since)
+
+    def next_due(self) -> float | None:
+        """When the earliest delayed key becomes due, or None."""
+        while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def _promote(self) -> None:
+        now = self.clock()
+        while (due := self.next_due()) is not None and due <= now:
+            key = heapq.heappop(self._heap)[2]
+            del self._due[key]
+            if key in self._working:
+                self._again.setdefault(key, due)
+            else:
+                self._ready.setdefault(key, due)
+
+    @property
+    def depth(self) -> int:
+        self._promote()
+        return len(self._ready) + len(self._again)
+
+    @property
+    def in_work(self) -> int:
+        return len(self._working)
+
+    @property
+    def delayed(self) -> int:
+        return len(self._due)
+
+    def oldest_wait(self) -> float:
+        """Seconds for which the oldest ready key has been waiting; 0 when none is."""
+        self._promote()
+        return self.clock() - min(self._ready.values()) if self._ready else 0.0
+
+    def longest_work(self) -> float:
+        """Seconds for which the slowest key has been in work; 0 when none is."""
+        return self.clock() - min(self._working.values()) if self._working else 0.0
+
+
+class WorkQueue(Schedule[K]):
+    """A `Schedule` whose workers can wait. Belongs to one event loop."""
+
+    def __init__(self, *, base_backoff: float = 0.1, max_backoff: float = 60.0) -> None:
+        super().__init__(asyncio.get_running_loop().time, base_backoff, max_backoff)
+        self._wakers: set[asyncio.Future[None]] = set()
+
+    def add(self, key: K) -> None:
+        super().add(key)
+        self._wake()
+
+    def add_after(self, key: K, delay: float) -> None:
+        super().add_after(key, delay)
+        self._wake()
+
+    def done(self, key: K) -> None:
+        super().done(key)
+        self._wake()
+
+    def _wake(self) -> None:
+        # One waiter is enough: whoever wakes takes what is ready and, if more is, wakes the next.
+        for waker in self._wakers:
+            if not waker.done():
+                _ring(waker)
+                return
+
+    async def get(self) -> K:
+        """Wait for a key. The caller owes `done`."""
+        loop = asyncio.get_running_loop()
+        while True:
+            key = self.take()
+            if key is not None:
+                if self._ready:
+                    self._wake()
+                return key
+            waker: asyncio.Future[None] = loop.create_future()
+            self._wakers.add(waker)
+            due = self.next_due()
+            timer = loop.call_at(due, _ring, waker) if due is not None else None
+            try:
+                await waker
+            finally:
+                self._wakers.discard(waker)
+                if timer is not None:
+                    timer.cancel()
+
+
+def _ring(waker: asyncio.Future[None]) -> None:
+    if not waker.done():
+        waker.set_result(None)

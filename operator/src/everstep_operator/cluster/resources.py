@@ -1,0 +1,48 @@
+"""The kinds of objects the operator touches, and their paths. RBAC in the chart lists exactly these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from urllib.parse import quote
+
+
+@dataclass(frozen=True, slots=True)
+class Resource:
+    """A resource type as the API server addresses it."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None = None, name: str | None = None, sub: str | None = None) -> str:
+        """URL path of the collection, of one object, or of its subresource; no namespace = all of them."""
+        parts = ["/apis", self.group, self.version] if self.group else ["/api", self.version]
+        if namespace and self.namespaced:
+            parts += ["namespaces", quote(namespace, safe="")]
+        parts.append(self.plural)
+        if name:
+            parts.append(quote(name, safe=""))
+        if sub:
+            parts.append(sub)
+        return "/".join(parts)
+
+
+GROUP = "everstep.dev"
+
+JOBS = Resource(GROUP, "v1alpha1", "trainingjobs", "TrainingJob")
+POOLS = Resource(GROUP, "v1alpha1", "trainingpools", "TrainingPool", namespaced=False)
+PODS = Resource("", "v1", "pods", "Pod")
+NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
+SERVICES = Resource("", "v1", "services", "Service")
+SECRETS = Resource("", "v1", "secrets", "Secret")
+CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
+EVENTS = Resource("", "v1", "events", "Event")
+LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+
+BY_KIND = {r.kind: r for r in (JOBS, POOLS, PODS, NODES, SERVICES, SECRETS, CONFIG_MAPS, EVENTS, LEASES)}

@@ -1,0 +1,35 @@
+"""What the operator tells Prometheus. No label has a value that a user can invent: no job, pod or node names."""
+
+from __future__ import annotations
+
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
+_LONG = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 21600)
+
+registry = REGISTRY
+
+reconcile_seconds = Histogram(
+    "everstep_reconcile_duration_seconds", "One look at one job, by result", ["result"], buckets=_SECONDS
+)
+queue_depth = Gauge("everstep_queue_depth", "Jobs waiting to be looked at")
+queue_oldest_seconds = Gauge("everstep_queue_oldest_seconds", "How long the oldest waiting job has been waiting")
+queue_longest_work_seconds = Gauge("everstep_queue_longest_work_seconds", "How long the slowest look has been going on")
+api_requests = Counter("everstep_api_requests_total", "Requests to the API server", ["verb", "resource", "code"])
+api_seconds = Histogram(
+    "everstep_api_request_duration_seconds", "Requests to the API server, retries apart", ["verb"], buckets=_SECONDS
+)
+jobs = Gauge("everstep_jobs", "Training jobs", ["phase"])
+pods = Gauge("everstep_pods", "Pods of training jobs")
+time_to_running = Histogram(
+    "everstep_job_time_to_running_seconds", "From a job's creation to its first running", buckets=_LONG
+)
+restarts = Counter("everstep_restarts_total", "Generations that ended before their job did", ["cause"])
+watch_restarts = Counter("everstep_watch_restarts_total", "Times the watcher ended and was started again")
+resync_seconds = Gauge("everstep_resync_age_seconds", "Since the last complete list of everything")
+resync_repairs = Counter(
+    "everstep_resync_repairs_total", "Objects the watch had missed, found by listing", ["resource", "kind"]
+)
+leaders_polled = Gauge("everstep_leaders_polled", "Jobs whose leader is polled now")
+leader_polls = Counter("everstep_leader_polls_total", "Polls of leaders, by result", ["result"])
+is_leader = Gauge("everstep_operator_leader", "1 while this process holds the Lease")
