@@ -1,0 +1,243 @@
+"""The container contract: the files and variables that SageMaker's training images expect (pure functions).
+
+Names and forms are those of sagemaker-training-toolkit (`environment.py`, `mapping.py`) and of the SDK 3 drivers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Optional
+
+GROUP = "homogeneousCluster"
+MAX_VARIABLE = 128 * 1024 - 1  # Linux MAX_ARG_STRLEN less the final NUL: a longer `name=value` makes every exec fail
+
+# What an operator's agent must know and a rank need not. Epoch and generation come back in `rank_variables`.
+AGENT_VARIABLES = ("EVERSTEP_INDEX", "EVERSTEP_EPOCH", "EVERSTEP_POD_UID", "EVERSTEP_POD_IP", "EVERSTEP_NODE_NAME")
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the contract says about one node of a job. Everything else follows from it."""
+
+    job: str
+    hyperparameters: Mapping[str, str]
+    num_nodes: int
+    node_index: int
+    instance_type: str
+    command: Sequence[str] = ()
+    num_cpus: int = 1
+    num_gpus: int = 0
+    network_interface: str = "eth0"
+    master_addr: str = "algo-1"
+    master_port: int = 7777
+    ml: str = "/opt/ml"
+
+    @property
+    def current_host(self) -> str:
+        return f"algo-{self.node_index + 1}"
+
+    @property
+    def hosts(self) -> list[str]:
+        """In lexicographic order, as SageMaker lists them: algo-1, algo-10, algo-2."""
+        return sorted(f"algo-{i + 1}" for i in range(self.num_nodes))
+
+
+def contract_files(facts: Facts) -> dict[str, bytes]:
+    """The configuration files by absolute path."""
+    folder = f"{facts.ml}/input/config"
+    return {
+        f"{folder}/hyperparameters.json": _json(dict(facts.hyperparameters)).encode(),
+        f"{folder}/resourceconfig.json": _json(_resource_config(facts)).encode(),
+        f"{folder}/inputdataconfig.json": b"{}",
+    }
+
+
+def contract_folders(facts: Facts) -> tuple[str, ...]:
+    """The folders that a script may rely on, parents first."""
+    names = ("input", "input/config", "input/data", "model", "output", "output/data", "output/intermediate", "checkpoints")
+    return tuple(f"{facts.ml}/{name}" for name in names)
+
+
+def sm_environment(facts: Facts) -> dict[str, str]:
+    """All SM_* variables and TRAINING_JOB_NAME, but those of features that a job cannot have here."""
+    hyperparameters = {name: _decoded(text) for name, text in facts.hyperparameters.items()}
+    user_args = _user_args(hyperparameters)
+    resource_config = _resource_config(facts)
+    values: dict[str, Any] = {
+        "SM_HOSTS": facts.hosts,
+        "SM_CURRENT_HOST": facts.current_host,
+        "SM_HOST_COUNT": facts.num_nodes,
+        # The position in SM_HOSTS, which is NODE_RANK only below ten nodes.
+        "SM_CURRENT_HOST_RANK": facts.hosts.index(facts.current_host),
+        "SM_MASTER_ADDR": facts.master_addr,
+        "SM_MASTER_PORT": facts.master_port,
+        "SM_NETWORK_INTERFACE_NAME": facts.network_interface,
+        "SM_CURRENT_INSTANCE_TYPE": facts.instance_type,
+        "SM_CURRENT_INSTANCE_GROUP": GROUP,
+        "SM_CURRENT_INSTANCE_GROUP_HOSTS": facts.hosts,
+        "SM_INSTANCE_GROUPS": [GROUP],
+        "SM_INSTANCE_GROUPS_DICT": {GROUP: resource_config["instance_groups"][0]},
+        "SM_DISTRIBUTION_INSTANCE_GROUPS": [],
+        "SM_IS_HETERO": False,
+        "SM_RESOURCE_CONFIG": resource_config,
+        "SM_INPUT_DATA_CONFIG": {},
+        "SM_CHANNELS": [],
+        "SM_HPS": hyperparameters,
+        "SM_USER_ARGS": user_args,
+        "SM_USER_ENTRY_POINT": _entry_point(facts.command),
+        "SM_FRAMEWORK_PARAMS": {},
+        "SM_FRAMEWORK_MODULE": None,
+        "SM_MODULE_NAME": None,
+        "SM_MODULE_DIR": None,
+        "SM_LOG_LEVEL": 20,
+        "SM_NUM_CPUS": facts.num_cpus,
+        "SM_NUM_GPUS": facts.num_gpus,
+        "SM_NUM_NEURONS": 0,
+        "SM_MODEL_DIR": f"{facts.ml}/model",
+        "SM_INPUT_DIR": f"{facts.ml}/input",
+        "SM_INPUT_CONFIG_DIR": f"{facts.ml}/input/config",
+        "SM_INPUT_DATA_DIR": f"{facts.ml}/input/data",
+        "SM_OUTPUT_DIR": f"{facts.ml}/output",
+        "SM_OUTPUT_DATA_DIR": f"{facts.ml}/output/data",
+        "SM_OUTPUT_INTERMEDIATE_DIR": f"{facts.ml}/output/intermediate",
+        "SM_OUTPUT_FAILURE": f"{facts.ml}/output/failure",
+        "TRAINING_JOB_NAME": facts.job,
+    }
+    values["SM_TRAINING_ENV"] = _training_env(values)
+    for name, value in hyperparameters.items():
+        values[f"SM_HP_{name.upper()}"] = value
+    return fitting({name: _text(value) for name, value in values.items()})
+
+
+def rank_variables(
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    local_world_size: int,
+    node_rank: int,
+    master_addr: str,
+    master_port: int,
+    epoch: int,
+    generation: int,
+    job: str,
+    progress: Optional[str],
+) -> dict[str, str]:
+    """Who a rank is. `progress` is the path of its FIFO."""
+    variables = {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "NODE_RANK": str(node_rank),
+        "GROUP_RANK": str(node_rank),
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+        "EVERSTEP_EPOCH": str(epoch),
+        "EVERSTEP_GENERATION": str(generation),
+        "EVERSTEP_JOB": job,
+    }
+    if progress is not None:
+        variables["EVERSTEP_PROGRESS"] = progress
+    return variables
+
+
+def torchrun_variables(
+    *, num_nodes: int, node_rank: int, procs_per_node: int, master_addr: str, master_port: int
+) -> dict[str, str]:
+    """What makes a plain `torchrun train.py` join the right group (torchrun reads PET_<option>)."""
+    return {
+        "PET_NNODES": str(num_nodes),
+        "PET_NODE_RANK": str(node_rank),
+        "PET_NPROC_PER_NODE": str(procs_per_node),
+        "PET_MASTER_ADDR": master_addr,
+        "PET_MASTER_PORT": str(master_port),
+    }
+
+
+def fitting(variables: Mapping[str, str]) -> dict[str, str]:
+    """Without those that exec refuses: one bad name or one long value would keep every rank from starting.
+    What is left out of SM_* can still be read in the files."""
+    return {
+        name: value
+        for name, value in variables.items()
+        if name
+        and "=" not in name
+        and "\0" not in name + value
+        and len(os_bytes(name)) + 1 + len(os_bytes(value)) <= MAX_VARIABLE
+    }
+
+
+def os_bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _resource_config(facts: Facts) -> dict[str, Any]:
+    return {
+        "current_host": facts.current_host,
+        "current_instance_type": facts.instance_type,
+        "current_group_name": GROUP,
+        "hosts": facts.hosts,
+        "instance_groups": [
+            {"instance_group_name": GROUP, "instance_type": facts.instance_type, "hosts": facts.hosts},
+        ],
+        "network_interface_name": facts.network_interface,
+    }
+
+
+def _training_env(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The toolkit's own view of the same facts, under its property names."""
+    same = (
+        *("channel_input_dirs", "current_host", "current_instance_group", "current_instance_group_hosts"),
+        *("current_instance_type", "framework_module", "hosts", "input_config_dir", "input_data_config", "input_dir"),
+        *("instance_groups", "instance_groups_dict", "is_hetero", "log_level", "model_dir", "module_dir"),
+        *("module_name", "network_interface_name", "num_cpus", "num_gpus", "num_neurons", "output_data_dir"),
+        *("output_dir", "output_intermediate_dir", "resource_config", "user_entry_point"),
+    )
+    env = {name: values.get(f"SM_{name.upper()}") for name in same}
+    env["channel_input_dirs"] = {}
+    env["additional_framework_parameters"] = {}
+    env["distribution_hosts"] = values["SM_HOSTS"]
+    env["distribution_instance_groups"] = []
+    env["hyperparameters"] = values["SM_HPS"]
+    env["is_master"] = values["SM_CURRENT_HOST"] == "algo-1"
+    env["master_hostname"] = "algo-1"
+    env["job_name"] = values["TRAINING_JOB_NAME"]
+    return env
+
+
+def _decoded(text: str) -> Any:
+    """A hyperparameter is JSON when it can be (the toolkit's rule): "10" is a number, "adam" a string."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
+def _user_args(hyperparameters: Mapping[str, Any]) -> list[str]:
+    arguments = []
+    for name, value in sorted(hyperparameters.items()):
+        arguments.append(f"--{name}" if len(name) > 1 else f"-{name}")
+        if isinstance(value, dict):
+            arguments.append(",".join(f"{k}={v}" for k, v in sorted(value.items())))
+        else:
+            arguments.append(str(value))
+    return arguments
+
+
+def _entry_point(command: Sequence[str]) -> Optional[str]:
+    """The script in `python train.py`, else the program."""
+    scripts = [word for word in command if word.endswith((".py", ".sh"))]
+    return next(iter([*scripts, *command]), None)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return ""
+    return value if isinstance(value, str) else _json(value)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
