@@ -1,0 +1,167 @@
+"""What a plan asks for: values only, no code. The runtime carries them out, in the plan's order.
+
+The contract (001, "Order in a reconcile"):
+
+1. `Plan.status` is written first if it differs from what was observed, with the observed resourceVersion. If that
+   fails, nothing of the plan happens. So an epoch or a charge is on record before anything follows from it.
+2. The actions run in order; those next to each other that are alike (pods of one `CreatePods`) may run in parallel.
+   Each is idempotent: to find its work done already is success.
+3. An action that the API server refuses stops the list; the plan is made again with `Observed.rejection`, once.
+4. `Plan.events` are sent last: no event tells what did not happen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everstep_operator.api import TrainingJobStatus
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureService:
+    """Headless Service `<job>` that publishes not-ready addresses."""
+
+    name: str
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureSecret:
+    """Immutable Secret; the runtime adds the key `token` = HMAC-SHA256(operator key, job UID + "/" + template)."""
+
+    name: str
+    template: int
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureAgent:
+    """The agent's ConfigMap of this digest in the job's namespace."""
+
+    name: str
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class EnsureTemplate:
+    """Immutable ConfigMap with job.json and template.json (in `body.data`)."""
+
+    name: str
+    template: int
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class DryRun:
+    """Let the API server judge pod 0 of a new template, before anything is made from it."""
+
+    body: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class CreatePods:
+    """Create these pods in parallel. `frozen` is the template they come from; `pods.pod_body(job, frozen, index,
+    epoch)` makes one body at a time, so that thousands of them never exist together.
+
+    AlreadyExists: success if the object's controller is this job, else a `Conflict` rejection.
+    """
+
+    indices: tuple[int, ...]
+    epoch: int
+    template: int
+    frozen: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class PodRef:
+    name: str
+    uid: str
+    grace_seconds: int | None = None  # None: the pod's own
+
+
+@dataclass(frozen=True, slots=True)
+class DeletePods:
+    """Delete these, with their UID as precondition."""
+
+    pods: tuple[PodRef, ...]
+    why: str  # a reason constant, for logs and metrics
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteStale:
+    """Delete the job's Secrets and ConfigMaps of template epochs below `template`: no pod uses them any more."""
+
+    template: int
+
+
+@dataclass(frozen=True, slots=True)
+class PushPeers:
+    """`POST /v1/peers` to the leader. May be asked for again and again: the runtime skips what this leader has had."""
+
+    epoch: int
+    addresses: Mapping[int, str]  # index -> ip:port
+
+
+@dataclass(frozen=True, slots=True)
+class StopLeader:
+    """`POST /v1/stop`. To reach nobody is success: the planner deletes the pods after the grace anyway."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteJob:
+    """Delete the TrainingJob itself (TTL), with its UID as precondition."""
+
+    uid: str
+
+
+Action = (
+    EnsureService
+    | EnsureSecret
+    | EnsureAgent
+    | EnsureTemplate
+    | DryRun
+    | CreatePods
+    | DeletePods
+    | DeleteStale
+    | PushPeers
+    | StopLeader
+    | DeleteJob
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A Kubernetes Event about the job."""
+
+    type: str  # Normal | Warning
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Poll:
+    """Keep a long poll to this leader going: `GET /v1/state?…&charged=<charged>&allowance=<allowance>`."""
+
+    address: str  # ip:port
+    pod_uid: str  # another uid is another leader: forget the last view
+    epoch: int
+    template: int  # whose token
+    charged: str  # id of the newest ended generation on record; empty: none
+    allowance: int  # application restarts left after it
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """`status` None: the job is none of our business (managed by another controller, or being deleted)."""
+
+    status: TrainingJobStatus | None = None
+    changed: bool = False  # status differs from the observed one and is to be written
+    actions: tuple[Action, ...] = ()
+    events: tuple[Event, ...] = ()
+    requeue_at: float | None = None  # look again at this time at the latest, though nothing happens
+    poll: Poll | None = None

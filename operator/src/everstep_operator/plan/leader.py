@@ -1,0 +1,217 @@
+"""The leader's state (001, `/v1/state`), read with suspicion: it comes out of a pod that runs the user's code."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MAX_LEDGER = 64
+MAX_LIST = 4096
+MAX_TEXT = 1024
+MAX_TAIL = 20
+PHASES = frozenset({"forming", "starting", "running", "stopping", "backoff", "ended"})
+RESULTS = frozenset({"succeeded", "failed", "stopped"})
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    step: int | None = None
+    total_steps: int | None = None
+    steps_per_second: float | None = None
+    at: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """The last checkpoint that the leader knows to be complete."""
+
+    step: int
+    at: float | None = None
+    uri: str = ""
+    verified: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unclean:
+    """A pod whose processes would not die: nothing may run there again."""
+
+    index: int
+    uid: str  # of the pod; empty from an agent that does not say
+    message: str
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One ended generation."""
+
+    id: str  # epoch.generation
+    cause: str  # Application | OutOfMemory | PodLost | Leaving | Stopped | Fenced
+    index: int | None = None
+    rank: int | None = None
+    exit_code: int | None = None
+    signal: int | None = None
+    message: str = ""
+    log_tail: tuple[str, ...] = ()
+    started_at: float | None = None
+    ended_at: float | None = None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return id_order(self.id)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    result: str  # succeeded | failed | stopped
+    exit_code: int | None = None
+    message: str = ""
+    failure: str = ""  # id of the ledger entry that ended the job
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderView:
+    """The last answer of the leader, and whether it still answers.
+
+    `reachable` is the poller's opinion of its last attempt; a view that was never filled has `answered_at` None.
+    `epoch` and `generation` are the leader's own (0 in a view that was never filled).
+    """
+
+    reachable: bool
+    answered_at: float | None = None
+    incarnation: str = ""
+    version: int = 0
+    epoch: int = 0
+    generation: int = 0
+    phase: str = "forming"
+    nodes: int = 0
+    joined: int = 0
+    missing: tuple[int, ...] = ()
+    unclean: tuple[Unclean, ...] = ()
+    ranks_started_at: float | None = None
+    progress: Progress | None = None
+    checkpoint: Saved | None = None
+    ledger: tuple[Entry, ...] = ()
+    outcome: Outcome | None = None
+
+
+def leader_view(raw: Any, *, answered_at: float, reachable: bool = True) -> LeaderView:
+    """Parse `/v1/state`. Fields that are missing or of another type are as if they had not been sent."""
+    data = _mapping(raw)
+    phase = _text(data.get("phase"), 32)
+    return LeaderView(
+        reachable=reachable,
+        answered_at=answered_at,
+        incarnation=_text(data.get("incarnation"), 64),
+        version=_count(data.get("version")) or 0,
+        epoch=_count(data.get("epoch")) or 0,
+        generation=_count(data.get("generation")) or 0,
+        phase=phase if phase in PHASES else "forming",
+        nodes=_count(data.get("nodes")) or 0,
+        joined=_count(data.get("joined")) or 0,
+        missing=tuple(i for i in map(_count, _list(data.get("missing"), MAX_LIST)) if i is not None),
+        unclean=tuple(_unclean(item) for item in _list(data.get("unclean"), MAX_LIST) if _has_index(item)),
+        ranks_started_at=_number(data.get("ranksStartedAt")),
+        progress=_progress(data.get("progress")),
+        checkpoint=_saved(data.get("checkpoint")),
+        ledger=tuple(sorted(_entries(data.get("ledger")), key=lambda e: e.order)),
+        outcome=_outcome(data.get("outcome")),
+    )
+
+
+def id_order(ledger_id: str) -> tuple[int, int]:
+    """("2.3" -> (2, 3)): the order of generations. Anything else sorts before all of them."""
+    epoch, dot, generation = ledger_id.partition(".")
+    # isdecimal alone accepts digits of every script, and an agent could send thousands of them
+    if dot and len(ledger_id) <= 32 and ledger_id.isascii() and epoch.isdecimal() and generation.isdecimal():
+        return int(epoch), int(generation)
+    return -1, -1
+
+
+def _unclean(item: Any) -> Unclean:
+    return Unclean(_count(item["index"]) or 0, _text(item.get("uid"), 64), _text(item.get("message")))
+
+
+def _has_index(item: Any) -> bool:
+    return isinstance(item, Mapping) and _count(item.get("index")) is not None
+
+
+def _entries(raw: Any) -> list[Entry]:
+    entries = []
+    for item in _list(raw, MAX_LEDGER):
+        data = _mapping(item)
+        name = _text(data.get("id"), 32)
+        if id_order(name) < (0, 0):
+            continue
+        entries.append(
+            Entry(
+                id=name,
+                cause=_text(data.get("cause"), 32),
+                index=_count(data.get("index")),
+                rank=_count(data.get("rank")),
+                exit_code=_integer(data.get("exitCode")),
+                signal=_count(data.get("signal")),
+                message=_text(data.get("message")),
+                log_tail=tuple(_text(line, 512) for line in _list(data.get("logTail"), MAX_TAIL)),
+                started_at=_number(data.get("startedAt")),
+                ended_at=_number(data.get("endedAt")),
+            )
+        )
+    return entries
+
+
+def _progress(raw: Any) -> Progress | None:
+    data = _mapping(raw)
+    if not data:
+        return None
+    return Progress(
+        _count(data.get("step")),
+        _count(data.get("totalSteps")),
+        _number(data.get("stepsPerSecond")),
+        _number(data.get("at")),
+    )
+
+
+def _saved(raw: Any) -> Saved | None:
+    data = _mapping(raw)
+    step = _count(data.get("step"))
+    if step is None:
+        return None
+    return Saved(step, _number(data.get("at")), _text(data.get("uri")), data.get("verified") is True)
+
+
+def _outcome(raw: Any) -> Outcome | None:
+    data = _mapping(raw)
+    result = _text(data.get("result"), 32)
+    if result not in RESULTS:
+        return None
+    failure = _text(data.get("failure"), 32)
+    return Outcome(result, _integer(data.get("exitCode")), _text(data.get("message")), failure)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _list(value: Any, limit: int) -> list[Any]:
+    return value[-limit:] if isinstance(value, list) else []
+
+
+def _text(value: Any, limit: int = MAX_TEXT) -> str:
+    return value[:limit] if isinstance(value, str) else ""
+
+
+def _integer(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else None
+
+
+def _count(value: Any) -> int | None:
+    number = _integer(value)
+    return number if number is not None and number >= 0 else None
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return None
+    return float(value) if math.isfinite(value) else None

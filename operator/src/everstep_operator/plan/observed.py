@@ -1,0 +1,283 @@
+"""What a plan is made from: everything that was read, sorted once into small frozen values.
+
+`pod_view` is the only place that looks at a raw pod, `leader_view` (leader.py) the only one that looks at an agent's
+JSON. All strings that come from outside are bounded here, so that nothing downstream has to think about it. Times are
+Unix seconds (UTC); None means "has not happened, as far as is known".
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from everstep_operator.plan.leader import LeaderView
+
+if TYPE_CHECKING:
+    from everstep_operator.api import TrainingJob, TrainingPool
+    from everstep_operator.plan.actions import Action
+
+TRAINER = "trainer"
+LABEL_JOB = "everstep.dev/job"
+LABEL_GROUP = "everstep.dev/group"
+LABEL_INDEX = "everstep.dev/index"
+LABEL_EPOCH = "everstep.dev/epoch"
+LABEL_TEMPLATE = "everstep.dev/template"
+
+MAX_MESSAGE = 1024
+MAX_TERMINATION_LOG = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class LastWord:
+    """What an agent left in its termination log (001, "Ends")."""
+
+    result: str  # succeeded | failed | stopped | fenced | unclean | unusable
+    epoch: int = 0
+    generation: int = 0
+    rank: int | None = None
+    exit_code: int | None = None
+    message: str = ""
+    log_tail: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerEnd:
+    """The trainer container is over, or never will be (a pod that the kubelet refused or evicted has no exit code)."""
+
+    exit_code: int | None
+    signal: int | None
+    reason: str  # Completed, Error, OOMKilled, StartError, Evicted, UnexpectedAdmissionError …
+    message: str  # the text of the termination log, or the kubelet's
+    finished_at: float | None
+    word: LastWord | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PodView:
+    """One pod of the job, judged by its trainer container: sidecars may outlive it and change the pod's phase."""
+
+    index: int
+    name: str
+    uid: str
+    epoch: int
+    template: int
+    created: float
+    owner: str = ""  # UID of the controller owner reference
+    phase: str = "Pending"
+    node: str | None = None
+    ip: str | None = None
+    scheduled_at: float | None = None
+    unschedulable: str = ""  # the scheduler's message while it finds no node
+    started_at: float | None = None  # the trainer container was started (and may be over)
+    ended: ContainerEnd | None = None
+    deleting_since: float | None = None
+    waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
+    waiting_message: str = ""
+    disruption: str | None = None  # reason of a true DisruptionTarget condition
+
+    @property
+    def scheduled(self) -> bool:
+        return self.scheduled_at is not None
+
+    @property
+    def deleting(self) -> bool:
+        return self.deleting_since is not None
+
+    @property
+    def running(self) -> bool:
+        return self.started_at is not None and self.ended is None
+
+    @property
+    def live(self) -> bool:
+        """Ranks may run in it now or later, and nobody has asked it to leave."""
+        return self.ended is None and not self.deleting
+
+
+@dataclass(frozen=True, slots=True)
+class GangView:
+    """Another job that waits for its set of pods (phase Pending or Scheduling, or Restarting with a pod unbound)."""
+
+    key: str  # namespace/name
+    uid: str
+    created: float
+    pools: frozenset[str]  # the pool it tries now; empty set = the cluster at large
+    wanted: int
+    scheduled: int = 0  # pods bound now; 0 after a release
+    released_at: float | None = None  # when it last gave its nodes back
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """The immutable ConfigMap `<job>-<t>` of the current template epoch, as it was read."""
+
+    epoch: int
+    pod: Mapping[str, Any]  # template.json
+    job: Mapping[str, Any]  # job.json
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """The operator's own configuration, as far as plans depend on it. Allow-lists are exact names; "*" allows all."""
+
+    agent_digest: str = "0" * 64  # SHA-256 of agent.pyz
+    cluster_domain: str = "cluster.local"
+    default_image: str = "everstep/trainer:0.1.0"
+    agent_port: int = 8470
+    fence_timeout: float = 40.0
+    termination_grace: int = 120  # seconds, unless the template says otherwise
+    node_lost_toleration: int = 30  # seconds until pods of an unreachable node are evicted
+    service_accounts: frozenset[str] = frozenset({"default"})
+    priority_classes: frozenset[str] = frozenset({"*"})
+    host_fields: frozenset[str] = frozenset()  # hostNetwork, hostPID, hostIPC, hostPath, privileged …
+    copied_labels: frozenset[str] = frozenset({"kueue.x-k8s.io/queue-name"})
+
+    @property
+    def agent_config_map(self) -> str:
+        return f"everstep-agent-{self.agent_digest[:12]}"
+
+
+@dataclass(frozen=True, slots=True)
+class Rejection:
+    """The API server refused an action in this very reconcile; the plan is made again with this knowledge."""
+
+    action: Action
+    kind: str  # Invalid (422) | Forbidden (403) | Quota (403 of a ResourceQuota) | Conflict (a foreign object)
+    message: str
+
+
+@dataclass(frozen=True)
+class Observed:
+    """All that one plan may know. `pods` holds every pod with the job's label, also foreign and ended ones, and must
+    include the caller's own earlier writes (a cache that has not seen a create yet makes a plan create again, which
+    the pod's name then refuses)."""
+
+    job: TrainingJob
+    pods: tuple[PodView, ...] = ()
+    pools: Mapping[str, TrainingPool] = field(default_factory=dict)  # those that the job names and that exist
+    leader: LeaderView | None = None  # of the current pod 0; None: never asked
+    gangs: tuple[GangView, ...] = ()  # other jobs, any namespace
+    frozen: Frozen | None = None  # of status.template.epoch; None: not there
+    settings: Settings = field(default_factory=Settings)
+    rejection: Rejection | None = None
+    scale_up_at: float | None = None  # a node autoscaler last said that it is making room for one of the pods
+
+    @cached_property
+    def ours(self) -> tuple[PodView, ...]:
+        """The job's own pods by index; an object of another UID is never adopted."""
+        uid = self.job.metadata.uid
+        return tuple(sorted((p for p in self.pods if p.owner == uid), key=lambda p: (p.index, p.created, p.uid)))
+
+
+def pod_view(raw: Mapping[str, Any]) -> PodView:
+    """Sort out one pod as the API server gives it. Never raises on odd values: a pod is then of index or epoch -1."""
+    meta: Mapping[str, Any] = raw.get("metadata") or {}
+    spec: Mapping[str, Any] = raw.get("spec") or {}
+    status: Mapping[str, Any] = raw.get("status") or {}
+    labels: Mapping[str, Any] = meta.get("labels") or {}
+    conditions = {c.get("type"): c for c in status.get("conditions") or ()}
+    bound = conditions.get("PodScheduled") or {}
+    disruption = conditions.get("DisruptionTarget") or {}
+    created = timestamp(meta.get("creationTimestamp")) or 0.0
+    scheduled_at = None
+    if spec.get("nodeName"):
+        bound_at = timestamp(bound.get("lastTransitionTime")) if bound.get("status") == "True" else None
+        scheduled_at = bound_at or created
+    container: Mapping[str, Any] = next(
+        (c for c in status.get("containerStatuses") or () if c.get("name") == TRAINER), {}
+    )
+    state: Mapping[str, Any] = container.get("state") or {}
+    waiting: Mapping[str, Any] = state.get("waiting") or {}
+    over: Mapping[str, Any] | None = state.get("terminated")
+    current: Mapping[str, Any] = over or state.get("running") or {}
+    return PodView(
+        index=_integer(labels.get(LABEL_INDEX)),
+        name=str(meta.get("name") or ""),
+        uid=str(meta.get("uid") or ""),
+        epoch=_integer(labels.get(LABEL_EPOCH)),
+        template=_integer(labels.get(LABEL_TEMPLATE)),
+        created=created,
+        owner=next((str(o.get("uid")) for o in meta.get("ownerReferences") or () if o.get("controller")), ""),
+        phase=str(status.get("phase") or "Pending"),
+        node=spec.get("nodeName") or None,
+        ip=status.get("podIP") or None,
+        scheduled_at=scheduled_at,
+        unschedulable="" if scheduled_at is not None else clip(bound.get("message")),
+        started_at=timestamp(current.get("startedAt")),
+        ended=_container_end(over) if over else _pod_end(status),
+        deleting_since=_deleting_since(meta),
+        waiting_reason=clip(waiting.get("reason"), 128),
+        waiting_message=clip(waiting.get("message")),
+        disruption=clip(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
+    )
+
+
+def _deleting_since(meta: Mapping[str, Any]) -> float | None:
+    """`deletionTimestamp` is when the grace ends, not when the delete was asked for."""
+    at = timestamp(meta.get("deletionTimestamp"))
+    return None if at is None else at - max(0, _integer(meta.get("deletionGracePeriodSeconds"), 0))
+
+
+def _container_end(over: Mapping[str, Any]) -> ContainerEnd:
+    message = clip(over.get("message"), MAX_TERMINATION_LOG)
+    code = over.get("exitCode")
+    exit_code = code if isinstance(code, int) else None
+    # Container runtimes report a death by signal as 128 + signal and leave the field `signal` empty.
+    signal = over.get("signal") or (exit_code - 128 if exit_code is not None and 128 < exit_code < 160 else None)
+    reason = clip(over.get("reason"), 128)
+    return ContainerEnd(exit_code, signal, reason, message, timestamp(over.get("finishedAt")), last_word(message))
+
+
+def _pod_end(status: Mapping[str, Any]) -> ContainerEnd | None:
+    """A pod that ended without its container having a say: refused by the kubelet, evicted, node shut down."""
+    if status.get("phase") not in ("Failed", "Succeeded"):
+        return None
+    return ContainerEnd(None, None, clip(status.get("reason"), 128) or "PodFailed", clip(status.get("message")), None)
+
+
+def last_word(text: str) -> LastWord | None:
+    """The agent's JSON in a termination log, or None: the user's program may have written there too."""
+    try:
+        data = json.loads(text) if text.startswith("{") else None
+    except ValueError:
+        return None
+    if not isinstance(data, dict) or not isinstance(data.get("result"), str):
+        return None
+    tail = data.get("logTail")
+    return LastWord(
+        result=clip(data["result"], 32),
+        epoch=_integer(data.get("epoch"), 0),
+        generation=_integer(data.get("generation"), 0),
+        rank=data["rank"] if isinstance(data.get("rank"), int) else None,
+        exit_code=data["exitCode"] if isinstance(data.get("exitCode"), int) else None,
+        message=clip(data.get("message")),
+        log_tail=tuple(clip(line, 512) for line in tail[-20:]) if isinstance(tail, list) else (),
+    )
+
+
+def clip(value: Any, limit: int = MAX_MESSAGE) -> str:
+    """The value as text of at most `limit` characters; nothing for None."""
+    text = "" if value is None else str(value)
+    return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def timestamp(value: Any) -> float | None:
+    """Unix seconds of an RFC 3339 time as Kubernetes writes them."""
+    if isinstance(value, datetime):
+        return value.timestamp()
+    if not isinstance(value, str):
+        return None
+    try:
+        return datetime.fromisoformat(value).timestamp()
+    except ValueError:
+        return None
+
+
+def _integer(value: Any, default: int = -1) -> int:
+    try:
+        return int(value)
+    except (TypeError, ValueError):
+        return default
