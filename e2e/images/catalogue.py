@@ -1,0 +1,119 @@
+"""Which images there are, and what enters each.
+
+An image is known by its content key: a hash over its Dockerfile, the files which that copies, and its base. Two
+checkouts with the same sources share one image; a change of a source file is a new key and nothing else is.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from e2e.images.base import BOOKWORM, FOCAL, Base
+from e2e.images.engine import Recipe, engine
+from e2e.images.errors import ImageError
+from e2e.images.tools import cache_dir
+
+REPOSITORY = Path(__file__).parents[2]
+
+# COPY with its options and paths; a source of another stage is no file of ours.
+_COPY = re.compile(r"^COPY\s+(?!--from)((?:--\S+\s+)*)(.+)\s+\S+$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Image:
+    """An image: the name that jobs use, and its Dockerfile relative to the repository, which is its build context."""
+
+    name: str
+    dockerfile: str
+    base: Base = BOOKWORM
+
+    @property
+    def key(self) -> str:
+        """The content key, read from the files as they are now."""
+        digest = hashlib.sha256(f"{self.name}\0{self.base.key}\0".encode())
+        for path in (REPOSITORY / self.dockerfile, *self.inputs()):
+            # git keeps the executable bit and no other; so does this.
+            executable = bool(path.stat().st_mode & 0o100)
+            content = path.read_bytes()
+            digest.update(f"{path.relative_to(REPOSITORY)}\0{executable}\0{len(content)}\0".encode())
+            digest.update(content)
+        return digest.hexdigest()[:16]
+
+    def inputs(self) -> list[Path]:
+        """The files that the Dockerfile copies. Read from it, for a list beside it would one day be out of step."""
+        found: set[Path] = set()
+        for _, sources in _COPY.findall((REPOSITORY / self.dockerfile).read_text()):
+            for source in sources.split():
+                path = REPOSITORY / source
+                if not path.exists():
+                    raise ImageError(f"{self.dockerfile} copies {source}, which does not exist")
+                found.update(_files(path) if path.is_dir() else [path])
+        return sorted(found)
+
+    def build(self) -> None:
+        """Build the image unless one with this key exists."""
+        key = self.key
+        with _locked(self.name):
+            if engine().key(self.name) == key:
+                return
+            print(f"building {self.name} ({key}) …", flush=True)
+            started = time.monotonic()
+            engine().build(Recipe(self.name, key, REPOSITORY / self.dockerfile, REPOSITORY, self.base))
+            print(f"built {self.name} in {time.monotonic() - started:.0f} s", flush=True)
+
+    def archive(self, known: Path | None = None) -> Path:
+        """An archive of the image for ``ctr images import`` or ``docker load``; whoever imports it deletes it.
+
+        ``known`` is the blob folder (``…/io.containerd.content.v1.content/blobs/sha256``) of the containerd that will
+        import it. Its blobs are left out: a containerd finds by their digest the layers that it has.
+        """
+        self.build()
+        target = cache_dir() / "images" / f"{self.name.rpartition('/')[2].replace(':', '-')}-{self.key}.tar"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(self.name):
+            unfinished = target.with_suffix(".unfinished")
+            engine().write(self.name, unfinished, known)
+            unfinished.rename(target)
+        return target
+
+
+def images() -> list[Image]:
+    """All images, those of the project first."""
+    return [
+        Image("docker.io/everstep/operator:0.1.0", "operator/Dockerfile"),
+        Image("docker.io/everstep/trainer:0.1.0", "trainer-image/Dockerfile"),
+        Image("docker.io/everstep/byo:test", "e2e/images/byo/Dockerfile"),
+        Image("docker.io/everstep/distroless:test", "e2e/images/distroless/Dockerfile"),
+        Image("docker.io/everstep/python38:test", "e2e/images/python38/Dockerfile", FOCAL),
+        Image("docker.io/everstep/python-minimal:test", "e2e/images/python-minimal/Dockerfile"),
+        Image("docker.io/everstep/root:test", "e2e/images/root/Dockerfile"),
+    ]
+
+
+def image(short_name: str) -> Image:
+    """The image called, for instance, ``trainer`` or ``docker.io/everstep/trainer:0.1.0``."""
+    for candidate in images():
+        if short_name in (candidate.name, candidate.name.rpartition("/")[2].partition(":")[0]):
+            return candidate
+    raise ImageError(f"there is no image {short_name}; there are {', '.join(each.name for each in images())}")
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+
+
+@contextmanager
+def _locked(name: str) -> Iterator[None]:
+    """One build of an image at a time, whatever process asks for it."""
+    folder = cache_dir() / "images"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f".{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

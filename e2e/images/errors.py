@@ -1,0 +1,5 @@
+"""What can go wrong, in words for the person at the terminal."""
+
+
+class ImageError(Exception):
+    """An image could not be built or written out; the message says what to do."""
