@@ -1,0 +1,145 @@
+"""The overlay that a user lays on the job's pods: unknown fields pass through, fields that everstep owns are refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field
+
+from everstep_operator.api.base import ApiModel
+from everstep_operator.api.rules import Rule
+from everstep_operator.api.scalars import LABEL_KEY, DnsLabel, DropNulls, Int, LabelValue, ListMap, keys
+
+TRAINER = "trainer"
+RESERVED_VOLUMES = "everstep-"
+
+_LABEL_KEYS = keys(LABEL_KEY, 317, "keys must be label names, like example.com/team")
+
+
+def _refuse(field: str, attribute: str, message: str) -> Rule:
+    return Rule(f"!has(self.{field})", message, lambda value: getattr(value, attribute) is None, f".{field}")
+
+
+def _refuse_for_trainer(field: str, attribute: str, message: str) -> Rule:
+    return Rule(
+        f"self.name != '{TRAINER}' || !has(self.{field})",
+        message,
+        lambda value: value.name != TRAINER or getattr(value, attribute) is None,
+        f".{field}",
+    )
+
+
+class PodMetadata(ApiModel):
+    """Labels and annotations of the job's pods."""
+
+    labels: Annotated[dict[str, LabelValue], DropNulls, Field(max_length=64), _LABEL_KEYS] = Field(default_factory=dict)
+    annotations: Annotated[dict[str, str], DropNulls, Field(max_length=64), _LABEL_KEYS] = Field(default_factory=dict)
+
+    rules: ClassVar = (
+        Rule(
+            "!has(self.labels) || self.labels.all(key, !key.startsWith('everstep.dev/') && key != 'app.kubernetes.io/managed-by')",
+            "labels everstep.dev/* and app.kubernetes.io/managed-by are set by everstep: remove them",
+            lambda value: (
+                not any(
+                    key.startswith("everstep.dev/") or key == "app.kubernetes.io/managed-by" for key in value.labels
+                )
+            ),
+            ".labels",
+        ),
+    )
+
+
+class ContainerOverlay(ApiModel):
+    """A container: the one named `trainer` is merged into everstep's, any other one runs beside it."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: DnsLabel
+    image: str | None = Field(default=None, max_length=1024)
+    command: list[str] | None = Field(default=None, max_length=1024)
+    args: list[str] | None = Field(default=None, max_length=1024)
+    env: list[dict[str, Any]] | None = Field(default=None, max_length=256)
+    resources: dict[str, Any] | None = None
+    image_pull_policy: str | None = Field(default=None, max_length=32)
+    restart_policy: str | None = Field(default=None, max_length=32)
+
+    rules: ClassVar = (
+        _refuse_for_trainer("image", "image", "the trainer's image is spec.image: set it there"),
+        _refuse_for_trainer("command", "command", "the trainer's command is spec.command: set it there"),
+        _refuse_for_trainer("args", "args", "the trainer's arguments are spec.args: set them there"),
+        _refuse_for_trainer("env", "env", "the trainer's environment is spec.env: set it there"),
+        _refuse_for_trainer("resources", "resources", "the trainer's resources are spec.resources: set them there"),
+        _refuse_for_trainer(
+            "imagePullPolicy", "image_pull_policy", "the pull policy is spec.imagePullPolicy: set it there"
+        ),
+        _refuse_for_trainer(
+            "restartPolicy", "restart_policy", "everstep restarts the trainer itself: remove restartPolicy"
+        ),
+    )
+
+
+class VolumeOverlay(ApiModel):
+    """A volume of the pod."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: DnsLabel
+
+    rules: ClassVar = (
+        Rule(
+            f"!self.name.startsWith('{RESERVED_VOLUMES}')",
+            f"volume names that start with {RESERVED_VOLUMES} belong to everstep: choose another name",
+            lambda value: not value.name.startswith(RESERVED_VOLUMES),
+            ".name",
+        ),
+    )
+
+
+class PodSpecOverlay(ApiModel):
+    """Fields of a pod's spec. Those listed here are declared so that they can be checked; all others pass through."""
+
+    model_config = ConfigDict(extra="allow")
+
+    containers: Annotated[list[ContainerOverlay], Field(max_length=16), ListMap("name", lambda c: c.name)] | None = None
+    volumes: Annotated[list[VolumeOverlay], Field(max_length=64), ListMap("name", lambda v: v.name)] | None = None
+    termination_grace_period_seconds: Annotated[Int, Field(ge=15, le=86400)] | None = None
+    """Seconds from TERM to KILL when a pod is stopped; the last checkpoint of a stopped job is written in them."""
+    service_account_name: str | None = Field(default=None, max_length=253)
+    """Allowed where the operator's configuration lists it."""
+    host_network: bool | None = None
+    """Allowed where the operator's configuration says so."""
+    host_pid: bool | None = Field(default=None, alias="hostPID")
+    """Allowed where the operator's configuration says so."""
+    host_ipc: bool | None = Field(default=None, alias="hostIPC")
+    """Allowed where the operator's configuration says so."""
+    automount_service_account_token: bool | None = None
+    """Default false. True is allowed where the operator's configuration says so."""
+    restart_policy: str | None = Field(default=None, max_length=32)
+    hostname: str | None = Field(default=None, max_length=253)
+    subdomain: str | None = Field(default=None, max_length=253)
+    set_hostname_as_fqdn: bool | None = Field(default=None, alias="setHostnameAsFQDN")
+    node_name: str | None = Field(default=None, max_length=253)
+    active_deadline_seconds: Int | None = None
+    share_process_namespace: bool | None = None
+
+    rules: ClassVar = (
+        _refuse("restartPolicy", "restart_policy", "everstep restarts ranks and replaces pods itself: remove restartPolicy, see spec.restart"),
+        _refuse("hostname", "hostname", "pods are named algo-1, algo-2, ... by everstep: remove hostname"),
+        _refuse("subdomain", "subdomain", "the job's Service is the pods' subdomain: remove subdomain"),
+        _refuse("setHostnameAsFQDN", "set_hostname_as_fqdn", "the container contract needs the host name algo-<n>: remove setHostnameAsFQDN"),
+        _refuse("nodeName", "node_name", "nodeName goes past the scheduler: use a TrainingPool, nodeSelector or affinity"),
+        _refuse("activeDeadlineSeconds", "active_deadline_seconds", "the job has one clock for all pods: use spec.timeouts.runtime"),
+        Rule(
+            "!has(self.shareProcessNamespace) || !self.shareProcessNamespace",
+            "everstep's agent must be process 1 of its container: remove shareProcessNamespace",
+            lambda value: not value.share_process_namespace,
+            ".shareProcessNamespace",
+        ),
+    )  # fmt: skip
+
+
+class PodTemplate(ApiModel):
+    """The overlay on the job's pods."""
+
+    metadata: PodMetadata = PodMetadata()
+    spec: PodSpecOverlay = PodSpecOverlay()

@@ -1,0 +1,65 @@
+"""TrainingPool: where jobs may run, in words that only the platform team needs to know."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from everstep_operator.api.base import ApiModel
+from everstep_operator.api.meta import API_VERSION, ObjectMeta
+from everstep_operator.api.rules import Rule
+from everstep_operator.api.scalars import LABEL_KEY, DnsLabel, Int, LabelKey, LabelValue, NodeSelector, Pattern
+
+ALL = "*"
+
+
+class Toleration(ApiModel):
+    """A Kubernetes toleration."""
+
+    key: Annotated[str, Pattern(f"^$|{LABEL_KEY}", 317)] = ""
+    operator: Literal["Exists", "Equal"] = "Equal"
+    value: LabelValue | None = None
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    toleration_seconds: Int | None = None
+
+
+class TrainingPoolSpec(ApiModel):
+    """A class of nodes."""
+
+    node_selector: NodeSelector = Field(default_factory=dict)
+    """Labels that the pool's nodes have."""
+    tolerations: list[Toleration] = Field(default_factory=list, max_length=32)
+    """Taints of the pool's nodes that its jobs tolerate."""
+    gpu_resource: LabelKey = "nvidia.com/gpu"
+    """Resource name that counts GPUs on these nodes."""
+    capacity_type: Literal["spot", "on-demand"] = "on-demand"
+    """Whether the provider may take the nodes back."""
+    instance_type: Annotated[str, Pattern("^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 63)] | None = None
+    """Name of the machine type that programs see (container contract). Default: the pool's name."""
+    price_per_hour: Annotated[float, Field(ge=0, le=1_000_000, strict=False)] | None = None
+    """Price of one node for one hour, in the currency of your choice. Absent: no cost is reported."""
+    topology_label: LabelKey | None = None
+    """Node label whose values name groups of well connected nodes. Absent: nodes are equal."""
+    allowed_namespaces: list[DnsLabel | Literal["*"]] = Field(default_factory=lambda: [ALL], max_length=512)
+    """Namespaces whose jobs may use the pool; `"*"` is all. A guard against mistakes: a pod can select nodes without a pool."""
+
+    def allows(self, namespace: str) -> bool:
+        """Whether jobs of ``namespace`` may use the pool."""
+        return ALL in self.allowed_namespaces or namespace in self.allowed_namespaces
+
+
+class TrainingPool(ApiModel):
+    """A class of nodes that TrainingJobs can ask for by name."""
+
+    api_version: Literal["everstep.dev/v1alpha1"] = API_VERSION
+    kind: Literal["TrainingPool"] = "TrainingPool"
+    metadata: ObjectMeta
+    spec: TrainingPoolSpec = TrainingPoolSpec()
+
+    rules: ClassVar[tuple[Rule, ...]] = ()
+
+    @property
+    def instance_type(self) -> str:
+        """The machine type that programs see."""
+        return self.spec.instance_type or self.metadata.name

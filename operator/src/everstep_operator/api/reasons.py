@@ -1,0 +1,120 @@
+"""Every reason that a condition, an event or a failure can carry, with its meaning. Nothing else may be used as a reason.
+
+``docs/reference/reasons.md`` is generated from this table.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+
+class Reason(StrEnum):
+    """A CamelCase word; ``meaning`` says in one line what happened and, where there is something to do, what."""
+
+    meaning: str
+
+    def __new__(cls, value: str, meaning: str) -> Reason:
+        made = str.__new__(cls, value)
+        made._value_ = value
+        made.meaning = meaning
+        return made
+
+    # The request
+    SPEC_INVALID = "SpecInvalid", "The stored object breaks a rule of the API; correct it and apply it again."
+    INVALID_TEMPLATE = (
+        "InvalidTemplate",
+        "The API server refuses the job's pods; its message says which field is wrong.",
+    )
+    NAMESPACE_NOT_ALLOWED = (
+        "NamespaceNotAllowed",
+        "The pool does not allow this namespace; ask its owner or use another pool.",
+    )
+    POOL_NOT_FOUND = "PoolNotFound", "No TrainingPool of that name exists; the job waits for it."
+    NOT_PERMITTED = (
+        "NotPermitted",
+        "The pod template asks for something that the operator's configuration does not allow.",
+    )
+    NAME_CONFLICT = (
+        "NameConflict",
+        "An object that does not belong to the job has a name that it needs; delete or rename one of them.",
+    )
+    QUOTA_EXCEEDED = "QuotaExceeded", "The namespace's quota refuses the pods; the job waits."
+    NOT_MANAGED = "NotManaged", "spec.managedBy names another controller; everstep leaves the job alone."
+
+    # Progress of a job
+    CREATED = "Created", "The job was accepted; its objects are being created."
+    WAITING_FOR_CAPACITY = "WaitingForCapacity", "Not all pods have a node yet."
+    SCHEDULED = "Scheduled", "All pods have a node."
+    GANG_RELEASED = (
+        "GangReleased",
+        "The set could not be completed; its pods were given back so that another job can run.",
+    )
+    NEXT_POOL = "NextPool", "The pool had no capacity within its wait; the next one is tried."
+    STARTING = "Starting", "All pods have a node; images are pulled and ranks are being started."
+    RUNNING = "Running", "All ranks are started."
+    RESTARTING = "Restarting", "A generation ended early; the next one is being formed."
+    SUSPENDED = "Suspended", "spec.suspend is true: the job's pods are stopped."
+    RESUMED = "Resumed", "spec.suspend went back to false: the job starts again."
+    STOPPING = "Stopping", "Pods are being stopped with their grace period."
+    COMPLETED = "Completed", "All ranks ended with exit code 0."
+    EXPIRED = "Expired", "spec.ttlAfterFinished has passed: the job is deleted."
+    DELETED = "Deleted", "The job is being deleted."
+
+    # Limits
+    PENDING_TIMEOUT = "PendingTimeout", "No capacity for all pods within timeouts.pending."
+    STARTUP_TIMEOUT = "StartupTimeout", "Not all ranks were started within timeouts.startup."
+    RUNTIME_TIMEOUT = "RuntimeTimeout", "The job ran longer than timeouts.runtime."
+    RESTART_BUDGET_EXCEEDED = (
+        "RestartBudgetExceeded",
+        "The program failed more often than restart.application allows in one window.",
+    )
+    INFRASTRUCTURE_BUDGET_EXCEEDED = (
+        "InfrastructureBudgetExceeded",
+        "Pods were lost more often than restart.infrastructure allows in one window.",
+    )
+
+    # Failures of the program
+    APPLICATION_ERROR = "ApplicationError", "A rank ended with an exit code other than 0."
+    OUT_OF_MEMORY = (
+        "OutOfMemory",
+        "A rank or its container was killed for memory; raise resources.limits.memory or use less.",
+    )
+    CONTAINER_KILLED = "ContainerKilled", "The trainer container was killed from outside the job."
+    IMAGE_PULL_FAILED = "ImagePullFailed", "The image cannot be pulled; check its name and imagePullSecrets."
+    CONTAINER_CREATE_FAILED = (
+        "ContainerCreateFailed",
+        "The container cannot be created: a Secret, ConfigMap or volume is missing or wrong.",
+    )
+
+    # Failures of the infrastructure
+    POD_LOST = "PodLost", "A pod vanished or ended without a word from its agent."
+    POD_DELETED = "PodDeleted", "Someone deleted a pod of the job."
+    EVICTED = "Evicted", "The cluster evicted a pod (drain, pressure, disruption)."
+    NODE_LOST = "NodeLost", "A node stopped answering."
+    UNCLEAN_NODE = (
+        "UncleanNode",
+        "Processes or GPU memory of an old generation could not be removed; the pod is replaced.",
+    )
+    LEADER_LOST = "LeaderLost", "Pod 0 was lost; a new leader takes over the survivors."
+    FENCED = "Fenced", "Ranks cut off from their leader stopped."
+
+    # Pre-emption, free of charge
+    SPOT_INTERRUPTION = "SpotInterruption", "The provider takes the node back."
+    PREEMPTED = "Preempted", "The scheduler gave the place to a pod of higher priority."
+    SCALE_DOWN = "ScaleDown", "The cluster autoscaler removes the node."
+
+    # Modes
+    NO_COMMAND = "NoCommand", "spec.command is absent: the image's entrypoint runs without the agent (plain mode)."
+    NO_PYTHON = "NoPython", "The image has no python3: its command runs without the agent (plain mode)."
+    PYTHON_UNSUPPORTED = "PythonUnsupported", "The image's Python is too old or incomplete for the agent: plain mode."
+    AGENT_IN_USE = "AgentInUse", "The agent runs the ranks; this is no plain mode."
+    AGENT_UNREACHABLE = (
+        "AgentUnreachable",
+        "The operator cannot reach the leader: it relies on pod status; check network policies on port 8470.",
+    )
+    AGENT_REACHABLE = "AgentReachable", "The operator reads progress and failures from the leader."
+
+    # Conditions that do not hold
+    NOT_STARTED = "NotStarted", "The ranks are not started yet."
+    IN_PROGRESS = "InProgress", "The operator works towards the spec."
+    UP_TO_DATE = "UpToDate", "Nothing is left to do for the present spec."

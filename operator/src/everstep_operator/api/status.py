@@ -1,0 +1,225 @@
+"""What the operator reports about a TrainingJob. Written by the operator only."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from enum import StrEnum
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, Strict
+
+from everstep_operator.api.base import StatusModel
+from everstep_operator.api.scalars import Int, ListMap, Time
+
+MAX_CHARGES = 64
+MAX_TRANSITIONS = 32
+MAX_LOG_LINES = 50
+
+Line = Annotated[str, Field(max_length=1024)]
+Reason = Annotated[str, Field(max_length=128, description="A CamelCase word of the table of reasons.")]
+Message = Annotated[str, Field(max_length=4096)]
+Count = Annotated[Int, Field(ge=0)]
+Seconds = Annotated[float, Field(ge=0, strict=False)]
+
+
+class Phase(StrEnum):
+    """Where a job is, in one word. Conditions carry the details."""
+
+    PENDING = "Pending"
+    SCHEDULING = "Scheduling"
+    STARTING = "Starting"
+    RUNNING = "Running"
+    RESTARTING = "Restarting"
+    SUSPENDED = "Suspended"
+    STOPPING = "Stopping"
+    SUCCEEDED = "Succeeded"
+    FAILED = "Failed"
+
+    @property
+    def finished(self) -> bool:
+        """Whether nothing follows any more."""
+        return self in (Phase.SUCCEEDED, Phase.FAILED)
+
+
+class Cause(StrEnum):
+    """Who pays for a restart: a budget of its own each; pre-emption is free."""
+
+    APPLICATION = "Application"
+    INFRASTRUCTURE = "Infrastructure"
+    PREEMPTION = "Preemption"
+
+
+class ConditionType(StrEnum):
+    """The conditions of a job. Reconciling and Stalled are kstatus' own."""
+
+    READY = "Ready"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+    SUSPENDED = "Suspended"
+    RECONCILING = "Reconciling"
+    STALLED = "Stalled"
+    PLAIN_MODE = "PlainMode"
+    DEGRADED = "Degraded"
+
+
+class Condition(StatusModel):
+    """One observation in the form of Kubernetes' metav1.Condition."""
+
+    type: Annotated[ConditionType, Strict(False)]
+    status: Literal["True", "False", "Unknown"]
+    reason: Reason
+    message: Message = ""
+    last_transition_time: Time
+    observed_generation: Count = 0
+
+
+class TemplateStatus(StatusModel):
+    """What the job's pods were last resolved from."""
+
+    epoch: Count
+    """The epoch at which the whole set was last resolved: first start, resume, next pool, plain mode."""
+    pool: str = Field(default="", max_length=253)
+    """The TrainingPool in use; empty when the job names none."""
+    plain: bool = False
+    """Whether the pods run without the agent."""
+
+
+class Progress(StatusModel):
+    """How far the training is, as the trainer reports it; at most every 30 s."""
+
+    step: Count
+    total_steps: Count | None = None
+    steps_per_second: Seconds | None = None
+
+
+class Charge(StatusModel):
+    """One ended generation and the budget that paid for its successor."""
+
+    id: str = Field(pattern=r"^[0-9]{1,9}\.[0-9]{1,9}$", max_length=32)
+    """`epoch.generation` of the generation that ended."""
+    cause: Annotated[Cause, Strict(False)]
+    time: Time
+    count: Annotated[Int, Field(ge=1)] = 1
+    """How many charges of this cause are folded into this entry: the oldest are, when the list is full."""
+
+    @property
+    def token(self) -> tuple[int, int]:
+        """The id as an ordered pair (epoch, generation)."""
+        epoch, _, generation = self.id.partition(".")
+        return int(epoch), int(generation)
+
+
+class Restarts(StatusModel):
+    """Restarts so far. The counts cover the job's life; the budgets look at `charges` within `restart.window`."""
+
+    total: Count = 0
+    application: Count = 0
+    infrastructure: Count = 0
+    preemption: Count = 0
+    charges: Annotated[list[Charge], Field(max_length=MAX_CHARGES), ListMap("id", lambda charge: charge.id)] = Field(
+        default_factory=list
+    )
+
+    @property
+    def last(self) -> Charge | None:
+        """The newest charge: what a leader is told has been charged already."""
+        return max(self.charges, key=lambda charge: charge.token, default=None)
+
+    def charge(self, charge: Charge) -> Self:
+        """With one more restart charged. An id that is not newer than the last one changes nothing: no double charge.
+
+        A full list folds its two oldest entries of one cause into one that bears the younger time: it may leave the
+        window a little late, never too early.
+        """
+        if self.last is not None and charge.token <= self.last.token:
+            return self
+        field = charge.cause.value.lower()
+        counts = {"total": self.total + charge.count, field: getattr(self, field) + charge.count}
+        return self.model_copy(update={**counts, "charges": _bounded([*self.charges, charge])})
+
+    def within(self, cause: Cause, since: datetime) -> int:
+        """How many restarts were charged to ``cause`` after ``since``."""
+        return sum(charge.count for charge in self.charges if charge.cause == cause and charge.time > since)
+
+
+def _bounded(charges: list[Charge]) -> list[Charge]:
+    if len(charges) <= MAX_CHARGES:
+        return charges
+    # Pre-emptions are folded first: no budget asks when they happened.
+    for cause in (Cause.PREEMPTION, Cause.INFRASTRUCTURE, Cause.APPLICATION):
+        same = [charge for charge in charges if charge.cause == cause]
+        if len(same) >= 2:
+            old, next_oldest = same[0], same[1]
+            folded = next_oldest.model_copy(update={"count": old.count + next_oldest.count})
+            return [folded if charge is next_oldest else charge for charge in charges if charge is not old]
+    return charges
+
+
+class LastFailure(StatusModel):
+    """The last thing that went wrong, for a reader who has one minute."""
+
+    cause: Annotated[Cause, Strict(False)]
+    reason: Reason
+    node: str | None = Field(default=None, max_length=253)
+    rank: Count | None = None
+    exit_code: Int | None = None
+    message: Message = ""
+    log_tail: list[Line] = Field(default_factory=list, max_length=MAX_LOG_LINES)
+
+
+class Transition(StatusModel):
+    """A phase the job was in."""
+
+    phase: Annotated[Phase, Strict(False)]
+    reason: Reason = ""
+    start: Time
+    end: Time | None = None
+
+
+class Timings(StatusModel):
+    """Where the time went, in seconds."""
+
+    pending: Seconds = 0.0
+    scheduling: Seconds = 0.0
+    starting: Seconds = 0.0
+    running: Seconds = 0.0
+    recovering: Seconds = 0.0
+    """From a failure to the next running generation."""
+    lost: Seconds = 0.0
+    """Training that had to be done again."""
+    goodput: Annotated[float, Field(ge=0, le=1, strict=False)] | None = None
+    """Share of the running and recovering time that the result keeps."""
+
+
+class TrainingJobStatus(StatusModel):
+    """The state of a TrainingJob."""
+
+    phase: Annotated[Phase, Strict(False)] | None = None
+    observed_generation: Count = 0
+    """The `metadata.generation` that this status describes."""
+    conditions: Annotated[list[Condition], Field(max_length=16), ListMap("type", lambda c: c.type.value)] = Field(
+        default_factory=list
+    )
+    epoch: Count = 0
+    """Raised before each creation of pod 0: the first half of the fencing token."""
+    generation: Count = 0
+    """Counted by the leader inside its epoch: the second half of the fencing token."""
+    template: TemplateStatus | None = None
+    nodes: Count = 0
+    """Pods the job wants now."""
+    ready_nodes: Count = 0
+    """Pods whose trainer container runs."""
+    progress: Progress | None = None
+    restarts: Restarts = Restarts()
+    last_failure: LastFailure | None = None
+    transitions: list[Transition] = Field(default_factory=list, max_length=MAX_TRANSITIONS)
+    timings: Timings = Timings()
+
+    def condition(self, kind: ConditionType) -> Condition | None:
+        """The condition of that type, if it was ever set."""
+        return next((condition for condition in self.conditions if condition.type == kind), None)
+
+    def is_true(self, kind: ConditionType) -> bool:
+        """Whether the condition is there and True."""
+        found = self.condition(kind)
+        return found is not None and found.status == "True"
