@@ -108,6 +108,7 @@ class GangView:
     wanted: int
     scheduled: int = 0  # pods bound now; 0 after a release
     released_at: float | None = None  # when it last gave its nodes back
+    recovering: bool = False  # it has run, and waits for the nodes of a few pods (phase Restarting)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,105 @@
+"""All or nothing: when a set that is only partly placed gives its nodes back, and when it tries again.
+
+The scheduler binds pods one by one, so two jobs can each hold half of what both need. Gangs that share a pool are
+ordered by age (creation time, then UID), and:
+
+- the oldest never gives back anything while another gang wants the pool;
+- of the others, a gang that has stalled gives back once no younger gang holds nodes, or at once if the nodes that all
+  waiting gangs hold together would not be enough for it even when they were dealt out again, oldest first;
+- after that it waits until every older gang of the pool has its nodes, or for a back-off.
+
+So what the oldest holds only grows, every other holder ends up released, and their nodes can go nowhere but to the oldest
+or to a gang that is then complete and will finish: no deadlock, and no livelock (tests/plan/test_gang.py simulates it).
+The second rule's shortcut lets a hundred stalled jobs give back together instead of one after the other. It counts
+pods, not GPUs; a wrong guess costs a job its place, never the proof.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from everstep_operator.plan.observed import GangView
+
+PATIENCE = 30.0  # seconds without a new bound pod before a younger gang counts as stalled
+PATIENCE_RECOVERING = 300.0  # survivors hold images, data and page cache: starting over costs far more than waiting
+PATIENCE_ALONE = 600.0  # nobody of ours is waiting for these nodes; as long as node autoscalers take to give up
+SCALE_UP = 600.0  # for so long after an autoscaler promised a node, a gang is not stalled
+BACKOFF = 300.0
+BACKOFF_ALONE = 60.0
+BACKOFF_SPREAD = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """`release`: give back what is held. `retry_at`: ask again then, at the latest (None: only when something changes)."""
+
+    release: bool = False
+    retry_at: float | None = None
+
+
+def age(gang: GangView) -> tuple[float, str]:
+    return gang.created, gang.uid
+
+
+def rivals(me: GangView, gangs: Iterable[GangView]) -> list[GangView]:
+    """Other gangs without their full set that want a pool of mine. No pool means the whole cluster."""
+    return [
+        g
+        for g in gangs
+        if g.uid != me.uid and g.scheduled < g.wanted and (not g.pools or not me.pools or g.pools & me.pools)
+    ]
+
+
+def hold(
+    me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at: float | None, now: float
+) -> Verdict:
+    """Shall a partly placed gang go on holding its nodes? `grew_at`: when it last got one."""
+    if me.scheduled == 0 or me.scheduled >= me.wanted:
+        return Verdict()  # pods without a node cost nothing and keep their place in the scheduler's queue
+    others = rivals(me, gangs)
+    if others and age(me) < min(map(age, others)):
+        return Verdict()
+    patience = PATIENCE_RECOVERING if me.recovering else PATIENCE
+    since = grew_at
+    if scale_up_at is not None:
+        since = max(since, scale_up_at + SCALE_UP - patience)
+    if not others:
+        return _after(since + PATIENCE_ALONE, now)
+    if _fits(me, others):
+        younger = [g for g in others if age(g) > age(me)]
+        if any(g.scheduled for g in younger):
+            return Verdict()  # theirs first; their release is an event that brings us back here
+        # What a younger one has just given back needs the time to be bound.
+        since = max([since, *(g.released_at for g in younger if g.released_at is not None)])
+    return _after(since + patience, now)
+
+
+def may_try(me: GangView, gangs: Iterable[GangView], *, now: float) -> Verdict:
+    """May a gang that gave its nodes back (at `me.released_at`) create its pods again? `release` False and no
+    `retry_at` = yes."""
+    if me.released_at is None:
+        return Verdict()
+    older = [g for g in rivals(me, gangs) if age(g) < age(me)]
+    if not older:
+        # Those who made it give way may have just got their nodes; whoever was alone lets others have a go first.
+        alone = me.released_at + (BACKOFF_ALONE if not list(rivals(me, gangs)) else 0.0)
+        return Verdict(retry_at=alone) if now < alone else Verdict()
+    until = me.released_at + BACKOFF + _spread(me.uid)
+    return Verdict(retry_at=until) if now < until else Verdict()
+
+
+def _fits(me: GangView, others: Sequence[GangView]) -> bool:
+    """Would the nodes that all of us hold now be enough for me, dealt out oldest first?"""
+    held = me.scheduled + sum(g.scheduled for g in others)
+    return me.wanted + sum(g.wanted for g in others if age(g) < age(me)) <= held
+
+
+def _after(at: float, now: float) -> Verdict:
+    return Verdict(release=True) if now >= at else Verdict(retry_at=at)
+
+
+def _spread(uid: str) -> float:
+    """Gangs released together do not come back together. Not random: the same inputs make the same plan."""
+    return zlib.crc32(uid.encode()) % 1024 / 1024 * BACKOFF_SPREAD

@@ -1,0 +1,65 @@
+"""Lay a user's partial pod spec over ours, the way `kubectl patch --type=strategic` merges.
+
+Objects merge field by field; lists of named things merge by their key, in our order and then the user's; tolerations
+and other plain lists are appended or replaced as in the Kubernetes API's own patch strategies
+(https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# patchMergeKey of k8s.io/api/core/v1/types.go, by field name; the names are unambiguous inside a pod spec.
+_KEYS = {
+    "containers": "name",
+    "initContainers": "name",
+    "ephemeralContainers": "name",
+    "env": "name",
+    "volumes": "name",
+    "volumeMounts": "mountPath",
+    "volumeDevices": "devicePath",
+    "imagePullSecrets": "name",
+    "hostAliases": "ip",
+    "topologySpreadConstraints": "topologyKey",
+    "resourceClaims": "name",
+    "ports": "containerPort",
+}
+# Lists without a key in the API: a user adds to these, and losing ours would lose the pool's nodes or the job's DNS.
+_APPENDED = frozenset({"tolerations", "searches", "nameservers", "options", "supplementalGroups"})
+# Exactly one source is allowed in a volume, one `valueFrom` or `value` in a variable: theirs replaces ours as a whole.
+_REPLACED = frozenset({"volumes", "env"})
+
+
+def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """A new object: `base` with `over` laid on top. A null in `over` removes the field. Neither input is changed."""
+    merged = dict(base)
+    for name, value in over.items():
+        if value is None:
+            merged.pop(name, None)
+        elif isinstance(value, Mapping):
+            below = merged.get(name)
+            merged[name] = overlay(below if isinstance(below, Mapping) else {}, value)
+        elif isinstance(value, list):
+            below = merged.get(name)
+            merged[name] = _lists(name, below if isinstance(below, list) else [], value)
+        else:
+            merged[name] = value
+    return merged
+
+
+def _lists(name: str, base: list[Any], over: list[Any]) -> list[Any]:
+    if name in _APPENDED:
+        return base + [item for item in over if item not in base]
+    key = _KEYS.get(name)
+    if key is None:
+        return list(over)
+    merged: dict[Any, Any] = {item[key]: item for item in base}
+    for number, item in enumerate(over):
+        if not isinstance(item, Mapping) or key not in item:
+            merged[("unnamed", number)] = item  # the API server will say what is wrong with it
+        elif name in _REPLACED or item[key] not in merged:
+            merged[item[key]] = dict(item)
+        else:
+            merged[item[key]] = overlay(merged[item[key]], item)
+    return list(merged.values())

@@ -1,0 +1,76 @@
+"""The body of one pod, from the frozen template alone: whatever was edited or upgraded since, a replacement is like the
+pod that it replaces.
+
+Called once for each of thousands of pods, so it copies only the few objects that differ and shares the rest.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep_operator.plan import plain
+from everstep_operator.plan.observed import (
+    LABEL_EPOCH,
+    LABEL_GROUP,
+    LABEL_INDEX,
+    LABEL_JOB,
+    LABEL_TEMPLATE,
+    TRAINER,
+    Frozen,
+)
+
+MANAGED_BY = {"app.kubernetes.io/managed-by": "everstep"}
+
+
+def pod_name(job: str, index: int) -> str:
+    """The name is the lock of its index: the API server lets one object have it at a time."""
+    return f"{job}-{index}"
+
+
+def pod_body(frozen: Frozen, index: int, epoch: int) -> dict[str, Any]:
+    """What to POST. Shares objects with `frozen`: read it, do not change it."""
+    about = frozen.job["job"]
+    name: str = about["name"]
+    metadata = frozen.pod.get("metadata") or {}
+    body: dict[str, Any] = {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "name": pod_name(name, index),
+            "namespace": about["namespace"],
+            "labels": {
+                **(metadata.get("labels") or {}),
+                **MANAGED_BY,
+                LABEL_JOB: name,
+                LABEL_GROUP: "",
+                LABEL_INDEX: str(index),
+                LABEL_EPOCH: str(epoch),
+                LABEL_TEMPLATE: str(frozen.epoch),
+            },
+            "ownerReferences": [owner_reference(name, about["uid"])],
+        },
+        "spec": {**frozen.pod["spec"], "hostname": f"algo-{index + 1}"},
+    }
+    annotations = dict(metadata.get("annotations") or {})
+    if frozen.job.get("plain"):
+        annotations |= plain.annotations(frozen.job, index)
+        containers = frozen.pod["spec"]["containers"]
+        body["spec"]["containers"] = [
+            {**c, "env": plain.environment(frozen.job, index, c.get("env") or [])} if c["name"] == TRAINER else c
+            for c in containers
+        ]
+    if annotations:
+        body["metadata"]["annotations"] = annotations
+    return body
+
+
+def owner_reference(name: str, uid: str) -> dict[str, Any]:
+    return {
+        "apiVersion": "everstep.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "name": name,
+        "uid": uid,
+        "controller": True,
+        # Background deletion is ours; "foreground" of a user's must wait for the pods, as it says.
+        "blockOwnerDeletion": True,
+    }
