@@ -1,0 +1,101 @@
+"""The agent's code in every namespace that runs jobs: one immutable ConfigMap per version, named by its content.
+
+Jobs keep the version they were started with (their frozen template names it), so a new operator adds a ConfigMap and
+never changes one. What no pod and no job names any more is collected at resync.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections import defaultdict
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+import structlog
+
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.resources import CONFIG_MAPS
+
+log = structlog.get_logger(__name__)
+
+LABEL = "everstep.dev/agent"
+KEEP_SECONDS = 3600.0
+
+
+def digest_of(code: bytes) -> str:
+    return hashlib.sha256(code).hexdigest()[:12]
+
+
+def name_of(digest: str) -> str:
+    return f"everstep-agent-{digest}"
+
+
+@dataclass
+class AgentCode:
+    """The zipapp of this operator and the namespaces known to have it."""
+
+    code: bytes
+    _present: set[str] = field(default_factory=set)
+    _unused_since: dict[tuple[str, str], float] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.code)
+
+    @property
+    def name(self) -> str:
+        return name_of(self.digest)
+
+    def config_map(self) -> Object:
+        return {
+            "apiVersion": "v1",
+            "kind": "ConfigMap",
+            "metadata": {
+                "name": self.name,
+                "labels": {"app.kubernetes.io/managed-by": "everstep", LABEL: self.digest},
+            },
+            "immutable": True,
+            "binaryData": {"agent.pyz": base64.b64encode(self.code).decode()},
+        }
+
+    async def ensure(self, client: Client, namespace: str) -> None:
+        """The ConfigMap is in `namespace` when this returns. Free once that is known; `forget` when it was not true."""
+        if namespace in self._present:
+            return
+        try:
+            await client.create(CONFIG_MAPS, namespace, self.config_map())
+        except errors.AlreadyExists:
+            # Its name is a hash of its content, but anybody may write the name: what runs as PID 1 is compared.
+            found = await client.get(CONFIG_MAPS, namespace, self.name)
+            if found.get("binaryData") != self.config_map()["binaryData"]:
+                raise errors.NotOurs(f"ConfigMap {namespace}/{self.name}", "whoever put other code into it") from None
+        self._present.add(namespace)
+
+    def forget(self, namespace: str) -> None:
+        """Somebody deleted it, or the namespace: look again at the next need."""
+        self._present.discard(namespace)
+
+    async def collect(self, client: Client, found: list[Object], used: dict[str, Container[str]], now: float) -> None:
+        """Delete versions that nothing has named for an hour: a template about to be written may name one just listed.
+
+        `found` are the metadata of all agent ConfigMaps; `used` the names in use by namespace.
+        """
+        seen: defaultdict[str, set[str]] = defaultdict(set)
+        for item in found:
+            meta = item["metadata"]
+            namespace, name, key = meta["namespace"], meta["name"], (meta["namespace"], meta["name"])
+            seen[namespace].add(name)
+            if name in used.get(namespace, ()):
+                self._unused_since.pop(key, None)
+                continue
+            if now - self._unused_since.setdefault(key, now) < KEEP_SECONDS:
+                continue
+            log.info("collecting an agent nobody uses", namespace=namespace, config_map=name)
+            if name == self.name:
+                self._present.discard(namespace)
+            await client.delete(CONFIG_MAPS, namespace, name, uid=meta["uid"])
+            del self._unused_since[key]
+        self._present = {namespace for namespace in self._present if self.name in seen[namespace]}
+        self._unused_since = {key: t for key, t in self._unused_since.items() if key[1] in seen[key[0]]}

@@ -1,0 +1,266 @@
+"""Polls the leaders of running jobs: `GET /v1/state` of docs/design/001-training-job.md, one task per job.
+
+The operator calls, leaders never do, so a leader needs no rights and a job no way out of its namespace. What comes back
+is signed with the job's token and bounded in size; what is in it is judged by `plan.leader`. A job whose leader
+cannot be reached (a NetworkPolicy, a simulated node) costs one connection attempt every 30 s.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import aiohttp
+import structlog
+
+from everstep.agent import auth
+from everstep_operator import metrics
+from everstep_operator.plan.actions import Poll
+from everstep_operator.plan.leader import LeaderView, leader_view
+
+log = structlog.get_logger(__name__)
+
+Key = tuple[str, str]
+
+MAX_STATE = 1 << 20
+MAX_CHALLENGE = 1 << 10
+CONNECT_SECONDS = 3.0
+ANSWER_SECONDS = 10.0  # on top of the time the leader may hold a long poll
+BACKOFF_MAX = 30.0
+LOST_AFTER = 2  # failed attempts in a row before the view says so: one is a restart or a lost packet
+PROGRESS_SECONDS = 10.0  # steps alone wake the planner this often; it writes them every 30 s at most
+MIN_PAUSE = 0.2
+
+
+class LeaderError(Exception):
+    """No usable answer: nobody there, not our leader, too large, or not signed by it."""
+
+
+@dataclass(eq=False)
+class _Polled:
+    poll: Poll
+    token: bytes
+    view: LeaderView = field(default_factory=lambda: LeaderView(reachable=False))
+    task: asyncio.Task[None] | None = None
+    nonce: str = ""  # the leader gives the next one with each answer
+    pushed: tuple[str, int, dict[int, str]] | None = None  # incarnation, epoch and addresses it has taken
+
+
+class LeaderPoller:
+    """Keeps one long poll going for each job that the last plan wanted polled.
+
+    `changed(key, delay)` is called when a view says something new; `delay` > 0 where it can wait.
+    """
+
+    def __init__(
+        self,
+        changed: Callable[[Key, float], None],
+        *,
+        fence_timeout: float = 40.0,
+        limit: int = 1000,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._changed = changed
+        # Three polls within the leader's fence time: one that is lost must not fence anybody.
+        self._wait = max(1, min(30, int(fence_timeout / 3)))
+        self._limit = limit
+        self._clock = clock
+        self._jobs: dict[Key, _Polled] = {}
+        self._session: aiohttp.ClientSession | None = None
+
+    def view(self, key: Key, pod_uid: str) -> LeaderView | None:
+        """The last known state of the leader in this pod; None if that pod was never asked."""
+        polled = self._jobs.get(key)
+        return polled.view if polled is not None and polled.poll.pod_uid == pod_uid else None
+
+    def want(self, key: Key, poll: Poll, token: bytes) -> None:
+        """Poll this leader from now on. Another pod, epoch or address is another leader: its predecessor is forgotten."""
+        polled = self._jobs.get(key)
+        if polled is not None and _who(polled.poll) == _who(poll) and polled.token == token:
+            polled.poll = poll  # the next request carries the new ledger id and allowance
+            return
+        self.drop(key)
+        polled = self._jobs[key] = _Polled(poll, token)
+        polled.task = asyncio.create_task(self._run(key, polled), name=f"leader of {'/'.join(key)}")
+        metrics.leaders_polled.set(len(self._jobs))
+
+    def drop(self, key: Key) -> None:
+        polled = self._jobs.pop(key, None)
+        if polled is not None and polled.task is not None:
+            polled.task.cancel()
+        metrics.leaders_polled.set(len(self._jobs))
+
+    async def close(self) -> None:
+        tasks = [polled.task for polled in self._jobs.values() if polled.task is not None]
+        for key in list(self._jobs):
+            self.drop(key)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._session is not None:
+            await self._session.close()
+
+    # --- commands
+
+    async def push_peers(self, key: Key, epoch: int, addresses: Mapping[int, str]) -> bool:
+        """`POST /v1/peers`, unless this leader has had the same. False if nobody took it: the caller asks again."""
+        polled = self._jobs.get(key)
+        if polled is None:
+            return False
+        table = (polled.view.incarnation, epoch, dict(addresses))
+        if polled.pushed == table and polled.view.reachable:
+            return True
+        body = {"epoch": epoch, "addresses": {str(index): address for index, address in addresses.items()}}
+        if not await self._command(polled, "/v1/peers", body):
+            return False
+        polled.pushed = table
+        return True
+
+    async def stop(self, key: Key, reason: str) -> bool:
+        polled = self._jobs.get(key)
+        return polled is not None and await self._command(polled, "/v1/stop", {"reason": reason})
+
+    async def _command(self, polled: _Polled, path: str, body: Mapping[str, Any]) -> bool:
+        try:
+            await self._request(polled, "POST", path, json.dumps(body).encode(), hold=0, own_nonce=True)
+        except LeaderError as error:
+            log.info("a command did not reach the leader", path=path, address=polled.poll.address, error=str(error))
+            return False
+        return True
+
+    # --- the poll
+
+    async def _run(self, key: Key, polled: _Polled) -> None:
+        failures = 0
+        while True:
+            started = time.monotonic()
+            try:
+                answer = await self._state(polled)
+            except LeaderError as error:
+                failures += 1
+                metrics.leader_polls.labels("failed").inc()
+                if failures == LOST_AFTER:
+                    log.info("leader unreachable", job="/".join(key), address=polled.poll.address, error=str(error))
+                    self._update(key, polled, replace(polled.view, reachable=False))
+                await asyncio.sleep(min(BACKOFF_MAX, 0.5 * 2.0 ** min(failures, 10)) * (0.5 + random.random() / 2))  # noqa: S311
+                continue
+            failures = 0
+            metrics.leader_polls.labels("answered").inc()
+            only_progress = self._update(key, polled, leader_view(answer, answered_at=self._clock()))
+            # A leader that answers at once for ever (every step, or out of malice) is asked at most so often.
+            pause = 1.0 if only_progress else MIN_PAUSE
+            if len(self._jobs) > self._limit:
+                pause = self._wait
+            await asyncio.sleep(max(0.0, pause - (time.monotonic() - started)))
+
+    async def _state(self, polled: _Polled) -> Any:
+        view, poll = polled.view, polled.poll
+        # More leaders than connections: nobody may hold one open, all are asked in turn.
+        hold = self._wait if len(self._jobs) <= self._limit else 0
+        after = f"{view.incarnation}:{view.version}" if view.answered_at is not None else ""
+        target = f"/v1/state?after={after}&wait={hold}&charged={poll.charged}&allowance={poll.allowance}"
+        data = await self._request(polled, "GET", target, b"", hold=hold)
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            raise LeaderError(f"not JSON: {error}") from error
+
+    def _update(self, key: Key, polled: _Polled, view: LeaderView) -> bool:
+        """Store the view and wake the planner if it matters; True if only steps have changed."""
+        old, polled.view = polled.view, view
+        if self._jobs.get(key) is not polled:
+            return True
+        same = _material(old) == _material(view)
+        if not same:
+            self._changed(key, 0.0)
+        elif view.progress != old.progress:
+            self._changed(key, PROGRESS_SECONDS)
+        return same
+
+    # --- one request
+
+    async def _request(
+        self, polled: _Polled, method: str, target: str, body: bytes, *, hold: float, own_nonce: bool = False
+    ) -> bytes:
+        """Send one signed request; the nonce of the last answer saves the challenge. Commands fetch their own."""
+        nonce = ""
+        if not own_nonce:
+            nonce, polled.nonce = polled.nonce, ""
+        status, data, fresh = 401, b"", ""
+        try:
+            if nonce:
+                status, data, fresh = await self._signed(polled, method, target, body, nonce, hold)
+            if status == 401:  # no nonce; or it has expired; or the leader has restarted
+                nonce = await self._challenge(polled)
+                status, data, fresh = await self._signed(polled, method, target, body, nonce, hold)
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise LeaderError(f"{type(error).__name__}: {error}") from error
+        if status != 200:
+            raise LeaderError(f"{method} {target.partition('?')[0]}: {status}")
+        if not own_nonce:
+            polled.nonce = fresh
+        return data
+
+    async def _challenge(self, polled: _Polled) -> str:
+        async with self._http().get(f"http://{polled.poll.address}/v1/challenge", allow_redirects=False) as response:
+            data = await _bounded(response, MAX_CHALLENGE)
+        if response.status != 200:
+            raise LeaderError(f"challenge: {response.status}")
+        answer = json.loads(data)
+        nonce = answer.get("nonce") if isinstance(answer, dict) else None
+        if not isinstance(nonce, str) or not auth.is_nonce(nonce):
+            raise LeaderError("challenge: no nonce in it")
+        return nonce
+
+    async def _signed(
+        self, polled: _Polled, method: str, target: str, body: bytes, nonce: str, hold: float
+    ) -> tuple[int, bytes, str]:
+        client = auth.new_nonce()
+        headers = auth.request_headers(polled.token, method, target, nonce, client, body)
+        url = f"http://{polled.poll.address}{target}"
+        timeout = aiohttp.ClientTimeout(total=hold + ANSWER_SECONDS, sock_connect=CONNECT_SECONDS)
+        async with self._http().request(
+            method, url, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
+        ) as response:
+            data = await _bounded(response, MAX_STATE)
+        if response.status == 401:
+            return 401, b"", ""
+        mac = response.headers.get(auth.MAC_HEADER, "")
+        if not auth.same(auth.response_mac(polled.token, response.status, client, data), mac):
+            raise LeaderError("the answer is not signed with the job's token")
+        fresh = response.headers.get(auth.NEXT_NONCE_HEADER, "")
+        return response.status, data, fresh if auth.is_nonce(fresh) else ""
+
+    def _http(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._limit + 16),
+                timeout=aiohttp.ClientTimeout(total=ANSWER_SECONDS, sock_connect=CONNECT_SECONDS),
+                trust_env=False,  # pods are reached directly, never through the environment's proxy
+                max_line_size=8190,
+                max_field_size=8190,
+            )
+        return self._session
+
+
+async def _bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
+    """The body, or an error once it is longer than `limit`: the other end runs the user's code."""
+    data = bytearray()
+    async for chunk in response.content.iter_chunked(1 << 16):
+        data += chunk
+        if len(data) > limit:
+            response.close()
+            raise LeaderError(f"an answer of more than {limit} bytes")
+    return bytes(data)
+
+
+def _who(poll: Poll) -> tuple[str, str, int, int]:
+    return poll.address, poll.pod_uid, poll.epoch, poll.template
+
+
+def _material(view: LeaderView) -> LeaderView:
+    """What a view says apart from how far the training is."""
+    return replace(view, version=0, answered_at=None, progress=None)

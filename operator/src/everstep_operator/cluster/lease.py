@@ -1,0 +1,138 @@
+"""Who acts: the holder of one Lease.
+
+The holder's identity is the pod's UID, so a container that crashed and came back takes up its own Lease at once. A
+process that cannot renew stops acting *before* others may take over: it gives up after `renew_deadline`, they wait for
+`duration` since the last renewal they have **seen** (on their own clock: wall clocks of two nodes need not agree).
+Status writes carry a resourceVersion besides, so even two actors could not both write.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.resources import LEASES
+
+log = structlog.get_logger(__name__)
+
+
+class LeaseLost(Exception):
+    """This process may no longer act."""
+
+
+@dataclass
+class Lease:
+    client: Client
+    namespace: str
+    name: str
+    identity: str
+    duration: float = 15.0
+    renew_deadline: float = 10.0
+    period: float = 2.0
+    _seen: tuple[str, str] = ("", "")  # resourceVersion and holder as last seen …
+    _seen_at: float = field(default=0.0)  # … and since when on our clock
+    _held: Object | None = None
+    _renewed_at: float = 0.0
+
+    async def acquire(self) -> None:
+        """Return when the Lease is ours."""
+        waiting = False
+        while True:
+            try:
+                if await self._try():
+                    log.info("holding the lease", lease=self.name, identity=self.identity)
+                    return
+            except (errors.ApiError, errors.Unreachable) as error:
+                log.warning("cannot reach the lease", lease=self.name, error=str(error))
+            if not waiting:
+                waiting = True
+                log.info("waiting for the lease", lease=self.name, holder=self._seen[1])
+            await asyncio.sleep(self.period)
+
+    async def hold(self) -> None:
+        """Renew for ever; raises `LeaseLost` when others may believe that it is theirs."""
+        while True:
+            await asyncio.sleep(self.period)
+            try:
+                async with asyncio.timeout(self.renew_deadline - (_now() - self._renewed_at)):
+                    if not await self._try():
+                        raise LeaseLost(f"lease {self.name} was taken by {self._seen[1]}")
+            except (errors.ApiError, errors.Unreachable, TimeoutError) as error:
+                if _now() - self._renewed_at >= self.renew_deadline:
+                    raise LeaseLost(f"lease {self.name} was not renewed for {self.renew_deadline:.0f} s") from error
+                self._held = None  # read again: whether that write was stored is unknown
+                log.warning("cannot renew the lease", lease=self.name, error=str(error))
+
+    async def release(self) -> None:
+        """Let the next one start at once instead of after `duration`."""
+        if self._held is None:
+            return
+        body = {**self._held, "spec": {**self._held["spec"], "holderIdentity": "", "leaseDurationSeconds": 1}}
+        self._held = None
+        try:
+            await self.client.replace(LEASES, self.namespace, body)
+        except (errors.ApiError, errors.Unreachable) as error:
+            log.info("could not release the lease; it runs out by itself", error=str(error))
+
+    async def _try(self) -> bool:
+        """Renew or take. `_renewed_at` is the time *before* the write, so that we never believe longer than others."""
+        before = _now()
+        lease = self._held or await self._read()
+        if lease is None:
+            body: Object = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": {"name": self.name}}
+            body["spec"] = self._spec(transitions=0, acquired=_micro_time())
+            try:
+                self._held = await self.client.create(LEASES, self.namespace, body)
+            except errors.AlreadyExists:
+                return False
+            self._renewed_at = before
+            return True
+        spec = lease.get("spec", {})
+        holder = spec.get("holderIdentity") or ""
+        seen = (lease["metadata"]["resourceVersion"], holder)
+        if seen != self._seen:
+            self._seen, self._seen_at = seen, before
+        if holder not in ("", self.identity) and before - self._seen_at < (spec.get("leaseDurationSeconds") or 15):
+            return False
+        transitions = (spec.get("leaseTransitions") or 0) + (holder != self.identity)
+        acquired = spec.get("acquireTime") if holder == self.identity else _micro_time()
+        body = {**lease, "spec": self._spec(transitions=transitions, acquired=acquired)}
+        try:
+            self._held = await self.client.replace(LEASES, self.namespace, body)
+        except errors.Conflict:
+            self._held = None
+            if holder == self.identity:  # somebody touched it: read again, and only then judge
+                lease = await self._read()
+                return lease is not None and (lease.get("spec", {}).get("holderIdentity") == self.identity)
+            return False
+        self._renewed_at = before
+        return True
+
+    async def _read(self) -> Object | None:
+        try:
+            return await self.client.get(LEASES, self.namespace, self.name)
+        except errors.NotFound:
+            return None
+
+    def _spec(self, *, transitions: int, acquired: Any) -> Object:
+        return {
+            "holderIdentity": self.identity,
+            "leaseDurationSeconds": int(self.duration),
+            "acquireTime": acquired,
+            "renewTime": _micro_time(),
+            "leaseTransitions": transitions,
+        }
+
+
+def _now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+def _micro_time() -> str:
+    return datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
