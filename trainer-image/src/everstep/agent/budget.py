@@ -1,0 +1,50 @@
+"""How often, and how soon, a generation may follow one that failed."""
+
+from __future__ import annotations
+
+from collections import deque
+
+from .protocol import LedgerEntry, parse_id
+
+LEDGER_ENTRIES = 64
+STABLE_AFTER = 600.0  # seconds of running after which earlier failures do not slow a restart any more
+
+
+class Budget:
+    """The ledger, and the operator's word on it: `allowance` application restarts are left after entry `charged`.
+
+    The operator charges in its own time and its answer may be old; the ledger says what happened since. So the two can
+    never add up to more restarts than were granted.
+    """
+
+    def __init__(self, allowance: int, max_backoff: float) -> None:
+        self.ledger: deque[LedgerEntry] = deque(maxlen=LEDGER_ENTRIES)
+        self._charged = (0, 0)
+        self._allowance = allowance
+        self._max_backoff = max_backoff
+        self._in_row = 0
+
+    def grant(self, charged: str, allowance: int) -> None:
+        """Raises ValueError for a malformed id. A request that was overtaken by a newer one grants nothing."""
+        order = parse_id(charged)
+        if order >= self._charged:
+            self._charged, self._allowance = order, allowance
+
+    def exhausted(self) -> LedgerEntry | None:
+        """The failure after which no restart is left, if there is one."""
+        used = [e for e in self.ledger if e.application and e.order > self._charged]
+        return used[-1] if len(used) > self._allowance else None
+
+    def close(self, entry: LedgerEntry, ran: float) -> float:
+        """Books a generation that ran for `ran` seconds; returns the seconds to wait before the next.
+
+        The first failure restarts at once: most are not the application's habit. Then 1, 2, 4 ... seconds. What befell
+        a pod is never slowed down: its replacement takes its time anyway.
+        """
+        self.ledger.append(entry)
+        if not entry.application:
+            return 0.0
+        self._in_row = 1 if ran >= STABLE_AFTER else self._in_row + 1
+        if self._in_row == 1:
+            return 0.0
+        return min(2.0 ** min(self._in_row - 2, 30), self._max_backoff)

@@ -1,0 +1,312 @@
+"""What agents and their leader say to each other, as values. Whatever comes from the wire is bounded here."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+MESSAGE_CHARS = 1024
+TAIL_LINES = 20
+TAIL_CHARS = 400
+TAILS_PER_REPORT = 8  # a node may have a hundred ranks, and all of them may fail: the first ones tell why
+
+# Causes of an ended generation.
+APPLICATION = "Application"
+OUT_OF_MEMORY = "OutOfMemory"
+POD_LOST = "PodLost"
+LEAVING = "Leaving"
+STOPPED = "Stopped"
+FENCED = "Fenced"
+
+# Phases of the leader.
+FORMING = "forming"
+STARTING = "starting"
+RUNNING = "running"
+STOPPING = "stopping"
+BACKOFF = "backoff"
+ENDED = "ended"
+
+# Results, of the job and of an agent's last word.
+SUCCEEDED = "succeeded"
+FAILED = "failed"
+STOPPED_RESULT = "stopped"
+LEFT = "left"
+FENCED_RESULT = "fenced"
+UNCLEAN = "unclean"
+UNUSABLE = "unusable"
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of one process that belongs to a generation. `rank` is None for the launcher and for a failed start."""
+
+    rank: int | None
+    exit_code: int
+    signal: int | None = None
+    oom: bool = False
+    message: str = ""
+    log_tail: tuple[str, ...] = ()
+    launcher: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.exit_code == 0
+
+    @property
+    def status(self) -> int:
+        """As a shell would say it: the exit code, or 128 + signal."""
+        return 128 + self.signal if self.signal else self.exit_code
+
+    def to_json(self, tail: bool = True) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "exitCode": self.exit_code,
+            "signal": self.signal,
+            "oom": self.oom,
+            "message": self.message[:MESSAGE_CHARS],
+            "logTail": bounded_tail(self.log_tail) if tail else [],
+            "launcher": self.launcher,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Exit:
+        return cls(
+            rank=_optional_integer(data.get("rank")),
+            exit_code=_integer(data.get("exitCode")),
+            signal=_optional_integer(data.get("signal")),
+            oom=data.get("oom") is True,
+            message=_text(data.get("message")),
+            log_tail=tuple(bounded_tail(data.get("logTail"))),
+            launcher=data.get("launcher") is True,
+        )
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that a node knows of one generation: a snapshot, so that a lost or merged report loses nothing."""
+
+    epoch: int
+    generation: int
+    started: int = 0  # ranks, ended ones included
+    exits: tuple[Exit, ...] = ()
+    clean: bool = False  # nothing of the generation is left on the node
+    unclean: str = ""  # why it cannot be made clean
+
+    def to_json(self) -> dict[str, Any]:
+        tails = 0
+        exits = []
+        for end in self.exits:
+            tail = not end.ok and tails < TAILS_PER_REPORT
+            tails += tail
+            exits.append(end.to_json(tail))
+        return {
+            "type": "report",
+            "epoch": self.epoch,
+            "generation": self.generation,
+            "started": self.started,
+            "exits": exits,
+            "clean": self.clean,
+            "unclean": self.unclean[:MESSAGE_CHARS],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Report:
+        return cls(
+            epoch=_integer(data.get("epoch")),
+            generation=_integer(data.get("generation")),
+            started=_integer(data.get("started")),
+            exits=tuple(Exit.from_json(e) for e in _objects(data.get("exits"))),
+            clean=data.get("clean") is True,
+            unclean=_text(data.get("unclean")),
+        )
+
+
+@dataclass(frozen=True)
+class Hello:
+    """An agent's first word on a link."""
+
+    index: int
+    pod_uid: str
+    address: str  # ip:port
+    incarnation: str
+    epoch: int = 0  # of the generation that it knows
+    generation: int = 0
+    clean: bool = True
+    unclean: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "type": "hello",
+            "protocol": 1,
+            "index": self.index,
+            "podUid": self.pod_uid,
+            "address": self.address,
+            "incarnation": self.incarnation,
+            "epoch": self.epoch,
+            "generation": self.generation,
+            "clean": self.clean,
+            "unclean": self.unclean[:MESSAGE_CHARS],
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Hello:
+        return cls(
+            index=_integer(data.get("index")),
+            pod_uid=_text(data.get("podUid"))[:64],
+            address=_text(data.get("address"))[:256],
+            incarnation=_text(data.get("incarnation"))[:64],
+            epoch=_integer(data.get("epoch")),
+            generation=_integer(data.get("generation")),
+            clean=data.get("clean") is True,
+            unclean=_text(data.get("unclean")),
+        )
+
+
+@dataclass(frozen=True)
+class RankProgress:
+    rank: int
+    step: int | None = None
+    total: int | None = None
+    phase: str = ""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "step": self.step,
+            "total": self.total,
+            "phase": self.phase[:32],
+            "metrics": dict(list(self.metrics.items())[:32]),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> RankProgress:
+        metrics = data.get("metrics")
+        items = list(metrics.items())[:32] if isinstance(metrics, dict) else []
+        return cls(
+            rank=_integer(data.get("rank")),
+            step=_optional_integer(data.get("step")),
+            total=_optional_integer(data.get("total")),
+            phase=_text(data.get("phase"))[:32],
+            metrics={str(k)[:64]: float(v) for k, v in items if isinstance(v, (int, float)) and math.isfinite(v)},
+        )
+
+
+@dataclass(frozen=True)
+class LedgerEntry:
+    """One generation that ended without success."""
+
+    epoch: int
+    generation: int
+    cause: str
+    index: int | None
+    rank: int | None
+    exit_code: int | None
+    signal: int | None
+    message: str
+    log_tail: tuple[str, ...]
+    started_at: float  # wall clock, seconds
+    ended_at: float
+
+    @property
+    def id(self) -> str:
+        return f"{self.epoch}.{self.generation}"
+
+    @property
+    def order(self) -> tuple[int, int]:
+        return self.epoch, self.generation
+
+    @property
+    def application(self) -> bool:
+        return self.cause in (APPLICATION, OUT_OF_MEMORY)
+
+    @property
+    def status(self) -> int:
+        if self.signal:
+            return 128 + self.signal
+        return self.exit_code or 1
+
+    def to_json(self, tail: bool) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "cause": self.cause,
+            "index": self.index,
+            "rank": self.rank,
+            "exitCode": self.exit_code,
+            "signal": self.signal,
+            "message": self.message,
+            "logTail": list(self.log_tail) if tail else [],
+            "startedAt": self.started_at,
+            "endedAt": self.ended_at,
+        }
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How the job ended; never changes again."""
+
+    result: str
+    exit_code: int
+    message: str
+    failure: str | None = None  # id of the ledger entry
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "result": self.result,
+            "exitCode": self.exit_code,
+            "message": self.message,
+            "failure": self.failure,
+        }
+
+
+def parse_id(text: str) -> tuple[int, int]:
+    """A ledger id as (epoch, generation); (0, 0), which is before all, for an empty one."""
+    if not text:
+        return 0, 0
+    epoch, _, generation = text.partition(".")
+    if not (epoch.isdecimal() and generation.isdecimal()) or len(text) > 32:
+        raise ValueError(f"not a ledger id: {text[:40]!r}")
+    return int(epoch), int(generation)
+
+
+def host_of(address: str) -> str:
+    return address.rpartition(":")[0].strip("[]")
+
+
+def port_of(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def is_address(text: Any) -> bool:
+    if not isinstance(text, str) or len(text) > 256:
+        return False
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536
+
+
+def bounded_tail(lines: Any) -> list[str]:
+    if not isinstance(lines, (list, tuple)):
+        return []
+    return [str(line)[:TAIL_CHARS] for line in lines[-TAIL_LINES:]]
+
+
+def _text(value: Any) -> str:
+    return value[:MESSAGE_CHARS] if isinstance(value, str) else ""
+
+
+def _integer(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"not an integer: {str(value)[:40]!r}")
+    return value
+
+
+def _optional_integer(value: Any) -> int | None:
+    return None if value is None else _integer(value)
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
+        raise ValueError("not a list of objects")
+    return value
