@@ -1,6 +1,6 @@
 """The programs of a cluster, built from their Go modules into a content-addressed cache.
 
-A program is built once per content of its ``go.mod``, ``go.sum`` and link flags. The build happens under another
+A program is built once per content of its module folder and its link flags. The build happens under another
 name and is renamed when complete, under a file lock: neither a crash nor two test workers can leave half a program.
 """
 
@@ -91,6 +91,7 @@ PROGRAMS = {
         _kubernetes("kube-scheduler"),
         _kubernetes("kubelet"),
         _kubernetes("kube-proxy"),
+        Program("pause", "pause", "."),
         Program("coredns", "coredns", "github.com/coredns/coredns"),
         Program("helm", "helm", "helm.sh/helm/v3/cmd/helm", _helm_stamps()),
         Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok", (f"sigs.k8s.io/kwok/pkg/consts.Version={KWOK_VERSION}",)),
@@ -106,6 +107,7 @@ LOCAL_CLUSTER = (
     "kubelet",
     "kube-proxy",
     "kubectl",
+    "pause",
     "coredns",
 )
 
@@ -117,8 +119,8 @@ def cache_dir() -> Path:
 
 def cache_key(program: Program, modules: Path = GO_MODULES) -> str:
     digest = hashlib.sha256()
-    for name in ("go.mod", "go.sum"):
-        digest.update((modules / program.folder / name).read_bytes())
+    for path in sorted((modules / program.folder).iterdir()):
+        digest.update(path.name.encode() + b"\0" + path.read_bytes())
     digest.update("\0".join((program.package, *program.flags)).encode())
     return digest.hexdigest()[:16]
 

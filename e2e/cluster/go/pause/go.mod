@@ -1,0 +1,3 @@
+module everstep.dev/e2e/pause
+
+go 1.24.0

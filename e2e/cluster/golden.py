@@ -1,0 +1,177 @@
+"""Images, imported once for all nodes.
+
+A "golden" containerd root holds every image, unpacked. A node's root is a tree of hard links to it, with databases of
+its own: a fraction of a second and no disk for each node, because containerd never changes a layer in place.
+Node roots lie beside the golden root, since hard links need one file system.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from e2e.cluster import node_config, oci, packages
+from e2e.cluster.binaries import binary, cache_dir
+from e2e.cluster.errors import ClusterError
+from e2e.cluster.state import exclusive, write_atomically
+from e2e.cluster.waiting import until
+
+LOCK = "golden"
+
+
+def root() -> Path:
+    return cache_dir() / "containerd" / "golden"
+
+
+def node_root(node: str) -> Path:
+    return cache_dir() / "containerd" / node
+
+
+def _record() -> Path:
+    return cache_dir() / "containerd" / "golden.json"
+
+
+def images() -> dict[str, str]:
+    """The images in the golden root: name -> key of the content."""
+    try:
+        held: dict[str, str] = json.loads(_record().read_text())
+    except FileNotFoundError:
+        return {}
+    return held
+
+
+def holds(name: str, key: str) -> bool:
+    """Whether an image of that name and key is there, so that its archive need not be built again."""
+    return images().get(name) == key
+
+
+def ensure(archives: Mapping[str, Path], keys: Mapping[str, str] | None = None) -> list[str]:
+    """Import image archives (OCI or Docker); returns the names of those that were new.
+
+    ``archives`` maps the name that pods use, such as ``everstep/trainer:0.1.0``, to its archive. ``keys`` names the
+    content in the caller's own terms (a hash of the build's inputs); by default it is read from the archive. An archive
+    may be deleted afterwards, and may be missing when the golden root holds its name already.
+    """
+    keys = keys or {}
+    with exclusive(LOCK):
+        held = images()
+        new: dict[str, str] = {}
+        for name, archive in archives.items():
+            if not archive.exists() and name not in keys:
+                if name not in held:
+                    raise ClusterError(f"image {name}: there is no archive {archive}")
+                continue
+            key = keys.get(name) or oci.content_key(archive)
+            if held.get(name) != key:
+                new[name] = key
+        if new:
+            with _containerd() as socket:
+                for name, key in new.items():
+                    print(f"importing {name} ...", flush=True)
+                    import_archive(["ctr", "--address", str(socket)], name, archives[name])
+                    held[name] = key
+                    write_atomically(_record(), json.dumps(held, indent=1))
+    return list(new)
+
+
+def ensure_pause() -> None:
+    """The image in which every pod's sandbox runs."""
+    program = binary("pause")
+    archive = cache_dir() / "pause.tar"
+    oci.write_archive(archive, node_config.PAUSE_IMAGE, {"pause": program.read_bytes()}, ["/pause"])
+    ensure({node_config.PAUSE_IMAGE: archive})
+
+
+def seed(target: Path) -> None:
+    """Make ``target`` a containerd root with all golden images."""
+    with exclusive(LOCK):
+        shutil.rmtree(target, ignore_errors=True)
+        _run("cp", "-al", str(root()), str(target))
+        for database in root().glob("**/*.db"):
+            copy = target / database.relative_to(root())
+            copy.unlink()
+            shutil.copy2(database, copy)
+
+
+def reference(name: str) -> str:
+    """The full name under which a container runtime looks an image up."""
+    first, slash, _ = name.partition("/")
+    if not slash:
+        name = f"docker.io/library/{name}"
+    elif not ("." in first or ":" in first or first == "localhost"):
+        name = f"docker.io/{name}"
+    return name if ":" in name.rpartition("/")[2] or "@" in name else f"{name}:latest"
+
+
+def import_archive(ctr: list[str], name: str, archive: Path) -> None:
+    """Import an archive through a ``ctr`` command line, whatever name the archive itself gives to the image."""
+    base = "import.everstep.dev/image"
+    command = [*ctr, "--namespace", "k8s.io", "images"]
+    _run(*command, "import", "--digests", "--base-name", base, str(archive))
+    wanted = reference(name)
+    listed = [line.split()[:3] for line in _run(*command, "list").splitlines()[1:]]
+    by_digest = [words for words in listed if words[0].startswith(base)]
+    if by_digest:
+        _run(*command, "tag", "--force", by_digest[0][0], wanted)
+        for words in by_digest:
+            _run(*command, "remove", words[0])
+    elif wanted not in (words[0] for words in listed):
+        raise ClusterError(f"{archive} was imported, but under another name than {wanted}")
+
+
+@contextmanager
+def _containerd() -> Iterator[Path]:
+    """A containerd on the golden root, for the time of an import; its socket."""
+    packages.ensure(packages.NODES)
+    root().mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="everstep-golden-") as folder:
+        state, socket = Path(folder) / "state", Path(folder) / "socket"
+        configuration = Path(folder) / "containerd.toml"
+        configuration.write_text(
+            node_config.containerd(root(), Path(folder) / "cni", state=str(state), socket=str(socket))
+        )
+        # Namespaces of its own: killed in the middle of unpacking, it leaves no mount behind.
+        command = ["unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child=TERM"]
+        with (Path(folder) / "log").open("wb") as log:
+            process = subprocess.Popen(
+                ["setpriv", "--pdeathsig", "KILL", *command, "containerd", "--config", str(configuration)],
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            until(lambda: _answers(socket, process), "containerd of the golden images answers", 30)
+            yield socket
+        finally:
+            _end(process)
+
+
+def _answers(socket: Path, process: subprocess.Popen[bytes]) -> bool:
+    if process.poll() is not None:
+        raise ClusterError("containerd of the golden images ended at once")
+    command = ["ctr", "--address", str(socket), "--connect-timeout", "1s", "version"]
+    return socket.exists() and subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Let containerd close its databases; process 1 of a PID namespace gets only the signals that it handles."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    for child in children:
+        subprocess.run(["kill", f"-{signal.SIGTERM.value}", child], check=False)
+    try:
+        process.wait(20)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _run(*command: str) -> str:
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode != 0:
+        raise ClusterError(f"{' '.join(command[:6])}: {result.stderr.strip()[-2000:]}")
+    return result.stdout
