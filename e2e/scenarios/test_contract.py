@@ -11,7 +11,8 @@ from e2e.harness import Cluster, python, training_job
 TELL = """
 import json, os, pathlib
 base = pathlib.Path('/opt/ml/input/config')
-names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT SM_CURRENT_HOST SM_HOSTS HOSTNAME'
+names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE NODE_RANK MASTER_ADDR MASTER_PORT'
+names += ' SM_CURRENT_HOST SM_HOSTS HOSTNAME'
 print('TELL', json.dumps({
     'env': {name: os.environ[name] for name in names.split()},
     'files': {path.name: path.read_text() for path in sorted(base.iterdir())},

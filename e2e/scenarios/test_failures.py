@@ -40,7 +40,12 @@ def running(
 
 
 def test_a_failing_script_shows_its_own_exception(cluster: Cluster, namespace: str) -> None:
-    source = "import os\nif os.environ['RANK'] == '1': raise ValueError('the answer is not 41')\nimport time; time.sleep(600)"
+    source = """
+import os, time
+if os.environ['RANK'] == '1':
+    raise ValueError('the answer is not 41')
+time.sleep(600)
+"""
     job = training_job("boom", python(source), numNodes=2, restart={"application": 0})
     cluster.apply(job, namespace=namespace)
     failed = cluster.wait_phase(namespace, "boom", "Failed")
@@ -81,7 +86,8 @@ if os.environ['EVERSTEP_GENERATION'] == '1':
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
-            os.execvp('python3', ['python3', '-c', 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)', 'leftover'])
+            deaf = 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)'
+            os.execvp('python3', ['python3', '-c', deaf, 'leftover'])
         os._exit(0)
     time.sleep(1)
     sys.exit(1)
@@ -168,7 +174,14 @@ def test_pending_timeout_names_its_reason(cluster: Cluster, namespace: str) -> N
 
 
 def test_runtime_timeout_stops_the_ranks_with_grace(cluster: Cluster, namespace: str) -> None:
-    source = "import signal, time, sys\nsignal.signal(15, lambda *_: (print('told to stop', flush=True), sys.exit(0)))\ntime.sleep(600)"
+    source = """
+import signal, sys, time
+def told(*_):
+    print('told to stop', flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, told)
+time.sleep(600)
+"""
     cluster.apply(training_job("long", python(source), timeouts={"runtime": "4s"}), namespace=namespace)
     failed = cluster.wait_phase(namespace, "long", "Failed")
     assert condition(failed, "Failed")["reason"] == "RuntimeTimeout"

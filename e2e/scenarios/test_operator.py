@@ -62,7 +62,7 @@ def lives(cluster: Cluster, namespace: str, jobs: int, kills: int, seed: int) ->
         assert job_seen is not None
         counted = Counter(charges(job_seen))
         assert not [c for c, times in counted.items() if times > 1], f"{name}: a generation charged twice: {counted}"
-    assert not deploy.two_live_pods(cluster, namespace), "by the audit log an index had two live pods"
+    assert not deploy.two_live_pods(namespace), "by the audit log an index had two live pods"
 
 
 def suspend(cluster: Cluster, namespace: str, name: str, on: bool) -> None:

@@ -1,0 +1,212 @@
+"""everstep on a cluster: images loaded, chart installed by a real helm, pools; and the faults that tests put in.
+
+The demo, the scenarios and the benchmarks all come through here, so that there is one way to install.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from e2e.cluster import backend, binaries, golden
+from e2e.cluster.local import LocalCluster
+from e2e.harness import Cluster, Object, wait
+from e2e.images.catalogue import images
+
+ROOT = Path(__file__).parents[1]
+CHART = ROOT / "charts" / "everstep"
+SYSTEM = "everstep-system"
+RELEASE = "everstep"
+OPERATOR_IMAGE = "docker.io/everstep/operator:0.1.0"
+DEMO_IMAGES = ("operator", "trainer")
+
+
+def pool(name: str) -> Object:
+    """The pool of the nodes that carry this capacity type."""
+    return {
+        "apiVersion": "everstep.dev/v1alpha1",
+        "kind": "TrainingPool",
+        "metadata": {"name": name},
+        "spec": {"capacityType": name, "nodeSelector": {"everstep.dev/capacity-type": name}},
+    }
+
+
+POOLS = [pool("on-demand"), pool("spot")]
+
+
+@contextmanager
+def cluster() -> Iterator[Cluster]:
+    """A cluster with everything on it; taken down afterwards only if it was not up before."""
+    running = backend.choose()
+    was_up = running.is_up()
+    try:
+        yield up()
+    finally:
+        if not was_up:
+            running.down()
+
+
+def up(only: Iterable[str] | None = None) -> Cluster:
+    """Bring the cluster up with its images (all, or ``only`` these short names), the chart and the pools."""
+    running = backend.choose()
+    load(running, only)
+    running.up()
+    found = connect(running)
+    install(found)
+    return found
+
+
+def connect(running: backend.Cluster) -> Cluster:
+    binaries.ensure(["kubectl", "helm"])
+    return Cluster(running.kubeconfig, binaries.binary("kubectl"))
+
+
+def load(running: backend.Cluster, only: Iterable[str] | None = None) -> None:
+    """Build what changed, and give each node what it has not got."""
+    chosen = [image for image in images() if only is None or _short(image.name) in only]
+    local = isinstance(running, LocalCluster)
+    keys = {image.name: image.key for image in chosen}
+    blobs = golden.root() / "io.containerd.content.v1.content" / "blobs" / "sha256"
+    archives: dict[str, Path] = {}
+    for image in chosen:
+        if local and golden.holds(image.name, keys[image.name]):
+            archives[image.name] = Path("/nonexistent")  # the nodes have it: no archive is written
+        else:
+            archives[image.name] = image.archive(blobs if local and blobs.is_dir() else None)
+    try:
+        running.load_images(archives, keys)
+    finally:
+        for archive in archives.values():
+            archive.unlink(missing_ok=True)
+
+
+def install(found: Cluster, **values: str) -> None:
+    """`helm upgrade --install`, wait for the operator, then the pools. Idempotent."""
+    settings = [f"--set-string={key}={value}" for key, value in values.items()]
+    # The tag of a development image does not change with its content: its key makes the operator's pod a new one.
+    key = next(image.key for image in images() if image.name == OPERATOR_IMAGE)
+    helm(
+        found,
+        "upgrade",
+        "--install",
+        RELEASE,
+        str(CHART),
+        f"--namespace={SYSTEM}",
+        "--create-namespace",
+        "--wait",
+        "--timeout=120s",
+        f"--set-string=podAnnotations.everstep\\.dev/image-key={key}",
+        *settings,
+    )
+    found.apply(*POOLS, namespace="default")
+
+
+def helm(found: Cluster, *args: str) -> str:
+    command = [str(binaries.binary("helm")), f"--kubeconfig={found.kubeconfig}", *args]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    if done.returncode != 0:
+        pods = found.kubectl("describe", "pods", "-n", SYSTEM, check=False)
+        logs = found.kubectl("logs", "-n", SYSTEM, f"deploy/{RELEASE}", "--tail=30", check=False)
+        raise AssertionError(f"helm {' '.join(args[:3])}: {done.stderr}\n{pods[-3000:]}\n{logs}")
+    return done.stdout
+
+
+# -- faults ------------------------------------------------------------------------------------------------------------
+
+
+def kill_container(found: Cluster, namespace: str, name: str) -> None:
+    """SIGKILL every process of a pod's first container, from the host, as a crash would."""
+    pod = found.request("GET", f"/api/v1/namespaces/{namespace}/pods/{name}")
+    container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
+    pids = _processes_of(container)
+    assert pids, f"no process of {name} runs on this machine"
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
+
+
+def _processes_of(container: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                if container in (entry / "cgroup").read_text():
+                    found.append(int(entry.name))
+            except OSError:
+                continue  # it has ended meanwhile
+    return found
+
+
+def operator_pod(found: Cluster) -> Object | None:
+    """The operator's pod whose container runs now."""
+    for pod in found.items(f"/api/v1/namespaces/{SYSTEM}/pods", labelSelector=f"app.kubernetes.io/instance={RELEASE}"):
+        statuses = pod["status"].get("containerStatuses", [])
+        if statuses and "running" in statuses[0]["state"]:
+            return pod
+    return None
+
+
+def kill_operator(found: Cluster) -> None:
+    """SIGKILL the operator's process, once it runs; its pod, and so its Lease, stays.
+
+    The pod is deleted too: the kubelet's restart back-off would only make a hundred kills take hours.
+    """
+    pod = wait(lambda: operator_pod(found), 60, "a running operator")
+    name = pod["metadata"]["name"]
+    for pid in _processes_of(pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]):
+        os.kill(pid, signal.SIGKILL)
+    found.kubectl("delete", "pod", "-n", SYSTEM, name, "--grace-period=0", "--force", "--wait=false", check=False)
+
+
+def restart_apiserver(found: Cluster) -> None:
+    backend.faulty().restart_apiserver()
+    wait(lambda: _ready(found), 60, "the API server")
+
+
+def _ready(found: Cluster) -> bool:
+    return found.kubectl("get", "--raw", "/readyz", check=False).strip() == "ok"
+
+
+@contextmanager
+def another_agent(found: Cluster) -> Iterator[str]:
+    """An operator of another build, with another agent, for the time of the block; yields its agent's digest."""
+    before = _agents(found)
+    install(found, **{"image.tag": "next"})
+    try:
+        digest = wait(lambda: _agents(found) - before, 60, "the new operator's agent ConfigMap in some namespace")
+        yield digest.pop()
+    finally:
+        install(found)
+
+
+def _agents(found: Cluster) -> set[str]:
+    return {
+        config["metadata"]["name"].removeprefix("everstep-agent-")
+        for config in found.items("/api/v1/configmaps")
+        if config["metadata"]["name"].startswith("everstep-agent-")
+    }
+
+
+def two_live_pods(namespace: str) -> list[str]:
+    """Pods that were created while the object of the same name still existed, by the API audit log.
+
+    A name is the lock of its index, so this can only happen by a forced deletion: the object goes, the container stays.
+    """
+    wrong = []
+    for line in backend.local_cluster().control.audit_log.read_text().splitlines():
+        event = json.loads(line)
+        target = event.get("objectRef", {})
+        if target.get("resource") != "pods" or target.get("namespace") != namespace or event["verb"] != "delete":
+            continue
+        options = event.get("requestObject") or {}
+        if "everstep" in event["user"]["username"] and options.get("gracePeriodSeconds") == 0:
+            wrong.append(target["name"])
+    return wrong
+
+
+def _short(name: str) -> str:
+    return name.rpartition("/")[2].partition(":")[0]
