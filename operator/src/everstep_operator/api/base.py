@@ -9,7 +9,7 @@ from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from everstep_operator.api.rules import Rule, TransitionRule, raise_failed, with_rules
+from everstep_operator.api.rules import Rule, UpdateRule, raise_failed, with_rules
 
 
 class ApiModel(BaseModel):
@@ -29,7 +29,7 @@ class ApiModel(BaseModel):
     )
 
     rules: ClassVar[tuple[Rule, ...]] = ()
-    transitions_allowed: ClassVar[tuple[TransitionRule, ...]] = ()
+    update_rules: ClassVar[tuple[UpdateRule, ...]] = ()
 
     @classmethod
     def parse(cls, value: Any) -> Self:
@@ -46,7 +46,7 @@ class ApiModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
-        # The API server drops nulls of fields that are not nullable, and applies their defaults. None of ours is nullable.
+        # The API server drops nulls of fields that are not nullable, and applies defaults. None of ours is.
         if isinstance(value, dict) and None in value.values():
             return {name: item for name, item in value.items() if item is not None}
         return value
@@ -59,7 +59,7 @@ class ApiModel(BaseModel):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         made = handler.resolve_ref_schema(handler(schema))
-        made.update(with_rules(made, [*cls.rules, *cls.transitions_allowed]))
+        made.update(with_rules(made, [*cls.rules, *cls.update_rules]))
         return made
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import re
 from datetime import timedelta
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
+from pydantic.alias_generators import to_snake
 
 from everstep_operator.api.base import ApiModel
-from everstep_operator.api.meta import API_VERSION, ObjectMeta
+from everstep_operator.api.meta import ObjectMeta
 from everstep_operator.api.podtemplate import PodTemplate
-from everstep_operator.api.rules import Rule, TransitionRule
-from everstep_operator.api.scalars import DnsName, DropNulls, Duration, Int, ListMap, Pattern, Quantity, between, keys
+from everstep_operator.api.rules import Rule, UpdateRule
+from everstep_operator.api.scalars import DnsName, DropNulls, Duration, ListMap, Pattern, Quantity, Whole, between, keys
 from everstep_operator.api.status import TrainingJobStatus
 
 OPERATOR = "everstep.dev/operator"
@@ -49,10 +51,10 @@ class EnvVar(ApiModel):
 
 ResourceList = Annotated[
     dict[str, Quantity],
-    DropNulls,
     Field(max_length=32),
     keys("^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 317,
          "keys must be resource names, like cpu or nvidia.com/gpu"),
+    DropNulls,
 ]  # fmt: skip
 
 
@@ -125,14 +127,14 @@ class PoolChoice(ApiModel):
 class Restart(ApiModel):
     """How often the job may be restarted. Pre-emption is never charged."""
 
-    application: Annotated[Int, Field(ge=0, le=1000)] = 3
+    application: Annotated[int, Field(ge=0, le=1000), Whole] = 3
     """Restarts within `window` that failures of the program may cost."""
-    infrastructure: Annotated[Int, Field(ge=0, le=1000)] = 20
+    infrastructure: Annotated[int, Field(ge=0, le=1000), Whole] = 20
     """Restarts within `window` that lost pods and nodes may cost."""
     window: Annotated[Duration, between("1s", "28d")] = timedelta(hours=1)
     """The time over which restarts are counted."""
     fencing: Literal["checkpoint", "strict"] = "checkpoint"
-    """What ranks lose when they are cut off from the leader: the right to publish a checkpoint, or (strict) to run at all."""
+    """What ranks lose when they are cut off from the leader: publishing checkpoints, or (strict) running at all."""
     max_backoff: Annotated[Duration, between("0s", "1h")] = timedelta(minutes=1)
     """Longest pause before a restart after repeated failures of the program; `0s` switches pauses off."""
 
@@ -148,16 +150,27 @@ class Timeouts(ApiModel):
     """Longest time since the first start, less the time spent pending or suspended."""
 
 
-# What the operator itself judges at any time may change at any time; what running pods were built from may not.
-MUTABLE = ("suspend", "ttlAfterFinished", "timeouts", "restart")
-_HOW = "set spec.suspend to true, change it, then set spec.suspend to false"
+_FIXED = (
+    "image", "imagePullPolicy", "command", "args", "env", "hyperparameters", "numNodes", "numProcPerNode", "resources",
+    "distribution", "pools", "restart.fencing", "restart.maxBackoff", "securityProfile", "podTemplate",
+)  # fmt: skip
+"""What the pods are built from. The rest is judged by the operator at every moment and may change at any."""
+_ALWAYS_THERE = ("image", "numNodes", "distribution", "restart.fencing", "restart.maxBackoff", "securityProfile")
 
 
-def _fixed(field: str, attribute: str) -> TransitionRule:
-    return TransitionRule(
-        f"self.suspend || oldSelf.suspend || self.?{field} == oldSelf.?{field}",
-        f"{field} cannot change while the job is active: {_HOW}",
-        lambda new, old: new.suspend or old.suspend or getattr(new, attribute) == getattr(old, attribute),
+def _same(field: str) -> str:
+    # Optional field selection (`self.?x == oldSelf.?x`) would be shorter, but its cost is estimated as unlimited.
+    equal = f"self.{field} == oldSelf.{field}"
+    return equal if field in _ALWAYS_THERE else f"(has(self.{field}) ? has(oldSelf.{field}) && {equal} : !has(oldSelf.{field}))"
+
+
+def _fixed(field: str) -> UpdateRule:
+    value_of = attrgetter(".".join(to_snake(part) for part in field.split(".")))
+    return UpdateRule(
+        f"self.suspend || oldSelf.suspend || {_same(field)}",
+        f"{field} cannot change while the job is active: set spec.suspend to true, change it, "
+        "then set suspend to false",
+        lambda new, old: new.suspend or old.suspend or value_of(new) == value_of(old),
         f".{field}",
     )
 
@@ -179,16 +192,16 @@ class TrainingJobSpec(ApiModel):
     """Environment variables of the trainer."""
     hyperparameters: Annotated[
         dict[str, Annotated[str, Field(max_length=2500)]],
-        DropNulls,
         Field(max_length=100),
         keys("^[^\\x00]+$", 256, "keys must have between 1 and 256 characters"),
+        DropNulls,
     ] = Field(default_factory=dict)
     """Strings that the program finds in `/opt/ml/input/config/hyperparameters.json`, `SM_HPS` and `SM_HP_<name>`."""
-    num_nodes: Annotated[Int, Field(ge=1, le=2000)] = 1
+    num_nodes: Annotated[int, Field(ge=1, le=2000), Whole] = 1
     """Pods of the job."""
-    num_proc_per_node: Annotated[Int, Field(ge=1, le=64)] | None = None
+    num_proc_per_node: Annotated[int, Field(ge=1, le=64), Whole] | None = None
     """Ranks in each pod. Default: its GPUs, otherwise 1."""
-    resources: Resources = Resources()
+    resources: Resources = Field(default_factory=Resources)
     """Resources of each pod's trainer container."""
     distribution: Distribution = Distribution(torch=Torch())
     """How ranks are started."""
@@ -201,36 +214,31 @@ class TrainingJobSpec(ApiModel):
     timeouts: Timeouts = Timeouts()
     """When to give up."""
     security_profile: Literal["restricted", "image"] = "restricted"
-    """`restricted`: Pod Security's restricted profile, user 1000. `image`: the image's own user, for images that need root."""
+    """`restricted`: Pod Security's restricted profile, user 1000. `image`: the image's own user, root too."""
     suspend: bool = False
     """True stops the job with a grace period and keeps it; false starts it, or starts it again."""
     ttl_after_finished: Annotated[Duration, between("0s", "365d")] | None = None
-    """Delete the job so long after its end. Absent: never. A GitOps controller creates, and so runs, a deleted job again."""
+    """Delete the job so long after its end. Absent: never; a GitOps controller would create and run it again."""
     managed_by: Annotated[str, Pattern(_DOMAIN_PATH, 63)] | None = None
     """The controller in charge. Absent or `everstep.dev/operator`: everstep; a job of any other is left alone."""
-    pod_template: PodTemplate = PodTemplate()
+    pod_template: PodTemplate = Field(default_factory=PodTemplate)
     """Overlay on the job's pods."""
 
-    transitions_allowed: ClassVar = (
-        *(_fixed(field, attribute) for field, attribute in (
-            ("image", "image"), ("imagePullPolicy", "image_pull_policy"), ("command", "command"), ("args", "args"), ("env", "env"),
-            ("hyperparameters", "hyperparameters"), ("numNodes", "num_nodes"), ("numProcPerNode", "num_proc_per_node"),
-            ("resources", "resources"), ("distribution", "distribution"), ("pools", "pools"),
-            ("securityProfile", "security_profile"), ("podTemplate", "pod_template"),
-        )),
-        TransitionRule(
-            "self.?managedBy == oldSelf.?managedBy",
+    update_rules: ClassVar = (
+        *(_fixed(field) for field in _FIXED),
+        UpdateRule(
+            _same("managedBy"),
             "managedBy cannot change: delete the job and create it again",
             lambda new, old: new.managed_by == old.managed_by,
             ".managedBy",
         ),
-    )  # fmt: skip
+    )
 
 
 class TrainingJob(ApiModel):
     """A distributed training run."""
 
-    api_version: Literal["everstep.dev/v1alpha1"] = API_VERSION
+    api_version: Literal["everstep.dev/v1alpha1"] = "everstep.dev/v1alpha1"
     kind: Literal["TrainingJob"] = "TrainingJob"
     metadata: ObjectMeta
     spec: TrainingJobSpec
@@ -239,8 +247,8 @@ class TrainingJob(ApiModel):
     rules: ClassVar = (
         Rule(
             f"self.metadata.name.matches('{NAME}')",
-            "metadata.name must be at most 50 characters a-z, 0-9 and '-', start with a letter and end with a letter or digit: "
-            "pods and the Service are named after it",
+            "metadata.name must be at most 50 characters a-z, 0-9 and '-', start with a letter and end with a "
+            "letter or digit: pods and the Service are named after it",
             lambda job: (
                 bool(_NAME.fullmatch(job.metadata.name)) or (not job.metadata.name and bool(job.metadata.generate_name))
             ),

@@ -1,14 +1,15 @@
-"""The overlay that a user lays on the job's pods: unknown fields pass through, fields that everstep owns are refused."""
+"""The overlay on the job's pods: unknown fields pass through, fields that everstep owns are refused."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar
 
 from pydantic import ConfigDict, Field
+from pydantic.alias_generators import to_snake
 
 from everstep_operator.api.base import ApiModel
 from everstep_operator.api.rules import Rule
-from everstep_operator.api.scalars import LABEL_KEY, DnsLabel, DropNulls, Int, LabelValue, ListMap, keys
+from everstep_operator.api.scalars import LABEL_KEY, DnsLabel, DropNulls, LabelValue, ListMap, Whole, keys
 
 TRAINER = "trainer"
 RESERVED_VOLUMES = "everstep-"
@@ -16,11 +17,13 @@ RESERVED_VOLUMES = "everstep-"
 _LABEL_KEYS = keys(LABEL_KEY, 317, "keys must be label names, like example.com/team")
 
 
-def _refuse(field: str, attribute: str, message: str) -> Rule:
+def _refuse(field: str, message: str) -> Rule:
+    attribute = to_snake(field)
     return Rule(f"!has(self.{field})", message, lambda value: getattr(value, attribute) is None, f".{field}")
 
 
-def _refuse_for_trainer(field: str, attribute: str, message: str) -> Rule:
+def _refuse_for_trainer(field: str, message: str) -> Rule:
+    attribute = to_snake(field)
     return Rule(
         f"self.name != '{TRAINER}' || !has(self.{field})",
         message,
@@ -29,21 +32,22 @@ def _refuse_for_trainer(field: str, attribute: str, message: str) -> Rule:
     )
 
 
+def _ours(label: str) -> bool:
+    return label.startswith("everstep.dev/") or label == "app.kubernetes.io/managed-by"
+
+
 class PodMetadata(ApiModel):
     """Labels and annotations of the job's pods."""
 
-    labels: Annotated[dict[str, LabelValue], DropNulls, Field(max_length=64), _LABEL_KEYS] = Field(default_factory=dict)
-    annotations: Annotated[dict[str, str], DropNulls, Field(max_length=64), _LABEL_KEYS] = Field(default_factory=dict)
+    labels: Annotated[dict[str, LabelValue], Field(max_length=64), _LABEL_KEYS, DropNulls] = Field(default_factory=dict)
+    annotations: Annotated[dict[str, str], Field(max_length=64), _LABEL_KEYS, DropNulls] = Field(default_factory=dict)
 
     rules: ClassVar = (
         Rule(
-            "!has(self.labels) || self.labels.all(key, !key.startsWith('everstep.dev/') && key != 'app.kubernetes.io/managed-by')",
+            "!has(self.labels) || "
+            "self.labels.all(key, !key.startsWith('everstep.dev/') && key != 'app.kubernetes.io/managed-by')",
             "labels everstep.dev/* and app.kubernetes.io/managed-by are set by everstep: remove them",
-            lambda value: (
-                not any(
-                    key.startswith("everstep.dev/") or key == "app.kubernetes.io/managed-by" for key in value.labels
-                )
-            ),
+            lambda value: not any(_ours(key) for key in value.labels),
             ".labels",
         ),
     )
@@ -64,17 +68,13 @@ class ContainerOverlay(ApiModel):
     restart_policy: str | None = Field(default=None, max_length=32)
 
     rules: ClassVar = (
-        _refuse_for_trainer("image", "image", "the trainer's image is spec.image: set it there"),
-        _refuse_for_trainer("command", "command", "the trainer's command is spec.command: set it there"),
-        _refuse_for_trainer("args", "args", "the trainer's arguments are spec.args: set them there"),
-        _refuse_for_trainer("env", "env", "the trainer's environment is spec.env: set it there"),
-        _refuse_for_trainer("resources", "resources", "the trainer's resources are spec.resources: set them there"),
-        _refuse_for_trainer(
-            "imagePullPolicy", "image_pull_policy", "the pull policy is spec.imagePullPolicy: set it there"
-        ),
-        _refuse_for_trainer(
-            "restartPolicy", "restart_policy", "everstep restarts the trainer itself: remove restartPolicy"
-        ),
+        _refuse_for_trainer("image", "the trainer's image is spec.image: set it there"),
+        _refuse_for_trainer("command", "the trainer's command is spec.command: set it there"),
+        _refuse_for_trainer("args", "the trainer's arguments are spec.args: set them there"),
+        _refuse_for_trainer("env", "the trainer's environment is spec.env: set it there"),
+        _refuse_for_trainer("resources", "the trainer's resources are spec.resources: set them there"),
+        _refuse_for_trainer("imagePullPolicy", "the trainer's pull policy is spec.imagePullPolicy: set it there"),
+        _refuse_for_trainer("restartPolicy", "everstep restarts the trainer itself: remove restartPolicy"),
     )
 
 
@@ -102,7 +102,7 @@ class PodSpecOverlay(ApiModel):
 
     containers: Annotated[list[ContainerOverlay], Field(max_length=16), ListMap("name", lambda c: c.name)] | None = None
     volumes: Annotated[list[VolumeOverlay], Field(max_length=64), ListMap("name", lambda v: v.name)] | None = None
-    termination_grace_period_seconds: Annotated[Int, Field(ge=15, le=86400)] | None = None
+    termination_grace_period_seconds: Annotated[int, Field(ge=15, le=86400), Whole] | None = None
     """Seconds from TERM to KILL when a pod is stopped; the last checkpoint of a stopped job is written in them."""
     service_account_name: str | None = Field(default=None, max_length=253)
     """Allowed where the operator's configuration lists it."""
@@ -119,27 +119,29 @@ class PodSpecOverlay(ApiModel):
     subdomain: str | None = Field(default=None, max_length=253)
     set_hostname_as_fqdn: bool | None = Field(default=None, alias="setHostnameAsFQDN")
     node_name: str | None = Field(default=None, max_length=253)
-    active_deadline_seconds: Int | None = None
+    active_deadline_seconds: Annotated[int, Whole] | None = None
     share_process_namespace: bool | None = None
 
     rules: ClassVar = (
-        _refuse("restartPolicy", "restart_policy", "everstep restarts ranks and replaces pods itself: remove restartPolicy, see spec.restart"),
-        _refuse("hostname", "hostname", "pods are named algo-1, algo-2, ... by everstep: remove hostname"),
-        _refuse("subdomain", "subdomain", "the job's Service is the pods' subdomain: remove subdomain"),
-        _refuse("setHostnameAsFQDN", "set_hostname_as_fqdn", "the container contract needs the host name algo-<n>: remove setHostnameAsFQDN"),
-        _refuse("nodeName", "node_name", "nodeName goes past the scheduler: use a TrainingPool, nodeSelector or affinity"),
-        _refuse("activeDeadlineSeconds", "active_deadline_seconds", "the job has one clock for all pods: use spec.timeouts.runtime"),
+        _refuse("restartPolicy", "everstep restarts ranks and pods itself: remove restartPolicy, see spec.restart"),
+        _refuse("hostname", "the container contract names hosts algo-1, algo-2, ...: remove hostname"),
+        _refuse("subdomain", "the job's Service is the pods' subdomain: remove subdomain"),
+        _refuse(
+            "setHostnameAsFQDN", "the container contract names hosts algo-1, algo-2, ...: remove setHostnameAsFQDN"
+        ),
+        _refuse("nodeName", "nodeName goes past the scheduler: use a TrainingPool, nodeSelector or affinity"),
+        _refuse("activeDeadlineSeconds", "all pods of a job have one clock: use spec.timeouts.runtime"),
         Rule(
             "!has(self.shareProcessNamespace) || !self.shareProcessNamespace",
             "everstep's agent must be process 1 of its container: remove shareProcessNamespace",
             lambda value: not value.share_process_namespace,
             ".shareProcessNamespace",
         ),
-    )  # fmt: skip
+    )
 
 
 class PodTemplate(ApiModel):
     """The overlay on the job's pods."""
 
-    metadata: PodMetadata = PodMetadata()
-    spec: PodSpecOverlay = PodSpecOverlay()
+    metadata: PodMetadata = Field(default_factory=PodMetadata)
+    spec: PodSpecOverlay = Field(default_factory=PodSpecOverlay)

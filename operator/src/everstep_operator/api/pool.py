@@ -7,11 +7,12 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from everstep_operator.api.base import ApiModel
-from everstep_operator.api.meta import API_VERSION, ObjectMeta
+from everstep_operator.api.meta import ObjectMeta
 from everstep_operator.api.rules import Rule
-from everstep_operator.api.scalars import LABEL_KEY, DnsLabel, Int, LabelKey, LabelValue, NodeSelector, Pattern
+from everstep_operator.api.scalars import DNS_LABEL, LABEL_KEY, LabelKey, LabelValue, NodeSelector, Pattern, Whole
 
 ALL = "*"
+NamespaceChoice = Annotated[str, Pattern(rf"^\*$|{DNS_LABEL}", 63)]
 
 
 class Toleration(ApiModel):
@@ -21,7 +22,7 @@ class Toleration(ApiModel):
     operator: Literal["Exists", "Equal"] = "Equal"
     value: LabelValue | None = None
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
-    toleration_seconds: Int | None = None
+    toleration_seconds: Annotated[int, Field(ge=0, le=2**31 - 1), Whole] | None = None
 
 
 class TrainingPoolSpec(ApiModel):
@@ -41,8 +42,8 @@ class TrainingPoolSpec(ApiModel):
     """Price of one node for one hour, in the currency of your choice. Absent: no cost is reported."""
     topology_label: LabelKey | None = None
     """Node label whose values name groups of well connected nodes. Absent: nodes are equal."""
-    allowed_namespaces: list[DnsLabel | Literal["*"]] = Field(default_factory=lambda: [ALL], max_length=512)
-    """Namespaces whose jobs may use the pool; `"*"` is all. A guard against mistakes: a pod can select nodes without a pool."""
+    allowed_namespaces: list[NamespaceChoice] = Field(default_factory=lambda: [ALL], max_length=512)
+    """Namespaces whose jobs may use the pool; `"*"` is all. No wall: a pod can select nodes without a pool."""
 
     def allows(self, namespace: str) -> bool:
         """Whether jobs of ``namespace`` may use the pool."""
@@ -52,10 +53,10 @@ class TrainingPoolSpec(ApiModel):
 class TrainingPool(ApiModel):
     """A class of nodes that TrainingJobs can ask for by name."""
 
-    api_version: Literal["everstep.dev/v1alpha1"] = API_VERSION
+    api_version: Literal["everstep.dev/v1alpha1"] = "everstep.dev/v1alpha1"
     kind: Literal["TrainingPool"] = "TrainingPool"
     metadata: ObjectMeta
-    spec: TrainingPoolSpec = TrainingPoolSpec()
+    spec: TrainingPoolSpec
 
     rules: ClassVar[tuple[Rule, ...]] = ()
 

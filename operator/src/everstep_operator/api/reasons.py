@@ -1,4 +1,4 @@
-"""Every reason that a condition, an event or a failure can carry, with its meaning. Nothing else may be used as a reason.
+"""Every reason that a condition, an event or a failure can carry, with its meaning. Nothing else is one.
 
 ``docs/reference/reasons.md`` is generated from this table.
 """

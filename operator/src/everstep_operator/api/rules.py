@@ -19,8 +19,8 @@ class Rule:
 
     As an item of ``ApiModel.rules`` it judges an object, inside ``Annotated[...]`` a single value.
 
-    ``cel`` sees the value as ``self``; ``check`` gets the parsed value and returns whether it holds; ``message`` tells the
-    user what to do. ``field`` is the path of the field at fault below the object, such as ``.name`` (CEL's ``fieldPath``).
+    ``cel`` sees the value as ``self``; ``check`` gets the parsed value and returns whether it holds; ``message`` tells
+    the user what to do. ``field`` is the path of the field at fault below the object, such as ``.name``.
     """
 
     cel: str
@@ -45,7 +45,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class TransitionRule:
+class UpdateRule:
     """A rule on updates: ``cel`` sees the stored object as ``oldSelf``; ``check`` gets (new, old)."""
 
     cel: str
@@ -69,7 +69,7 @@ def raise_failed(rules: Iterable[Rule], value: Any) -> None:
         )
 
 
-def with_rules(schema: JsonSchemaValue, rules: Sequence[Rule | TransitionRule]) -> JsonSchemaValue:
+def with_rules(schema: JsonSchemaValue, rules: Sequence[Rule | UpdateRule]) -> JsonSchemaValue:
     """``schema`` with ``rules`` appended to its ``x-kubernetes-validations``."""
     if not rules:
         return schema

@@ -1,7 +1,7 @@
 """Values of the API that JSON has no type for: durations, quantities, times, names.
 
-Each accepts exactly the strings that the pattern in the CRD accepts. Patterns are RE2 (the API server's), used here with
-``fullmatch``, because Python's ``$`` also matches before a final newline.
+Each accepts exactly the strings that the pattern in the CRD accepts. Patterns are RE2 (the API server's), used here
+with ``fullmatch``, because Python's ``$`` also matches before a final newline.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DURATION = r"^([0-9]{1,7}d)?([0-9]{1,7}h)?([0-9]{1,7}m)?([0-9]{1,7}s)?$"
 _DURATION = re.compile(DURATION)
 _UNITS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 
-# https://github.com/kubernetes/apimachinery/blob/master/pkg/api/resource/quantity.go, without signs: nothing here is negative.
+# k8s.io/apimachinery/pkg/api/resource, without signs: nothing here is negative.
 QUANTITY = r"^([0-9]{1,18}(\.[0-9]{0,9})?|\.[0-9]{1,9})([KMGTPE]i|[numkMGTPE]|[eE][+-]?[0-9]{1,2})?$"
 _QUANTITY = re.compile(QUANTITY)
 _SUFFIXES = {
@@ -63,11 +63,11 @@ class Pattern:
 
 
 def _whole_number(value: Any) -> Any:
-    # JSON has one number type: the API server takes 2.0 for an integer.
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-Int = Annotated[int, BeforeValidator(_whole_number)]
+Whole = BeforeValidator(_whole_number)
+"""The outermost annotation of an integer field: JSON has one number type, and the API server takes 2.0 for 2."""
 DnsLabel = Annotated[str, Pattern(DNS_LABEL, 63)]
 DnsName = Annotated[str, Pattern(DNS_NAME, 253)]
 LabelValue = Annotated[str, Pattern(LABEL_VALUE, 63)]
@@ -227,9 +227,10 @@ def _drop_null_values(value: Any) -> Any:
 
 
 DropNulls = BeforeValidator(_drop_null_values)
+"""The outermost annotation of a map."""
 NodeSelector = Annotated[
     dict[str, LabelValue],
-    DropNulls,
     Field(max_length=64),
     keys(LABEL_KEY, 317, "keys must be label names, like example.com/zone"),
+    DropNulls,
 ]

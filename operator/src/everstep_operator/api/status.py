@@ -9,7 +9,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, Strict
 
 from everstep_operator.api.base import StatusModel
-from everstep_operator.api.scalars import Int, ListMap, Time
+from everstep_operator.api.scalars import ListMap, Time, Whole
 
 MAX_CHARGES = 64
 MAX_TRANSITIONS = 32
@@ -18,7 +18,7 @@ MAX_LOG_LINES = 50
 Line = Annotated[str, Field(max_length=1024)]
 Reason = Annotated[str, Field(max_length=128, description="A CamelCase word of the table of reasons.")]
 Message = Annotated[str, Field(max_length=4096)]
-Count = Annotated[Int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0), Whole]
 Seconds = Annotated[float, Field(ge=0, strict=False)]
 
 
@@ -99,7 +99,7 @@ class Charge(StatusModel):
     """`epoch.generation` of the generation that ended."""
     cause: Annotated[Cause, Strict(False)]
     time: Time
-    count: Annotated[Int, Field(ge=1)] = 1
+    count: Annotated[int, Field(ge=1), Whole] = 1
     """How many charges of this cause are folded into this entry: the oldest are, when the list is full."""
 
     @property
@@ -162,7 +162,7 @@ class LastFailure(StatusModel):
     reason: Reason
     node: str | None = Field(default=None, max_length=253)
     rank: Count | None = None
-    exit_code: Int | None = None
+    exit_code: Annotated[int, Whole] | None = None
     message: Message = ""
     log_tail: list[Line] = Field(default_factory=list, max_length=MAX_LOG_LINES)
 
