@@ -1,4 +1,4 @@
-"""What the chart installs: a restricted operator, CRDs that survive an uninstall, nothing that values do not ask for."""
+"""What the chart installs: a restricted operator, CRDs that outlive it, nothing that was not asked for."""
 
 from __future__ import annotations
 

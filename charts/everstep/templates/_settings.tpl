@@ -5,6 +5,8 @@ EVERSTEP_CLUSTER_DOMAIN: {{ .Values.clusterDomain | quote }}
 EVERSTEP_ALLOWED_SERVICE_ACCOUNTS: {{ join "," .Values.jobPods.allowedServiceAccounts | quote }}
 EVERSTEP_ALLOWED_HOST_FIELDS: {{ join "," .Values.jobPods.allowedHostFields | quote }}
 EVERSTEP_ALLOWED_PRIORITY_CLASSES: {{ join "," .Values.jobPods.allowedPriorityClasses | quote }}
+EVERSTEP_COPIED_LABELS: {{ join "," .Values.jobPods.copiedLabels | quote }}
+EVERSTEP_FENCE_TIMEOUT: {{ .Values.fenceTimeoutSeconds | quote }}
 EVERSTEP_LOG_LEVEL: {{ .Values.logging.level | quote }}
 EVERSTEP_LOG_FORMAT: {{ .Values.logging.format | quote }}
 {{- end -}}

@@ -1,0 +1,74 @@
+"""What the chart hands to the operator is what the operator reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from everstep_operator.settings import PREFIX, Settings
+
+Render = Callable[..., list[dict[str, Any]]]
+
+
+def container(objects: list[dict[str, Any]]) -> dict[str, Any]:
+    (deployment,) = [each for each in objects if each["kind"] == "Deployment"]
+    found: dict[str, Any] = deployment["spec"]["template"]["spec"]["containers"][0]
+    return found
+
+
+def environment(objects: list[dict[str, Any]]) -> dict[str, str]:
+    return {each["name"]: each["value"] for each in container(objects)["env"] if "value" in each}
+
+
+def test_the_chart_s_defaults_are_the_operator_s(render: Render) -> None:
+    assert Settings.load(environment(render())) == Settings()
+
+
+def test_every_variable_is_a_setting(render: Render) -> None:
+    given = environment(render(watchNamespaces=["a"], jobPods={"allowedServiceAccounts": ["x"]}))
+    assert {name.removeprefix(PREFIX).lower() for name in given} <= set(Settings.model_fields)
+
+
+def test_values_reach_the_operator(render: Render) -> None:
+    objects = render(
+        watchNamespaces=["team-a", "team-b"],
+        clusterDomain="corp.example",
+        fenceTimeoutSeconds=60,
+        jobPods={
+            "allowedServiceAccounts": ["s3-reader"],
+            "allowedHostFields": ["hostNetwork"],
+            "allowedPriorityClasses": ["high"],
+            "copiedLabels": ["a/b", "c/d"],
+        },
+        logging={"level": "debug", "format": "text"},
+        env=[{"name": "EVERSTEP_WORKERS", "value": "4"}],
+    )
+    assert Settings.load(environment(objects)) == Settings(
+        watch_namespaces=("team-a", "team-b"),
+        cluster_domain="corp.example",
+        fence_timeout=60,
+        allowed_service_accounts=("s3-reader",),
+        allowed_host_fields=("hostNetwork",),
+        allowed_priority_classes=("high",),
+        copied_labels=("a/b", "c/d"),
+        log_level="debug",
+        log_format="text",
+        workers=4,
+    )
+
+
+def test_the_pod_tells_who_it_is_and_where(render: Render) -> None:
+    fields = {
+        each["name"]: each["valueFrom"]["fieldRef"]["fieldPath"]
+        for each in container(render())["env"]
+        if "valueFrom" in each
+    }
+    assert fields == {"POD_UID": "metadata.uid", "POD_NAMESPACE": "metadata.namespace"}
+
+
+def test_ports_and_paths_are_the_operator_s_defaults(render: Render) -> None:
+    found = container(render())
+    ports = {port["name"]: port["containerPort"] for port in found["ports"]}
+    assert ports == {"health": Settings().health_port, "metrics": Settings().metrics_port}
+    mounts = {mount["name"]: mount["mountPath"] for mount in found["volumeMounts"]}
+    assert mounts["key"] == str(Settings().key_folder)
