@@ -1,0 +1,23 @@
+"""everstep: distributed training on any Kubernetes cluster that never loses a step.
+
+`everstep.progress(step, total=…, loss=…)` reports a step. Everything else is in the submodules; importing this package
+imports nothing but the standard library.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from everstep.progress import progress as progress
+
+__all__ = ["progress"]
+
+
+def __getattr__(name: str) -> Any:
+    # Lazily, since the agent carries this file but not the library.
+    if name == "progress":
+        from importlib import import_module
+
+        return import_module("everstep.progress")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

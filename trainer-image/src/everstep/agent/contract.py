@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Optional
+from typing import Any
 
 GROUP = "homogeneousCluster"
 MAX_VARIABLE = 128 * 1024 - 1  # Linux MAX_ARG_STRLEN less the final NUL: a longer `name=value` makes every exec fail
@@ -48,7 +48,7 @@ def contract_files(facts: Facts) -> dict[str, bytes]:
     """The configuration files by absolute path."""
     folder = f"{facts.ml}/input/config"
     return {
-        f"{folder}/hyperparameters.json": _json(dict(facts.hyperparameters)).encode(),
+        f"{folder}/hyperparameters.json": _json(dict(facts.hyperparameters)).encode(errors="replace"),
         f"{folder}/resourceconfig.json": _json(_resource_config(facts)).encode(),
         f"{folder}/inputdataconfig.json": b"{}",
     }
@@ -56,8 +56,8 @@ def contract_files(facts: Facts) -> dict[str, bytes]:
 
 def contract_folders(facts: Facts) -> tuple[str, ...]:
     """The folders that a script may rely on, parents first."""
-    names = ("input", "input/config", "input/data", "model", "output", "output/data", "output/intermediate", "checkpoints")
-    return tuple(f"{facts.ml}/{name}" for name in names)
+    inputs, outputs = ("input", "input/config", "input/data"), ("output", "output/data", "output/intermediate")
+    return tuple(f"{facts.ml}/{name}" for name in (*inputs, "model", *outputs, "checkpoints"))
 
 
 def sm_environment(facts: Facts) -> dict[str, str]:
@@ -123,7 +123,7 @@ def rank_variables(
     epoch: int,
     generation: int,
     job: str,
-    progress: Optional[str],
+    progress: str | None,
 ) -> dict[str, str]:
     """Who a rank is. `progress` is the path of its FIFO."""
     variables = {
@@ -163,15 +163,15 @@ def fitting(variables: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in variables.items()
-        if name
-        and "=" not in name
-        and "\0" not in name + value
-        and len(os_bytes(name)) + 1 + len(os_bytes(value)) <= MAX_VARIABLE
+        if name and "=" not in name and "\0" not in name + value and _fits(f"{name}={value}")
     }
 
 
-def os_bytes(text: str) -> bytes:
-    return text.encode("utf-8", "surrogateescape")
+def _fits(variable: str) -> bool:
+    try:
+        return len(variable.encode("utf-8", "surrogateescape")) <= MAX_VARIABLE
+    except UnicodeEncodeError:  # half of a surrogate pair, out of a JSON escape
+        return False
 
 
 def _resource_config(facts: Facts) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def _decoded(text: str) -> Any:
     """A hyperparameter is JSON when it can be (the toolkit's rule): "10" is a number, "adam" a string."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -227,7 +227,7 @@ def _user_args(hyperparameters: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def _entry_point(command: Sequence[str]) -> Optional[str]:
+def _entry_point(command: Sequence[str]) -> str | None:
     """The script in `python train.py`, else the program."""
     scripts = [word for word in command if word.endswith((".py", ".sh"))]
     return next(iter([*scripts, *command]), None)

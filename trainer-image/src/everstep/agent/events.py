@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Optional, Union
+from typing import Union
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class RankExited:
     rank: int
     local_rank: int
     exit_code: int
-    signal: Optional[int]
+    signal: int | None
     oom: bool
     message: str
     log_tail: tuple[str, ...]
@@ -61,8 +61,8 @@ class Progress:
 
     generation: int
     rank: int
-    step: Optional[int]
-    total: Optional[int]
+    step: int | None
+    total: int | None
     phase: str
     metrics: dict[str, float] = field(default_factory=dict)
 

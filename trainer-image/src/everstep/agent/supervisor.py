@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import os
+import signal
+import time
 from collections.abc import Awaitable
-from typing import Callable, Optional
+from pathlib import Path
+from typing import Callable
 
+from . import environment, gpu, logs, memory, oom
 from .config import Config, Place
+from .contract import Facts, contract_files, contract_folders, fitting, rank_variables, sm_environment
+from .daemons import Daemons
 from .events import (
     DaemonExited,
     DaemonOutput,
@@ -16,6 +25,9 @@ from .events import (
     RankExited,
     RankStarted,
 )
+from .launch import Launcher, mpi, none, ranks_on_node, torch
+from .processes import Processes
+from .ranks import Node, Rank
 
 __all__ = [
     "DaemonExited",
@@ -28,10 +40,14 @@ __all__ = [
     "RankStarted",
     "SpawnOn",
     "Supervisor",
+    "ranks_on_node",
 ]
 
 # (node index, daemon id, argv, additional environment) -> exit code. Cancelling it must kill the daemon.
 SpawnOn = Callable[[int, str, "list[str]", "dict[str, str]"], Awaitable[int]]
+
+CLEAN_TIMEOUT = 30.0  # seconds from the first KILL until the node is called unclean
+_FLUSH_TIMEOUT = 2.0  # seconds for the last lines, when nobody may be reading them
 
 
 class Supervisor:
@@ -42,35 +58,247 @@ class Supervisor:
         self._place = place
         self._emit = emit
         self._spawn_on = spawn_on
+        self._processes = Processes(place.owns_pod)
+        self._stdout, self._stderr = logs.Sink(1), logs.Sink(2)
+        self._base = environment.base_environment(os.environ, place.scratch)
+        self._gpus = gpu.count(os.environ)
+        self._memory_counter = oom.counter_file()
+        self._daemons = Daemons(self._processes, emit)
+        self._ranks: list[Rank] = []
+        self._layout: Layout | None = None
+        self._node: Node | None = None
+        self._session: mpi.Session | None = None
+        self._contract: dict[str, str] = {}
+        # A daemon's `spawn` may overtake a `start` that waits for `mpirun --version`, and must not meet half a `stop`.
+        self._turn = asyncio.Lock()
 
     async def start(self, layout: Layout) -> None:
         """Writes the contract's files and starts the ranks (MPI: node 0 starts mpirun, whose daemons start them).
 
         A command that cannot be executed is a RankExited with code 126 or 127, not an exception.
         """
-        raise NotImplementedError
+        async with self._turn:
+            config = self._config
+            self._layout = layout
+            self._node = Node(
+                generation=layout.generation,
+                processes=self._processes,
+                stdout=self._stdout,
+                stderr=self._stderr,
+                emit=self._emit,
+                memory_counter=self._memory_counter,
+                kills_before=oom.kills(self._memory_counter),
+            )
+            self._contract = self._write_contract(layout)
+            if config.mpi:
+                self._session = session = mpi.Session(layout, self._place.scratch, self._mpi_hooks())
+                if layout.node_index == 0:
+                    await session.launch(
+                        self._place.agent, config.command, config.distribution_options, {**self._base, **self._contract}
+                    )
+                return
+            launcher: Launcher = none if config.distribution == "none" else torch
+            for place in launcher.placements(layout):
+                env = {
+                    **launcher.variables(layout),
+                    **self._base,
+                    **self._contract,
+                    **self._variables(layout, place.rank, place.local_rank, place.world_size, place.local_world_size),
+                }
+                if config.distribution == "none":  # ours to say: an image's own PET_* would split the group
+                    env.update(launcher.variables(layout))
+                self._ranks.append(
+                    Rank(
+                        self._node,
+                        rank=place.rank,
+                        local_rank=place.local_rank,
+                        tag=_tag(place.rank, place.world_size),
+                        argv=config.command,
+                        env=fitting(env),
+                        fifo=self._fifo(place.local_rank),
+                    )
+                )
 
-    async def stop(self, grace: float) -> Optional[str]:
+    async def stop(self, grace: float) -> str | None:
         """TERM to the ranks, KILL after `grace` seconds to every process but the agent; then memory and GPUs are
         looked at. None when the node is clean, else what is left after 30 s. No event of this generation comes later.
         """
-        raise NotImplementedError
+        async with self._turn:
+            if self._session is not None:
+                self._session.quiet()
+            await self._end_ranks(grace)
+            deadline = time.monotonic() + CLEAN_TIMEOUT
+            left = await self._processes.kill_all(deadline)
+            for rank in self._ranks:
+                rank.close()
+            self._ranks = []
+            self._daemons.close()
+            if self._session is not None:
+                self._session.close()
+                self._session = None
+            self._layout = self._node = None
+            if left is None and self._place.owns_pod:
+                left = memory.clear(self._place.shm)
+            if left is None and self._gpus:
+                left = await self._wait_for_gpus(deadline)
+            return left
 
     def signal(self, signum: int) -> None:
         """Forwards a signal to all ranks."""
-        raise NotImplementedError
+        for rank in self._ranks:
+            rank.forward(signum)
 
     async def spawn(self, daemon: str, argv: list[str], env: dict[str, str]) -> None:
-        """Starts a launcher's daemon on this node; DaemonOutput and one DaemonExited follow, also if it cannot start."""
-        raise NotImplementedError
+        """A launcher's daemon on this node; DaemonOutput and one DaemonExited follow, also when it cannot start."""
+        async with self._turn:
+            if self._session is None:  # of a generation that has been stopped meanwhile
+                self._emit(DaemonExited(daemon, 255))
+            else:
+                self._daemons.start(daemon, argv, {**self._base, **env, **self._session.variables})
 
     def kill_daemon(self, daemon: str) -> None:
-        raise NotImplementedError
+        self._daemons.kill(daemon)
 
     def daemon_output(self, daemon: str, stream: str, data: bytes) -> None:
-        """On the leader: what a daemon started by `spawn_on` wrote, for the launcher that waits for it."""
-        raise NotImplementedError
+        """On the leader's node: what a daemon started by `spawn_on` wrote, for the launcher that waits for it."""
+        if self._session is not None:
+            self._session.daemon_output(daemon, stream, data)
+
+    async def gpus(self) -> list[gpu.Device] | None:
+        """The GPUs and their health; None when there are none or the image cannot tell."""
+        return await gpu.devices(self._processes, self._base) if self._gpus else None
+
+    def log(self, text: str) -> None:
+        """A line of the agent's own, to stderr, that never waits for whoever reads it."""
+        self._stderr.write(f"{text}\n".encode(errors="replace"))
 
     async def close(self) -> None:
         """Flushes the logs and gives back descriptors. The ranks must have been stopped."""
-        raise NotImplementedError
+        for sink in (self._stdout, self._stderr):
+            sink.close(_FLUSH_TIMEOUT)
+        self._processes.close()
+
+    async def _end_ranks(self, grace: float) -> None:
+        """Until all that heard the TERM have ended, which may be more than the ranks: see Processes.forward."""
+        heard = {pid for rank in self._ranks for pid in rank.forward(signal.SIGTERM)}
+        deadline = time.monotonic() + grace
+        pause = 0.005
+        while heard and time.monotonic() < deadline:
+            await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
+            pause = min(pause * 1.5, 0.1)
+            heard = self._processes.living(heard)
+
+    async def _wait_for_gpus(self, deadline: float) -> str | None:
+        """A killed process holds its GPU until the driver has torn its context down: seconds, with much memory."""
+        while True:
+            pids = await gpu.device_processes(self._processes, self._base)
+            if not pids:
+                return None
+            if time.monotonic() > deadline:
+                return f"GPU still used by processes {', '.join(map(str, pids[:8]))}"
+            await asyncio.sleep(0.2)
+
+    def _write_contract(self, layout: Layout) -> dict[str, str]:
+        config, place = self._config, self._place
+        address = layout.hosts[layout.node_index]
+        facts = Facts(
+            job=config.name,
+            hyperparameters=config.hyperparameters,
+            num_nodes=layout.nodes,
+            node_index=layout.node_index,
+            instance_type=config.instance_type,
+            command=config.command,
+            num_cpus=environment.cpus(),
+            num_gpus=self._gpus,
+            network_interface=environment.interface_of(address) or "eth0",
+            master_addr=layout.master_addr,
+            master_port=layout.master_port,
+            ml=str(place.ml),
+        )
+        for folder in contract_folders(facts):
+            with contextlib.suppress(OSError):  # a volume of the user's may be read-only
+                Path(folder).mkdir(parents=True, exist_ok=True)
+        for path, data in contract_files(facts).items():
+            Path(path).write_bytes(data)
+        return {**environment.network_variables(address), **sm_environment(facts)}
+
+    def _variables(self, layout: Layout, rank: int, local: int, world: int, local_world: int) -> dict[str, str]:
+        return rank_variables(
+            rank=rank,
+            world_size=world,
+            local_rank=local,
+            local_world_size=local_world,
+            node_rank=layout.node_index,
+            master_addr=layout.master_addr,
+            master_port=layout.master_port,
+            epoch=layout.epoch,
+            generation=layout.generation,
+            job=self._config.name,
+            progress=str(self._fifo(local)),
+        )
+
+    def _fifo(self, local_rank: int) -> Path:
+        return self._place.scratch / "progress" / str(local_rank)
+
+    def _mpi_hooks(self) -> mpi.Hooks:
+        return mpi.Hooks(
+            processes=self._processes,
+            stdout=self._stdout,
+            stderr=self._stderr,
+            emit=self._emit,
+            start_rank=self._start_mpi_rank,
+            run_daemon=self._run_daemon,
+            kill_daemon=self._kill_daemon_on,
+        )
+
+    def _start_mpi_rank(self, request: mpi.Request, ended: Callable[[int], None]) -> Rank:
+        layout, node = self._layout, self._node
+        assert layout is not None
+        assert node is not None
+        procs = layout.procs_per_node
+        world = layout.nodes * procs
+        env = {
+            **torch.variables(layout),
+            **request.env,
+            **self._contract,
+            **self._variables(layout, request.rank, request.local_rank, world, procs),
+        }
+        rank = Rank(
+            node,
+            rank=request.rank,
+            local_rank=request.local_rank,
+            tag=_tag(request.rank, world),
+            argv=request.argv,
+            env=fitting(env),
+            fifo=self._fifo(request.local_rank),
+            cwd=request.cwd,
+            pass_fds=request.pass_fds,
+            affinity=request.affinity,
+            on_exit=ended,
+        )
+        self._ranks.append(rank)
+        return rank
+
+    def _run_daemon(self, index: int, daemon: str, command: str) -> asyncio.Task[int]:
+        argv = ["/bin/sh", "-c", command]
+        layout, session = self._layout, self._session
+        assert layout is not None
+        assert session is not None
+        if index != layout.node_index:
+
+            async def remote() -> int:
+                return await self._spawn_on(index, daemon, argv, {})
+
+            return asyncio.get_running_loop().create_task(remote())
+        # Where this host's name is none of the job's (nodes that are processes of one machine).
+        output = self.daemon_output
+        return self._daemons.run(daemon, argv, {**self._base, **session.variables}, output)
+
+    def _kill_daemon_on(self, index: int, daemon: str) -> None:
+        """A remote one dies by the cancelled `spawn_on`."""
+        if self._layout is not None and index == self._layout.node_index:
+            self._daemons.kill(daemon)
+
+
+def _tag(rank: int, world_size: int) -> str:
+    return f"[rank {rank}] " if world_size > 1 else ""

@@ -5,6 +5,30 @@ Supported MPIs: Open MPI 4 and 5, MPICH and Intel MPI (Hydra). Nothing here know
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from everstep.agent.events import Layout
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One rank on this node."""
+
+    rank: int
+    local_rank: int
+    world_size: int
+    local_world_size: int
+
+
+class Launcher(Protocol):
+    """A way to start ranks without a program in between."""
+
+    def placements(self, layout: Layout) -> Sequence[Placement]: ...
+
+    def variables(self, layout: Layout) -> dict[str, str]: ...
+
 
 def ranks_on_node(distribution: str, procs_per_node: int) -> int:
     """How many ranks the agent sees on each node: with `none` the command is its own launcher, once per node."""

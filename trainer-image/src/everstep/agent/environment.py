@@ -1,0 +1,100 @@
+"""What a rank inherits: the container's environment without the agent's own, and with what an unknown user lacks."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import os
+import pwd
+import socket
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+from .contract import AGENT_VARIABLES
+
+_SIOCGIFADDR = 0x8915
+
+
+def base_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
+    """For every process that the agent starts. What somebody set is kept, unless it cannot work."""
+    env = {name: value for name, value in environ.items() if name not in AGENT_VARIABLES}
+    env.update(_home(env, scratch))
+    # A rank that is killed loses what its buffers hold: the very lines that say why.
+    env.setdefault("PYTHONUNBUFFERED", "1")
+    return env
+
+
+def _home(env: Mapping[str, str], scratch: Path) -> dict[str, str]:
+    """A restricted pod runs as a number that /etc/passwd may not know: `getpass.getuser()` then raises (torch.compile
+    calls it), and a HOME of `/` breaks every cache."""
+    changes: dict[str, str] = {}
+    try:
+        entry: pwd.struct_passwd | None = pwd.getpwuid(os.getuid())
+    except KeyError:
+        entry = None
+    name = entry.pw_name if entry is not None else "everstep"
+    for variable in ("USER", "LOGNAME"):
+        if not env.get(variable):
+            changes[variable] = name
+    home = env.get("HOME") or (entry.pw_dir if entry is not None else "")
+    if not _writable(home):
+        home = _folder(scratch / "home")
+    if home != env.get("HOME"):
+        changes["HOME"] = home
+    # The first of Python's tempfile candidates that is set; /tmp is what programs use that never heard of TMPDIR.
+    tmpdir = env.get("TMPDIR", "/tmp")  # noqa: S108 - what an unset TMPDIR means
+    if not _writable(tmpdir):
+        changes["TMPDIR"] = _folder(scratch / "tmp")
+    if (entry is None or "TMPDIR" in changes) and "TORCHINDUCTOR_CACHE_DIR" not in env:
+        changes["TORCHINDUCTOR_CACHE_DIR"] = _folder(scratch / "inductor")
+    return changes
+
+
+def _writable(folder: str) -> bool:
+    return bool(folder) and Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
+
+
+def _folder(path: Path) -> str:
+    path.mkdir(parents=True, exist_ok=True)
+    return str(path)
+
+
+def cpus(root: Path = Path("/")) -> int:
+    """CPUs this container may use: its affinity, bounded by its cgroup's quota."""
+    allowed = len(os.sched_getaffinity(0))
+    cgroup = root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        quota, period = (cgroup / "cpu.max").read_text().split()[:2]
+        return max(1, min(allowed, -(-int(quota) // int(period))))
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((cgroup / "cpu/cpu.cfs_quota_us").read_text())
+        if limit > 0:
+            return max(1, min(allowed, -(-limit // int((cgroup / "cpu/cpu.cfs_period_us").read_text()))))
+    return allowed
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the network interface that has this IPv4 address (127.0.0.0/8: the loopback)."""
+    try:
+        if ipaddress.ip_address(address).is_loopback:
+            return "lo"
+    except ValueError:
+        return None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # no IPv4 address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == address:
+                    return name
+    return None
+
+
+def network_variables(address: str) -> dict[str, str]:
+    """Gloo and NCCL look up the host's name and skip the loopback: right in a pod, wrong where all nodes are one
+    machine."""
+    with contextlib.suppress(ValueError):
+        if ipaddress.ip_address(address).is_loopback:
+            return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    return {}

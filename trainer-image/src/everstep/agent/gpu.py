@@ -1,0 +1,92 @@
+"""The node's GPUs through NVML, always in a child that can be killed: a call into a sick driver may never return."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .processes import Processes
+
+TIMEOUT = 10.0  # seconds; the first call of a driver without persistence mode loads firmware
+
+# Runs in the image's own Python with its own packages (the agent's interpreter has none: -I -S).
+_QUERY = """
+import json, sys
+try:
+    import pynvml as n
+except ImportError:
+    sys.exit(3)
+n.nvmlInit()
+def ask(call, *args):
+    try:
+        return call(*args)
+    except n.NVMLError:
+        return None
+devices = []
+for i in range(n.nvmlDeviceGetCount()):
+    h = n.nvmlDeviceGetHandleByIndex(i)
+    text = lambda v: v.decode() if isinstance(v, bytes) else v
+    memory = ask(n.nvmlDeviceGetMemoryInfo, h)
+    remapped = ask(n.nvmlDeviceGetRemappedRows, h)
+    devices.append({
+        "index": i, "uuid": text(n.nvmlDeviceGetUUID(h)), "name": text(n.nvmlDeviceGetName(h)),
+        "memory_used": memory.used if memory else 0, "memory_total": memory.total if memory else 0,
+        "ecc_errors": ask(n.nvmlDeviceGetTotalEccErrors, h, 1, 0) or 0,
+        "remap_failed": bool(remapped and remapped[3]),
+        "pids": [p.pid for p in (ask(n.nvmlDeviceGetComputeRunningProcesses, h) or [])],
+    })
+print(json.dumps(devices))
+"""
+
+
+@dataclass(frozen=True)
+class Device:
+    index: int
+    uuid: str
+    name: str
+    memory_used: int  # bytes
+    memory_total: int
+    ecc_errors: int  # uncorrected, since the driver was loaded
+    remap_failed: bool  # no spare memory rows left: the device must be replaced
+    pids: tuple[int, ...]  # as this PID namespace sees them; processes of other containers are not shown
+
+    @property
+    def healthy(self) -> bool:
+        return self.ecc_errors == 0 and not self.remap_failed
+
+
+def count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+    """How many GPUs this container has been given, without asking the driver."""
+    visible = environ.get("NVIDIA_VISIBLE_DEVICES", "")
+    if visible in ("none", "void"):
+        return 0
+    if visible not in ("", "all"):
+        return len([name for name in visible.split(",") if name])
+    # Unset or `all`: an image may say so by itself, on any node. The device files tell what is really there.
+    try:
+        return sum(1 for node in (root / "dev").iterdir() if re.fullmatch(r"nvidia\d+", node.name))
+    except OSError:
+        return 0
+
+
+async def devices(processes: Processes, env: Mapping[str, str], python: str = "") -> list[Device] | None:
+    """Every GPU and its health; None when it cannot be told: no nvidia-ml-py in the image, no driver, or no answer."""
+    try:
+        answer = await processes.run([python or sys.executable, "-c", _QUERY], env, timeout=TIMEOUT)
+    except OSError:
+        return None
+    if answer is None or answer[0] != 0:
+        return None
+    try:
+        return [Device(**{**found, "pids": tuple(found["pids"])}) for found in json.loads(answer[1])]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
+async def device_processes(processes: Processes, env: Mapping[str, str]) -> list[int]:
+    """PIDs that hold a context on any GPU of this container."""
+    return sorted({pid for device in await devices(processes, env) or [] for pid in device.pids})

@@ -1,0 +1,138 @@
+"""Which MPI the image has, and what its launcher must be told (pure functions but for the question itself)."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+SUPPORTED = "Open MPI 4 or 5, MPICH or Intel MPI"
+
+
+class UnsupportedMpi(RuntimeError):
+    """The message says what the image has and what it needs."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """One start of an MPI launcher."""
+
+    mpirun: str
+    nodes: int
+    procs_per_node: int
+    hosts: Sequence[str]  # IP addresses by node index
+    interface: str | None
+    rsh: str  # path of the program to call in the place of rsh
+    rank_command: Sequence[str]
+    options: Sequence[str]  # the user's, after ours, so that they win
+
+    @property
+    def names(self) -> list[str]:
+        """The shim knows nodes by these names alone, so nobody needs to resolve them. A pod's own host name is among
+        them: there the launcher forks instead of calling the shim."""
+        return [f"algo-{i + 1}" for i in range(self.nodes)]
+
+    @property
+    def ranks(self) -> int:
+        return self.nodes * self.procs_per_node
+
+
+def flavor(version_output: str) -> str:
+    """`openmpi4`, `openmpi5` or `hydra`, from what `mpirun --version` prints."""
+    found = re.search(r"\(Open MPI\) (\d+)\.", version_output)
+    if found:
+        major = int(found.group(1))
+        if major == 4:
+            return "openmpi4"
+        if major >= 5:
+            return "openmpi5"
+    elif "HYDRA" in version_output or "Intel(R) MPI" in version_output:
+        return "hydra"
+    said = version_output.strip().splitlines()
+    raise UnsupportedMpi(f"the image's mpirun is not supported: {said[0] if said else 'no answer'}; use {SUPPORTED}")
+
+
+def command(kind: str, run: Run) -> tuple[list[str], dict[str, str]]:
+    """(argv, variables that are set unless the image or the user did)."""
+    return _hydra(run) if kind == "hydra" else _open_mpi(kind, run)
+
+
+def _open_mpi(kind: str, run: Run) -> tuple[list[str], dict[str, str]]:
+    hosts = ",".join(f"{name}:{run.procs_per_node}" for name in run.names)
+    argv = [run.mpirun, "-np", str(run.ranks), "--host", hosts, *run.options, *run.rank_command]
+    network = common_network(run.hosts)
+    mpi = {
+        # In a container, one rank may not read another's memory (process_vm_readv needs a capability).
+        "btl_vader_single_copy_mechanism": "none",
+        "btl_sm_single_copy_mechanism": "none",  # its name since version 5
+        **({"btl_tcp_if_include": network} if network else {}),
+    }
+    if kind == "openmpi4":
+        mpi.update(
+            {
+                "plm": "rsh",
+                "plm_rsh_agent": run.rsh,
+                # Otherwise daemons start daemons, through agents that have no link to each other.
+                "plm_rsh_no_tree_spawn": "1",
+                "plm_rsh_num_concurrent": "4096",
+                "orte_leave_session_attached": "1",  # else a daemon leaves its session, and the shim sees a success
+                "orte_abort_on_non_zero_status": "1",
+                # rank = node * procs + local, as everywhere else here
+                "rmaps_base_mapping_policy": "slot",
+                "hwloc_base_binding_policy": "none",
+                **({"oob_tcp_if_include": network} if network else {}),
+            }
+        )
+        prte: dict[str, str] = {}
+    else:
+        prte = {
+            "plm": "ssh",
+            "plm_ssh_agent": run.rsh,
+            "plm_ssh_no_tree_spawn": "1",
+            "plm_ssh_num_concurrent": "4096",
+            "prte_leave_session_attached": "1",
+            "rmaps_default_mapping_policy": "slot",
+            "hwloc_default_binding_policy": "none",
+            **({"prte_if_include": network} if network else {}),
+        }
+    env = {f"OMPI_MCA_{name}": value for name, value in mpi.items()}
+    env.update({f"PRTE_MCA_{name}": value for name, value in prte.items()})
+    for prefix in ("OMPI", "PRTE"):  # a container's root is not the machine's
+        env[f"{prefix}_ALLOW_RUN_AS_ROOT"] = env[f"{prefix}_ALLOW_RUN_AS_ROOT_CONFIRM"] = "1"
+    return argv, env
+
+
+def _hydra(run: Run) -> tuple[list[str], dict[str, str]]:
+    hosts = ",".join(f"{name}:{run.procs_per_node}" for name in run.names)
+    interface = ["-iface", run.interface] if run.interface else []
+    argv = [run.mpirun, "-launcher", "rsh", "-launcher-exec", run.rsh, *interface, "-hosts", hosts]
+    # Each node's own environment, not the first one's: paths may differ, and its socket does outside of pods.
+    argv += ["-genvnone", "-np", str(run.ranks), "-ppn", str(run.procs_per_node), *run.options, *run.rank_command]
+    return argv, {}
+
+
+def common_network(addresses: Sequence[str]) -> str | None:
+    """The smallest IPv4 network that holds all addresses. MPI hands one list of networks to all nodes, and their
+    interfaces may have different names; the network keeps it off every bridge that a node has besides."""
+    try:
+        numbers = [int(ipaddress.IPv4Address(address)) for address in addresses]
+    except ValueError:
+        return None
+    length = 32 - (min(numbers) ^ max(numbers)).bit_length()
+    return str(ipaddress.ip_network((min(numbers), length), strict=False))
+
+
+def rank_of(env: Mapping[str, str]) -> tuple[int | None, int | None]:
+    """(rank, local rank) as MPI's daemon told them to its child."""
+    return (
+        _first(env, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
+        _first(env, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+    )
+
+
+def _first(env: Mapping[str, str], *names: str) -> int | None:
+    for name in names:
+        if env.get(name, "").isdecimal():
+            return int(env[name])
+    return None

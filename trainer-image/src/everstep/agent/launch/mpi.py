@@ -1,0 +1,233 @@
+"""MPI (and Horovod, which is a library over it): mpirun beside the leader, its daemons and ranks through the agents.
+
+mpirun calls our `rsh` for each node; the agent there starts the daemon; the daemon starts `rank` for each of its ranks;
+the agent there starts the real rank. Every process is so the child of its node's agent, or of a daemon that is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable, Protocol
+
+from everstep.agent import logs
+from everstep.agent.environment import interface_of
+from everstep.agent.events import Event, LauncherExited, Layout
+from everstep.agent.processes import Process, Processes
+
+from . import flavors
+from .local import LocalServer, Peer
+from .rank import PASSED_DESCRIPTOR, SOCKET
+
+VERSION_TIMEOUT = 30.0  # seconds; a cold image on a network disk
+ABANDONED = 5.0  # seconds that a rank may outlive the MPI daemon's child: the leader's own stop comes first
+
+
+class Started(Protocol):
+    """A rank, as far as MPI needs to know it."""
+
+    def kill(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Request:
+    """What MPI wants to run as one rank."""
+
+    rank: int
+    local_rank: int
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str | None
+    pass_fds: tuple[int, ...]
+    affinity: set[int] | None
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What MPI needs of its node's agent."""
+
+    processes: Processes
+    stdout: logs.Sink
+    stderr: logs.Sink
+    emit: Callable[[Event], None]
+    start_rank: Callable[[Request, Callable[[int], None]], Started]
+    run_daemon: Callable[[int, str, str], asyncio.Task[int]]  # node index, id, shell command
+    kill_daemon: Callable[[int, str], None]
+
+
+class Session:
+    """One generation of an MPI job on one node."""
+
+    def __init__(self, layout: Layout, scratch: Path, hooks: Hooks) -> None:
+        self._layout = layout
+        self._scratch = scratch
+        self._hooks = hooks
+        self._server = LocalServer(scratch, self._requested)
+        self._peers: dict[str, Peer] = {}  # by daemon id
+        self._count = 0
+        self._ended = False
+        self._output: logs.Output | None = None
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """For every daemon and launcher of this node, and so for `rank` and `rsh` below them."""
+        return {SOCKET: str(self._server.path)}
+
+    async def launch(
+        self, agent: Path, command: tuple[str, ...], options: tuple[str, ...], env: Mapping[str, str]
+    ) -> None:
+        """Starts mpirun; only on the node of the leader."""
+        this = [sys.executable, "-I", "-S", "-B", str(agent)]
+        try:
+            mpirun = shutil.which("mpirun", path=env.get("PATH"))
+            if mpirun is None:
+                raise flavors.UnsupportedMpi(
+                    f"no mpirun in the image (PATH={env.get('PATH')}): distribution needs {flavors.SUPPORTED}"
+                )
+            answer = await self._hooks.processes.run([mpirun, "--version"], env, timeout=VERSION_TIMEOUT)
+            kind = flavors.flavor(answer[1] if answer is not None else "")
+            run = flavors.Run(
+                mpirun=mpirun,
+                nodes=self._layout.nodes,
+                procs_per_node=self._layout.procs_per_node,
+                hosts=self._layout.hosts,
+                interface=interface_of(self._layout.hosts[self._layout.node_index]),
+                rsh=str(self._shim(this)),
+                rank_command=[*this, "rank", "--", *command],
+                options=options,
+            )
+            argv, defaults = flavors.command(kind, run)
+            self._output = output = logs.Output(self._hooks.stdout, self._hooks.stderr, "[mpirun] ")
+            try:
+                self._hooks.processes.start(
+                    argv,
+                    {**defaults, **env, **self.variables},
+                    stdout=output.stdout.inner,
+                    stderr=output.stderr.inner,
+                    on_exit=self._launcher_exited,
+                )
+            finally:
+                output.opened()
+        except (OSError, flavors.UnsupportedMpi) as error:
+            self._hooks.stderr.write(f"[mpirun] everstep: {error}\n".encode())
+            self._hooks.emit(LauncherExited(self._layout.generation, 127, str(error), ()))
+
+    def quiet(self) -> None:
+        """The generation is being stopped: whatever ends from now on is no cause of anything."""
+        self._ended = True
+
+    def close(self) -> None:
+        self._ended = True
+        self._server.close()
+        if self._output is not None:
+            self._output.close()
+
+    def daemon_output(self, daemon: str, stream: str, data: bytes) -> None:
+        peer = self._peers.get(daemon)
+        if peer is not None:
+            peer.send({"stream": stream, "data": base64.b64encode(data).decode()})
+
+    def _shim(self, this: list[str]) -> Path:
+        """A file, since Hydra takes a path without arguments, and Open MPI splits at blanks and colons."""
+        path = self._scratch / "rsh"
+        path.write_text(f'#!/bin/sh\nexec {shlex.join([*this, "rsh"])} "$@"\n')
+        path.chmod(0o700)
+        return path
+
+    def _launcher_exited(self, process: Process) -> None:
+        assert self._output is not None
+        tail = self._output.tail()
+        if not self._ended:
+            code = process.exit_code
+            message = "" if code == 0 else _explained(tail, f"mpirun exited with code {code}")
+            self._hooks.emit(LauncherExited(self._layout.generation, code, message, tail))
+
+    def _requested(self, peer: Peer, request: dict[str, Any]) -> None:
+        if self._ended:
+            peer.close()
+        elif request["op"] == "rank":
+            self._rank(peer, request)
+        elif request["op"] == "rsh":
+            self._rsh(peer, str(request["host"]), str(request["command"]))
+        else:
+            peer.close()
+
+    def _rank(self, peer: Peer, request: dict[str, Any]) -> None:
+        env = dict(request["env"])
+        rank, local_rank = flavors.rank_of(env)
+        procs = self._layout.procs_per_node
+        if rank is None:
+            raise ValueError("MPI's daemon did not say which rank this is")
+        env.pop(SOCKET, None)
+        if peer.fds:
+            env[PASSED_DESCRIPTOR] = str(peer.fds[0])
+
+        def ended(code: int) -> None:
+            if code == 0:
+                peer.send({"exit": 0})  # else: see launch/rank.py
+
+        started = self._hooks.start_rank(
+            Request(
+                rank=rank,
+                local_rank=rank % procs if local_rank is None else local_rank,
+                argv=list(request["argv"]),
+                env=env,
+                cwd=request.get("cwd"),
+                pass_fds=tuple(peer.fds),
+                affinity=set(request["affinity"]),
+            ),
+            ended,
+        )
+        peer.close_fds()
+
+        def abandoned() -> None:
+            # Not at once: mpirun ends all ranks when one fails elsewhere, and that one's own report may still be on
+            # its way to the leader. Its stop arrives first, with the grace that a checkpoint needs.
+            if not self._ended:
+                asyncio.get_running_loop().call_later(ABANDONED, lambda: None if self._ended else started.kill())
+
+        peer.closed = abandoned
+
+    def _rsh(self, peer: Peer, host: str, command: str) -> None:
+        name, _, number = host.partition("-")
+        index = int(number) - 1 if name == "algo" and number.isdecimal() else -1
+        if not 0 <= index < self._layout.nodes:
+            peer.send({"stream": "stderr", "data": base64.b64encode(f"{host}: not in this job\n".encode()).decode()})
+            peer.send({"exit": 255})
+            return
+        self._count += 1
+        daemon = f"{self._layout.generation}-{self._count}-{host}"
+        self._peers[daemon] = peer
+        task = self._hooks.run_daemon(index, daemon, command)
+
+        def done(_: asyncio.Task[int]) -> None:
+            code = 255
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                code = task.result()
+            peer.send({"exit": code})
+            self._peers.pop(daemon, None)
+
+        def closed() -> None:  # mpirun killed the shim: it wants the daemon gone
+            self._hooks.kill_daemon(index, daemon)
+            task.cancel()
+
+        task.add_done_callback(done)
+        peer.closed = closed
+
+
+def _explained(tail: tuple[str, ...], ending: str) -> str:
+    """Open MPI explains itself in boxes of dashes: the first paragraph of the last box."""
+    rulers = [i for i, line in enumerate(tail) if line.startswith("-----")]
+    if rulers:
+        start = rulers[-2] if len(rulers) > 1 else rulers[0]
+        words = " ".join(line.strip() for line in tail[start + 1 :] if not line.startswith("-----"))
+        return f"{ending}: {words}"[: logs.TAIL_COLUMNS]
+    last = [line for line in tail if line.strip()]
+    return f"{ending}: {last[-1]}" if last else ending

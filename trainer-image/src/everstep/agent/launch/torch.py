@@ -1,0 +1,17 @@
+"""torch.distributed: the agent starts every rank itself; `init_process_group()` reads the variables."""
+
+from __future__ import annotations
+
+from everstep.agent.events import Layout
+
+from . import Placement
+
+
+def placements(layout: Layout) -> list[Placement]:
+    procs = layout.procs_per_node
+    return [Placement(layout.node_index * procs + local, local, layout.nodes * procs, procs) for local in range(procs)]
+
+
+def variables(layout: Layout) -> dict[str, str]:
+    # Several ranks that each start a thread per CPU are slower than one: torchrun's own default.
+    return {"OMP_NUM_THREADS": "1"} if layout.procs_per_node > 1 else {}

@@ -1,0 +1,252 @@
+"""The ranks' output, tagged line by line on the agent's own stdout and stderr.
+
+`[rank 3] epoch 1` for jobs of several ranks; a job of one rank writes through untagged, so that `kubectl logs` shows
+exactly what the script printed. A rank never waits for whoever reads the log: what does not fit is dropped and counted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import re
+import threading
+from collections import deque
+
+MAX_LINE = 64 * 1024
+TAIL_LINES = 20
+TAIL_COLUMNS = 300
+_CHUNK = MAX_LINE  # at most one read beyond a partial line: only the first line of a chunk can be too long
+_READS_PER_WAKE = 8  # then the loop's other work (heartbeats) has its turn
+_BUFFER = 8 * 1024 * 1024
+_PIPE = 1024 * 1024
+_TAIL_BYTES = 32 * 1024
+_QUIET = 2.0  # seconds after which an unfinished line (a progress bar) is shown as it stands
+_F_SETPIPE_SZ = 1031  # fcntl.F_SETPIPE_SZ exists since Python 3.10 only
+
+# `ValueError: boom`, `torch.cuda.OutOfMemoryError: …`, `KeyboardInterrupt`
+_EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|[A-Z]\w*)(?:: .*)?$")
+
+
+class Sink:
+    """One output descriptor of the agent. A thread does the blocking writes: setting O_NONBLOCK instead would change
+    the open file for every other process that shares it (a terminal, in laptop mode)."""
+
+    def __init__(self, fd: int, capacity: int = _BUFFER) -> None:
+        self._fd = fd
+        self._capacity = capacity
+        self._pieces: deque[bytes] = deque()
+        self._size = 0
+        self._closed = False
+        self._ready = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name=f"log-{fd}", daemon=True)
+        self._thread.start()
+
+    def write(self, data: bytes) -> bool:
+        """Never blocks. False when the buffer is full and the data was not taken."""
+        with self._ready:
+            if self._size + len(data) > self._capacity:
+                return False
+            self._pieces.append(data)
+            self._size += len(data)
+            if len(self._pieces) == 1:
+                self._ready.notify()
+            return True
+
+    def close(self, timeout: float) -> None:
+        """Waits for what is buffered, but not for ever: nobody may be reading."""
+        with self._ready:
+            self._closed = True
+            self._ready.notify()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._ready:
+                while not self._pieces:
+                    if self._closed:
+                        return
+                    self._ready.wait()
+                batch = b"".join(self._pieces)
+                self._pieces.clear()
+            # Its size stays counted until written, else a blocked reader would cost two buffers.
+            self._write(batch)
+            with self._ready:
+                self._size -= len(batch)
+
+    def _write(self, data: bytes) -> None:
+        view = memoryview(data)
+        while view:
+            try:
+                view = view[os.write(self._fd, view) :]
+            except BlockingIOError:  # somebody made our stdout non-blocking
+                with contextlib.suppress(OSError):
+                    _wait_writable(self._fd)
+            except OSError:  # nobody will ever read this
+                return
+
+
+class Stream:
+    """Reads one pipe of one process: tags, forwards, and keeps the last lines."""
+
+    def __init__(self, sink: Sink, tag: str) -> None:
+        self._sink = sink
+        self._tag = tag.encode()
+        self._loop = asyncio.get_running_loop()
+        self._partial = b""
+        self._tail = b""
+        self._dropped = 0
+        self._flush_timer: asyncio.TimerHandle | None = None
+        self._fd, self.inner = os.pipe()  # `inner` is for the child; call `opened` once it has it
+        with contextlib.suppress(OSError):  # more than a user's share of pipe memory: the default will do
+            fcntl.fcntl(self._fd, _F_SETPIPE_SZ, _PIPE)
+        os.set_blocking(self._fd, False)
+        self._loop.add_reader(self._fd, self._wake)
+
+    def opened(self) -> None:
+        """The child has its end: ours must go, or end-of-file would never come."""
+        if self.inner >= 0:
+            os.close(self.inner)
+            self.inner = -1
+
+    def drain(self) -> None:
+        """Takes what a process that just ended left in the pipe. Descendants may keep it open: no wait for the end."""
+        for _ in range(4 * _PIPE // _CHUNK):
+            if not self._read():
+                break
+        self._flush_partial()
+
+    def tail(self) -> list[str]:
+        lines = (self._tail + self._partial).decode(errors="replace").splitlines()
+        return [line[:TAIL_COLUMNS] for line in lines if line.strip()][-TAIL_LINES:]
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            self.drain()
+            self._notice()
+            self._close()
+
+    def _close(self) -> None:
+        self.opened()
+        if self._fd >= 0:
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _wake(self) -> None:
+        for _ in range(_READS_PER_WAKE):
+            if not self._read():
+                break
+        if self._partial and self._flush_timer is None:
+            self._flush_timer = self._loop.call_later(_QUIET, self._flush_partial)
+
+    def _read(self) -> bool:
+        """Whether there may be more at once."""
+        if self._fd < 0:
+            return False
+        try:
+            data = os.read(self._fd, _CHUNK)
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EINTR):
+                self._end()
+            return False
+        if not data:
+            self._end()
+            return False
+        self._feed(data)
+        return len(data) == _CHUNK
+
+    def _end(self) -> None:
+        self._flush_partial()
+        self._notice()
+        self._close()
+
+    def _feed(self, data: bytes) -> None:
+        data = self._partial + data
+        first = data.find(b"\n")
+        if first > MAX_LINE or (first < 0 and len(data) > MAX_LINE):
+            data = data[:MAX_LINE] + b"\n" + data[MAX_LINE:]
+        end = data.rfind(b"\n") + 1
+        self._partial = data[end:]
+        if end:
+            self._forward(data[:end])
+
+    def _flush_partial(self) -> None:
+        if self._flush_timer is not None:
+            self._flush_timer.cancel()
+            self._flush_timer = None
+        if self._partial:
+            partial, self._partial = self._partial, b""
+            # Of a progress bar that rewrites its line, only the last state.
+            self._forward(partial.rstrip(b"\r").rpartition(b"\r")[2] + b"\n")
+
+    def _forward(self, lines: bytes) -> None:
+        """`lines` ends with a newline."""
+        self._tail = (self._tail + lines)[-_TAIL_BYTES:] if len(lines) < _TAIL_BYTES else lines[-_TAIL_BYTES:]
+        if self._dropped and not self._notice():
+            self._dropped += lines.count(b"\n")
+            return
+        tagged = lines
+        if self._tag:
+            tagged = self._tag + lines[:-1].replace(b"\n", b"\n" + self._tag) + b"\n"
+        if not self._sink.write(tagged):
+            self._dropped += lines.count(b"\n")
+
+    def _notice(self) -> bool:
+        """Says how much is missing, where it is missing. False while there is no room even for that."""
+        if self._dropped:
+            text = f"… dropped {self._dropped} lines\n".encode()
+            if not self._sink.write(self._tag + text):
+                return False
+            self._dropped = 0
+        return True
+
+
+class Output:
+    """stdout and stderr of one process."""
+
+    def __init__(self, stdout: Sink, stderr: Sink, tag: str) -> None:
+        self.stdout = Stream(stdout, tag)
+        self.stderr = Stream(stderr, tag)
+
+    def opened(self) -> None:
+        self.stdout.opened()
+        self.stderr.opened()
+
+    def tail(self) -> tuple[str, ...]:
+        """The last lines of stderr; of stdout, when the process wrote no errors."""
+        self.stdout.drain()
+        self.stderr.drain()
+        return tuple(self.stderr.tail() or self.stdout.tail())
+
+    def close(self) -> None:
+        self.stdout.close()
+        self.stderr.close()
+
+
+def cause(tail: tuple[str, ...], ending: str) -> str:
+    """The best single line about why a process ended: the exception of its last traceback, else `ending`."""
+    for index in range(len(tail) - 1, -1, -1):
+        if tail[index].startswith("Traceback (most recent call last)"):
+            for line in tail[index + 1 :]:
+                if not line.startswith((" ", "\t")):
+                    return line.strip()
+            break
+    else:
+        # The traceback's head may have scrolled out: its frames and the line after them have not.
+        for index in range(len(tail) - 1, 0, -1):
+            if tail[index - 1].startswith("    ") and _EXCEPTION.match(tail[index]) and _has_frame(tail[:index]):
+                return tail[index].strip()
+    return ending
+
+
+def _has_frame(lines: tuple[str, ...]) -> bool:
+    return any(line.startswith('  File "') for line in lines)
+
+
+def _wait_writable(fd: int) -> None:
+    import select  # only here: this hardly ever happens
+
+    select.select([], [fd], [], 1.0)

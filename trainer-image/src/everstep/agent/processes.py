@@ -1,0 +1,255 @@
+"""Starting, reaping and ending processes: all of them, also those that nobody here started."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Callable
+
+_SHELLS = frozenset(("sh", "bash", "dash", "ash", "busybox", "zsh", "ksh"))
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+class Process:
+    """One child. `status` is what waitpid said, None while it runs."""
+
+    def __init__(self, pid: int, on_exit: Callable[[Process], None] | None) -> None:
+        self.pid = pid
+        self.status: int | None = None
+        self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._on_exit = on_exit
+
+    @property
+    def signal(self) -> int | None:
+        return os.WTERMSIG(self.status) if self.status is not None and os.WIFSIGNALED(self.status) else None
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell would say it; only after the exit."""
+        assert self.status is not None
+        return 128 + os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else os.WEXITSTATUS(self.status)
+
+    def _ended(self, status: int) -> None:
+        self.status = status
+        if not self.exited.done():
+            self.exited.set_result(status)
+        if self._on_exit is not None:
+            self._on_exit(self)
+
+
+class Processes:
+    """The children of this process. It reaps *every* child, so nothing else here may wait for one
+    (asyncio's subprocesses would lose their exits)."""
+
+    def __init__(self, owns_pod: bool) -> None:
+        self._owns_pod = owns_pod and os.getpid() == 1  # kill(-1) from any other PID would end the machine's session
+        self._children: dict[int, Process] = {}
+        self._prctl = None if self._owns_pod else _prctl()
+        if self._prctl is not None:
+            # Orphans of the ranks become ours instead of init's, else a daemonised one could never be found again.
+            self._prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        asyncio.get_running_loop().add_signal_handler(signal.SIGCHLD, self.reap)
+
+    def close(self) -> None:
+        asyncio.get_running_loop().remove_signal_handler(signal.SIGCHLD)
+
+    def start(
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        stdout: int = subprocess.DEVNULL,
+        stderr: int = subprocess.DEVNULL,
+        cwd: str | None = None,
+        pass_fds: Sequence[int] = (),
+        affinity: set[int] | None = None,
+        on_exit: Callable[[Process], None] | None = None,
+    ) -> Process:
+        """A child in a session of its own (no terminal, its process group can be signalled as one).
+        Raises OSError when it cannot be executed.
+
+        An exit cannot be lost: children are reaped by a callback of the loop, which cannot run before this returns.
+        """
+        popen = subprocess.Popen(
+            list(argv),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            cwd=cwd,
+            pass_fds=pass_fds,
+            start_new_session=True,
+            preexec_fn=self._die_with_parent(),
+        )
+        popen.returncode = 0  # Popen must neither wait for it nor warn: the reaper does
+        if affinity:
+            with contextlib.suppress(OSError):
+                os.sched_setaffinity(popen.pid, affinity)
+        child = self._children[popen.pid] = Process(popen.pid, on_exit)
+        return child
+
+    async def run(
+        self, argv: Sequence[str], env: Mapping[str, str], *, timeout: float, limit: int = 65536
+    ) -> tuple[int, str] | None:
+        """(exit code, output) of a short helper, or None when it took longer than `timeout` and was killed."""
+        out, inner = os.pipe()
+        try:
+            process = self.start(argv, env, stdout=inner, stderr=inner)
+        except BaseException:
+            os.close(out)
+            raise
+        finally:
+            os.close(inner)
+        try:
+            await asyncio.wait_for(asyncio.shield(process.exited), timeout)
+            os.set_blocking(out, False)
+            try:
+                return process.exit_code, os.read(out, limit).decode(errors="replace")
+            except BlockingIOError:
+                return process.exit_code, ""
+        except asyncio.TimeoutError:
+            return None
+        finally:
+            os.close(out)
+            self.kill_group(process)
+
+    def reap(self) -> None:
+        """One SIGCHLD may stand for many exits, and many of our zombies were never our children: take all there are."""
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            child = self._children.pop(pid, None)
+            if child is not None:
+                child._ended(status)
+
+    def forward(self, process: Process, signum: int) -> list[int]:
+        """Sends a signal to a process and, where that is a shell, to what the shell runs: shells pass no signals on, and
+        `bash -c "setup && python train.py"` must hear of a stop too. Not the whole group: data loader workers that
+        die of a TERM would fail the checkpoint that their parent writes because of it. Returns who heard it: a shell
+        dies of it at once, and what it ran goes on."""
+        if process.status is not None:
+            return []
+        heard = _behind_shells(process.pid)
+        for pid in heard:
+            _kill(pid, signum)
+        return heard
+
+    def living(self, pids: Iterable[int]) -> set[int]:
+        """Those of `pids` that have not ended. Orphans are ours to reap, so what is left as a zombie is not ours."""
+        return {pid for pid in pids if (_stat(pid) or ("", "Z", 0))[1] not in ("Z", "X")}
+
+    def kill_group(self, process: Process) -> None:
+        """KILL, at once, to the process and those of its group."""
+        if process.status is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+    async def kill_all(self, deadline: float) -> str | None:
+        """KILL to every process of the pod but this one (outside of a pod: to all descendants), again and again until
+        none is left, since a process may fork while the list is being read. What is left at `deadline` (monotonic)."""
+        pause = 0.001
+        while True:
+            left = self._others()
+            if not left:
+                return None
+            if time.monotonic() > deadline:
+                return "still alive after SIGKILL: " + ", ".join(_describe(pid) for pid in left[:8])
+            if self._owns_pod:
+                _kill(-1, signal.SIGKILL)
+            else:
+                for pid in left:
+                    _kill(pid, signal.SIGKILL)
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, 0.1)
+            self.reap()
+
+    def _others(self) -> list[int]:
+        """Living processes that must go. Zombies of other parents count too: they hold GPU and memory contexts until
+        their last thread is gone, and vanish with their parents."""
+        parents = _parents()
+        me = os.getpid()
+        if self._owns_pod:
+            return [pid for pid in parents if pid != me]
+        children: dict[int, list[int]] = {}
+        for pid, parent in parents.items():
+            children.setdefault(parent, []).append(pid)
+        found, queue = [], [me]
+        while queue:
+            below = children.get(queue.pop(), [])
+            found += below
+            queue += below
+        return found
+
+    def _die_with_parent(self) -> Callable[[], object] | None:
+        """In a pod the kernel ends everybody with PID 1. Elsewhere a killed agent must not leave ranks behind."""
+        prctl = self._prctl
+        if prctl is None:
+            return None
+        return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def _prctl() -> Callable[..., int] | None:
+    try:
+        function = ctypes.CDLL(None).prctl
+    except (OSError, AttributeError):  # not Linux
+        return None
+    function.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+    return function
+
+
+def _kill(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signum)
+
+
+def _stat(pid: int) -> tuple[str, str, int] | None:
+    """(command name, state, parent) from /proc; None when it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+    except OSError:
+        return None
+    name, _, rest = text.partition("(")[2].rpartition(")")  # a name may itself hold parentheses
+    fields = rest.split()
+    return name, fields[0], int(fields[1])
+
+
+def _parents() -> dict[int, int]:
+    parents = {}
+    for entry in os.listdir("/proc"):  # noqa: PTH208 - pathlib would stat each of them
+        if entry.isdecimal():
+            stat = _stat(int(entry))
+            if stat is not None:
+                parents[int(entry)] = stat[2]
+    return parents
+
+
+def _behind_shells(pid: int) -> list[int]:
+    found, queue = [], [pid]
+    parents: dict[int, int] | None = None
+    while queue:
+        current = queue.pop()
+        stat = _stat(current)
+        if stat is None:
+            continue
+        found.append(current)
+        if stat[0] in _SHELLS:
+            parents = _parents() if parents is None else parents
+            queue += [child for child, parent in parents.items() if parent == current]
+    return found
+
+
+def _describe(pid: int) -> str:
+    stat = _stat(pid)
+    return f"{pid} (gone)" if stat is None else f"{pid} ({stat[0]}, state {stat[1]})"

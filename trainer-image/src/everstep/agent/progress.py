@@ -1,0 +1,142 @@
+"""What the ranks say about themselves: a FIFO for each, one line of `name=value` words for each update."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+from pathlib import Path
+from typing import Callable
+
+MAX_METRICS = 32
+MAX_NAME = 64
+MAX_PHASE = 32
+_CHUNK = 64 * 1024
+_MAX_LINE = 4096  # PIPE_BUF: longer writes may be torn by another writer, so nobody sends them on purpose
+_INTERVAL = 0.1  # seconds between two reads: a rank that reports ten thousand steps a second costs no more than ten
+_MAX_INTEGER = 2**53  # JSON readers keep no more
+
+
+class Update:
+    """The newest values since the last one; parsing never raises."""
+
+    def __init__(self) -> None:
+        self.step: int | None = None
+        self.total: int | None = None
+        self.phase = "train"
+        self.metrics: dict[str, float] = {}
+
+    def take(self, line: str) -> bool:
+        """False when nothing in the line could be used."""
+        used = False
+        phase = None
+        for word in line.split():
+            name, found, value = word.partition("=")
+            if not found or not name or len(name) > MAX_NAME:
+                continue
+            if name in ("step", "total"):
+                used |= self._integer(name, value)
+            elif name == "phase":
+                if value.isidentifier() and len(value) <= MAX_PHASE:
+                    phase = value
+            else:
+                used |= self._metric(name, value)
+        if phase is not None or used:
+            self.phase = phase or "train"  # a script may name only its other phases
+        return used or phase is not None
+
+    def _integer(self, name: str, value: str) -> bool:
+        # isdecimal alone would accept digits of every script, and int() has no limit on their number.
+        if not (value.isascii() and value.isdecimal() and len(value) <= 16 and int(value) <= _MAX_INTEGER):
+            return False
+        setattr(self, name, int(value))
+        return True
+
+    def _metric(self, name: str, value: str) -> bool:
+        try:
+            number = float(value)
+        except ValueError:
+            return False
+        if not math.isfinite(number):  # JSON has no word for it
+            self.metrics.pop(name, None)
+            return True
+        if name in self.metrics or len(self.metrics) < MAX_METRICS:
+            self.metrics[name] = number
+        return True
+
+
+class Intake:
+    """Reads the FIFO of one rank. `deliver` gets the newest state, at most ten times a second."""
+
+    def __init__(self, path: Path, deliver: Callable[[Update], None], complain: Callable[[str], None]) -> None:
+        self.path = path
+        self._deliver = deliver
+        self._complain: Callable[[str], None] | None = complain
+        self._update = Update()
+        self._partial = b""
+        self._paused: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            path.unlink()
+        os.mkfifo(path, 0o622)
+        path.chmod(0o622)  # whatever the umask: a rank may have dropped to another user
+        # Read-write, so that the pipe has a writer all the time and never reports its end.
+        self._fd = os.open(path, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._loop.add_reader(self._fd, self._wake)
+
+    def drain(self) -> None:
+        """The last words of a rank that ended."""
+        while self._read():
+            pass
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            if self._paused is not None:
+                self._paused.cancel()
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+
+    def _wake(self) -> None:
+        self._read()
+        self._loop.remove_reader(self._fd)
+        self._paused = self._loop.call_later(_INTERVAL, self._resume)
+
+    def _resume(self) -> None:
+        if self._fd >= 0:
+            self._loop.add_reader(self._fd, self._wake)
+
+    def _read(self) -> bool:
+        try:
+            data = os.read(self._fd, _CHUNK) if self._fd >= 0 else b""
+        except OSError:
+            return False
+        if not data:
+            return False
+        lines = (self._partial + data).split(b"\n")
+        self._partial = lines.pop()
+        if len(self._partial) > _MAX_LINE:
+            lines.append(self._partial[:_MAX_LINE])
+            self._partial = b""
+        used = False
+        for line in lines:
+            if line and not self._take(line):
+                self._garbage(line)
+            else:
+                used |= bool(line)
+        if used:
+            self._deliver(self._update)
+        return len(data) == _CHUNK
+
+    def _take(self, line: bytes) -> bool:
+        return self._update.take(line[:_MAX_LINE].decode("utf-8", "replace"))
+
+    def _garbage(self, line: bytes) -> None:
+        """Once: a rank that writes garbage writes much of it."""
+        if self._complain is not None:
+            self._complain(f"ignored {line[:80]!r} in {self.path}: not `step=12 total=100 loss=0.5 phase=train`")
+            self._complain = None

@@ -1,0 +1,145 @@
+"""One rank: its process, output, progress, and how it ended."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Callable
+
+from . import logs, oom
+from .events import Event, Progress, RankExited, RankStarted
+from .processes import Process, Processes
+from .progress import Intake, Update
+
+_KILL = 9
+
+
+@dataclass(frozen=True)
+class Node:
+    """What all ranks of a node share in one generation."""
+
+    generation: int
+    processes: Processes
+    stdout: logs.Sink
+    stderr: logs.Sink
+    emit: Callable[[Event], None]
+    memory_counter: Path | None
+    kills_before: int | None  # OOM kills when the generation began
+
+
+class Rank:
+    """Starts at once. Its exit is reported by one RankExited, also when the command cannot be executed."""
+
+    def __init__(
+        self,
+        node: Node,
+        *,
+        rank: int,
+        local_rank: int,
+        tag: str,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        fifo: Path,
+        cwd: str | None = None,
+        pass_fds: Sequence[int] = (),
+        affinity: set[int] | None = None,
+        on_exit: Callable[[int], None] | None = None,
+    ) -> None:
+        self.rank, self.local_rank = rank, local_rank
+        self.process: Process | None = None
+        self._node = node
+        self._on_exit = on_exit
+        self._tag = tag
+        self._output = logs.Output(node.stdout, node.stderr, tag)
+        self._intake = Intake(fifo, self._progress, self._say)
+        try:
+            self.process = node.processes.start(
+                argv,
+                env,
+                stdout=self._output.stdout.inner,
+                stderr=self._output.stderr.inner,
+                cwd=cwd,
+                pass_fds=pass_fds,
+                affinity=affinity,
+                on_exit=self._exited,
+            )
+        except (OSError, ValueError) as error:
+            code, message = _cannot_start(argv, error)
+            self._say(message)
+            self._end(code, None, message, ())
+        else:
+            node.emit(RankStarted(node.generation, rank, local_rank))
+        finally:
+            self._output.opened()
+
+    def forward(self, signum: int) -> list[int]:
+        return self._node.processes.forward(self.process, signum) if self.process is not None else []
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self._node.processes.kill_group(self.process)
+
+    def close(self) -> None:
+        self._intake.close()
+        self._output.close()
+
+    def _exited(self, process: Process) -> None:
+        self._intake.drain()
+        tail = self._output.tail()
+        signum, code = process.signal, process.exit_code
+        message = _ending(code, signum)
+        killed = self._out_of_memory(code, signum, tail)
+        if killed:
+            message = f"{message} (out of memory)"
+        if code != 0 and not (killed and signum == _KILL):
+            message = logs.cause(tail, message)
+            if killed and "out of memory" not in message:
+                message = f"{message} (out of memory)"
+        self._end(code, signum, message, tail, killed)
+
+    def _end(self, code: int, signum: int | None, message: str, tail: tuple[str, ...], killed: bool = False) -> None:
+        node = self._node
+        node.emit(RankExited(node.generation, self.rank, self.local_rank, code, signum, killed, message, tail))
+        if self._on_exit is not None:
+            self._on_exit(code)
+
+    def _out_of_memory(self, code: int, signum: int | None, tail: tuple[str, ...]) -> bool:
+        """The counter is the container's: a kill counts for a rank that died of KILL, or (a shell's 137, a data
+        loader's words) says that a process of its own did."""
+        now = oom.kills(self._node.memory_counter)
+        if now is None or self._node.kills_before is None or now <= self._node.kills_before:
+            return False
+        return signum == _KILL or code == 128 + _KILL or any("killed by signal: Killed" in line for line in tail)
+
+    def _progress(self, update: Update) -> None:
+        node = self._node
+        node.emit(Progress(node.generation, self.rank, update.step, update.total, update.phase, dict(update.metrics)))
+
+    def _say(self, text: str) -> None:
+        self._node.stderr.write(f"{self._tag}everstep: {text}\n".encode(errors="replace"))
+
+
+def _ending(code: int, signum: int | None) -> str:
+    if signum is None:
+        return f"exited with code {code}"
+    return f"killed by {signal_name(signum)}"
+
+
+def signal_name(signum: int) -> str:
+    import signal
+
+    with contextlib.suppress(ValueError):
+        return signal.Signals(signum).name
+    return f"signal {signum}"
+
+
+def _cannot_start(argv: Sequence[str], error: Exception) -> tuple[int, str]:
+    """What a shell would answer: 127 not found, 126 found but not executable."""
+    program = argv[0] if argv else ""
+    if isinstance(error, FileNotFoundError):
+        return 127, f"{program}: not found in the image (PATH={os.environ.get('PATH', '')})"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return 126, f"{program}: cannot be executed: {reason}"

@@ -1,0 +1,75 @@
+"""`everstep.progress(step, total=…, loss=…)`: one call feeds the job's status, its metrics and the hang detector.
+
+Outside of an everstep job it does nothing. It never blocks and never raises: a full pipe or a missing agent loses the
+update, not the step. Any program can do the same without this library:
+`echo "step=12 total=100 loss=0.5" > "$EVERSTEP_PROGRESS"`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import types
+from typing import Any
+
+PHASES = ("startup", "train", "checkpoint", "eval")
+_MAX_LINE = 4096  # PIPE_BUF: a write up to here is never torn by another process's
+
+_path: str | None = None
+_fd: int | None = None
+
+
+def progress(step: int, total: int | None = None, phase: str = "train", **metrics: float) -> None:
+    """Reports that this rank has done `step` of `total` steps.
+
+    `phase` is one of PHASES; time in any other phase than "train" is no hang. `metrics` are numbers (anything that
+    `float()` takes, so a one-element tensor too, which waits for its device); those that are none are left out.
+    """
+    try:
+        fd = _open()
+        if fd is not None:
+            os.write(fd, _line(step, total, phase, metrics))
+    except Exception:  # noqa: BLE001, S110, RUF100 - a report must never end a training run
+        pass
+
+
+def _open() -> int | None:
+    """The FIFO of this process's job, opened once and again when the variable changes (a launcher forked us)."""
+    global _path, _fd
+    path = os.environ.get("EVERSTEP_PROGRESS")
+    if path != _path or (path and _fd is None):
+        if _fd is not None:
+            os.close(_fd)
+        _path, _fd = path, None
+        if path:
+            # Without O_NONBLOCK this would wait for an agent that reads; with it, none is an error.
+            _fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    return _fd
+
+
+def _line(step: int, total: int | None, phase: str, metrics: dict[str, float]) -> bytes:
+    words = [f"step={int(step)}", f"phase={phase}"]
+    if total is not None:
+        words.insert(1, f"total={int(total)}")
+    size = sum(map(len, words)) + len(words)
+    for name, value in metrics.items():
+        try:
+            word = f"{name}={float(value):.9g}"
+        except (TypeError, ValueError):
+            continue
+        size += len(word.encode()) + 1
+        if size > _MAX_LINE:
+            break
+        words.append(word)
+    return (" ".join(words) + "\n").encode()
+
+
+class _Callable(types.ModuleType):
+    """`everstep.progress` is this module as well as the function: importing a submodule binds its name in the package,
+    whatever the package had under that name. So the module itself can be called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        progress(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable
