@@ -1,0 +1,34 @@
+"""How long from `apply` until all ranks have met."""
+
+from __future__ import annotations
+
+import itertools
+import time
+
+from benchmarks.arms import Arm, Bare, Everstep, Indexed, Site
+from benchmarks.measure import Row, alternate
+
+_numbers = itertools.count()
+WORLD = 4
+
+
+def start(site: Site, arm: Arm, world: int = WORLD) -> float:
+    """Seconds from just before the first request until the last rank has passed its first barrier."""
+    tag = f"start-{next(_numbers)}"
+    began = time.monotonic()
+    arm.create(site, tag, world)
+    try:
+        return site.ear.listen(tag, world) - began
+    finally:
+        site.ear.dismiss(tag)
+        arm.delete(site, tag)
+
+
+def startup_4(site: Site) -> Row:
+    row = Row("startup-4", "s", 1.25)
+    return alternate(row, lambda: start(site, Everstep()), lambda: start(site, Bare()))
+
+
+def startup_vs_indexed_4(site: Site) -> Row:
+    row = Row("startup-vs-indexed-4", "s", 1.1)
+    return alternate(row, lambda: start(site, Everstep()), lambda: start(site, Indexed()))
