@@ -13,28 +13,29 @@ from e2e.cluster.state import write_atomically
 
 NAME = "coredns"
 PORT = 1053
-HEALTH_PORT = 1054
 
 
 def corefile(kubeconfig: Path) -> str:
-    """What kubeadm installs, with its time to live of 30 s; a name outside the cluster does not exist."""
+    """As kubeadm sets it up, with its time to live of 30 s; a name outside the cluster does not exist."""
+    zones = f"{CLUSTER_DOMAIN} in-addr.arpa ip6.arpa"
     return f"""\
-.:{PORT} {{
+{" ".join(f"{zone}:{PORT}" for zone in zones.split())} {{
     bind {HOST_ADDRESS}
     errors
-    health {HOST_ADDRESS}:{HEALTH_PORT}
-    kubernetes {CLUSTER_DOMAIN} in-addr.arpa ip6.arpa {{
+    kubernetes {zones} {{
         kubeconfig {kubeconfig}
         pods insecure
-        fallthrough in-addr.arpa ip6.arpa
         ttl 30
     }}
     cache 30 {{
         disable success {CLUSTER_DOMAIN}
         disable denial {CLUSTER_DOMAIN}
     }}
+}}
+.:{PORT} {{
+    bind {HOST_ADDRESS}
     # The cluster is closed; an answer at once is better than a resolver's time-out.
-    template ANY ANY . {{
+    template ANY ANY {{
         rcode NXDOMAIN
     }}
 }}

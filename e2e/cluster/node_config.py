@@ -65,7 +65,7 @@ def kubelet(cgroup_root: str, client_ca: Path, resolv_conf: Path) -> str:
         "authorization": {"mode": "Webhook"},
         "cgroupDriver": "cgroupfs",
         "cgroupRoot": cgroup_root,
-        "cgroupsPerQOS": False,
+        "cgroupsPerQOS": True,
         "enforceNodeAllocatable": [],
         "clusterDNS": [DNS_SERVICE_IP],
         "clusterDomain": CLUSTER_DOMAIN,

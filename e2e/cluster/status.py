@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from rich.console import Console
 from rich.table import Table
 
@@ -15,7 +17,8 @@ from e2e.cluster.state import Shape, cluster_dir
 
 def show(cluster: Cluster) -> None:
     """Print tables of nodes and processes."""
-    console = Console()
+    # In a pipe there is no width to fit into.
+    console = Console() if sys.stdout.isatty() else Console(width=140)
     if isinstance(cluster, LocalCluster) and Shape.load(cluster_dir()) is None:
         console.print("no cluster is up")
         return
