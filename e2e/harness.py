@@ -73,6 +73,18 @@ class Cluster:
         )
         return answer
 
+    def stream(self, path: str, **query: str) -> Iterator[bytes]:
+        """The lines of an answer as they come: a watch."""
+        answer = self._api.call_api(
+            path,
+            "GET",
+            query_params=list(query.items()),
+            auth_settings=["BearerToken"],
+            _return_http_data_only=True,
+            _preload_content=False,
+        )
+        yield from answer
+
     def get(self, path: str, **query: str) -> Object | None:
         try:
             return self.request("GET", path, None, **query)
