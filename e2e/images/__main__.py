@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from e2e.images.catalogue import Image, image, images
-from e2e.images.engine import engine
 from e2e.images.errors import ImageError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
@@ -36,8 +35,7 @@ def archive(names: Names = None) -> None:
 def list_() -> None:
     """Name, content key, and whether that content is built."""
     for each in images():
-        key = each.key
-        typer.echo(f"{each.name:40} {key} {'built' if engine().key(each.name) == key else '-'}")
+        typer.echo(f"{each.name:40} {each.key} {'built' if each.built else '-'}")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,6 +57,11 @@ class Image:
                 found.update(_files(path) if path.is_dir() else [path])
         return sorted(found)
 
+    @property
+    def built(self) -> bool:
+        """Whether the image exists with the content that its files have now."""
+        return engine().key(self.name) == self.key
+
     def build(self) -> None:
         """Build the image unless one with this key exists."""
         key = self.key
@@ -67,6 +72,11 @@ class Image:
             started = time.monotonic()
             engine().build(Recipe(self.name, key, REPOSITORY / self.dockerfile, REPOSITORY, self.base))
             print(f"built {self.name} in {time.monotonic() - started:.0f} s", flush=True)
+
+    def run(self, *command: str, mounts: Mapping[Path, str] | None = None) -> str:
+        """Run ``command`` in a container of the image, on this machine and its network; what it printed."""
+        self.build()
+        return engine().run(self.name, command, mounts or {})
 
     def archive(self, known: Path | None = None) -> Path:
         """An archive of the image for ``ctr images import`` or ``docker load``; whoever imports it deletes it.

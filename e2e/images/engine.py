@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -44,6 +44,9 @@ class Engine(Protocol):
     def write(self, name: str, archive: Path, known: Path | None) -> None:
         """Write an image to ``archive``, if possible without the blobs that the folder ``known`` holds."""
 
+    def run(self, name: str, command: Sequence[str], mounts: Mapping[Path, str]) -> str:
+        """Run ``command`` as the image's user with host folders mounted at the given paths; what it printed."""
+
 
 class Docker:
     """A Docker engine. It takes the public base images, and writes whole archives only."""
@@ -57,6 +60,12 @@ class Docker:
 
     def write(self, name: str, archive: Path, known: Path | None) -> None:
         run("docker", "save", "--output", archive, name)
+
+    def run(self, name: str, command: Sequence[str], mounts: Mapping[Path, str]) -> str:
+        volumes = [f"--volume={host}:{path}" for host, path in mounts.items()]
+        return run(
+            "docker", "run", "--rm", "--network=host", *volumes, f"--entrypoint={command[0]}", name, *command[1:]
+        )
 
 
 class Buildah:
@@ -100,6 +109,15 @@ class Buildah:
                     blob.unlink()
             # --remove-files: the disk need not hold every layer twice.
             run("tar", "--create", "--remove-files", "--file", archive, "--directory", layout, ".")
+
+    def run(self, name: str, command: Sequence[str], mounts: Mapping[Path, str]) -> str:
+        container = run(*self._buildah, "from", "--pull-never", name).strip()
+        try:
+            volumes = [f"--volume={host}:{path}" for host, path in mounts.items()]
+            how = ("--isolation=chroot", "--network=host")
+            return run(*self._buildah, "run", *how, *volumes, container, "--", *command)
+        finally:
+            run(*self._buildah, "rm", container)
 
     def _build_base(self, base: Base) -> None:
         if self.key(base.name) == base.key:
