@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ print('TELL', json.dumps({
 """
 
 
-def told(output: str) -> list[dict[str, dict[str, str]]]:
+def told(output: str) -> list[dict[str, Any]]:
     return [json.loads(line.split("TELL ", 1)[1]) for line in output.splitlines() if "TELL " in line]
 
 
