@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 
 LABEL = "everstep.dev/agent"
 KEEP_SECONDS = 3600.0
+ALL = "*"  # among the names in use: nobody knows which, so all of them
 
 
 def digest_of(code: bytes) -> str:
@@ -62,6 +63,7 @@ class AgentCode:
 
     async def ensure(self, client: Client, namespace: str) -> None:
         """The ConfigMap is in `namespace` when this returns. Free once that is known; `forget` when it was not true."""
+        self._unused_since.pop((namespace, self.name), None)
         if namespace in self._present:
             return
         try:
@@ -80,14 +82,15 @@ class AgentCode:
     async def collect(self, client: Client, found: list[Object], used: dict[str, Container[str]], now: float) -> None:
         """Delete versions that nothing has named for an hour: a template about to be written may name one just listed.
 
-        `found` are the metadata of all agent ConfigMaps; `used` the names in use by namespace.
+        `found` are all agent ConfigMaps; `used` the names in use by namespace.
         """
         seen: defaultdict[str, set[str]] = defaultdict(set)
         for item in found:
             meta = item["metadata"]
             namespace, name, key = meta["namespace"], meta["name"], (meta["namespace"], meta["name"])
             seen[namespace].add(name)
-            if name in used.get(namespace, ()):
+            names = used.get(namespace, ())
+            if name in names or ALL in names:
                 self._unused_since.pop(key, None)
                 continue
             if now - self._unused_since.setdefault(key, now) < KEEP_SECONDS:

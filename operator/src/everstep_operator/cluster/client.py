@@ -16,7 +16,7 @@ import os
 import random
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import aiohttp
 import structlog
@@ -31,6 +31,12 @@ from everstep_operator.cluster.resources import Resource
 log = structlog.get_logger(__name__)
 
 Object = dict[str, Any]
+
+
+class Page(NamedTuple):
+    items: list[Object]
+    version: int  # the state that all pages of this list show
+
 
 FIELD_MANAGER = "everstep-operator"
 _ATTEMPTS = 5
@@ -89,20 +95,18 @@ class Client:
         namespace: str | None = None,
         *,
         labels: str | None = None,
-        fields: str | None = None,
         page: int = 500,
-    ) -> AsyncIterator[Object]:
+    ) -> AsyncIterator[Page]:
         """All objects, page by page. Raises `Gone` when the server has compacted the pages away: start over."""
         token = ""
         while True:
             query = [("limit", str(page))]
             query += [("labelSelector", labels)] if labels else []
-            query += [("fieldSelector", fields)] if fields else []
             query += [("continue", token)] if token else []
             answer = await self._retried("list", resource, "GET", resource.path(namespace), query)
-            for item in answer.get("items") or ():
-                yield item
-            token = answer.get("metadata", {}).get("continue") or ""
+            meta = answer.get("metadata") or {}
+            yield Page(answer.get("items") or [], int(meta.get("resourceVersion") or 0))
+            token = meta.get("continue") or ""
             if not token:
                 return
 
@@ -117,11 +121,14 @@ class Client:
         return await self._retried("create", resource, "POST", resource.path(namespace), query, body, blind=dry_run)
 
     async def delete(
-        self, resource: Resource, namespace: str | None, name: str, *, uid: str, grace: int | None = None
+        self, resource: Resource, namespace: str | None, name: str, *, uid: str | None, grace: int | None = None
     ) -> None:
-        """Delete exactly the object with this UID. Gone, or replaced by another of the name: both are success."""
-        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "preconditions": {"uid": uid}}
-        body["propagationPolicy"] = "Background"
+        """Delete exactly the object with this UID. Gone, or replaced by another of the name: both are success.
+
+        Only a Secret is deleted without: we may not read one, so we cannot know its UID."""
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         try:

@@ -17,6 +17,7 @@ from typing import Any
 
 import aiohttp
 import structlog
+from yarl import URL
 
 from everstep.agent import auth
 from everstep_operator import metrics
@@ -79,7 +80,7 @@ class LeaderPoller:
         return polled.view if polled is not None and polled.poll.pod_uid == pod_uid else None
 
     def want(self, key: Key, poll: Poll, token: bytes) -> None:
-        """Poll this leader from now on. Another pod, epoch or address is another leader: its predecessor is forgotten."""
+        """Poll this leader from now on. Another pod, epoch or address is another leader: the last one is forgotten."""
         polled = self._jobs.get(key)
         if polled is not None and _who(polled.poll) == _who(poll) and polled.token == token:
             polled.poll = poll  # the next request carries the new ledger id and allowance
@@ -220,7 +221,8 @@ class LeaderPoller:
     ) -> tuple[int, bytes, str]:
         client = auth.new_nonce()
         headers = auth.request_headers(polled.token, method, target, nonce, client, body)
-        url = f"http://{polled.poll.address}{target}"
+        # `encoded`: what is sent is byte for byte what was signed.
+        url = URL(f"http://{polled.poll.address}{target}", encoded=True)
         timeout = aiohttp.ClientTimeout(total=hold + ANSWER_SECONDS, sock_connect=CONNECT_SECONDS)
         async with self._http().request(
             method, url, data=body or None, headers=headers, timeout=timeout, allow_redirects=False

@@ -1,0 +1,244 @@
+"""Carries out what a plan asks for. Every action is idempotent: to find its work done is success.
+
+What is in the way is never adopted. An object that belongs to a former job of the same name is waited for (the garbage
+collector is slower than a user who applies the manifest again); one that belongs to anybody else is a `Conflict`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+from collections.abc import Coroutine, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from everstep.agent.auth import job_token
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster.cache import Cache
+from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.frozen import FrozenTemplates
+from everstep_operator.cluster.leader import LeaderPoller
+from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, Resource
+from everstep_operator.plan import actions as act
+from everstep_operator.plan.observed import LABEL_JOB, LABEL_TEMPLATE, Rejection
+from everstep_operator.plan.pods import pod_body
+
+log = structlog.get_logger(__name__)
+
+PUSH_AGAIN_SECONDS = 3.0
+
+
+class Leftover(Exception):
+    """An object of a former job of this name is still there. It is on its way out: try again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """The job an action is for, as it was observed."""
+
+    namespace: str
+    name: str
+    uid: str
+    version: str  # resourceVersion
+    confirmed: bool  # read or written by this very reconcile, so certainly not out of date
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.namespace, self.name
+
+
+@dataclass
+class Actor:
+    client: Client
+    cache: Cache
+    leaders: LeaderPoller
+    agent: AgentCode
+    frozen: FrozenTemplates
+    operator_key: bytes = field(repr=False)
+    requests: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(50))
+    _fresh: dict[tuple[str, int], Object] = field(default_factory=dict)  # ConfigMaps whose Secret is still to be made
+
+    async def carry_out(self, job: Job, actions: Sequence[act.Action]) -> tuple[Rejection | None, float | None]:
+        """The refusal that stopped the list, if one did; and in how many seconds to look again, if one was put off."""
+        again: float | None = None
+        for action in _evidence_first(actions):
+            log.debug("acting", job=f"{job.namespace}/{job.name}", action=type(action).__name__)
+            try:
+                if not await self._one(job, action):
+                    again = PUSH_AGAIN_SECONDS
+            except errors.NotOurs as error:
+                return Rejection(action, "Conflict", str(error)), again
+            except errors.QuotaExceeded as error:
+                return Rejection(action, "Quota", error.message), again
+            except errors.Invalid as error:
+                return Rejection(action, "Invalid", error.message), again
+            except errors.Forbidden as error:
+                return Rejection(action, "Forbidden", error.message), again
+        return None, again
+
+    async def _one(self, job: Job, action: act.Action) -> bool:
+        """False if the action has to be tried again soon, though nothing is wrong."""
+        match action:
+            case act.EnsureService():
+                await self._ensure(SERVICES, job, action.body)
+            case act.EnsureTemplate():
+                await self._ensure_template(job, action)
+            case act.EnsureSecret():
+                await self._ensure_secret(job, action)
+            case act.EnsureAgent():
+                await self._ensure_agent(job, action)
+            case act.DryRun():
+                await self._dry_run(job, action)
+            case act.CreatePods():
+                await self._create_pods(job, action)
+            case act.DeletePods():
+                await self._each(self._delete_pod(job, pod) for pod in action.pods)
+            case act.DeleteStale():
+                await self._delete_stale(job, action)
+            case act.PushPeers():
+                return await self.leaders.push_peers(job.key, action.epoch, action.addresses)
+            case act.StopLeader():
+                await self.leaders.stop(job.key, action.reason)
+            case act.DeleteJob():
+                await self.client.delete(JOBS, job.namespace, job.name, uid=action.uid)
+        return True
+
+    # --- objects made once
+
+    async def _ensure(self, resource: Resource, job: Job, body: Any) -> tuple[Object, bool]:
+        """Create, or make sure that what has the name is this job's. Returns what is stored, and whether it is new."""
+        try:
+            return await self.client.create(resource, job.namespace, body), True
+        except errors.AlreadyExists:
+            pass
+        except errors.Unreachable as error:
+            if not error.sent:
+                raise
+            log.info("the result of a create is unknown; reading", resource=resource.plural, error=str(error))
+        found = await self.client.get(resource, job.namespace, body["metadata"]["name"])
+        must_be_ours(resource, job, found)
+        return found, False
+
+    async def _ensure_template(self, job: Job, action: act.EnsureTemplate) -> None:
+        made, new = await self._ensure(CONFIG_MAPS, job, action.body)
+        self.frozen.put(job.uid, action.template, made)
+        if new:
+            self._fresh[(job.uid, action.template)] = made
+
+    async def _ensure_secret(self, job: Job, action: act.EnsureSecret) -> None:
+        """We may not read Secrets. That one which exists already is ours is known from its ConfigMap, which is always
+        made just before it: a ConfigMap of ours from an earlier attempt vouches for the Secret. One made in this very
+        attempt does not: the Secret is then a former job's, about to be collected, or a stranger's."""
+        token = job_token(self.operator_key, job.uid, action.template)
+        body = {**action.body, "data": {**(action.body.get("data") or {}), "token": base64.b64encode(token).decode()}}
+        # Taken out before the request: when its result is unknown, the Secret may be ours, and the next attempt must
+        # find the ConfigMap vouching for it.
+        fresh = self._fresh.pop((job.uid, action.template), None)
+        try:
+            await self.client.create(SECRETS, job.namespace, body)
+        except errors.AlreadyExists:
+            if fresh is None:
+                return
+            self.frozen.forget(job.uid)
+            meta = fresh["metadata"]
+            await self.client.delete(CONFIG_MAPS, job.namespace, meta["name"], uid=meta["uid"])
+            raise Leftover(f"Secret {job.namespace}/{action.name}") from None
+
+    async def _ensure_agent(self, job: Job, action: act.EnsureAgent) -> None:
+        if action.name == self.agent.name:
+            await self.agent.ensure(self.client, job.namespace)
+            return
+        # An older operator's agent, named by a frozen template. We have only our own code; theirs is there as long as
+        # any job names it.
+        try:
+            await self.client.get(CONFIG_MAPS, job.namespace, action.name)
+        except errors.NotFound:
+            log.warning("a job's agent version is gone", job=f"{job.namespace}/{job.name}", config_map=action.name)
+
+    async def _delete_stale(self, job: Job, action: act.DeleteStale) -> None:
+        labels = f"{LABEL_JOB}={job.name},{LABEL_TEMPLATE}"
+        async for page in self.client.list(CONFIG_MAPS, job.namespace, labels=labels):
+            for item in page.items:
+                meta = item["metadata"]
+                template = str(meta["labels"][LABEL_TEMPLATE])
+                if owner(item).get("uid") != job.uid or not template.isdecimal() or int(template) >= action.template:
+                    continue
+                # The Secret first: its ConfigMap is the only evidence that it is ours.
+                await self.client.delete(SECRETS, job.namespace, meta["name"], uid=None)
+                await self.client.delete(CONFIG_MAPS, job.namespace, meta["name"], uid=meta["uid"])
+
+    # --- pods
+
+    async def _dry_run(self, job: Job, action: act.DryRun) -> None:
+        # "Exists already" comes after admission and validation: the body has passed.
+        with contextlib.suppress(errors.AlreadyExists):
+            await self.client.create(PODS, job.namespace, dict(action.body), dry_run=True)
+
+    async def _create_pods(self, job: Job, action: act.CreatePods) -> None:
+        if not job.confirmed:
+            # From a cache that has missed a delete or a suspend we would start ranks that nobody wants any more.
+            live = await self.client.get(JOBS, job.namespace, job.name)
+            self.cache.jobs.put(live)
+            if live["metadata"]["resourceVersion"] != job.version:
+                raise errors.Conflict(409, "Stale", "the job has changed since it was observed")
+        await self._each(self._create_pod(job, action, index) for index in action.indices)
+
+    async def _create_pod(self, job: Job, action: act.CreatePods, index: int) -> None:
+        made, _ = await self._ensure(PODS, job, pod_body(action.frozen, index, action.epoch))
+        self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
+
+    async def _delete_pod(self, job: Job, pod: act.PodRef) -> None:
+        await self.client.delete(PODS, job.namespace, pod.name, uid=pod.uid, grace=pod.grace_seconds)
+
+    async def _each(self, work: Iterable[Coroutine[Any, Any, None]]) -> None:
+        """All of them, in parallel within the operator's limit; after the first refusal no more are begun."""
+        refused: BaseException | None = None
+
+        async def one(item: Coroutine[Any, Any, None]) -> None:
+            nonlocal refused
+            async with self.requests:
+                if refused is not None:
+                    item.close()
+                    return
+                try:
+                    await item
+                except Exception as error:
+                    refused = refused or error
+
+        await asyncio.gather(*(one(item) for item in work))
+        if refused is not None:
+            raise refused
+
+
+def owner(item: Object) -> Object:
+    """The controller owner reference, or nothing."""
+    references = item["metadata"].get("ownerReferences") or ()
+    return next((reference for reference in references if reference.get("controller")), {})
+
+
+def must_be_ours(resource: Resource, job: Job, found: Object) -> None:
+    """Raises `Leftover` for what goes away by itself, `NotOurs` for what does not."""
+    reference = owner(found)
+    if reference.get("uid") == job.uid:
+        return
+    what = f"{resource.kind} {job.namespace}/{found['metadata']['name']}"
+    if found["metadata"].get("deletionTimestamp"):
+        raise Leftover(what)
+    if reference.get("kind") == JOBS.kind and reference.get("name") == job.name:
+        raise Leftover(what)
+    raise errors.NotOurs(what, f"{reference['kind']} {reference['name']}" if reference else "nobody")
+
+
+def _evidence_first(actions: Sequence[act.Action]) -> list[act.Action]:
+    """The template's ConfigMap before its Secret (see `_ensure_secret`), otherwise the plan's order."""
+    ordered: list[act.Action] = []
+    for action in actions:
+        at = len(ordered)
+        if isinstance(action, act.EnsureTemplate):
+            at = next((i for i, other in enumerate(ordered) if isinstance(other, act.EnsureSecret)), at)
+        ordered.insert(at, action)
+    return ordered

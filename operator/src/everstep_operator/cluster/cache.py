@@ -1,0 +1,170 @@
+"""What the watch has told, as little of it as plans need.
+
+Pods are kept as `PodView` (about 1 KB instead of 30): 5,000 of them must fit beside everything else. Each object is
+guarded by its resourceVersion: the watch, the resync and the answers to our own writes arrive in any order, and
+the newest wins. So a reconcile never acts on a job older than its own last status, nor misses the pod that it created.
+
+A watch that was down sends no DELETED for what vanished meanwhile: `Listing` finds these ghosts.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from everstep_operator.plan.observed import LABEL_JOB, PodView, pod_view
+
+T = TypeVar("T")
+Key = tuple[str, str]  # namespace ("" for what has none), name
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(Generic[T]):
+    uid: str
+    version: int
+    value: T
+
+
+def version_of(raw: Mapping[str, Any]) -> int:
+    """The resourceVersion as a number. Kubernetes promises since 1.35 that they are, and etcd has always made it so."""
+    text = str((raw.get("metadata") or {}).get("resourceVersion") or "")
+    return int(text) if text.isdecimal() and text.isascii() else 0
+
+
+def key_of(raw: Mapping[str, Any]) -> Key:
+    meta = raw.get("metadata") or {}
+    return str(meta.get("namespace") or ""), str(meta.get("name") or "")
+
+
+class Store(Generic[T]):
+    """One kind of object. `keep` makes the value from the raw object; `noticed` hears of each change."""
+
+    def __init__(
+        self, keep: Callable[[Mapping[str, Any]], T], noticed: Callable[[Key, T | None, T | None], None]
+    ) -> None:
+        self._keep = keep
+        self._noticed = noticed
+        self._entries: dict[Key, Entry[T]] = {}
+        self.newest = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self._entries)
+
+    def get(self, key: Key) -> Entry[T] | None:
+        return self._entries.get(key)
+
+    def items(self) -> Iterator[tuple[Key, T]]:
+        return ((key, entry.value) for key, entry in self._entries.items())
+
+    def put(self, raw: Mapping[str, Any]) -> bool:
+        """Take in an object, unless a newer state of the name is known. True if anything changed."""
+        key, version = key_of(raw), version_of(raw)
+        old = self._entries.get(key)
+        if old is not None and 0 < version <= old.version:
+            return False
+        self.newest = max(self.newest, version)
+        value = self._keep(raw)
+        self._entries[key] = Entry(str((raw.get("metadata") or {}).get("uid") or ""), version, value)
+        self._noticed(key, old.value if old is not None else None, value)
+        return True
+
+    def remove(self, key: Key, uid: str) -> bool:
+        """The object with this UID is gone. A successor of the same name stays: its event may have come first."""
+        old = self._entries.get(key)
+        if old is None or (uid and old.uid != uid):
+            return False
+        del self._entries[key]
+        self._noticed(key, old.value, None)
+        return True
+
+    def listing(self, version: int, known: int, within: str | None = None) -> Listing[T]:
+        """Begin to compare with a list at `version`, of the namespace `within` or of all.
+
+        `known` is `newest` from before the list was asked for. A list older than that means that the server's data was
+        restored from a backup: versions have started over, and what we hold would shadow the truth for ever.
+        """
+        if version < known:
+            self._entries = {key: Entry(e.uid, 0, e.value) for key, e in self._entries.items()}
+            self.newest = version
+        return Listing(self, version, within)
+
+
+class Listing(Generic[T]):
+    """A complete list, taken page by page: what it shows is taken in, what it does not show is a ghost.
+
+    All pages show the state at the `version` of the first. What the cache holds from later than that is not in the
+    list because it was created since.
+    """
+
+    def __init__(self, store: Store[T], version: int, within: str | None) -> None:
+        self._store = store
+        self._version = version
+        self._within = within
+        self._seen: set[Key] = set()
+        self.missed = 0
+
+    def add(self, raw: Mapping[str, Any]) -> None:
+        self._seen.add(key_of(raw))
+        self.missed += self._store.put(raw)
+
+    def finish(self) -> int:
+        """Remove the ghosts; returns how many there were."""
+        ghosts = [
+            (key, entry.uid)
+            for key in self._store
+            if key not in self._seen
+            and self._within in (None, key[0])
+            and (entry := self._store.get(key)) is not None
+            and entry.version <= self._version
+        ]
+        return sum(self._store.remove(key, uid) for key, uid in ghosts)
+
+
+@dataclass
+class Cache:
+    """All that is known of the cluster. `touched` hears of jobs to look at again, `pool_changed` of pools."""
+
+    touched: Callable[[Key], None]
+    pool_changed: Callable[[str], None]
+    _pods_of: defaultdict[Key, dict[str, PodView]] = field(default_factory=lambda: defaultdict(dict))
+
+    def __post_init__(self) -> None:
+        self.jobs: Store[Mapping[str, Any]] = Store(_slim, lambda key, old, new: self.touched(key))
+        self.pods: Store[tuple[str, PodView]] = Store(_pod, self._pod_noticed)
+        self.pools: Store[Mapping[str, Any]] = Store(_slim, lambda key, old, new: self.pool_changed(key[1]))
+
+    def pods_of(self, job: Key) -> tuple[PodView, ...]:
+        """Every pod with this job's label, whoever owns it."""
+        found = self._pods_of.get(job)
+        return tuple(found.values()) if found else ()
+
+    def _pod_noticed(self, key: Key, old: tuple[str, PodView] | None, new: tuple[str, PodView] | None) -> None:
+        namespace, name = key
+        if old is not None and (new is None or new[0] != old[0]):
+            self._forget_pod((namespace, old[0]), name)
+        if new is not None:
+            self._pods_of[(namespace, new[0])][name] = new[1]
+        for job in {side[0] for side in (old, new) if side is not None and old != new}:
+            self.touched((namespace, job))
+
+    def _forget_pod(self, job: Key, name: str) -> None:
+        pods = self._pods_of.get(job, {})
+        pods.pop(name, None)
+        if not pods:
+            self._pods_of.pop(job, None)
+
+
+def _slim(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Without managedFields, which outweigh the object."""
+    return {**raw, "metadata": {k: v for k, v in (raw.get("metadata") or {}).items() if k != "managedFields"}}
+
+
+def _pod(raw: Mapping[str, Any]) -> tuple[str, PodView]:
+    """The job by the pod's label, and what plans need to know of the pod."""
+    labels = (raw.get("metadata") or {}).get("labels") or {}
+    return str(labels.get(LABEL_JOB) or ""), pod_view(raw)

@@ -1,0 +1,152 @@
+"""Lists everything now and then, and repairs what the watch has missed: ghosts, and changes it never told.
+
+A watch that was cut off re-lists, but says nothing of what vanished meanwhile. And one that has gone deaf says nothing at
+all: if a list shows what the watch should have told long ago, the watch is started again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import structlog
+
+from everstep_operator import metrics
+from everstep_operator.cluster import agentcode, errors
+from everstep_operator.cluster.agentcode import ALL, AgentCode
+from everstep_operator.cluster.cache import Cache, Store
+from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.frozen import FrozenTemplates
+from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, POOLS, Resource
+from everstep_operator.cluster.watch import POD_SELECTOR
+
+log = structlog.get_logger(__name__)
+
+FINISHED = ("Succeeded", "Failed")
+TRIES = 3
+
+
+@dataclass
+class Resync:
+    client: Client
+    cache: Cache
+    frozen: FrozenTemplates
+    agent: AgentCode
+    namespaces: tuple[str, ...]
+    period: float
+    deaf: Callable[[], None]  # the watch has to be started again
+    wake: Callable[[tuple[str, str]], None]
+    tried_at: float = field(default_factory=time.monotonic)
+    done_at: float | None = None
+    _events: int = 0
+    _soon: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def heard(self) -> None:
+        """The watch told something."""
+        self._events += 1
+
+    def soon(self) -> None:
+        """Do not wait for the next turn: events may have been missed."""
+        self._soon.set()
+
+    async def run(self) -> None:
+        while True:
+            pause = self.period * (0.9 + random.random() / 5)  # noqa: S311
+            try:
+                async with asyncio.timeout(pause):
+                    await self._soon.wait()
+                await asyncio.sleep(min(1.0, self.period / 10))  # one list for a volley of wishes
+            except TimeoutError:
+                pass
+            self._soon.clear()
+            try:
+                await self.once()
+            except (errors.ApiError, errors.Unreachable) as error:
+                log.warning("resync failed", error=str(error))
+                self._soon.set()
+                await asyncio.sleep(min(5.0, self.period))
+
+    async def once(self) -> None:
+        """One complete comparison; `done_at` tells when the last one ended."""
+        self.tried_at = time.monotonic()
+        before, first = self._events, self.done_at is None
+        repaired = 0
+        for resource, store, labels in (
+            (POOLS, self.cache.pools, None),
+            (JOBS, self.cache.jobs, None),
+            (PODS, self.cache.pods, POD_SELECTOR),
+        ):
+            repaired += await self._compare(resource, store, labels)
+        if repaired and not first and before == self._events:
+            log.warning("the watch had missed changes", objects=repaired)
+            self.deaf()
+        active = {uid for key in self.cache.jobs if (uid := self._active(key)) is not None}
+        self.frozen.keep_only(active)
+        await self._collect_agents()
+        self.done_at = time.monotonic()
+        for key in list(self.cache.jobs):
+            if self._active(key) is not None:
+                self.wake(key)
+
+    def _active(self, key: tuple[str, str]) -> str | None:
+        """The UID of a job that is not finished."""
+        entry = self.cache.jobs.get(key)
+        if entry is None or (entry.value.get("status") or {}).get("phase") in FINISHED:
+            return None
+        return entry.uid
+
+    async def _compare(self, resource: Resource, store: Store[Any], labels: str | None) -> int:
+        repaired = 0
+        places: tuple[str | None, ...] = (self.namespaces or (None,)) if resource.namespaced else (None,)
+        for place in places:
+            for attempt in range(TRIES):
+                try:
+                    repaired += await self._compare_in(place, resource, store, labels)
+                    break
+                except errors.Gone:  # the pages were compacted away between two requests: from the start again
+                    if attempt == TRIES - 1:
+                        raise
+        return repaired
+
+    async def _compare_in(self, place: str | None, resource: Resource, store: Store[Any], labels: str | None) -> int:
+        known = store.newest
+        listing = None
+        async for page in self.client.list(resource, place, labels=labels):
+            listing = listing or store.listing(page.version, known, place)
+            for item in page.items:
+                listing.add({"apiVersion": resource.api_version, "kind": resource.kind, **item})
+            await asyncio.sleep(0)  # a page of 500 is some milliseconds: let others in between
+        if listing is None:
+            return 0
+        ghosts = listing.finish()
+        metrics.resync_repairs.labels(resource.plural, "ghost").inc(ghosts)
+        metrics.resync_repairs.labels(resource.plural, "missed").inc(listing.missed)
+        return ghosts + listing.missed
+
+    async def _collect_agents(self) -> None:
+        found: list[Object] = []
+        for place in self.namespaces or (None,):
+            async for page in self.client.list(CONFIG_MAPS, place, labels=agentcode.LABEL):
+                found += page.items
+        if found:
+            await self.agent.collect(self.client, found, self._agents_in_use(), time.monotonic())
+
+    def _agents_in_use(self) -> dict[str, set[str]]:
+        """Names by namespace, of every job that is not finished. One whose template is unknown keeps all of them."""
+        used: dict[str, set[str]] = {}
+        for key in self.cache.jobs:
+            uid = self._active(key)
+            if uid is None:
+                continue
+            frozen = self.frozen.known(uid)
+            names = used.setdefault(key[0], set())
+            if frozen is None:
+                names.add(ALL)
+                continue
+            for volume in frozen.pod.get("spec", {}).get("volumes") or ():
+                names.add(str((volume.get("configMap") or {}).get("name") or ""))
+        return used

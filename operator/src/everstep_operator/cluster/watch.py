@@ -1,0 +1,176 @@
+"""kopf as a source of events: it logs in, lists, watches, re-lists. It is given nothing else to do.
+
+It runs in a thread with an event loop of its own, for a hard reason: when `kopf.operator()` ends it cancels *every* task
+of its loop that was born after it (`run_tasks`, "hung tasks"), and it does end, by design, on some HTTP 410s and watch
+errors. In one loop with the rest, a compacted resourceVersion would cut every reconcile and every leader's
+poll short. So it dies alone and is started again at once; a process restart would cost a back-off and the whole cache.
+
+kopf writes nothing: only `on.event` handlers (no finalizers, no annotations), posting off, peering off, no watch on
+namespaces and CRDs (rights we do not ask for).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import kopf
+import structlog
+from kubernetes.aio.client import Configuration
+
+from everstep_operator import metrics
+from everstep_operator.cluster.resources import JOBS, PODS, POOLS, Resource
+
+log = structlog.get_logger(__name__)
+
+POD_SELECTOR = "app.kubernetes.io/managed-by=everstep"
+SERVER_TIMEOUT = 300
+BACKOFF_MAX = 5.0
+STEADY_SECONDS = 60.0
+
+Raw = Mapping[str, Any]
+Receive = Callable[[Resource, str | None, Raw], None]
+
+
+class Watch:
+    """Calls `receive(resource, type, object)` in the caller's loop for every event; type None = from a list."""
+
+    def __init__(
+        self,
+        login: Callable[[], Awaitable[Configuration]],
+        receive: Receive,
+        *,
+        namespaces: tuple[str, ...] = (),
+        ready: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._login = login
+        self._receive = receive
+        self._namespaces = namespaces
+        self._ready = ready
+        self._stop: Callable[[], None] | None = None
+        self.restarts = 0
+        self.watching = False
+
+    async def run(self, restarted: Callable[[], None]) -> None:
+        """Watch until cancelled. `restarted` is called when events may have been missed."""
+        loop = asyncio.get_running_loop()
+        failures = 0
+        while True:
+            await self._ready()  # kopf does not wait for a CRD that comes later, and would watch nothing for ever
+            started = loop.time()
+            self.watching = True
+            try:
+                await self._thread(loop)
+                log.warning("the watch ended")
+            except Exception as error:
+                log.warning("the watch failed", error=f"{type(error).__name__}: {error}")
+            finally:
+                self.watching = False
+            failures = 0 if loop.time() - started > STEADY_SECONDS else failures + 1
+            self.restarts += 1
+            metrics.watch_restarts.inc()
+            await asyncio.sleep(min(BACKOFF_MAX, 0.05 * 2.0 ** min(failures, 10)))
+            restarted()
+
+    def restart(self) -> None:
+        """End the present watch: it is suspected to be deaf."""
+        if self._stop is not None:
+            self._stop()
+
+    async def _thread(self, loop: asyncio.AbstractEventLoop) -> None:
+        running = asyncio.create_task(asyncio.to_thread(asyncio.run, self._kopf(loop)))
+        try:
+            await asyncio.shield(running)
+        except asyncio.CancelledError:
+            self.restart()
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(asyncio.shield(running), 10)
+            raise
+
+    async def _kopf(self, main: asyncio.AbstractEventLoop) -> None:
+        """The life of one kopf operator, in its own thread and loop."""
+        mine = asyncio.get_running_loop()
+        stop = asyncio.Event()
+        self._stop = lambda: _soon(mine, stop.set)
+        try:
+            await kopf.operator(
+                registry=self._registry(main),
+                settings=_settings(),
+                standalone=True,
+                clusterwide=not self._namespaces,
+                namespaces=self._namespaces,
+                stop_flag=stop,
+            )
+        finally:
+            self._stop = None
+
+    def _registry(self, main: asyncio.AbstractEventLoop) -> kopf.OperatorRegistry:
+        registry = kopf.OperatorRegistry()  # private: the global one would add login handlers of every client it finds
+
+        @kopf.on.login(registry=registry)
+        async def login(**_: Any) -> kopf.ConnectionInfo:
+            return await connection_info(await self._login())
+
+        for resource in (JOBS, POOLS, PODS):
+
+            async def receive(event: Any, resource: Resource = resource, **_: Any) -> None:
+                _soon(main, self._receive, resource, event["type"], event["object"])
+
+            handler: Any = kopf.on.event(
+                resource.group, resource.version, resource.plural, id=resource.plural, registry=registry
+            )
+            handler(receive)
+        return registry
+
+
+def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # that loop has ended
+        loop.call_soon_threadsafe(call, *args)
+
+
+def _settings() -> kopf.OperatorSettings:
+    settings = kopf.OperatorSettings()
+    settings.posting.enabled = False
+    settings.scanning.disabled = True
+    settings.process.ultimate_exiting_timeout = None  # it would kill this thread, and with it the process
+    settings.watching.server_timeout = SERVER_TIMEOUT
+    settings.watching.connect_timeout = 10
+    settings.watching.label_selectors["", "v1", "pods"] = POD_SELECTOR
+    settings.networking.request_timeout = 30
+    settings.networking.error_backoffs = (0.2, 0.5, 1, 2)  # then it ends, and is started again with a list
+    settings.queueing.idle_timeout = 1.0  # a worker per object lingers so long: 5,000 at start
+    settings.persistence.diffbase_storage = _NoDiff()
+    return settings
+
+
+class _NoDiff(kopf.DiffBaseStorage):
+    """kopf deep-copies each object to find out what has changed, for handlers that we do not have."""
+
+    def build(self, **_: Any) -> Any:
+        return {}
+
+    def fetch(self, **_: Any) -> Any:
+        return None
+
+    def store(self, **_: Any) -> None:
+        return None
+
+
+async def connection_info(configuration: Configuration) -> kopf.ConnectionInfo:
+    """One login for both clients: what ours found out, in kopf's words."""
+    header: str = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
+    scheme, _, token = header.rpartition(" ")
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        insecure=not configuration.verify_ssl,
+        username=configuration.username or None,
+        password=configuration.password or None,
+        scheme=scheme.capitalize() or None,
+        token=token or None,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+        proxy_url=configuration.proxy,
+    )

@@ -1,0 +1,195 @@
+"""One look at one job: observe, plan, write the status, act, tell. Everything clever is in the plan.
+
+The status goes first, with the resourceVersion that was observed: an epoch or a charge is on record before anything
+follows from it, and of two operators only one gets past this line. Killed after it, the next look does the rest: the
+same plan comes out of what is then observed, and each action finds done what is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import structlog
+from pydantic import ValidationError
+
+from everstep.agent.auth import job_token
+from everstep_operator import metrics
+from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.pool import TrainingPool
+from everstep_operator.api.status import Phase, TrainingJobStatus
+from everstep_operator.cluster import errors, events
+from everstep_operator.cluster.act import Actor, Job
+from everstep_operator.cluster.cache import Cache, Key
+from everstep_operator.cluster.client import Client
+from everstep_operator.cluster.frozen import FrozenTemplates
+from everstep_operator.cluster.gangs import Gangs, gang_view
+from everstep_operator.cluster.leader import LeaderPoller
+from everstep_operator.cluster.queue import WorkQueue
+from everstep_operator.cluster.resources import JOBS
+from everstep_operator.plan import plan
+from everstep_operator.plan.actions import Plan
+from everstep_operator.plan.leader import LeaderView
+from everstep_operator.plan.observed import Observed, PodView, Rejection, Settings
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass
+class Reconciler:
+    """What a look needs. `reconcile` is never run twice at the same time for one key; the queue sees to that."""
+
+    client: Client
+    cache: Cache
+    queue: WorkQueue[Key]
+    leaders: LeaderPoller
+    frozen: FrozenTemplates
+    gangs: Gangs
+    actor: Actor
+    settings: Settings
+    operator_key: bytes = field(repr=False)
+    clock: Callable[[], float] = time.time
+
+    async def reconcile(self, key: Key) -> None:
+        """Look at the job once. Raises what the queue should back off from."""
+        job = self._job(key)
+        if job is None:
+            return
+        rejection: Rejection | None = None
+        for _ in range(2):  # what is refused is planned for once more; a refusal of that too waits for the next look
+            observed = await self._observe(key, job, rejection)
+            made = plan(observed, self.clock())
+            if made.status is None:
+                self._forget(key, job.metadata.uid)
+                return
+            confirmed = made.changed
+            if made.changed:
+                written = await self._write_status(key, job, made.status)
+                if written is None:
+                    return
+                job = written
+            self._poll(key, job, made)
+            rejection, again = await self.actor.carry_out(_target(key, job, confirmed), made.actions)
+            for event in made.events:
+                await events.send(self.client, *key, job.metadata.uid, event)
+            if rejection is None:
+                break
+            log.info("refused", job="/".join(key), kind=rejection.kind, message=rejection.message)
+        self.gangs.update(key, gang_view(job, self.cache.pods_of(key)))
+        if rejection is not None:
+            self.queue.retry(key)
+        if again is not None:
+            self.queue.add_after(key, again)
+        if made.requeue_at is not None:
+            self.queue.add_after(key, max(0.1, made.requeue_at - self.clock()))
+
+    # --- observe
+
+    def _job(self, key: Key) -> TrainingJob | None:
+        entry = self.cache.jobs.get(key)
+        if entry is None:
+            self._forget(key, "")
+            return None
+        try:
+            return TrainingJob.parse(entry.value)
+        except ValidationError as error:
+            # Stored before a rule existed, or by a newer version. Nothing is touched until somebody corrects it.
+            log.warning("a job that breaks the rules of the API", job="/".join(key), error=str(error))
+            return None
+
+    async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observed:
+        pods = self.cache.pods_of(key)
+        frozen = None
+        finished = job.status.phase is not None and job.status.phase.finished
+        if job.status.template is not None and not finished:
+            frozen = await self.frozen.get(*key, job.metadata.uid, job.status.template.epoch)
+        return Observed(
+            job=job,
+            pods=pods,
+            pools=self._pools(job),
+            leader=self._leader(key, job, pods),
+            gangs=self.gangs.others(key),
+            frozen=frozen,
+            settings=self.settings,
+            rejection=rejection,
+        )
+
+    def _pools(self, job: TrainingJob) -> dict[str, TrainingPool]:
+        found = {}
+        for choice in job.spec.pools:
+            entry = self.cache.pools.get(("", choice.name))
+            if entry is not None:
+                try:
+                    found[choice.name] = TrainingPool.parse(entry.value)
+                except ValidationError as error:
+                    log.warning("a pool that breaks the rules of the API", pool=choice.name, error=str(error))
+        return found
+
+    def _leader(self, key: Key, job: TrainingJob, pods: tuple[PodView, ...]) -> LeaderView | None:
+        zeros = [pod for pod in pods if pod.index == 0 and pod.owner == job.metadata.uid]
+        newest = max(zeros, key=lambda pod: (pod.epoch, pod.created), default=None)
+        return self.leaders.view(key, newest.uid) if newest is not None else None
+
+    # --- write
+
+    async def _write_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> TrainingJob | None:
+        """The job as stored, or None if it has changed or gone: then the next look begins with what it is now."""
+        body = {
+            "apiVersion": JOBS.api_version,
+            "kind": JOBS.kind,
+            "metadata": {
+                "name": job.metadata.name,
+                "namespace": job.metadata.namespace,
+                "uid": job.metadata.uid,
+                "resourceVersion": job.metadata.resource_version,
+            },
+            "status": status.manifest(),
+        }
+        try:
+            stored = await self.client.apply_status(JOBS, key[0], body)
+        except (errors.Conflict, errors.NotFound):
+            await self._read_again(key, job.metadata.uid)
+            return None
+        self.cache.jobs.put(stored)
+        written = TrainingJob.parse(stored)
+        _count(job, written.status, self.clock())
+        return written
+
+    async def _read_again(self, key: Key, uid: str) -> None:
+        """The watch is behind: ask the server itself, so that the next look is not as stale as this one."""
+        try:
+            self.cache.jobs.put(await self.client.get(JOBS, *key))
+        except errors.NotFound:
+            self.cache.jobs.remove(key, uid)
+        self.queue.add(key)
+
+    # --- what follows
+
+    def _poll(self, key: Key, job: TrainingJob, made: Plan) -> None:
+        if made.poll is None:
+            self.leaders.drop(key)
+        else:
+            token = job_token(self.operator_key, job.metadata.uid, made.poll.template)
+            self.leaders.want(key, made.poll, token)
+
+    def _forget(self, key: Key, uid: str) -> None:
+        self.leaders.drop(key)
+        self.gangs.update(key, None)
+        self.frozen.forget(uid)
+        self.queue.discard(key)
+
+
+def _target(key: Key, job: TrainingJob, confirmed: bool) -> Job:
+    return Job(*key, uid=job.metadata.uid, version=job.metadata.resource_version, confirmed=confirmed)
+
+
+def _count(before: TrainingJob, status: TrainingJobStatus, now: float) -> None:
+    """Metrics of what has just been put on record."""
+    old = before.status
+    for cause in ("application", "infrastructure", "preemption"):
+        metrics.restarts.labels(cause).inc(max(0, getattr(status.restarts, cause) - getattr(old.restarts, cause)))
+    ran_before = any(transition.phase == Phase.RUNNING for transition in old.transitions)
+    created = before.metadata.creation_timestamp
+    if status.phase == Phase.RUNNING and not ran_before and old.phase != Phase.RUNNING and created is not None:
+        metrics.time_to_running.observe(max(0.0, now - created.timestamp()))

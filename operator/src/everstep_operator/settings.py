@@ -1,0 +1,77 @@
+"""The operator's settings: environment variables `EVERSTEP_<NAME>` (the chart's), each also a command-line flag."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+PREFIX = "EVERSTEP_"
+
+
+def _names(value: Any) -> Any:
+    return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
+
+
+Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+
+
+class Settings(BaseModel):
+    """What an administrator may set. Times are seconds."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    watch_namespaces: Names = ()
+    """Namespaces whose jobs this operator runs; none: all of them."""
+    kubeconfig: str | None = None
+    """For an operator outside of a cluster; default: the pod's service account, else $KUBECONFIG."""
+    cluster_domain: str = "cluster.local"
+    default_image: str | None = None
+    agent_port: int = Field(8470, ge=1, le=65535)
+    fence_timeout: float = Field(40.0, ge=5)
+    """How long a leader that nobody renews may go on publishing checkpoints."""
+
+    allowed_service_accounts: Names = ()
+    """Service accounts that a job's pods may use besides `default`."""
+    allowed_host_fields: Names = ()
+    allowed_priority_classes: Names = ()
+    copied_labels: Names = ("kueue.x-k8s.io/queue-name",)
+    """Labels of a job that its pods get too. Never all of them: a GitOps tool would take the pods for its own."""
+
+    workers: int = Field(16, ge=1)
+    """Jobs looked at in parallel."""
+    parallel_creates: int = Field(50, ge=1)
+    """Requests that create or delete objects in parallel, over all jobs."""
+    leader_connections: int = Field(1000, ge=1)
+    resync_seconds: float = Field(300.0, gt=0)
+    request_timeout: float = Field(30.0, gt=0)
+
+    lease_name: str = "everstep-operator"
+    pod_namespace: str = "everstep-system"
+    """Where the Lease and the operator key are."""
+    pod_uid: str = ""
+    """Who holds the Lease. A container that is restarted keeps its pod's UID and goes on at once."""
+    key_folder: Path = Path("/etc/everstep/key")
+
+    bind: str = "0.0.0.0"  # noqa: S104 (the kubelet probes from outside of the pod; the chart's NetworkPolicy narrows it)
+    health_port: int = Field(8080, ge=0, le=65535)
+    metrics_port: int = Field(9090, ge=-1, le=65535)
+    """-1: no metrics."""
+    stuck_seconds: float = Field(600.0, gt=0)
+    """`/healthz` fails when one look at one job takes longer."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    log_format: Literal["json", "text"] = "json"
+
+    @classmethod
+    def load(cls, environment: Mapping[str, str], flags: Mapping[str, Any] | None = None) -> Self:
+        """Flags win over variables; an empty variable is an absent one. `POD_UID` and `POD_NAMESPACE` have no prefix:
+        the chart fills them from the pod's own fields."""
+        values: dict[str, Any] = {}
+        for name in cls.model_fields:
+            variable = name.upper() if name.startswith("pod_") else PREFIX + name.upper()
+            if environment.get(variable):
+                values[name] = environment[variable]
+        values.update({name: value for name, value in (flags or {}).items() if value is not None})
+        return cls(**values)
