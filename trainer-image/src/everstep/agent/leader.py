@@ -59,9 +59,7 @@ class _Generation:
 
 
 class Leader:
-    def __init__(
-        self, config: Config, incarnation: str, now: float, wall: float, free_port: Callable[[], int]
-    ) -> None:
+    def __init__(self, config: Config, incarnation: str, now: float, wall: float, free_port: Callable[[], int]) -> None:
         """`wall` is the time of day at `now`, in seconds; `free_port` finds a port for MASTER_PORT on this node."""
         self.config = config
         self.incarnation = incarnation
@@ -237,8 +235,8 @@ class Leader:
             self._look_at(now, self._current, index, report)
         self._advance(now)
 
-    def beat(self, now: float, generation: int, ranks: Iterable[protocol.RankProgress]) -> None:
-        if generation == self.generation and self.phase in (STARTING, RUNNING):
+    def beat(self, now: float, epoch: int, generation: int, ranks: Iterable[protocol.RankProgress]) -> None:
+        if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING):
             self.meter.update(now, now + self._wall_offset, ranks)
             self._advance(now)
 
@@ -390,6 +388,7 @@ class Leader:
             started_at=current.started_at + self._wall_offset,
             ended_at=now + self._wall_offset,
         )
+
     def _end(self, outcome: Outcome) -> None:
         self.outcome = outcome
         self._enter(ENDED)

@@ -43,9 +43,7 @@ def encode(message: dict[str, Any]) -> bytes:
 
 
 class Link:
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, outgoing: str
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, outgoing: str) -> None:
         self._reader = reader
         self._writer = writer
         self._key = key

@@ -1,0 +1,41 @@
+"""Entry of the zipapp. Any Python from 2.7 on must be able to read this file, in order to say that it is too old."""
+
+# mypy: disable-error-code="no-untyped-def,no-untyped-call,str-format"
+
+import json
+import os
+import signal
+import sys
+
+CANNOT_RUN = 120
+TERMINATION_LOG = "/dev/termination-log"
+
+
+def _cannot_run(why):
+    message = "the agent cannot run in this image: " + why
+    sys.stderr.write("everstep: " + message + "\n")
+    sys.stderr.flush()
+    if sys.argv[1:2] == ["run"] and "--local" not in sys.argv:
+        try:
+            with open(TERMINATION_LOG, "w") as log:  # noqa: PTH123 - pathlib is younger than what may read this
+                log.write(json.dumps({"result": "unusable", "exitCode": CANNOT_RUN, "message": message}))
+        except (IOError, OSError):  # noqa: UP024 - two classes in Python 2
+            pass
+    sys.exit(CANNOT_RUN)
+
+
+def _start():
+    # PID 1 has no default handlers: until the agent sets its own, a TERM would be lost.
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
+    version = "Python %d.%d.%d (%s)" % (tuple(sys.version_info[:3]) + (sys.executable,))  # noqa: UP031, RUF005
+    if sys.version_info < (3, 9):  # noqa: UP036
+        _cannot_run(version + " is too old, it needs 3.9 or newer")
+    try:
+        from everstep.agent.main import main
+    except (ImportError, SyntaxError) as error:
+        _cannot_run("%s: %s" % (version, error))  # noqa: UP031
+    sys.exit(main(sys.argv[1:]))
+
+
+if __name__ == "__main__":
+    _start()

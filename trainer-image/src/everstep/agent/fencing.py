@@ -1,0 +1,88 @@
+"""Leases, and what happens without one.
+
+A leader's lease is renewed by the operator's authenticated polls or, while those are missing, by any TLS answer of the
+API server: both prove that this side of a partition is the one where pods are replaced. Pings carry the age of that
+renewal to the nodes, so that all of them expire within one fence timeout of it, however the network was cut.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+PROBE_SECONDS = 3.0
+_TLS_ALERT, _TLS_HANDSHAKE = 0x15, 0x16
+
+
+class Lease:
+    def __init__(self, timeout: float, now: float) -> None:
+        self.timeout = timeout
+        self.renewed = now
+
+    def renew(self, now: float, age: float = 0.0) -> None:
+        """`age`: how long ago, in seconds, whoever renews us was renewed itself."""
+        self.renewed = max(self.renewed, now - max(age, 0.0))
+
+    def age(self, now: float) -> float:
+        return max(0.0, now - self.renewed)
+
+    def expired(self, now: float) -> bool:
+        return self.age(now) >= self.timeout
+
+    def wants_probe(self, now: float) -> bool:
+        return self.age(now) >= self.timeout / 2
+
+
+class FenceFile:
+    """`fence.json`: the fencing token of this node's ranks and whether it still holds.
+
+    Written whole before any rank of a generation starts; the checkpoint library reads it before it publishes. A rank
+    whose own (epoch, generation) is not the file's is of an older generation and must not publish either.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._written: dict[str, object] | None = None
+
+    def write(self, epoch: int, generation: int, fenced: bool) -> None:
+        state: dict[str, object] = {"epoch": epoch, "generation": generation, "fenced": fenced}
+        if state == self._written:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self._path.with_name(self._path.name + ".new")
+        fresh.write_text(json.dumps(state))
+        os.replace(fresh, self._path)  # noqa: PTH105 - atomic: a reader sees the old state or the new, never half
+        self._written = state
+
+
+def api_server(environ: Mapping[str, str]) -> tuple[str, int] | None:
+    """Where the API server is, for a process in a pod."""
+    host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "")
+    return (host, int(port)) if host and port.isdecimal() else None
+
+
+async def answers_tls(host: str, port: int) -> bool:
+    """True if something there answers a TLS greeting, be it with an alert. Needs neither the ssl module nor a token."""
+    try:
+        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_SECONDS)
+    except (OSError, asyncio.TimeoutError):
+        return False
+    try:
+        writer.write(client_hello())
+        first = await asyncio.wait_for(reader.readexactly(1), PROBE_SECONDS)
+        return first[0] in (_TLS_ALERT, _TLS_HANDSHAKE)
+    except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+        return False
+    finally:
+        writer.transport.abort()
+
+
+def client_hello() -> bytes:
+    """A minimal ClientHello of TLS 1.2 (RFC 5246, 7.4.1.2): one cipher suite, no extensions."""
+    suites = bytes.fromhex("c02f")  # ECDHE_RSA_WITH_AES_128_GCM_SHA256
+    body = b"\x03\x03" + os.urandom(32) + b"\x00" + len(suites).to_bytes(2, "big") + suites + b"\x01\x00"
+    handshake = b"\x01" + len(body).to_bytes(3, "big") + body
+    return b"\x16\x03\x01" + len(handshake).to_bytes(2, "big") + handshake

@@ -1,0 +1,391 @@
+"""The agent on every node: obeys the newest leader, runs one generation of ranks at a time.
+
+It knows no addresses and makes no decisions, but two: a leader that is not the newest is refused, and without any
+leader for the fence timeout its ranks lose the right to publish checkpoints (`checkpoint`) or to run (`strict`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import signal
+from dataclasses import dataclass
+from typing import Any, Callable, Protocol
+
+from . import auth
+from .config import Config, Place
+from .events import DaemonExited, DaemonOutput, Event, LauncherExited, Layout, Progress, RankExited, RankStarted
+from .fencing import FenceFile, Lease
+from .http import HttpError, Request, Response
+from .link import Channel, Link, LinkClosed
+from .protocol import FAILED, FENCED_RESULT, LEFT, UNCLEAN, Exit, Hello, RankProgress, Report
+from .report import say
+
+MERGE_SECONDS = 0.02  # ranks start together: one report for all of them
+
+
+class Processes(Protocol):
+    """What a node needs of its supervisor; see supervisor.Supervisor."""
+
+    async def start(self, layout: Layout) -> None: ...
+    async def stop(self, grace: float) -> str | None: ...
+    def signal(self, signum: int) -> None: ...
+    async def spawn(self, daemon: str, argv: list[str], env: dict[str, str]) -> None: ...
+    def kill_daemon(self, daemon: str) -> None: ...
+    def daemon_output(self, daemon: str, stream: str, data: bytes) -> None: ...
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Ended:
+    """Why this agent leaves."""
+
+    result: str
+    exit_code: int
+    message: str
+
+
+class Node:
+    def __init__(self, config: Config, place: Place, incarnation: str, clock: Callable[[], float]) -> None:
+        self.config = config
+        self.incarnation = incarnation
+        self.epoch = config.epoch  # of the newest leader; never goes back
+        self.order = (0, 0)  # (epoch, generation) of the newest ranks
+        self.leaving = False
+        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.processes: Processes  # set by `run_with`: the supervisor needs `emit`
+        self._clock = clock
+        self._token = b""
+        self._lease = Lease(config.fence_timeout, clock())
+        self._fence = FenceFile(place.scratch / "fence.json")
+        self._fenced = False
+        self._channel: Channel | None = None
+        self._heard = 0.0
+        self._started: set[int] = set()
+        self._exits: list[Exit] = []
+        self._clean = True
+        self._unclean = ""
+        self._progress: dict[int, RankProgress] = {}
+        self._starting: asyncio.Task[None] | None = None
+        self._stopping: asyncio.Task[None] | None = None
+        self._stop_at = 0.0  # when the stop under way will KILL
+        self._report_handle: asyncio.TimerHandle | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._housekeeper = asyncio.get_running_loop().create_task(self._housekeep())
+
+    def run_with(self, processes: Processes, token: bytes) -> None:
+        self.processes = processes
+        self._token = token
+
+    @property
+    def address(self) -> str:
+        host = self.config.pod_ip
+        return f"[{host}]:{self.config.port}" if ":" in host else f"{host}:{self.config.port}"
+
+    @property
+    def exits(self) -> list[Exit]:
+        return self._exits
+
+    # ---- the leader's link
+
+    async def accept(self, request: Request) -> Response:
+        """POST /v1/link: a leader dials. One of a lower epoch is told so, and must not lead any more."""
+        body = request.json()
+        epoch, index, uid = body.get("epoch"), body.get("index"), body.get("uid")
+        if not isinstance(epoch, int) or isinstance(epoch, bool):
+            raise HttpError(400, "epoch must be a number")
+        if uid != self.config.job_uid or index != self.config.index or self.config.leads:
+            raise HttpError(409, f"this is node {self.config.index} of job {self.config.job_uid}")
+        if epoch < self.epoch:
+            return Response.of({"error": "there is a newer leader", "epoch": self.epoch}, 409)
+        if self.leaving or self.ended.done():
+            raise HttpError(503, "this agent leaves")
+        self.epoch = epoch
+        key = auth.link_key(self._token, request.nonce, request.client)
+
+        async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            await self._obey(Link(reader, writer, key, auth.TO_LEADER), epoch)
+
+        return Response(101, upgrade=run)
+
+    async def _obey(self, link: Link, epoch: int) -> None:
+        if epoch < self.epoch:
+            return  # a newer leader came between the answer and now
+        self.attach(link)
+        try:
+            while True:
+                message = await link.receive()
+                if self._channel is not link:
+                    return
+                self.handle(message)
+        except (LinkClosed, ValueError, KeyError, TypeError) as error:
+            if self._channel is link and not self.ended.done():
+                say(f"lost the leader: {error}")
+        finally:
+            link.close()
+            if self._channel is link:
+                self._channel = None
+
+    def attach(self, channel: Channel) -> None:
+        if self._channel is not None:
+            self._channel.close()
+        self._channel = channel
+        self._heard = self._clock()
+        hello = Hello(
+            index=self.config.index,
+            pod_uid=self.config.pod_uid,
+            address=self.address,
+            incarnation=self.incarnation,
+            epoch=self.order[0],
+            generation=self.order[1],
+            clean=self._clean,
+            unclean=self._unclean,
+        )
+        channel.send(hello.to_json())
+
+    def handle(self, message: dict[str, Any]) -> None:
+        """One message of the leader. Malformed ones raise: leader and agent do not fit, and the link ends."""
+        self._heard = self._clock()
+        kind = message["type"]
+        if kind == "ping":
+            self._lease.renew(self._heard, float(message["age"]))
+            self._look_at_lease()
+        elif kind == "start":
+            self._start(layout_from(message, self.config.index))
+        elif kind == "stop":
+            # A leader may stop what an older one started, but a late word must not stop a newer generation.
+            if (self.epoch, int(message["generation"])) >= self.order:
+                self.stop(float(message["graceSeconds"]))
+        elif kind == "end":
+            self._end(Ended(str(message["result"]), int(message["exitCode"]), str(message["message"])))
+        elif kind == "spawn":
+            self._background(self.processes.spawn(message["daemon"], list(message["argv"]), dict(message["env"])))
+        elif kind == "kill":
+            self.processes.kill_daemon(message["daemon"])
+
+    # ---- generations
+
+    def _start(self, layout: Layout) -> None:
+        order = (layout.epoch, layout.generation)
+        if layout.epoch != self.epoch or order <= self.order or self.leaving or not self._clean or self.ended.done():
+            self._report_soon(0)
+            return
+        self.order = order
+        self._started, self._exits, self._progress = set(), [], {}
+        self._clean = False
+        self._fenced = self._lease.expired(self._clock())
+        self._starting = self._background(self._run_start(layout))
+
+    async def _run_start(self, layout: Layout) -> None:
+        try:
+            self._fence.write(*self.order, fenced=self._fenced)
+            await self.processes.start(layout)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            say(f"generation {layout.generation} cannot start here: {error}")
+            self._exits.append(Exit(None, 1, message=f"the ranks cannot be started: {error}"))
+            self._report_soon(0)
+
+    def stop(self, grace: float) -> None:
+        """Stops all ranks. A second call may shorten the grace, never prolong it."""
+        if self._clean:
+            self._report_soon(0)
+            return
+        kill_at = self._clock() + grace
+        before = self._stopping
+        if before is not None and not before.done():
+            if kill_at >= self._stop_at - 0.5:
+                return
+            before.cancel()
+        self._stop_at = kill_at
+        self._stopping = self._background(self._run_stop(grace, before))
+
+    async def _run_stop(self, grace: float, before: asyncio.Task[None] | None) -> None:
+        for task in (before, self._starting):
+            if task is not None and not task.done():
+                task.cancel()
+                await asyncio.wait([task])
+        why = await self.processes.stop(grace)
+        self._clean, self._unclean = why is None, why or ""
+        if why:
+            say(f"this node is not clean: {why}")
+        self._report_soon(0)
+
+    def emit(self, event: Event) -> None:
+        """What the supervisor saw. Events of an older generation are late, and of no interest."""
+        if isinstance(event, DaemonOutput):
+            data = base64.b64encode(event.data).decode()
+            self._send({"type": "output", "daemon": event.daemon, "stream": event.stream, "data": data})
+        elif isinstance(event, DaemonExited):
+            self._send({"type": "exit", "daemon": event.daemon, "exitCode": event.exit_code})
+        elif event.generation != self.order[1]:
+            return
+        elif isinstance(event, RankStarted):
+            self._started.add(event.rank)
+            self._report_soon(MERGE_SECONDS)
+        elif isinstance(event, Progress):
+            self._progress[event.rank] = RankProgress(
+                event.rank, event.step, event.total, event.phase, dict(event.metrics)
+            )
+        elif isinstance(event, (RankExited, LauncherExited)):
+            end = exit_of(event)
+            self._exits.append(end)
+            if end.rank is not None:
+                self._started.add(end.rank)
+            self._report_soon(0)
+
+    # ---- leaving
+
+    async def leave(self, grace: float) -> None:
+        """This pod was told to stop: the leader hears of it at once, the ranks get TERM and their grace."""
+        if not self.leaving:
+            self.leaving = True
+            self._send({"type": "leaving"})
+        self.stop(grace)
+        while self._stopping is not None and not self._stopping.done():
+            await asyncio.wait([self._stopping])
+        code = next((e.exit_code for e in self._exits if not e.ok), 128 + signal.SIGTERM)
+        result = UNCLEAN if self._unclean else LEFT
+        self._end(Ended(result, code, self._unclean or "the pod was told to stop"))
+
+    def _end(self, ended: Ended) -> None:
+        if not self.ended.done():
+            self.ended.set_result(ended)
+
+    async def finish(self, result: str) -> None:
+        """After the end: nothing of the job stays behind in the pod."""
+        if self._report_handle is not None:
+            self._report()
+        if not self._clean:
+            # A failed generation has had its grace; after a success whoever is left has no reason to hesitate.
+            self.stop(self.config.restart_grace if result != FAILED else 0.0)
+            while self._stopping is not None and not self._stopping.done():
+                await asyncio.wait([self._stopping])
+        self._housekeeper.cancel()
+        if self._channel is not None:
+            if isinstance(self._channel, Link):
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._channel.flushed(), 2.0)
+            self._channel.close()
+
+    # ---- time
+
+    async def _housekeep(self) -> None:
+        beat_at = 0.0
+        while True:
+            await asyncio.sleep(min(1.0, self.config.fence_timeout / 4 or 1.0))
+            now = self._clock()
+            self._look_at_lease()
+            channel = self._channel
+            if isinstance(channel, Link) and now - self._heard > self.config.silence:
+                say(f"lost the leader: silent for {self.config.silence:g} s")
+                self._channel = None
+                channel.close()
+            elif channel is not None and now >= beat_at:
+                beat_at = now + self.config.heartbeat * 0.99
+                self._beat(channel)
+
+    def _beat(self, channel: Channel) -> None:
+        changed, self._progress = list(self._progress.values()), {}
+        channel.send(
+            {
+                "type": "beat",
+                "epoch": self.order[0],
+                "generation": self.order[1],
+                "ranks": [p.to_json() for p in changed],
+            }
+        )
+
+    def _look_at_lease(self) -> None:
+        expired = self._lease.expired(self._clock())
+        if expired == self._fenced or self.order == (0, 0):
+            return
+        self._fenced = expired
+        if expired:
+            say(f"no word from the leader for {self.config.fence_timeout:g} s: fenced ({self.config.fencing})")
+        # A token given back under `strict` would do no harm, but its ranks are gone: only `checkpoint` goes on.
+        self._fence.write(*self.order, fenced=expired or self.config.fencing == "strict")
+        if expired and self.config.fencing == "strict" and not self._clean:
+            self.stop(self.config.restart_grace)
+
+    # ---- reports
+
+    def last_word(self, ended: Ended) -> dict[str, Any]:
+        """The termination message. The node's own failure tells more than the job's, where there is one."""
+        own = next((e for e in self._exits if not e.ok), None) if ended.result != "succeeded" else None
+        return {
+            "result": FENCED_RESULT if self._fenced and ended.result == LEFT else ended.result,
+            "epoch": self.epoch,
+            "generation": self.order[1],
+            "index": self.config.index,
+            "rank": own.rank if own else None,
+            "exitCode": ended.exit_code,
+            "message": own.message if own and own.message else ended.message,
+            "logTail": list(own.log_tail) if own else [],
+        }
+
+    def _report_soon(self, delay: float) -> None:
+        if self._report_handle is not None:
+            if delay > 0:
+                return
+            self._report_handle.cancel()
+        self._report_handle = asyncio.get_running_loop().call_later(delay, self._report)
+
+    def _report(self) -> None:
+        if self._report_handle is not None:
+            self._report_handle.cancel()
+            self._report_handle = None
+        report = Report(*self.order, len(self._started), tuple(self._exits), self._clean, self._unclean)
+        self._send(report.to_json())
+
+    def _send(self, message: dict[str, Any]) -> None:
+        if self._channel is not None:
+            self._channel.send(message)
+
+    def _background(self, work: Any) -> asyncio.Task[None]:
+        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+        return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and task.exception() is not None:
+            # Nobody can say in which state the node is: the operator replaces it.
+            self._unclean = f"the agent failed: {task.exception()!r}"
+            say(self._unclean)
+            self._report_soon(0)
+
+
+def exit_of(event: RankExited | LauncherExited) -> Exit:
+    if isinstance(event, LauncherExited):
+        return Exit(None, event.exit_code, message=event.message, log_tail=tuple(event.log_tail), launcher=True)
+    return Exit(event.rank, event.exit_code, event.signal, event.oom, event.message, tuple(event.log_tail))
+
+
+def layout_to(layout: Layout) -> dict[str, Any]:
+    """The `start` message, the same for every node."""
+    return {
+        "type": "start",
+        "epoch": layout.epoch,
+        "generation": layout.generation,
+        "layout": {"hosts": layout.hosts, "ports": layout.ports, "procsPerNode": layout.procs_per_node},
+        "masterAddr": layout.master_addr,
+        "masterPort": layout.master_port,
+    }
+
+
+def layout_from(message: dict[str, Any], index: int) -> Layout:
+    layout = message["layout"]
+    return Layout(
+        epoch=int(message["epoch"]),
+        generation=int(message["generation"]),
+        hosts=tuple(str(h) for h in layout["hosts"]),
+        ports=tuple(int(p) for p in layout["ports"]),
+        node_index=index,
+        procs_per_node=int(layout["procsPerNode"]),
+        master_addr=str(message["masterAddr"]),
+        master_port=int(message["masterPort"]),
+    )

@@ -1,0 +1,70 @@
+"""What an agent leaves behind: the termination message, the failure file, and its own few log lines."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any, Callable
+
+from .protocol import bounded_tail
+
+MAX_TERMINATION = 4096
+MAX_FAILURE = 1024  # what SageMaker shows of /opt/ml/output/failure
+CANNOT_RUN = 120
+
+
+_write: Callable[[str], None] | None = None
+
+
+def through(write: Callable[[str], None] | None) -> None:
+    """From now on, lines go this way: a log that nobody reads must not stop the agent. None: straight to stderr."""
+    global _write
+    _write = write
+
+
+def say(text: str) -> None:
+    """One line for the people who read the pod's log."""
+    if _write is not None:
+        _write(f"everstep: {text}")
+    else:
+        print(f"everstep: {text}", file=sys.stderr, flush=True)
+
+
+def exit_code(code: int) -> int:
+    """120 is reserved for "the agent cannot run in this image"; Python itself uses it when a flush at exit fails."""
+    return 1 if code == CANNOT_RUN else code & 0xFF
+
+
+def termination(word: dict[str, Any]) -> bytes:
+    """JSON of at most 4,096 bytes: what tells least goes first, from the start of the log tail to the message."""
+    word = dict(word)
+    word["logTail"] = bounded_tail(word.get("logTail", ()))
+    while True:
+        data = json.dumps(word, separators=(",", ":")).encode()
+        if len(data) <= MAX_TERMINATION:
+            return data
+        if word["logTail"]:
+            word["logTail"] = word["logTail"][1:]
+        else:
+            word["message"] = str(word.get("message", ""))[: len(str(word.get("message", ""))) // 2]
+
+
+def leave_word(path: Path, word: dict[str, Any]) -> None:
+    try:
+        path.write_bytes(termination(word))
+    except OSError as error:
+        say(f"cannot write {path}: {error.strerror}")
+
+
+def leave_failure(output: Path, message: str, log_tail: tuple[str, ...]) -> None:
+    """`/opt/ml/output/failure`, unless the user's own program has said there why it failed."""
+    path = output / "failure"
+    try:
+        if path.exists() and path.stat().st_size > 0:
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = "\n".join([message, *log_tail])[:MAX_FAILURE]
+        path.write_text(text, encoding="utf-8", errors="replace")
+    except OSError as error:
+        say(f"cannot write {path}: {error.strerror}")
