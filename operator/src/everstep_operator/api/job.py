@@ -161,15 +161,21 @@ _ALWAYS_THERE = ("image", "numNodes", "distribution", "restart.fencing", "restar
 def _same(field: str) -> str:
     # Optional field selection (`self.?x == oldSelf.?x`) would be shorter, but its cost is estimated as unlimited.
     equal = f"self.{field} == oldSelf.{field}"
-    return equal if field in _ALWAYS_THERE else f"(has(self.{field}) ? has(oldSelf.{field}) && {equal} : !has(oldSelf.{field}))"
+    return (
+        equal
+        if field in _ALWAYS_THERE
+        else f"(has(self.{field}) ? has(oldSelf.{field}) && {equal} : !has(oldSelf.{field}))"
+    )
+
+
+FIXED = "cannot change while the job is active"
 
 
 def _fixed(field: str) -> UpdateRule:
     value_of = attrgetter(".".join(to_snake(part) for part in field.split(".")))
     return UpdateRule(
         f"self.suspend || oldSelf.suspend || {_same(field)}",
-        f"{field} cannot change while the job is active: set spec.suspend to true, change it, "
-        "then set suspend to false",
+        f"{field} {FIXED}: set spec.suspend to true, change it, then set suspend to false",
         lambda new, old: new.suspend or old.suspend or value_of(new) == value_of(old),
         f".{field}",
     )

@@ -19,10 +19,15 @@ class Toleration(ApiModel):
     """A Kubernetes toleration."""
 
     key: Annotated[str, Pattern(f"^$|{LABEL_KEY}", 317)] = ""
+    """Taint key; empty matches every taint (with `Exists`)."""
     operator: Literal["Exists", "Equal"] = "Equal"
+    """`Exists` matches every value."""
     value: LabelValue | None = None
+    """The taint's value."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """Absent: all effects."""
     toleration_seconds: Annotated[int, Field(ge=0, le=2**31 - 1), Whole] | None = None
+    """How long a `NoExecute` taint is tolerated; absent: for ever."""
 
 
 class TrainingPoolSpec(ApiModel):
@@ -42,7 +47,7 @@ class TrainingPoolSpec(ApiModel):
     """Price of one node for one hour, in the currency of your choice. Absent: no cost is reported."""
     topology_label: LabelKey | None = None
     """Node label whose values name groups of well connected nodes. Absent: nodes are equal."""
-    allowed_namespaces: list[NamespaceChoice] = Field(default_factory=lambda: [ALL], max_length=512)
+    allowed_namespaces: list[NamespaceChoice] = Field(default=[ALL], max_length=512)
     """Namespaces whose jobs may use the pool; `"*"` is all. No wall: a pod can select nodes without a pool."""
 
     def allows(self, namespace: str) -> bool:

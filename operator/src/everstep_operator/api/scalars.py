@@ -203,9 +203,8 @@ class ListMap:
         for item in items:
             name = self.of(item)
             if name in seen:
-                raise PydanticCustomError(
-                    "duplicate", 'Duplicate value: {{"{key}":"{name}"}}', {"key": self.key, "name": str(name)}
-                )
+                text = f'Duplicate value: {{"{self.key}":"{name}"}}'
+                raise PydanticCustomError("duplicate", "{text}", {"text": text})
             seen.add(name)
         return items
 

@@ -88,8 +88,11 @@ class Progress(StatusModel):
     """How far the training is, as the trainer reports it; at most every 30 s."""
 
     step: Count
+    """The last step that rank 0 reported."""
     total_steps: Count | None = None
+    """Steps in all."""
     steps_per_second: Seconds | None = None
+    """Recent rate."""
 
 
 class Charge(StatusModel):

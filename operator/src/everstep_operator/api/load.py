@@ -1,0 +1,234 @@
+"""From a file of manifests to models, with errors that say where, what and what to do.
+
+The words are the API server's own where it has any, so that a message means the same before and after `kubectl apply`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from everstep_operator.api.base import ApiModel
+from everstep_operator.api.crdgen import Schema, json_schema
+from everstep_operator.api.meta import API_VERSION, GROUP
+from everstep_operator.api.resources import RESOURCES, Resource
+from everstep_operator.api.rules import RULE_ERROR
+from everstep_operator.api.scalars import DURATION, QUANTITY
+from everstep_operator.api.yaml11 import Document, YamlError, documents
+
+Path_ = tuple[str | int, ...]
+
+_EXPECTED = {
+    "string_type": "string", "int_type": "integer", "int_from_float": "integer", "bool_type": "boolean",
+    "float_type": "number", "list_type": "array", "dict_type": "object", "model_type": "object",
+    "int_or_string": "integer,string",
+}  # fmt: skip
+_HINTS = {DURATION: "write it like 45s, 10m, 1h30m or 2d", QUANTITY: "write it like 500m, 2, 1.5 or 4Gi"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong with an object."""
+
+    path: Path_
+    message: str
+    hint: str = ""
+    """What to do, where the message does not say it."""
+
+    @property
+    def field(self) -> str:
+        """The path as the API server writes it: ``spec.pools[1].name``."""
+        return dotted(self.path)
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.message}" + (f" ({self.hint})" if self.hint else "")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A problem and where it is written."""
+
+    file: str
+    line: int
+    document: int
+    problem: Problem
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: document {self.document}: {self.problem}"
+
+
+class ManifestError(ValueError):
+    """A file has mistakes; ``findings`` are all of them."""
+
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        super().__init__("\n".join(str(finding) for finding in findings))
+        self.findings = tuple(findings)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What a file holds."""
+
+    objects: list[ApiModel] = field(default_factory=list)
+    """TrainingJobs and TrainingPools."""
+    skipped: list[str] = field(default_factory=list)
+    """Kinds of other groups, which are not judged."""
+
+
+def load(path: Path) -> Loaded:
+    """Read a file. Raises :class:`ManifestError` with every mistake in it, ``OSError`` if it cannot be read."""
+    return load_text(path.read_text(encoding="utf-8"), str(path))
+
+
+def load_text(text: str, name: str) -> Loaded:
+    """Read manifests; ``name`` stands for the file in messages. Raises :class:`ManifestError`."""
+    loaded, findings, document = Loaded(), [], 0
+    try:
+        for found in documents(text):
+            document = found.number
+            made = [Finding(name, found.line(p.path), document, p) for p in _read(found, loaded)]
+            findings += sorted(made, key=lambda finding: finding.line)
+    except YamlError as error:
+        findings.append(Finding(name, error.line, document + 1, Problem((), f"no valid YAML: {error}")))
+    if not findings and not loaded.objects and not loaded.skipped:
+        findings.append(Finding(name, 1, 1, Problem((), "no object in the file")))
+    if findings:
+        raise ManifestError(findings)
+    return loaded
+
+
+def _read(document: Document, loaded: Loaded) -> Iterator[Problem]:
+    data = document.data
+    if not isinstance(data, dict):
+        yield Problem((), f'must be of type object: "{_type(data)}"', "a manifest starts with apiVersion and kind")
+        return
+    version, kind = data.get("apiVersion"), data.get("kind")
+    for name, value in (("apiVersion", version), ("kind", kind)):
+        if not isinstance(value, str):
+            yield Problem((name,), "Required value", f"everstep's are {API_VERSION}, TrainingJob and TrainingPool")
+            return
+    if str(version).partition("/")[0] != GROUP:
+        loaded.skipped.append(str(kind))
+        return
+    resource = next((r for r in RESOURCES if r.kind == kind), None)
+    if version != API_VERSION or resource is None:
+        known = " and ".join(resource.kind for resource in RESOURCES)
+        yield Problem((), f'no matches for kind "{kind}" in version "{version}"', f"{API_VERSION} has {known}")
+        return
+    if not data.get("metadata", {}) or not isinstance(data["metadata"], dict) or not _named(data["metadata"]):
+        yield Problem(("metadata", "name"), "Required value", "name or generateName is required")
+        return
+    try:
+        loaded.objects.append(resource.model.parse(data))
+    except ValidationError as error:
+        yield from explain(error, resource)
+
+
+def _named(metadata: dict[str, Any]) -> bool:
+    return bool(metadata.get("name") or metadata.get("generateName"))
+
+
+def explain(error: ValidationError, resource: Resource) -> list[Problem]:
+    """What ``resource.model.parse`` found, in the API server's words."""
+    return [problem for details in error.errors(include_url=False) for problem in _explain(details, resource)]
+
+
+def _explain(error: ErrorDetails, resource: Resource) -> Iterator[Problem]:
+    path, given, context = tuple(error["loc"]), error["input"], error.get("ctx", {})
+    match error["type"]:
+        case "missing":
+            yield Problem(path, "Required value", _meaning(path, resource))
+        case "extra_forbidden":
+            yield Problem(path, f'unknown field "{dotted(path)}"', _similar(path, resource))
+        case kind if kind in _EXPECTED:
+            yield Problem(path, f'must be of type {_EXPECTED[kind]}: "{_type(given)}"', _quote(kind, given))
+        case "literal_error" | "enum":
+            known = ", ".join(json.dumps(value) for value in _schema_at(path, resource).get("enum", []))
+            yield Problem(path, f"Unsupported value: {json.dumps(given)}: supported values: {known}")
+        case "greater_than_equal":
+            yield Problem(path, f"should be greater than or equal to {_number(context['ge'])}")
+        case "less_than_equal":
+            yield Problem(path, f"should be less than or equal to {_number(context['le'])}")
+        case "string_too_long":
+            yield Problem(path, f"Too long: may not be more than {context['max_length']} bytes")
+        case "string_too_short":
+            yield Problem(path, f"should be at least {context['min_length']} chars long")
+        case "too_long":
+            yield Problem(path, f"Too many: {len(given)}: must have at most {context['max_length']} items")
+        case "too_short":
+            yield Problem(path, f"should have at least {context['min_length']} items")
+        case "pattern" | "string_pattern_mismatch":
+            yield Problem(path, f"should match '{context['pattern']}'", _HINTS.get(context["pattern"], ""))
+        case kind if kind == RULE_ERROR:
+            for below, message in context["failed"]:
+                yield Problem((*path, *below.split(".")[1:]), message)
+        case _:
+            yield Problem(path, error["msg"])
+
+
+def dotted(path: Path_) -> str:
+    """``("spec", "pools", 1, "name")`` as ``spec.pools[1].name``."""
+    text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
+    return text.removeprefix(".") or "<object>"
+
+
+def _type(value: Any) -> str:
+    match value:
+        case None:
+            return "null"
+        case bool():
+            return "boolean"
+        case int():
+            return "integer"
+        case float():
+            return "number"
+        case str():
+            return "string"
+        case list():
+            return "array"
+        case _:
+            return "object"
+
+
+def _number(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _quote(kind: str, given: Any) -> str:
+    if kind == "string_type" and isinstance(given, bool | int | float):
+        return f"put it in quotes: {json.dumps(json.dumps(given))}"
+    if kind in ("int_type", "bool_type", "float_type") and isinstance(given, str):
+        return "write it without quotes"
+    return ""
+
+
+@cache
+def _schema(resource: Resource) -> Schema:
+    return json_schema(resource)
+
+
+def _schema_at(path: Path_, resource: Resource) -> Schema:
+    schema = _schema(resource)
+    for step in path:
+        below = schema.get("items") if isinstance(step, int) else schema.get("properties", {}).get(step)
+        schema = below or schema.get("additionalProperties") or {}
+    return schema
+
+
+def _meaning(path: Path_, resource: Resource) -> str:
+    text: str = _schema_at(path, resource).get("description", "")
+    return text.rstrip(".")
+
+
+def _similar(path: Path_, resource: Resource) -> str:
+    known = list(_schema_at(path[:-1], resource).get("properties", {}))
+    close = difflib.get_close_matches(str(path[-1]), known, n=1)
+    return f"did you mean {close[0]}?" if close else f"known fields: {', '.join(sorted(known))}" if known else ""
