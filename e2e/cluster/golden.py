@@ -63,12 +63,12 @@ def ensure(archives: Mapping[str, Path], keys: Mapping[str, str] | None = None) 
         held = images()
         new: dict[str, str] = {}
         for name, archive in archives.items():
-            if not archive.exists() and name not in keys:
-                if name not in held:
-                    raise ClusterError(f"image {name}: there is no archive {archive}")
+            if name in held and name not in keys and not archive.exists():
                 continue
             key = keys.get(name) or oci.content_key(archive)
             if held.get(name) != key:
+                if not archive.exists():
+                    raise ClusterError(f"image {name}: there is no archive {archive}")
                 new[name] = key
         if new:
             with _containerd() as socket:
@@ -86,6 +86,20 @@ def ensure_pause() -> None:
     archive = cache_dir() / "pause.tar"
     oci.write_archive(archive, node_config.PAUSE_IMAGE, {"pause": program.read_bytes()}, ["/pause"])
     ensure({node_config.PAUSE_IMAGE: archive})
+
+
+@contextmanager
+def archive_of(name: str, archive: Path | None) -> Iterator[Path]:
+    """The given archive if it still exists, else one written from the golden root for the time of the block."""
+    if archive is not None and archive.exists():
+        yield archive
+        return
+    with tempfile.TemporaryDirectory(prefix="everstep-export-", dir=cache_dir()) as folder:
+        written = Path(folder) / "image.tar"
+        with exclusive(LOCK), _containerd() as socket:
+            command = ["ctr", "--address", str(socket), "--namespace", "k8s.io", "images", "export"]
+            _run(*command, str(written), reference(name))
+        yield written
 
 
 def seed(target: Path) -> None:

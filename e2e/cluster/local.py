@@ -18,11 +18,12 @@ from e2e.cluster.network import HOST_ADDRESS, MAX_NODES, Place
 from e2e.cluster.node import Node
 from e2e.cluster.phases import phase
 from e2e.cluster.processes import ProcessTable
-from e2e.cluster.state import PUBLISHED_KUBECONFIG, Shape, cluster_dir, write_atomically
+from e2e.cluster.state import PUBLISHED_KUBECONFIG, Shape, cluster_dir, exclusive, write_atomically
 from e2e.cluster.waiting import until
 
 BACKEND = "local"
 API_PORT = 6443
+LOCK = "cluster"
 
 
 class LocalCluster:
@@ -68,15 +69,94 @@ class LocalCluster:
 
     def up(self, nodes: int | None = None, gpus: int | None = None) -> None:
         """Start the cluster, or bring back what is missing of it; returns at once when all is well."""
-        present = Shape.load(self.folder)
-        if present is not None and self._control_alive():
+        with exclusive(LOCK):
+            if not self._is_complete():
+                self._remove()
+                self._start(Shape(BACKEND, nodes or Shape.nodes, Shape.gpus if gpus is None else gpus))
+                return
+            present = self.shape
             wanted = Shape(BACKEND, nodes or present.nodes, present.gpus if gpus is None else gpus)
             if present != wanted:
                 raise ClusterError(f"a cluster of another shape is up: {present}; run `down` first")
             self._repair()
+
+    def down(self) -> None:
+        """Remove every trace, also of a cluster whose start was interrupted or that a reboot ended."""
+        with exclusive(LOCK):
+            self._remove()
+
+    def is_up(self) -> bool:
+        """Whether every process runs, the API server answers and every node is Ready with its GPUs."""
+        if not self._is_complete() or self._missing_processes():
+            return False
+        with contextlib.suppress(ClusterError):
+            return self.control.ready() and not self._unwell()
+        return False
+
+    # -- images ----------------------------------------------------------------------------------------------------
+
+    def load_images(self, archives: Mapping[str, Path], keys: Mapping[str, str] | None = None) -> None:
+        """Give images to every node, present and future; ``archives`` and ``keys`` as in ``golden.ensure``."""
+        golden.ensure(archives, keys)
+        with exclusive(LOCK):
+            if not self._is_complete():
+                return
+            for node in self.nodes:
+                self._complete_images(node, archives)
+
+    def _complete_images(self, node: Node, archives: Mapping[str, Path]) -> None:
+        missing = node.missing_images()
+        if not missing:
             return
-        self.down()
-        shape = Shape(BACKEND, nodes or Shape.nodes, Shape.gpus if gpus is None else gpus)
+        if node.process is None:
+            node.reseed()
+        elif not self.kubectl.items("pods", "-A", f"--field-selector=spec.nodeName={node.name}"):
+            # Nothing runs there: links instead of another copy of what may be gigabytes.
+            self.restart_node(node.name)
+        else:
+            for name in missing:
+                with golden.archive_of(name, archives.get(name)) as archive:
+                    node.import_image(name, archive)
+
+    # -- faults ----------------------------------------------------------------------------------------------------
+
+    def kill_node(self, name: str) -> None:
+        """Cut a node's power; Kubernetes calls it NotReady 50 s later."""
+        self.node(name).kill()
+
+    def freeze_node(self, name: str) -> None:
+        """Stop every process of a node, daemons and containers, until ``thaw_node``."""
+        self.node(name).freeze()
+
+    def thaw_node(self, name: str) -> None:
+        self.node(name).thaw()
+
+    def partition_node(self, name: str) -> None:
+        """Cut a node off the network, until ``heal_node``; its pods go on running."""
+        self.node(name).partition()
+
+    def heal_node(self, name: str) -> None:
+        self.node(name).heal()
+
+    def restart_node(self, name: str) -> None:
+        """Switch a node off and on; returns when it is Ready with its GPUs, and with every image loaded so far."""
+        node = self.node(name)
+        node.stop()
+        if node.missing_images():
+            node.reseed()
+        node.start(_places(self.shape.nodes))
+        self._wait_nodes([node])
+
+    def restart_apiserver(self) -> None:
+        self.control.restart_apiserver()
+
+    def restart_controllers(self, limits: ClientLimits | None = None) -> None:
+        """Restart controller-manager and scheduler with other client limits (default: their own)."""
+        self.control.restart_controllers(limits)
+
+    # -- parts -----------------------------------------------------------------------------------------------------
+
+    def _start(self, shape: Shape) -> None:
         if not 1 <= shape.nodes <= MAX_NODES:
             raise ClusterError(f"a cluster has 1 to {MAX_NODES} nodes, not {shape.nodes}")
         packages.ensure(packages.NODES)
@@ -100,10 +180,11 @@ class LocalCluster:
                 named.result()
                 until(self._has_default_account, "controller-manager made the default service account", 60)
         write_atomically(PUBLISHED_KUBECONFIG, self.kubeconfig.read_text())
+        self._completed.touch()
 
-    def down(self) -> None:
-        """Remove every trace, also of a cluster whose start was interrupted or that a reboot ended."""
+    def _remove(self) -> None:
         shape = Shape.load(self.folder)
+        self._completed.unlink(missing_ok=True)
         places = {place.index: place for place in network.leftover_places()}
         places |= {place.index: place for place in _places(shape.nodes if shape else 0)}
         nodes = [Node(p, 0, self.folder, golden.node_root(f"node-{p.index}")) for p in places.values()]
@@ -120,67 +201,33 @@ class LocalCluster:
         shutil.rmtree(self.folder, ignore_errors=True)
         PUBLISHED_KUBECONFIG.unlink(missing_ok=True)
 
-    def is_up(self) -> bool:
-        """Whether the control plane answers and every node is Ready with its GPUs."""
-        return Shape.load(self.folder) is not None and self._control_alive() and not self._unwell()
+    @property
+    def _completed(self) -> Path:
+        return self.folder / "completed"
 
-    # -- images ----------------------------------------------------------------------------------------------------
+    def _is_complete(self) -> bool:
+        """Whether ``up`` once came to its end, and the data of that cluster are still served."""
+        return self._completed.exists() and self.processes.find("etcd") is not None
 
-    def load_images(self, archives: Mapping[str, Path], keys: Mapping[str, str] | None = None) -> None:
-        """Give images to every node, present and future; ``archives`` and ``keys`` as in ``golden.ensure``."""
-        golden.ensure(archives, keys)
-        if Shape.load(self.folder) is None:
-            return
-        for node in self.nodes:
-            missing = node.missing_images()
-            if not missing:
-                continue
-            if self._is_idle(node):
-                # Links instead of a second copy of what may be gigabytes.
-                self.restart_node(node.name, fresh_disk=True)
-            else:
-                for name in missing:
-                    if name not in archives or not archives[name].exists():
-                        raise ClusterError(f"{node.name} runs pods and lacks {name}: its archive is needed again")
-                    node.import_image(name, archives[name])
+    def _missing_processes(self) -> set[str]:
+        needed = {"etcd", "kube-apiserver", CONTROLLER_MANAGER, SCHEDULER, dns.NAME}
+        return {name for name in needed if self.processes.find(name) is None}
 
-    # -- faults ----------------------------------------------------------------------------------------------------
-
-    def kill_node(self, name: str) -> None:
-        """Cut a node's power; Kubernetes calls it NotReady 50 s later."""
-        self.node(name).kill()
-
-    def freeze_node(self, name: str) -> None:
-        """Stop every process of a node, daemons and containers, until ``thaw_node``."""
-        self.node(name).freeze()
-
-    def thaw_node(self, name: str) -> None:
-        self.node(name).thaw()
-
-    def partition_node(self, name: str) -> None:
-        """Cut a node off the network, until ``heal_node``; its pods go on running."""
-        self.node(name).partition()
-
-    def heal_node(self, name: str) -> None:
-        self.node(name).heal()
-
-    def restart_node(self, name: str, *, fresh_disk: bool = False) -> None:
-        """Switch a node off and on; returns when it is Ready with its GPUs."""
-        node = self.node(name)
-        node.stop()
-        if fresh_disk:
-            node.reseed()
-        node.start(_places(self.shape.nodes))
-        self._wait_nodes([node])
-
-    def restart_apiserver(self) -> None:
-        self.control.restart_apiserver()
-
-    def restart_controllers(self, limits: ClientLimits | None = None) -> None:
-        """Restart controller-manager and scheduler with other client limits (default: their own)."""
-        self.control.restart_controllers(limits)
-
-    # -- parts -----------------------------------------------------------------------------------------------------
+    def _repair(self) -> None:
+        """Start again what has ended; a loaded machine's slow answers are waited for."""
+        missing = self._missing_processes()
+        for name in missing:
+            print(f"{name} has ended and is started again", flush=True)
+        if "kube-apiserver" in missing:
+            self.control.start_apiserver()
+        until(self.control.ready, "the API server answers", 60)
+        if missing & {CONTROLLER_MANAGER, SCHEDULER}:
+            self.control.restart_controllers()
+        if dns.NAME in missing:
+            self._start_dns()
+        for node in self._unwell():
+            print(f"{node.name} is restarted", flush=True)
+            self.restart_node(node.name)
 
     def _seed(self) -> None:
         golden.ensure_pause()
@@ -223,14 +270,6 @@ class LocalCluster:
 
         until(step, f"Ready: {', '.join(waiting)}", 120, interval=0.2)
 
-    def _control_alive(self) -> bool:
-        needed = ("etcd", "kube-apiserver", CONTROLLER_MANAGER, SCHEDULER, dns.NAME)
-        if any(self.processes.find(name) is None for name in needed):
-            return False
-        with contextlib.suppress(ClusterError):
-            return self.control.ready()
-        return False
-
     def _unwell(self) -> list[Node]:
         gpus = self.shape.gpus
         well = {
@@ -239,14 +278,6 @@ class LocalCluster:
             if is_ready(found) and gpu.has(found, gpus)
         }
         return [node for node in self.nodes if node.process is None or node.is_disturbed or node.name not in well]
-
-    def _repair(self) -> None:
-        for node in self._unwell():
-            print(f"restarting {node.name} ...", flush=True)
-            self.restart_node(node.name)
-
-    def _is_idle(self, node: Node) -> bool:
-        return not self.kubectl.items("pods", "-A", f"--field-selector=spec.nodeName={node.name}")
 
 
 def _places(count: int) -> list[Place]:
