@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 
 import structlog
@@ -26,11 +26,11 @@ ALL = "*"  # among the names in use: nobody knows which, so all of them
 
 
 def digest_of(code: bytes) -> str:
-    return hashlib.sha256(code).hexdigest()[:12]
+    return hashlib.sha256(code).hexdigest()
 
 
 def name_of(digest: str) -> str:
-    return f"everstep-agent-{digest}"
+    return f"everstep-agent-{digest[:12]}"
 
 
 @dataclass
@@ -55,7 +55,7 @@ class AgentCode:
             "kind": "ConfigMap",
             "metadata": {
                 "name": self.name,
-                "labels": {"app.kubernetes.io/managed-by": "everstep", LABEL: self.digest},
+                "labels": {"app.kubernetes.io/managed-by": "everstep", LABEL: self.digest[:12]},
             },
             "immutable": True,
             "binaryData": {"agent.pyz": base64.b64encode(self.code).decode()},
@@ -79,7 +79,9 @@ class AgentCode:
         """Somebody deleted it, or the namespace: look again at the next need."""
         self._present.discard(namespace)
 
-    async def collect(self, client: Client, found: list[Object], used: dict[str, Container[str]], now: float) -> None:
+    async def collect(
+        self, client: Client, found: list[Object], used: Mapping[str, Container[str]], now: float
+    ) -> None:
         """Delete versions that nothing has named for an hour: a template about to be written may name one just listed.
 
         `found` are all agent ConfigMaps; `used` the names in use by namespace.

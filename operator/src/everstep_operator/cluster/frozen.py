@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from typing import Any
-
 import structlog
 
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client, Object
 from everstep_operator.cluster.resources import CONFIG_MAPS
 from everstep_operator.plan.observed import Frozen
+from everstep_operator.plan.template import frozen_view
 
 log = structlog.get_logger(__name__)
 
@@ -35,8 +33,8 @@ class FrozenTemplates:
         return self.put(uid, template, found)
 
     def put(self, uid: str, template: int, config_map: Object) -> Frozen | None:
-        frozen = _read(template, config_map)
-        if frozen is None:
+        frozen = frozen_view(config_map)
+        if frozen is None or frozen.epoch != template:
             log.warning("a template that nobody can read", config_map=config_map["metadata"]["name"])
             return None
         self._known[uid] = frozen
@@ -51,11 +49,3 @@ class FrozenTemplates:
     def keep_only(self, uids: set[str]) -> None:
         """Drop what belongs to jobs that are finished or gone."""
         self._known = {uid: frozen for uid, frozen in self._known.items() if uid in uids}
-
-
-def _read(template: int, config_map: Object) -> Frozen | None:
-    data: dict[str, Any] = config_map.get("data") or {}
-    try:
-        return Frozen(template, pod=json.loads(data["template.json"]), job=json.loads(data["job.json"]))
-    except (KeyError, ValueError):
-        return None

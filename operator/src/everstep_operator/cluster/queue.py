@@ -136,6 +136,7 @@ class WorkQueue(Schedule[K]):
 
     def __init__(self, *, base_backoff: float = 0.1, max_backoff: float = 60.0) -> None:
         super().__init__(asyncio.get_running_loop().time, base_backoff, max_backoff)
+        self._idle = asyncio.Event()
         self._wakers: set[asyncio.Future[None]] = set()
 
     def add(self, key: K) -> None:
@@ -149,6 +150,8 @@ class WorkQueue(Schedule[K]):
     def done(self, key: K) -> None:
         super().done(key)
         self._wake()
+        if not self._working:
+            self._idle.set()
 
     def _wake(self) -> None:
         # One waiter is enough: whoever wakes takes what is ready and, if more is, wakes the next.
@@ -156,6 +159,12 @@ class WorkQueue(Schedule[K]):
             if not waker.done():
                 _ring(waker)
                 return
+
+    async def idle(self) -> None:
+        """Return when no key is in work."""
+        while self._working:
+            self._idle.clear()
+            await self._idle.wait()
 
     async def get(self) -> K:
         """Wait for a key. The caller owes `done`."""

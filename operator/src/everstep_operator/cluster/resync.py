@@ -1,7 +1,7 @@
 """Lists everything now and then, and repairs what the watch has missed: ghosts, and changes it never told.
 
-A watch that was cut off re-lists, but says nothing of what vanished meanwhile. And one that has gone deaf says nothing at
-all: if a list shows what the watch should have told long ago, the watch is started again.
+A watch that was cut off re-lists, but says nothing of what vanished meanwhile. And one that has gone deaf says nothing
+at all: if a list shows what the watch should have told long ago, the watch is started again.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Resync:
         async for page in self.client.list(resource, place, labels=labels):
             listing = listing or store.listing(page.version, known, place)
             for item in page.items:
-                listing.add({"apiVersion": resource.api_version, "kind": resource.kind, **item})
+                listing.add(item)
             await asyncio.sleep(0)  # a page of 500 is some milliseconds: let others in between
         if listing is None:
             return 0

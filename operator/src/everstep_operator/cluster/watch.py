@@ -1,8 +1,8 @@
 """kopf as a source of events: it logs in, lists, watches, re-lists. It is given nothing else to do.
 
-It runs in a thread with an event loop of its own, for a hard reason: when `kopf.operator()` ends it cancels *every* task
-of its loop that was born after it (`run_tasks`, "hung tasks"), and it does end, by design, on some HTTP 410s and watch
-errors. In one loop with the rest, a compacted resourceVersion would cut every reconcile and every leader's
+It runs in a thread with an event loop of its own, for a hard reason: when `kopf.operator()` ends it cancels *every*
+task of its loop that was born after it (`run_tasks`, "hung tasks"), and it does end, by design, on some HTTP 410s and
+watch errors. In one loop with the rest, a compacted resourceVersion would cut every reconcile and every leader's
 poll short. So it dies alone and is started again at once; a process restart would cost a back-off and the whole cache.
 
 kopf writes nothing: only `on.event` handlers (no finalizers, no annotations), posting off, peering off, no watch on
@@ -50,8 +50,7 @@ class Watch:
         self._namespaces = namespaces
         self._ready = ready
         self._stop: Callable[[], None] | None = None
-        self.restarts = 0
-        self.watching = False
+        self.watching_since: float | None = None  # of the loop's clock
 
     async def run(self, restarted: Callable[[], None]) -> None:
         """Watch until cancelled. `restarted` is called when events may have been missed."""
@@ -59,17 +58,15 @@ class Watch:
         failures = 0
         while True:
             await self._ready()  # kopf does not wait for a CRD that comes later, and would watch nothing for ever
-            started = loop.time()
-            self.watching = True
+            started = self.watching_since = loop.time()
             try:
                 await self._thread(loop)
                 log.warning("the watch ended")
             except Exception as error:
                 log.warning("the watch failed", error=f"{type(error).__name__}: {error}")
             finally:
-                self.watching = False
+                self.watching_since = None
             failures = 0 if loop.time() - started > STEADY_SECONDS else failures + 1
-            self.restarts += 1
             metrics.watch_restarts.inc()
             await asyncio.sleep(min(BACKOFF_MAX, 0.05 * 2.0 ** min(failures, 10)))
             restarted()

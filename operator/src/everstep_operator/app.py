@@ -1,0 +1,269 @@
+"""The process: settings, the Lease, and the parts put together. Nothing imports this module.
+
+Order of a start: the Lease (nobody acts before holding it), the operator key, one complete list into the cache, then
+the workers and the watch. A start with 5,000 pods is that one list.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import structlog
+
+from everstep_operator import health, logs, metrics
+from everstep_operator.api.status import Phase
+from everstep_operator.cluster import errors, key
+from everstep_operator.cluster.act import Actor, Leftover
+from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster.cache import Cache, Key, key_of
+from everstep_operator.cluster.client import Client, login
+from everstep_operator.cluster.frozen import FrozenTemplates
+from everstep_operator.cluster.gangs import Gangs
+from everstep_operator.cluster.leader import LeaderPoller
+from everstep_operator.cluster.lease import Lease, LeaseLost
+from everstep_operator.cluster.queue import WorkQueue
+from everstep_operator.cluster.resources import JOBS, PODS, POOLS, Resource
+from everstep_operator.cluster.resync import Resync
+from everstep_operator.cluster.watch import Raw, Watch
+from everstep_operator.plan.observed import Settings as PlanSettings
+from everstep_operator.reconcile import Reconciler
+from everstep_operator.settings import Settings
+
+log = structlog.get_logger(__name__)
+
+PHASES = tuple(phase.value for phase in Phase)
+DRAIN_SECONDS = 10.0
+SETTLE_SECONDS = 30.0
+
+
+class Operator:
+    """All parts of one process, from the Lease on."""
+
+    def __init__(self, settings: Settings, client: Client, operator_key: bytes, agent: AgentCode) -> None:
+        self.settings = settings
+        self.client = client
+        self.queue: WorkQueue[Key] = WorkQueue()
+        self.cache = Cache(touched=self.queue.add, pool_changed=self._pool_changed)
+        self.leaders = LeaderPoller(
+            self.queue.add_after, fence_timeout=settings.fence_timeout, limit=settings.leader_connections
+        )
+        self.frozen = FrozenTemplates(client)
+        self.gangs = Gangs(self.queue.add)
+        actor = Actor(client, self.cache, self.leaders, agent, self.frozen, operator_key)
+        actor.requests = asyncio.Semaphore(settings.parallel_creates)
+        self.reconciler = Reconciler(
+            client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, actor,
+            plan_settings(settings, agent), operator_key,
+        )  # fmt: skip
+        self.watch = Watch(
+            lambda: login(settings.kubeconfig), self._event, namespaces=settings.watch_namespaces, ready=self._served
+        )
+        self.resync = Resync(
+            client, self.cache, self.frozen, agent, settings.watch_namespaces, settings.resync_seconds,
+            deaf=self.watch.restart, wake=self.queue.add,
+        )  # fmt: skip
+        self._stores = {JOBS: self.cache.jobs, PODS: self.cache.pods, POOLS: self.cache.pools}
+        self._draining = False
+
+    async def run(self, stop: asyncio.Event) -> None:
+        """Work until `stop`; then finish what is in work, briefly. An exception of any part ends all of them."""
+        await self._first_list()
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(self.watch.run(self.resync.soon)), group.create_task(self.resync.run())]
+            tasks += [group.create_task(self._work()) for _ in range(self.settings.workers)]
+            await stop.wait()
+            self._draining = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    await self.queue.idle()
+            for task in tasks:
+                task.cancel()
+        await self.leaders.close()
+
+    async def _first_list(self) -> None:
+        await self._served()
+        started = time.monotonic()
+        while self.resync.done_at is None:
+            try:
+                await self.resync.once()
+            except (errors.ApiError, errors.Unreachable) as error:
+                log.warning("cannot list", error=str(error))
+                await asyncio.sleep(1)
+        log.info("listed", jobs=len(self.cache.jobs), pods=len(self.cache.pods), seconds=time.monotonic() - started)
+
+    async def _served(self) -> None:
+        """Return once the API server serves our kinds: the CRDs may be installed after the operator."""
+        told = False
+        place = next(iter(self.settings.watch_namespaces), None)
+        while True:
+            try:
+                for resource in (JOBS, POOLS):
+                    async for _ in self.client.list(resource, place if resource.namespaced else None, page=1):
+                        break
+                return
+            except (errors.ApiError, errors.Unreachable) as error:
+                if not told:
+                    log.warning("waiting for the API server and the CRDs", error=str(error))
+                told = True
+                await asyncio.sleep(1)
+
+    async def _work(self) -> None:
+        while not self._draining:
+            job = await self.queue.get()
+            started, result = time.monotonic(), "ok"
+            try:
+                async with asyncio.timeout(self.settings.stuck_seconds):
+                    await self.reconciler.reconcile(job)
+                self.queue.forget(job)
+            except Leftover as error:
+                result = "waiting"
+                log.info("waiting for a former object to go", what=str(error), again_in=self.queue.retry(job))
+            except (errors.ApiError, errors.Unreachable) as error:
+                result = "refused"
+                log.warning("cannot go on with a job", job=job, error=str(error), again_in=self.queue.retry(job))
+            except Exception:
+                result = "error"
+                log.exception("a bug or a surprise", job=job, again_in=self.queue.retry(job))
+            finally:
+                self.queue.done(job)
+                metrics.reconcile_seconds.labels(result).observe(time.monotonic() - started)
+
+    def _event(self, resource: Resource, kind: str | None, raw: Raw) -> None:
+        store: Any = self._stores[resource]
+        self.resync.heard()
+        if kind == "DELETED":
+            store.remove(key_of(raw), str((raw.get("metadata") or {}).get("uid") or ""))
+            return
+        since = self.watch.watching_since
+        if kind is None and since is not None and asyncio.get_running_loop().time() - since > SETTLE_SECONDS:
+            self.resync.soon()  # the watch lists again: it was cut off, and tells nothing of what vanished meanwhile
+        store.put(raw)
+
+    def _pool_changed(self, pool: str) -> None:
+        for job, raw in self.cache.jobs.items():
+            if any(choice.get("name") == pool for choice in (raw.get("spec") or {}).get("pools") or ()):
+                self.queue.add(job)
+
+    # --- health
+
+    def wrong(self) -> str | None:
+        """Why a restart would help, or None."""
+        if self.queue.longest_work() > self.settings.stuck_seconds + 60:
+            return f"a job has been in work for {self.queue.longest_work():.0f} s"
+        if self.queue.oldest_wait() > self.settings.stuck_seconds + 60:
+            return f"a job has been waiting for {self.queue.oldest_wait():.0f} s"
+        if (age := time.monotonic() - self.resync.tried_at) > 3 * self.settings.resync_seconds + 60:
+            return f"no resync was tried for {age:.0f} s"
+        return None
+
+    def measure(self) -> None:
+        metrics.queue_depth.set(self.queue.depth)
+        metrics.queue_oldest_seconds.set(self.queue.oldest_wait())
+        metrics.queue_longest_work_seconds.set(self.queue.longest_work())
+        metrics.pods.set(len(self.cache.pods))
+        if self.resync.done_at is not None:
+            metrics.resync_seconds.set(time.monotonic() - self.resync.done_at)
+        phases = Counter(str((raw.get("status") or {}).get("phase") or "Pending") for _, raw in self.cache.jobs.items())
+        health.measure_phases(phases, PHASES)
+
+
+def plan_settings(settings: Settings, agent: AgentCode) -> PlanSettings:
+    """What plans depend on, in the planner's words."""
+    values: dict[str, Any] = {"default_image": settings.default_image} if settings.default_image else {}
+    return PlanSettings(
+        agent_digest=agent.digest,
+        cluster_domain=settings.cluster_domain,
+        agent_port=settings.agent_port,
+        fence_timeout=settings.fence_timeout,
+        service_accounts=frozenset({"default", *settings.allowed_service_accounts}),
+        priority_classes=frozenset(settings.allowed_priority_classes),
+        host_fields=frozenset(settings.allowed_host_fields),
+        copied_labels=frozenset(settings.copied_labels),
+        **values,
+    )
+
+
+async def run(settings: Settings, agent_code: bytes, stop: asyncio.Event) -> None:
+    """The life of the process. Raises `LeaseLost` (in a group) when another one may act."""
+    running: list[Operator] = []
+    servers = health.Servers(
+        alive=lambda: running[0].wrong() if running else None,
+        ready=lambda: None if running and running[0].resync.done_at is not None else "not listed yet",
+        measure=lambda: running[0].measure() if running else None,
+    )
+    client = await Client.connect(settings.kubeconfig, timeout=settings.request_timeout)
+    await servers.start(settings.bind, settings.health_port, settings.metrics_port)
+    identity = settings.pod_uid or f"{socket.gethostname()}-{os.getpid()}"
+    lease = Lease(client, settings.pod_namespace, settings.lease_name, identity)
+    try:
+        if not await _unless(stop, lease.acquire()):
+            return
+        metrics.is_leader.set(1)
+        async with asyncio.TaskGroup() as group:
+            holding = group.create_task(lease.hold())
+            operator_key = await key.load_or_create(client, settings.pod_namespace, settings.key_folder)
+            operator = Operator(settings, client, operator_key, AgentCode(agent_code))
+            running.append(operator)
+            await operator.run(stop)
+            holding.cancel()
+        await lease.release()
+    finally:
+        metrics.is_leader.set(0)
+        await servers.stop()
+        await client.close()
+
+
+async def _unless(stop: asyncio.Event, work: Any) -> bool:
+    """Wait for the work, or for `stop`; False if it was the latter."""
+    task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
+    await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
+    stopped.cancel()
+    if not task.done():
+        task.cancel()
+        return False
+    await task
+    return True
+
+
+async def _until_signalled(settings: Settings, agent_code: bytes) -> None:
+    stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    await run(settings, agent_code, stop)
+
+
+def parse(arguments: list[str] | None, environment: Mapping[str, str]) -> Settings:
+    parser = argparse.ArgumentParser("everstep-operator", description="Runs TrainingJobs on Kubernetes.")
+    for name, about in Settings.model_fields.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", help=(about.description or "").replace("%", "%%"))
+    return Settings.load(environment, vars(parser.parse_args(arguments)))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The command `everstep-operator`."""
+    settings = parse(arguments, os.environ)
+    logs.configure(settings.log_level, settings.log_format)
+    from everstep import agent_zip
+
+    try:
+        asyncio.run(_until_signalled(settings, agent_zip.build()))
+    except* LeaseLost as group:
+        log.error("another operator may act now; leaving", error=str(group.exceptions[0]))
+        sys.exit(1)
+    except* key.KeyUnavailable as group:
+        log.error("no operator key", error=str(group.exceptions[0]))
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

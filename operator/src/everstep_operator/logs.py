@@ -1,0 +1,46 @@
+"""One line per event, JSON by default; kopf's and the client's own lines come out the same way, from warnings up."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Any
+
+import structlog
+
+# `kubernetes.aio.client.rest` logs whole bodies at debug, Secrets included; aiohttp and kopf say at info what we say.
+_NOISY = ("kopf", "kubernetes", "aiohttp", "asyncio", "urllib3")
+
+
+def configure(level: str, form: str) -> None:
+    """Set up structlog and the standard library's logging. Call once."""
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        structlog.processors.StackInfoRenderer(),
+    ]
+    last: list[Any] = (
+        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        if form == "json"
+        else [structlog.dev.ConsoleRenderer(colors=False)]
+    )
+    threshold = getattr(logging, level.upper())
+    structlog.configure(
+        processors=[*shared, *last],
+        wrapper_class=structlog.make_filtering_bound_logger(threshold),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=False,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.ExtraAdder(allow=())],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
+        )
+    )
+    root = logging.getLogger()
+    root.handlers[:] = [handler]
+    root.setLevel(max(threshold, logging.INFO))
+    for name in _NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
