@@ -62,6 +62,11 @@ class Image:
         """Whether the image exists with the content that its files have now."""
         return engine().key(self.name) == self.key
 
+    @property
+    def exists(self) -> bool:
+        """Whether some content has been built before: the next build is then likely one of small layers only."""
+        return engine().key(self.name) is not None
+
     def build(self) -> None:
         """Build the image unless one with this key exists."""
         key = self.key

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -14,7 +15,19 @@ from e2e.images.catalogue import Image, image
 from e2e.images.errors import ImageError
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-TORCHRUN = ("python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+
+
+def torchrun(processes: int) -> tuple[str, ...]:
+    """Starts so many ranks; by an address, since a container's own name does not always resolve."""
+    rendezvous = ("--master-addr=127.0.0.1", f"--master-port={free_port()}")
+    return ("python", "-m", "torch.distributed.run", *rendezvous, f"--nproc-per-node={processes}")
+
+
+def free_port() -> int:
+    """A TCP port that is free now."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port: int = server.getsockname()[1]
+        return port
 
 
 @dataclass(frozen=True)
@@ -28,7 +41,8 @@ class Trainer:
 
     def run(self, *command: str) -> str:
         """What the command printed; it must succeed."""
-        command = ("env", f"SM_MODEL_DIR={self.output}", "OMP_NUM_THREADS=1", *command)
+        # The limit ends what runs inside a container too, and before the test's own does.
+        command = ("timeout", "100", "env", f"SM_MODEL_DIR={self.output}", "OMP_NUM_THREADS=1", *command)
         if self.image is not None:
             return self.image.run(*command, mounts={self.folder: self.output})
         words = [sys.executable if word == "python" else word for word in command]
@@ -44,9 +58,9 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Trainer:
     tmp_path.chmod(0o777)  # the image's user is another
     candidate = image("trainer")
     try:
-        built = candidate.built
+        exists = candidate.exists
     except ImageError as error:
         pytest.skip(str(error))
-    if not built:
-        pytest.skip(f"no {needed} here, and the trainer image is not built: `python -m e2e.images build trainer`")
+    if not exists:
+        pytest.skip(f"no {', '.join(needed)} here, and there is no trainer image: `python -m e2e.images build trainer`")
     return Trainer("/opt/everstep/examples", "/mnt", candidate, tmp_path)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.examples.conftest import EXAMPLES, TORCHRUN, Trainer
+from tests.examples.conftest import EXAMPLES, Trainer, free_port, torchrun
 
 # Gradients of the same batches, averaged by gloo and by MPI in another order of the sums.
 TOLERANCE = 1e-5
@@ -32,7 +31,7 @@ def accuracy(output: str) -> float:
 
 
 def test_four_ranks_learn_the_digits(trainer: Trainer) -> None:
-    output = trainer.run(*TORCHRUN, "4", f"{trainer.examples}/digits/train.py")
+    output = trainer.run(*torchrun(4), f"{trainer.examples}/digits/train.py")
     assert accuracy(output) >= 0.95
     assert {f"rank {rank} of 4" for rank in range(4)} <= set(re.findall(r"rank \d of 4", output))
     assert (trainer.folder / "model.pt").stat().st_size > 10_000
@@ -42,7 +41,7 @@ def test_four_ranks_learn_the_digits(trainer: Trainer) -> None:
 def test_horovod_averages_the_same_gradients(trainer: Trainer) -> None:
     digits = f"{trainer.examples}/digits"
     ours, theirs = f"{trainer.output}/torch.pt", f"{trainer.output}/horovod.pt"
-    trainer.run(*TORCHRUN, "2", f"{digits}/train.py", "--epochs", "1", "--dump-gradients", ours)
+    trainer.run(*torchrun(2), f"{digits}/train.py", "--epochs", "1", "--dump-gradients", ours)
     mpirun = ("mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2")
     output = trainer.run(*mpirun, "python", f"{digits}/train_horovod.py", "--dump-gradients", theirs)
     assert accuracy(output) >= 0.95
@@ -50,7 +49,7 @@ def test_horovod_averages_the_same_gradients(trainer: Trainer) -> None:
 
 
 def test_the_language_model_learns(trainer: Trainer) -> None:
-    output = trainer.run(*TORCHRUN, "2", f"{trainer.examples}/char-lm/train.py", "--steps", "30", "--batch-size", "8")
+    output = trainer.run(*torchrun(2), f"{trainer.examples}/char-lm/train.py", "--steps", "30", "--batch-size", "8")
     bits = re.findall(r"^bits per character (\d+\.\d+)$", output, re.MULTILINE)
     assert len(bits) == 1
     assert float(bits[0]) < 5.0, "an untrained model needs 7"
@@ -60,7 +59,7 @@ def test_the_language_model_learns(trainer: Trainer) -> None:
 def test_a_torchrun_in_each_of_two_pods_forms_one_world(trainer: Trainer) -> None:
     node = (
         "PET_NNODES=2 PET_NPROC_PER_NODE=2 PET_MASTER_ADDR=127.0.0.1 "
-        f"PET_MASTER_PORT={_free_port()} PET_NODE_RANK={{}} python -m torch.distributed.run "
+        f"PET_MASTER_PORT={free_port()} PET_NODE_RANK={{}} python -m torch.distributed.run "
         f"{trainer.examples}/torchrun/train.py"
     )
     output = trainer.run("sh", "-c", f"{node.format(0)} & {node.format(1)}; status=$?; wait; exit $status")
@@ -84,7 +83,7 @@ def test_bare_sockets_add_up_and_report_progress(tmp_path: Path) -> None:
     fifo = tmp_path / "progress"
     os.mkfifo(fifo)
     reader = os.open(fifo, os.O_RDWR)  # both ends, as the agent does: no writer waits for a reader
-    port = str(_free_port())
+    port = str(free_port())
     ranks = [
         subprocess.Popen(
             [sys.executable, "-I", str(EXAMPLES / "byo" / "sum.py")],
@@ -113,13 +112,7 @@ def test_bare_sockets_add_up_and_report_progress(tmp_path: Path) -> None:
 
 
 def test_bare_sockets_need_no_progress_pipe() -> None:
-    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+    alone = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     script = [sys.executable, "-I", str(EXAMPLES / "byo" / "sum.py")]
     result = subprocess.run(script, env=alone, capture_output=True, text=True, timeout=60, check=True)
     assert "the sum is 1" in result.stdout
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port: int = server.getsockname()[1]
-        return port
