@@ -4,10 +4,240 @@ Here belongs every decision of the operator. What does not: input and output of 
 API objects (`observed.py` is the only door for those).
 """
 
-from everstep_operator.plan.actions import Plan
-from everstep_operator.plan.observed import Observed
+from __future__ import annotations
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import Phase
+from everstep_operator.plan import end, form, plain, pools, replace, restart, suspend, timeouts, ttl
+from everstep_operator.plan.actions import CreatePods, DryRun, Plan, Poll, PushPeers, StopLeader
+from everstep_operator.plan.decision import Decision, reason_of
+from everstep_operator.plan.observed import Observed, Rejection
+from everstep_operator.plan.restart import Account
+from everstep_operator.plan.situation import FORMING, HAS_RUN, Situation
+from everstep_operator.plan.status import status_of
+
+__all__ = ["Observed", "Plan", "plan"]
+
+_STOP_MARGIN = 15.0  # after the pods' grace: a leader that is gone will not say that it stopped
 
 
 def plan(observed: Observed, now: float) -> Plan:
     """What is to be done about one job, given all that is known about it at `now` (Unix seconds)."""
-    raise NotImplementedError
+    s = Situation(observed, now)
+    if not s.job.managed_here or s.job.metadata.deletion_timestamp is not None:
+        return Plan()
+    if s.phase.finished:
+        actions, look = ttl.after_end(s)
+        return Plan(s.status, actions=tuple(actions), requeue_at=look)
+    account = restart.settle(s)
+    decision = _decide(s, account)
+    decision = decision.look_again(account.retry_at, s.degraded_at if not s.degraded else None)
+    status, events, due = status_of(s, decision)
+    looks = [*decision.requeue, *([due] if due is not None else [])]
+    if not decision.phase.finished and (deadline := timeouts.next_deadline(s)) is not None:
+        looks.append(deadline)
+    ahead = [t for t in looks if t > now]
+    return Plan(
+        status=status,
+        changed=status is not s.status,
+        actions=decision.actions,
+        events=events,
+        requeue_at=min(ahead) if ahead else None,
+        poll=_poll(s, account, decision),
+    )
+
+
+def _decide(s: Situation, account: Account) -> Decision:
+    """The first policy that has something to say wins; what was charged is on record whoever does."""
+    if s.spec.suspend:
+        return suspend.suspend(s)
+    if suspend.resuming(s):
+        return _resolve(s, Reason.RESUMED)
+    decision = _ended(s, account) or _refused(s) or _gave_up(s, account) or _resolved_anew(s) or _advance(s, account)
+    if decision.generation is None:
+        decision = decision.but(generation=account.generation)
+    return decision.but(
+        restarts=decision.restarts or account.restarts, last_failure=decision.last_failure or account.last_failure
+    )
+
+
+def _ended(s: Situation, account: Account) -> Decision | None:
+    """An outcome, or a stop that we asked for and that has come about."""
+    outcome = end.outcome(s)
+    if s.phase is Phase.STOPPING and s.open is not None:
+        if outcome is not None and outcome.phase is Phase.SUCCEEDED:
+            return Decision(outcome.phase, outcome.reason, outcome.message)
+        reason, message = reason_of(s.open.reason), _said(s)
+        grace = s.spec.pod_template.spec.termination_grace_period_seconds or s.observed.settings.termination_grace
+        until = s.open.start.timestamp() + grace + _STOP_MARGIN
+        if end.stopped(s) or s.now >= until:
+            return _fail(s, reason, message)
+        return Decision(Phase.STOPPING, reason, message).do(StopLeader(reason.value)).look_again(until)
+    if outcome is None:
+        return None
+    return Decision(
+        outcome.phase, outcome.reason, outcome.message, last_failure=outcome.failure or account.last_failure
+    )
+
+
+def _refused(s: Situation) -> Decision | None:
+    """The API server said no to something in this very reconcile."""
+    if (refused := s.observed.rejection) is None:
+        return None
+    pods = isinstance(refused.action, (DryRun, CreatePods))
+    if refused.kind == "Invalid" or (refused.kind == "Forbidden" and pods):
+        return _fail(s, Reason.INVALID_TEMPLATE, refused.message)
+    return _blocked(s, refused)
+
+
+def _blocked(s: Situation, refused: Rejection) -> Decision:
+    reason = {"Quota": Reason.QUOTA_EXCEEDED, "Conflict": Reason.NAME_CONFLICT}.get(refused.kind, Reason.NOT_PERMITTED)
+    phase = Phase.RESTARTING if s.phase in HAS_RUN else Phase.PENDING
+    stalled = reason is not Reason.QUOTA_EXCEEDED
+    waiting = Decision(phase, reason, refused.message, again=True, stalled=stalled)
+    return waiting.look_again(s.now + form.RETRY_BLOCKED)
+
+
+def _gave_up(s: Situation, account: Account) -> Decision | None:
+    """A budget or a limit of time is used up."""
+    if account.exhausted is not None:
+        return _fail(s, *account.exhausted)
+    expired = timeouts.expired(s)
+    if expired is None:
+        return None
+    if s.head is None or not s.head.running or s.plain:
+        return _fail(s, *expired)
+    return Decision(Phase.STOPPING, *expired).do(StopLeader(expired[0].value))
+
+
+def _resolved_anew(s: Situation) -> Decision | None:
+    """First start, plain mode, next pool: the whole set comes from a new template."""
+    if s.template is None:
+        return _resolve(s, Reason.CREATED)
+    if s.phase not in FORMING:
+        return None
+    if not s.plain and (found := plain.switch(s.current.values())) is not None:
+        reason, said = found
+        message = f"{reason.meaning} {said}".strip()
+        return form.new_template(s, s.pool, plain=True, reason=reason, message=message, plain_reason=(reason, message))
+    pool, _ = pools.following(s)
+    if pool is not None:
+        message = f"TrainingPool {pool.metadata.name!r} is tried next"
+        return form.new_template(s, pool, plain=s.plain, reason=Reason.NEXT_POOL, message=message)
+    return None
+
+
+def _resolve(s: Situation, reason: Reason) -> Decision:
+    choice = pools.first(s)
+    if choice.problem is not None:
+        return Decision(Phase.PENDING, *choice.problem, stalled=True).do(replace.refs(s.observed.ours, reason))
+    plain_reason = (Reason.NO_COMMAND, Reason.NO_COMMAND.meaning) if s.spec.command is None else None
+    message = f"{s.wanted} pods are being created"
+    return form.new_template(
+        s, choice.pool, plain=plain_reason is not None, reason=reason, message=message, plain_reason=plain_reason
+    )
+
+
+def _advance(s: Situation, account: Account) -> Decision:
+    """Keep the set whole and say where it is."""
+    released = form.release(s)
+    if released is not None:
+        return form.fill(s, released) if not s.live else released
+    decision = _where(s, account).but(restarts=account.restarts)
+    decision = decision.do(replace.refs(s.stale, Reason.STOPPING))
+    if s.plain:
+        broken = [p for p in s.current.values() if restart.dead_set(account.restarts, p)]
+        decision = decision.do(replace.refs(broken, Reason.RESTARTING))
+    else:
+        gone, later = replace.to_delete(s)
+        decision = decision.do(replace.refs(gone, Reason.POD_LOST)).look_again(later)
+    decision = form.fill(s, decision)
+    if form.creates(decision) and decision.phase is Phase.PENDING:
+        decision = decision.but(phase=Phase.SCHEDULING, reason=Reason.WAITING_FOR_CAPACITY, stalled=False)
+        decision = decision.but(message=Reason.WAITING_FOR_CAPACITY.meaning)
+    elif form.creates(decision) and decision.reason in form.BLOCKED:
+        decision = decision.but(reason=Reason.RESTARTING, message=Reason.RESTARTING.meaning, stalled=False)
+    return _tell_leader(s, decision.look_again(form.hold_until(s), pools.following(s)[1]))
+
+
+def _where(s: Situation, account: Account) -> Decision:
+    """The phase of a job that goes on."""
+    if _ranks_run(s):
+        return Decision(Phase.RUNNING, Reason.RUNNING, "all ranks are started")
+    if s.phase in HAS_RUN:
+        return Decision(Phase.RESTARTING, *_why_restarting(s, account))
+    if s.open is not None and s.phase is Phase.PENDING and not s.live:
+        return Decision(
+            Phase.PENDING, reason_of(s.open.reason), _said(s), stalled=s.open.reason == Reason.NAME_CONFLICT
+        )
+    if s.all_bound or s.phase is Phase.STARTING:
+        return Decision(Phase.STARTING, Reason.SCHEDULED, "all pods have a node; ranks are being started")
+    if s.open is not None and s.open.reason in form.BLOCKED:
+        return Decision(
+            Phase.PENDING, reason_of(s.open.reason), _said(s), stalled=s.open.reason == Reason.NAME_CONFLICT
+        )
+    text = next((p.unschedulable for p in s.live if p.unschedulable), Reason.WAITING_FOR_CAPACITY.meaning)
+    return Decision(Phase.SCHEDULING, Reason.WAITING_FOR_CAPACITY, text)
+
+
+def _ranks_run(s: Situation) -> bool:
+    if s.plain:
+        pods = s.current.values()
+        up = [p for p in pods if (p.running and not p.deleting) or (p.ended is not None and p.ended.exit_code == 0)]
+        return len(up) == s.wanted and not any(restart.dead_set(s.status.restarts, p) for p in pods)
+    if len(s.live) < s.wanted:
+        return False
+    leader = s.leader
+    if leader is None:
+        # A short silence proves nothing, neither good nor bad.
+        return s.ready == s.wanted if s.degraded else s.phase is Phase.RUNNING
+    if leader.phase != "running":
+        return leader.phase == "ended" and s.phase is Phase.RUNNING
+    if s.phase is not Phase.RESTARTING or leader.epoch != s.status.epoch:
+        return True
+    # The generation that broke may still be what an older answer tells of.
+    newer = leader.generation > s.status.generation
+    return newer or (leader.ranks_started_at or 0.0) >= s.since({Phase.RESTARTING})
+
+
+def _why_restarting(s: Situation, account: Account) -> tuple[Reason, str]:
+    if account.last_failure is not None:
+        return reason_of(account.last_failure.reason), account.last_failure.message
+    if s.phase is Phase.RESTARTING and s.open is not None:
+        return reason_of(s.open.reason), _said(s)
+    pod = next(iter(replace.lost(s)), None)
+    if pod is not None or replace.missing(s):
+        return replace.why_lost(pod), "a pod was lost; its replacement is being made"
+    return Reason.RESTARTING, Reason.RESTARTING.meaning
+
+
+def _said(s: Situation) -> str:
+    """The message that goes with the open phase: Ready carries it."""
+    return s.status.conditions[0].message if s.status.conditions else ""
+
+
+def _fail(s: Situation, reason: Reason, message: str) -> Decision:
+    live = [p for p in s.observed.ours if p.live]
+    return Decision(Phase.FAILED, reason, message).do(replace.refs(live, reason))
+
+
+def _tell_leader(s: Situation, decision: Decision) -> Decision:
+    """The address table, once it is complete: a generation needs every pod, a part of the table helps nobody."""
+    if s.plain or s.head is None or not s.head.running or s.wanted == 1:
+        return decision
+    if s.leader is not None and not s.leader.missing:
+        return decision
+    if len(s.live) < s.wanted or not all(p.ip for p in s.live):
+        return decision
+    port = s.observed.settings.agent_port
+    return decision.do(PushPeers(s.head.epoch, {p.index: f"{p.ip}:{port}" for p in s.live}))
+
+
+def _poll(s: Situation, account: Account, decision: Decision) -> Poll | None:
+    head = s.head
+    if decision.phase.finished or s.plain or s.spec.suspend or head is None or not head.running or not head.ip:
+        return None
+    last = account.restarts.last
+    allowance = 0 if decision.phase is Phase.STOPPING else restart.allowance(s, account.restarts)
+    address = f"{head.ip}:{s.observed.settings.agent_port}"
+    return Poll(address, head.uid, head.epoch, head.template, last.id if last else "", allowance)

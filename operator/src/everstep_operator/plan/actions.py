@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from everstep_operator.api import TrainingJobStatus
+    from everstep_operator.api.status import TrainingJobStatus
+    from everstep_operator.plan.observed import Frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +64,15 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class CreatePods:
-    """Create these pods in parallel. `frozen` is the template they come from; `pods.pod_body(job, frozen, index,
-    epoch)` makes one body at a time, so that thousands of them never exist together.
+    """Create these pods in parallel. `frozen` is the template they come from; `pods.pod_body(frozen, index, epoch)`
+    makes one body at a time, so that thousands of them never exist together.
 
     AlreadyExists: success if the object's controller is this job, else a `Conflict` rejection.
     """
 
     indices: tuple[int, ...]
     epoch: int
-    template: int
-    frozen: Mapping[str, Any]
+    frozen: Frozen
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ ordered by age (creation time, then UID), and:
   waiting gangs hold together would not be enough for it even when they were dealt out again, oldest first;
 - after that it waits until every older gang of the pool has its nodes, or for a back-off.
 
-So what the oldest holds only grows, every other holder ends up released, and their nodes can go nowhere but to the oldest
-or to a gang that is then complete and will finish: no deadlock, and no livelock (tests/plan/test_gang.py simulates it).
-The second rule's shortcut lets a hundred stalled jobs give back together instead of one after the other. It counts
+So what the oldest holds only grows, every other holder ends up released, and their nodes can go nowhere but to the
+oldest or to a gang that is then complete and will finish: no deadlock and no livelock (simulated in test_gang.py). The
+second rule's shortcut lets a hundred stalled jobs give back together instead of one after the other. It counts
 pods, not GPUs; a wrong guess costs a job its place, never the proof.
 """
 
@@ -20,7 +20,10 @@ import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from everstep_operator.plan.observed import GangView
+from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import Phase
+from everstep_operator.plan.observed import GangView, PodView
 
 PATIENCE = 30.0  # seconds without a new bound pod before a younger gang counts as stalled
 PATIENCE_RECOVERING = 300.0  # survivors hold images, data and page cache: starting over costs far more than waiting
@@ -33,7 +36,7 @@ BACKOFF_SPREAD = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`release`: give back what is held. `retry_at`: ask again then, at the latest (None: only when something changes)."""
+    """`release`: give back what is held. `retry_at`: ask again then at the latest (None: when something changes)."""
 
     release: bool = False
     retry_at: float | None = None
@@ -52,9 +55,7 @@ def rivals(me: GangView, gangs: Iterable[GangView]) -> list[GangView]:
     ]
 
 
-def hold(
-    me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at: float | None, now: float
-) -> Verdict:
+def hold(me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at: float | None, now: float) -> Verdict:
     """Shall a partly placed gang go on holding its nodes? `grew_at`: when it last got one."""
     if me.scheduled == 0 or me.scheduled >= me.wanted:
         return Verdict()  # pods without a node cost nothing and keep their place in the scheduler's queue
@@ -103,3 +104,32 @@ def _after(at: float, now: float) -> Verdict:
 def _spread(uid: str) -> float:
     """Gangs released together do not come back together. Not random: the same inputs make the same plan."""
     return zlib.crc32(uid.encode()) % 1024 / 1024 * BACKOFF_SPREAD
+
+
+def bound(pods: Iterable[PodView]) -> int:
+    return sum(1 for p in pods if p.live and p.scheduled)
+
+
+def view(job: TrainingJob, pods: Iterable[PodView]) -> GangView:
+    """A job as others see it in the queue. `waits` tells whether it is in it at all."""
+    status, meta = job.status, job.metadata
+    template = status.template.epoch if status.template else 0
+    released = [t.start.timestamp() for t in status.transitions if t.reason == Reason.GANG_RELEASED]
+    return GangView(
+        key=f"{meta.namespace}/{meta.name}",
+        uid=meta.uid,
+        created=meta.creation_timestamp.timestamp() if meta.creation_timestamp else 0.0,
+        pools=frozenset({status.template.pool} if status.template and status.template.pool else ()),
+        wanted=job.spec.num_nodes,
+        scheduled=bound(p for p in pods if p.owner == meta.uid and p.template == template),
+        released_at=max(released, default=None),
+        recovering=status.phase is Phase.RESTARTING,
+    )
+
+
+def waits(job: TrainingJob) -> bool:
+    """Is the job a gang that wants nodes now? Not one that waits for something else: a quota, a pool, a human."""
+    status = job.status
+    if status.phase is Phase.PENDING:
+        return bool(status.transitions) and status.transitions[-1].reason == Reason.GANG_RELEASED
+    return status.phase in (Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING)

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any
 from everstep_operator.plan.leader import LeaderView
 
 if TYPE_CHECKING:
-    from everstep_operator.api import TrainingJob, TrainingPool
+    from everstep_operator.api.job import TrainingJob
+    from everstep_operator.api.pool import TrainingPool
     from everstep_operator.plan.actions import Action
 
 TRAINER = "trainer"
@@ -126,15 +127,20 @@ class Settings:
 
     agent_digest: str = "0" * 64  # SHA-256 of agent.pyz
     cluster_domain: str = "cluster.local"
-    default_image: str = "everstep/trainer:0.1.0"
     agent_port: int = 8470
     fence_timeout: float = 40.0
     termination_grace: int = 120  # seconds, unless the template says otherwise
     node_lost_toleration: int = 30  # seconds until pods of an unreachable node are evicted
     service_accounts: frozenset[str] = frozenset({"default"})
     priority_classes: frozenset[str] = frozenset({"*"})
-    host_fields: frozenset[str] = frozenset()  # hostNetwork, hostPID, hostIPC, hostPath, privileged …
-    copied_labels: frozenset[str] = frozenset({"kueue.x-k8s.io/queue-name"})
+    host_fields: frozenset[str] = (
+        frozenset()
+    )  # hostNetwork, hostPID, hostIPC, hostPath, hostPort, privileged, automountServiceAccountToken
+    copied_labels: frozenset[str] = frozenset(
+        {
+            f"app.kubernetes.io/{name}" for name in ("name", "part-of", "component", "version")
+        }  # never "instance": Argo CD's
+    )
 
     @property
     def agent_config_map(self) -> str:
@@ -164,6 +170,7 @@ class Observed:
     frozen: Frozen | None = None  # of status.template.epoch; None: not there
     settings: Settings = field(default_factory=Settings)
     rejection: Rejection | None = None
+    status_written_at: float | None = None  # of the observed status; None: unknown, long ago
     scale_up_at: float | None = None  # a node autoscaler last said that it is making room for one of the pods
 
     @cached_property

@@ -1,0 +1,98 @@
+"""Plain mode: the image runs by itself, under the container contract, without an agent.
+
+For images with no `command` given (SageMaker's own: entrypoint with the argument `train`) and for those in which the
+agent cannot run. Ranks are one per pod and differ by index, so their variables are computed here; the files come from
+the ConfigMap, and the one file that differs comes from an annotation of the pod.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from everstep.agent.contract import Facts, contract_files, rank_variables, sm_environment, torchrun_variables
+from everstep_operator.api.reasons import Reason
+from everstep_operator.plan.observed import ContainerEnd, PodView
+
+RESOURCE_CONFIG = "everstep.dev/resourceconfig"
+CONFIG_FOLDER = "/opt/ml/input/config"
+MASTER_PORT = 7777
+UNUSABLE = 120  # the agent's exit code for "I cannot run in this image"
+# What container runtimes say when python3 is not in the image; they exit 127 (not found), 126 or 128 then.
+_NOT_STARTED = frozenset({"StartError", "ContainerCannotRun", "RunContainerError"})
+
+
+def switch(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
+    """Does a pod that was to run the agent show that it cannot? Then (reason, what the pod said)."""
+    for pod in pods:
+        if pod.ended is not None and not pod.deleting and (reason := _unusable(pod.ended)) is not None:
+            return reason, pod.ended.word.message if pod.ended.word else pod.ended.message
+    return None
+
+
+def _unusable(end: ContainerEnd) -> Reason | None:
+    if end.word is not None:
+        return Reason.PYTHON_UNSUPPORTED if end.word.result == "unusable" else None
+    if end.exit_code == UNUSABLE:
+        return Reason.PYTHON_UNSUPPORTED
+    if end.reason in _NOT_STARTED or end.exit_code == 127:
+        return Reason.NO_PYTHON
+    return None
+
+
+def files(job: Mapping[str, Any]) -> dict[str, str]:
+    """The contract files that are the same in every pod, by file name."""
+    everything = contract_files(_facts(job, 0))
+    return {path.rpartition("/")[2]: data.decode() for path, data in everything.items() if "resourceconfig" not in path}
+
+
+def pod_annotations(job: Mapping[str, Any], index: int) -> dict[str, str]:
+    text = contract_files(_facts(job, index))[f"{CONFIG_FOLDER}/resourceconfig.json"].decode()
+    return {RESOURCE_CONFIG: text}
+
+
+def environment(job: Mapping[str, Any], index: int, user: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The contract's variables for pod `index`, then the user's own, which win."""
+    nodes = job["numNodes"]
+    master = "algo-1" if nodes > 1 else "127.0.0.1"
+    variables = {
+        **sm_environment(_facts(job, index)),
+        **rank_variables(
+            rank=index,
+            world_size=nodes,
+            local_rank=0,
+            local_world_size=1,
+            node_rank=index,
+            master_addr=master,
+            master_port=MASTER_PORT,
+            epoch=job["templateEpoch"],
+            generation=1,
+            job=job["job"]["name"],
+            progress=None,
+        ),
+        **torchrun_variables(
+            num_nodes=nodes,
+            node_rank=index,
+            procs_per_node=job["numProcPerNode"],
+            master_addr=master,
+            master_port=MASTER_PORT,
+        ),
+    }
+    own = {item["name"] for item in user}
+    # Kubernetes expands $(NAME) in values; the contract's are to arrive as they are.
+    ours = [{"name": n, "value": v.replace("$", "$$")} for n, v in sorted(variables.items()) if n not in own]
+    return [*ours, *user]
+
+
+def _facts(job: Mapping[str, Any], index: int) -> Facts:
+    return Facts(
+        job=job["job"]["name"],
+        hyperparameters=job["hyperparameters"],
+        num_nodes=job["numNodes"],
+        node_index=index,
+        instance_type=job["instanceType"],
+        command=job["command"],
+        num_cpus=job["cpus"],
+        num_gpus=job["gpus"],
+        master_port=MASTER_PORT,
+    )

@@ -53,7 +53,7 @@ def pod_body(frozen: Frozen, index: int, epoch: int) -> dict[str, Any]:
     }
     annotations = dict(metadata.get("annotations") or {})
     if frozen.job.get("plain"):
-        annotations |= plain.annotations(frozen.job, index)
+        annotations |= plain.pod_annotations(frozen.job, index)
         containers = frozen.pod["spec"]["containers"]
         body["spec"]["containers"] = [
             {**c, "env": plain.environment(frozen.job, index, c.get("env") or [])} if c["name"] == TRAINER else c

@@ -1,0 +1,70 @@
+"""job.json (001): what every agent of a job is told, whether its pods are on a cluster or processes on a laptop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.pool import TrainingPool
+from everstep_operator.api.scalars import parse_quantity
+from everstep_operator.plan.observed import Settings
+
+PROTOCOL = 1
+RESTART_GRACE = 5.0
+LEAVE = 10  # seconds an agent keeps for its own last word after the ranks' grace
+NO_POOL = "local"  # what SageMaker's toolkits call a machine that is no instance type
+GPU = "nvidia.com/gpu"
+
+
+def job_config(
+    job: TrainingJob, *, template_epoch: int, pool: TrainingPool | None, settings: Settings, plain: bool = False
+) -> dict[str, Any]:
+    """The content of job.json. `plain` and the counts of CPUs and GPUs are the operator's own; agents ignore them."""
+    spec = job.spec
+    gpus = gpu_count(job, pool)
+    grace = spec.pod_template.spec.termination_grace_period_seconds or settings.termination_grace
+    return {
+        "protocol": PROTOCOL,
+        "job": {"namespace": job.metadata.namespace or "default", "name": job.metadata.name, "uid": job.metadata.uid},
+        "templateEpoch": template_epoch,
+        "numNodes": spec.num_nodes,
+        "numProcPerNode": spec.num_proc_per_node or max(1, gpus),
+        "command": [*(spec.command or []), *spec.args],
+        "distribution": {"kind": spec.distribution.kind, "options": spec.distribution.options},
+        "hyperparameters": dict(spec.hyperparameters),
+        "restart": {
+            "application": spec.restart.application,
+            "maxBackoffSeconds": int(spec.restart.max_backoff.total_seconds()),
+        },
+        "fencing": spec.restart.fencing,
+        "fenceTimeoutSeconds": settings.fence_timeout,
+        "stopGraceSeconds": max(5, grace - LEAVE),
+        "restartGraceSeconds": RESTART_GRACE,
+        "instanceType": pool.instance_type if pool is not None else NO_POOL,
+        "service": service_name(job) if spec.num_nodes > 1 else "",
+        "port": settings.agent_port,
+        "plain": plain,
+        "cpus": _cpus(spec.resources.limits or spec.resources.requests),
+        "gpus": gpus,
+    }
+
+
+def service_name(job: TrainingJob) -> str:
+    return f"{job.metadata.name}.{job.metadata.namespace or 'default'}.svc"
+
+
+def gpu_resource(pool: TrainingPool | None) -> str:
+    return pool.spec.gpu_resource if pool is not None else GPU
+
+
+def gpu_count(job: TrainingJob, pool: TrainingPool | None) -> int:
+    """GPUs of one pod, asked for by the pool's resource name or by the usual one."""
+    limits = job.spec.resources.limits
+    amount = limits.get(gpu_resource(pool)) or limits.get(GPU)
+    return int(parse_quantity(amount)) if amount else 0
+
+
+def _cpus(resources: Mapping[str, str]) -> int:
+    return max(1, math.ceil(parse_quantity(resources.get("cpu", "1"))))

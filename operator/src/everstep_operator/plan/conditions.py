@@ -1,0 +1,76 @@
+"""Conditions of a job, in the words of kstatus (Ready, Reconciling, Stalled) and of Kubernetes Jobs (Complete, Failed,
+Suspended). A time changes only when its status does."""
+
+from __future__ import annotations
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import Condition, ConditionType, Phase
+from everstep_operator.plan.decision import Decision
+from everstep_operator.plan.situation import Situation, utc
+
+_MAX = 4096
+_Wish = tuple[bool, Reason, str]
+
+
+def conditions(s: Situation, decision: Decision) -> list[Condition]:
+    """All conditions after the decision, in a fixed order."""
+    wishes = _wishes(s, decision)
+    generation = s.job.metadata.generation
+    made = []
+    for kind in ConditionType:
+        old = s.status.condition(kind)
+        wish = wishes.get(kind)
+        if wish is None:
+            # Kept as it was: a condition that is not judged now has not changed.
+            if old is not None:
+                made.append(old.model_copy(update={"observed_generation": generation}))
+            continue
+        status = "True" if wish[0] else "False"
+        same = old is not None and old.status == status
+        made.append(
+            Condition.model_construct(
+                type=kind,
+                status=status,
+                reason=wish[1].value,
+                message=wish[2][:_MAX],
+                last_transition_time=old.last_transition_time if same and old is not None else utc(s.now),
+                observed_generation=generation,
+            )
+        )
+    return made
+
+
+def _wishes(s: Situation, decision: Decision) -> dict[ConditionType, _Wish]:
+    phase, reason, message = decision.phase, decision.reason, decision.message
+    failed, finished = phase is Phase.FAILED, phase.finished
+    ready = phase in (Phase.RUNNING, Phase.SUCCEEDED)
+    stalled = failed or decision.stalled
+    waits = finished or phase in (Phase.RUNNING, Phase.SUSPENDED)
+    wishes: dict[ConditionType, _Wish] = {
+        ConditionType.READY: (ready, reason, message),
+        ConditionType.RECONCILING: (not waits, Reason.UP_TO_DATE if waits else reason, "" if waits else message),
+        ConditionType.STALLED: (stalled, reason if stalled else Reason.IN_PROGRESS, message if stalled else ""),
+    }
+    # As for a Kubernetes Job: the ends appear when they are true, and `kubectl wait` waits for that.
+    if phase is Phase.SUCCEEDED:
+        wishes[ConditionType.COMPLETE] = (True, reason, message)
+    if failed:
+        wishes[ConditionType.FAILED] = (True, reason, message)
+    if phase is Phase.SUSPENDED:
+        wishes[ConditionType.SUSPENDED] = (True, Reason.SUSPENDED, message)
+    elif s.status.is_true(ConditionType.SUSPENDED) and not s.spec.suspend:
+        wishes[ConditionType.SUSPENDED] = (False, Reason.RESUMED, "")
+    if decision.plain_reason is not None:
+        wishes[ConditionType.PLAIN_MODE] = (True, *decision.plain_reason)
+    elif decision.template is not None and not decision.template.plain and s.status.is_true(ConditionType.PLAIN_MODE):
+        wishes[ConditionType.PLAIN_MODE] = (False, Reason.AGENT_IN_USE, "")
+    if s.degraded and not finished:
+        text = Reason.AGENT_UNREACHABLE.meaning
+        wishes[ConditionType.DEGRADED] = (True, Reason.AGENT_UNREACHABLE, text)
+    elif (
+        s.leader is not None
+        and s.leader.reachable
+        and (phase is Phase.RUNNING or s.status.is_true(ConditionType.DEGRADED))
+    ):
+        wishes[ConditionType.DEGRADED] = (False, Reason.AGENT_REACHABLE, "")
+    return wishes

@@ -1,0 +1,46 @@
+"""What the policies decide, before it becomes a status and a plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import LastFailure, Phase, Restarts, TemplateStatus
+from everstep_operator.plan.actions import Action
+
+
+_BY_NAME = {reason.value: reason for reason in Reason}
+
+
+def reason_of(name: str) -> Reason:
+    """A reason that was read back. One that only a newer operator knows is as good as none."""
+    return _BY_NAME.get(name, Reason.IN_PROGRESS)
+
+
+@dataclass(frozen=True)
+class Decision:
+    """Where the job is now and what follows. Fields left at None keep what the status says."""
+
+    phase: Phase
+    reason: Reason
+    message: str = ""
+    actions: tuple[Action, ...] = ()
+    again: bool = False  # the same phase and reason begin anew: another attempt, with its own clock
+    stalled: bool = False  # only a human can help
+    epoch: int | None = None
+    generation: int | None = None
+    template: TemplateStatus | None = None
+    plain_reason: tuple[Reason, str] | None = None
+    restarts: Restarts | None = None
+    last_failure: LastFailure | None = None
+    requeue: tuple[float, ...] = field(default=())
+
+    def but(self, **fields: Any) -> Decision:
+        return replace(self, **fields)
+
+    def look_again(self, *times: float | None) -> Decision:
+        return replace(self, requeue=(*self.requeue, *(t for t in times if t is not None)))
+
+    def do(self, *actions: Action | None) -> Decision:
+        return replace(self, actions=(*self.actions, *(a for a in actions if a is not None)))

@@ -1,0 +1,87 @@
+"""How a job ends: its leader says so, else agents' last words, else (plain mode) exit codes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import LastFailure, Phase
+from everstep_operator.plan import replace, restart
+from everstep_operator.plan.observed import PodView
+from everstep_operator.plan.situation import Situation
+
+
+@dataclass(frozen=True)
+class End:
+    phase: Phase  # Succeeded or Failed
+    reason: Reason
+    message: str
+    failure: LastFailure | None = None
+
+
+def outcome(s: Situation) -> End | None:
+    """The end of the job, if it has come."""
+    return _plain(s) if s.plain else _by_leader(s) or _by_last_words(s)
+
+
+def stopped(s: Situation) -> bool:
+    """A job that was told to stop has done so."""
+    if s.leader is not None and s.leader.outcome is not None:
+        return True
+    return all(p.ended is not None for p in s.current.values())
+
+
+def _by_leader(s: Situation) -> End | None:
+    if s.leader is None or s.leader.outcome is None:
+        return None
+    outcome = s.leader.outcome
+    if outcome.result == "succeeded":
+        return End(Phase.SUCCEEDED, Reason.COMPLETED, "all ranks ended with exit code 0")
+    if outcome.result != "failed":
+        # "stopped" without our asking: pod 0 was told to leave. That is a lost pod, no end of the job.
+        return None
+    entry = next((e for e in reversed(s.leader.ledger) if e.id == outcome.failure), None)
+    memory = entry is not None and entry.cause == "OutOfMemory"
+    reason = Reason.OUT_OF_MEMORY if memory else Reason.APPLICATION_ERROR
+    failure = None
+    if entry is not None:
+        pod = s.current.get(entry.index) if entry.index is not None else None
+        failure = restart.failure_of_entry(entry, reason, pod.node if pod is not None else None)
+    return _failed(s, reason, outcome.message or (entry.message if entry else ""), failure)
+
+
+def _by_last_words(s: Situation) -> End | None:
+    """Agents leave only when their leader declares the end, so one such word is enough: pod 0's, which may outlive the
+    operator's absence, or another's of this epoch, when pod 0 is gone before anybody asked it."""
+    for pod in s.current.values():
+        word = pod.ended.word if pod.ended is not None else None
+        if word is None or word.result not in ("succeeded", "failed"):
+            continue
+        if pod.index != 0 and word.epoch != s.status.epoch:
+            continue
+        if word.result == "succeeded":
+            return End(Phase.SUCCEEDED, Reason.COMPLETED, "all ranks ended with exit code 0")
+        reason = Reason.OUT_OF_MEMORY if replace.is_oom(pod) else Reason.APPLICATION_ERROR
+        return _failed(s, reason, word.message, restart.failure_of_pod(pod, reason))
+    return None
+
+
+def _plain(s: Situation) -> End | None:
+    pods = list(s.current.values())
+    whole = len(pods) == s.wanted and not any(restart.dead_set(s.status.restarts, p) for p in pods)
+    if whole and all(_succeeded(p) for p in pods):
+        return End(Phase.SUCCEEDED, Reason.COMPLETED, "all containers ended with exit code 0")
+    return None
+
+
+def _succeeded(pod: PodView) -> bool:
+    return pod.ended is not None and pod.ended.exit_code == 0
+
+
+def _failed(s: Situation, reason: Reason, message: str, failure: LastFailure | None) -> End:
+    if s.spec.restart.application > 0:
+        # The leader restarts as long as it is allowed to: that it gave up says the allowance is spent.
+        return End(
+            Phase.FAILED, Reason.RESTART_BUDGET_EXCEEDED, message or Reason.RESTART_BUDGET_EXCEEDED.meaning, failure
+        )
+    return End(Phase.FAILED, reason, message or reason.meaning, failure)

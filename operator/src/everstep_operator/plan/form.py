@@ -1,0 +1,156 @@
+"""Making the set of pods: a new template, a first set, a released set that tries again, replacements for lost pods."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everstep_operator.api.pool import TrainingPool
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import Phase, TemplateStatus
+from everstep_operator.plan import gang, replace, restart, template
+from everstep_operator.plan.actions import (
+    Action,
+    CreatePods,
+    DeleteStale,
+    DryRun,
+    EnsureAgent,
+    EnsureSecret,
+    EnsureService,
+    EnsureTemplate,
+)
+from everstep_operator.plan.decision import Decision
+from everstep_operator.plan.observed import Frozen
+from everstep_operator.plan.pods import pod_body
+from everstep_operator.plan.situation import HAS_RUN, Situation
+from everstep_operator.plan.template import NotPermitted
+
+BLOCKED = frozenset({Reason.QUOTA_EXCEEDED.value, Reason.NAME_CONFLICT.value, Reason.NOT_PERMITTED.value})
+RETRY_BLOCKED = 30.0
+
+
+def new_template(
+    s: Situation,
+    pool: TrainingPool | None,
+    *,
+    plain: bool,
+    reason: Reason,
+    message: str,
+    plain_reason: tuple[Reason, str] | None = None,
+) -> Decision:
+    """Resolve the whole set anew. Its pods are made once every pod of an older template is gone."""
+    epoch = s.status.epoch + 1
+    resolved = template.resolve(s.job, epoch=epoch, pool=pool, plain=plain, settings=s.observed.settings)
+    if isinstance(resolved, NotPermitted):
+        return Decision(Phase.FAILED, Reason.NOT_PERMITTED, resolved.message).do(
+            replace.refs(s.observed.ours, Reason.NOT_PERMITTED)
+        )
+    chosen = TemplateStatus(epoch=epoch, pool=pool.metadata.name if pool else "", plain=plain)
+    base = Decision(
+        Phase.PENDING, reason, message, epoch=epoch, generation=0, template=chosen, plain_reason=plain_reason
+    )
+    if s.observed.ours:
+        return base.do(replace.refs(s.observed.ours, reason))
+    made = base.but(phase=Phase.SCHEDULING).do(*_make(s, resolved, range(s.wanted), epoch))
+    return made.do(DeleteStale(epoch)) if s.template is not None else made
+
+
+def fill(s: Situation, decision: Decision) -> Decision:
+    """Create the indices that are missing, unless something is to be waited for. Pod 0 raises the epoch."""
+    if s.stale or any(
+        s.plain and restart.dead_set(decision.restarts or s.status.restarts, p) for p in s.current.values()
+    ):
+        return decision
+    indices = replace.missing(s)
+    if not indices or s.template is None:
+        return decision
+    if (until := _not_before(s)) is not None:
+        return decision.look_again(until)
+    frozen = s.observed.frozen
+    if frozen is None or frozen.epoch != s.template.epoch:
+        made = template.resolve(s.job, epoch=s.template.epoch, pool=s.pool, plain=s.plain, settings=s.observed.settings)
+        if isinstance(made, NotPermitted):
+            return decision.but(phase=Phase.FAILED, reason=Reason.NOT_PERMITTED, message=made.message)
+        frozen = made
+    epoch = s.status.epoch
+    if 0 in indices:
+        # Even if the last epoch's pod 0 was never made: nobody can know that it was not, and ran.
+        epoch += 1
+        decision = decision.but(epoch=epoch, generation=0)
+    return decision.do(*_make(s, frozen, indices, epoch))
+
+
+def creates(decision: Decision) -> bool:
+    return any(isinstance(a, CreatePods) for a in decision.actions)
+
+
+def release(s: Situation) -> Decision | None:
+    """Give a partly placed set back if the gang policy says so; None: no."""
+    if _released(s):
+        return Decision(Phase.PENDING, Reason.GANG_RELEASED, _RELEASED).do(replace.refs(s.live, Reason.GANG_RELEASED))
+    verdict = _hold(s)
+    if not verdict.release:
+        return None
+    message = f"{gang.bound(s.live)} of {s.wanted} pods had a node; {_RELEASED}"
+    return Decision(Phase.PENDING, Reason.GANG_RELEASED, message, again=True).do(
+        replace.refs(s.live, Reason.GANG_RELEASED)
+    )
+
+
+def hold_until(s: Situation) -> float | None:
+    """When to ask again whether the set is to be given back."""
+    return _hold(s).retry_at
+
+
+_RELEASED = "the nodes were given back until the set can be complete"
+
+
+def _hold(s: Situation) -> gang.Verdict:
+    waiting = [p for p in s.live if not p.scheduled]
+    if s.all_bound or not (waiting or _blocked(s)):
+        return gang.Verdict()  # what lacks is an object that still terminates; nodes of ours would not help it
+    grew_at = max((p.scheduled_at or 0.0 for p in s.live if p.scheduled), default=0.0)
+    # Pods that came later than the last bound one have not had their chance yet.
+    grew_at = max([grew_at, *(p.created for p in waiting)])
+    me = gang.view(s.job, s.observed.pods)
+    return gang.hold(me, s.observed.gangs, grew_at=grew_at, scale_up_at=s.observed.scale_up_at, now=s.now)
+
+
+def _not_before(s: Situation) -> float | None:
+    """When the missing pods may be created; None: now."""
+    if s.open is not None and _blocked(s) and s.now < s.open.start.timestamp() + RETRY_BLOCKED:
+        return s.open.start.timestamp() + RETRY_BLOCKED
+    if _released(s):
+        return gang.may_try(gang.view(s.job, s.observed.pods), s.observed.gangs, now=s.now).retry_at
+    return None
+
+
+def _blocked(s: Situation) -> bool:
+    return s.open is not None and s.open.reason in BLOCKED
+
+
+def _released(s: Situation) -> bool:
+    return s.phase is Phase.PENDING and s.open is not None and s.open.reason == Reason.GANG_RELEASED
+
+
+def _make(s: Situation, frozen: Frozen, indices: Iterable[int], epoch: int) -> list[Action]:
+    chosen = tuple(indices)
+    job, settings, t = s.job, s.observed.settings, frozen.epoch
+    actions: list[Action] = []
+    if len(chosen) == s.wanted and s.phase not in HAS_RUN:
+        # Before anything is made from it: a refused template leaves nothing behind.
+        actions.append(DryRun(pod_body(frozen, 0, epoch)))
+    if s.wanted > 1:
+        actions.append(EnsureService(job.metadata.name, template.service(job, settings)))
+    name = template.object_name(job, t)
+    if not frozen.job.get("plain"):
+        actions.append(EnsureSecret(name, t, template.secret(job, t)))
+        # The digest of the template, not today's: a newer operator goes on with the agent that the job began with.
+        actions.append(EnsureAgent(_agent_of(frozen), settings.agent_digest))
+    actions.append(EnsureTemplate(name, t, template.config_map(job, frozen)))
+    actions.append(CreatePods(chosen, epoch, frozen))
+    return actions
+
+
+def _agent_of(frozen: Frozen) -> str:
+    volumes = frozen.pod["spec"].get("volumes") or ()
+    return next((str(v["configMap"]["name"]) for v in volumes if v["name"] == "everstep-agent"), "")

@@ -1,0 +1,62 @@
+"""Where a job tries to run: its pools in the order of preference, each for its `wait`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep_operator.api.pool import TrainingPool
+from everstep_operator.api.reasons import Reason
+from everstep_operator.plan.situation import FORMING, Situation
+
+_RESOLVED_ANEW = frozenset({Reason.CREATED.value, Reason.RESUMED.value, Reason.NEXT_POOL.value})
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A pool (None: the job names none), or why there is none yet."""
+
+    pool: TrainingPool | None = None
+    problem: tuple[Reason, str] | None = None
+
+
+def first(s: Situation) -> Choice:
+    """The pool to start with."""
+    if not s.spec.pools:
+        return Choice()
+    return _first_of(s, [p.name for p in s.spec.pools])
+
+
+def following(s: Situation) -> tuple[TrainingPool | None, float | None]:
+    """(the pool to go to now, when to ask again). Only a job that has never run moves: the others hold checkpoints,
+    data and places where they are."""
+    names = [p.name for p in s.spec.pools]
+    if s.template is None or s.has_run or s.phase not in FORMING or s.all_bound or s.template.pool not in names:
+        return None, None
+    at = names.index(s.template.pool)
+    choice = _first_of(s, names[at + 1 :])
+    if choice.pool is None:
+        return None, None
+    due = _tried_since(s) + s.spec.pools[at].wait.total_seconds()
+    return (choice.pool, None) if s.now >= due else (None, due)
+
+
+def _first_of(s: Situation, names: list[str]) -> Choice:
+    problems = []
+    namespace = s.job.metadata.namespace or "default"
+    for name in names:
+        pool = s.observed.pools.get(name)
+        if pool is None:
+            problems.append((Reason.POOL_NOT_FOUND, f"there is no TrainingPool {name!r}"))
+        elif not pool.allows(namespace):
+            text = f"TrainingPool {name!r} does not allow the namespace {namespace!r}"
+            problems.append((Reason.NAMESPACE_NOT_ALLOWED, text))
+        else:
+            return Choice(pool)
+    return Choice(problem=problems[0]) if problems else Choice()
+
+
+def _tried_since(s: Situation) -> float:
+    """When the present pool was chosen. If that is no longer on record, longer ago than all that is."""
+    known = s.status.transitions
+    chosen = next((t for t in reversed(known) if t.reason in _RESOLVED_ANEW), known[0] if known else None)
+    return chosen.start.timestamp() if chosen is not None else s.now

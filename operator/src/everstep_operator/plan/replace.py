@@ -1,0 +1,119 @@
+"""Which pods go, and which are made again.
+
+Survivors are kept. A pod that ended although the job has not, or that its leader calls unclean, is deleted; only when
+its object is gone is the index made again, because the name is the lock: two live pods of one index cannot exist, not
+even by two operators at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.plan.actions import DeletePods, PodRef
+from everstep_operator.plan.observed import PodView
+from everstep_operator.plan.situation import Situation
+
+# A pod that the kubelet refuses ends at once; made again at once it would do so thousands of times an hour.
+RETRY_REFUSED = 10.0
+# A leader learns of a lost pod by its closed connections. So long the pod stays, as evidence of why it was lost.
+EVIDENCE = 5.0
+
+
+def missing(s: Situation) -> tuple[int, ...]:
+    """Indices without any object. A deleting pod is not missing: its processes may still run."""
+    taken = {p.index for p in s.stale} | s.current.keys()
+    return tuple(i for i in range(s.wanted) if i not in taken)
+
+
+def lost(s: Situation) -> list[PodView]:
+    """Pods of the set in which nothing will ever run again (agent mode; the job has no outcome)."""
+    unclean = _unclean(s)
+    return [p for p in s.current.values() if p.ended is not None or p.deleting or p.uid in unclean]
+
+
+def to_delete(s: Situation) -> tuple[list[PodView], float | None]:
+    """(lost pods whose objects are to go now, when to look again at those that may stay for a moment)."""
+    now_, later = [], []
+    for pod in lost(s):
+        if pod.deleting:
+            # A pod on a dead node stays like this until something proves that the node is dead (node loss).
+            continue
+        at = _deletable_at(s, pod)
+        if at <= s.now:
+            now_.append(pod)
+        else:
+            later.append(at)
+    return now_, min(later, default=None)
+
+
+def _deletable_at(s: Situation, pod: PodView) -> float:
+    if pod.ended is None:
+        return s.now
+    at = s.now
+    if pod.started_at is None:
+        at = pod.created + RETRY_REFUSED
+    if is_oom(pod) and pod.index != 0 and s.leader is not None and s.phase in _RUNS:
+        at = max(at, (pod.ended.finished_at or s.now) + EVIDENCE) if not _in_ledger(s, pod) else at
+    return at
+
+
+def _in_ledger(s: Situation, pod: PodView) -> bool:
+    """The leader has told of this pod's end, and the entry is on record."""
+    last = s.status.restarts.last
+    if s.leader is None or last is None:
+        return False
+    return any(e.index == pod.index and e.order <= last.token for e in s.leader.ledger[-8:])
+
+
+def is_oom(pod: PodView) -> bool:
+    return pod.ended is not None and pod.ended.reason == "OOMKilled"
+
+
+def why_lost(pod: PodView | None) -> Reason:
+    """The best reason that a pod's last state gives."""
+    if pod is None:
+        return Reason.POD_DELETED
+    if is_oom(pod):
+        return Reason.OUT_OF_MEMORY
+    if pod.disruption is not None:
+        return _DISRUPTIONS.get(pod.disruption, Reason.EVICTED)
+    if pod.ended is not None and pod.ended.reason in ("Evicted", "Preempting", "Terminated", "NodeShutdown"):
+        return Reason.EVICTED
+    if pod.ended is not None and pod.ended.word is not None:
+        return _WORDS.get(pod.ended.word.result, Reason.POD_LOST)
+    if pod.deleting:
+        return Reason.POD_DELETED
+    if pod.ended is not None and pod.ended.signal == 9:
+        return Reason.CONTAINER_KILLED
+    return Reason.POD_LOST
+
+
+def refs(pods: Iterable[PodView], why: Reason, *, grace: int | None = None) -> DeletePods | None:
+    """Delete those that nobody has asked to go yet."""
+    found = tuple(PodRef(p.name, p.uid, grace) for p in pods if not p.deleting)
+    return DeletePods(found, why.value) if found else None
+
+
+def _unclean(s: Situation) -> set[str]:
+    if s.leader is None or not s.leader.unclean:
+        return set()
+    answered = s.leader.answered_at or s.now
+    found = set()
+    for item in s.leader.unclean:
+        pod = s.current.get(item.index)
+        # Without a UID the complaint may be about the pod's predecessor: a young pod gets the benefit of the doubt.
+        if pod is not None and (item.uid == pod.uid if item.uid else answered - pod.created > 60):
+            found.add(pod.uid)
+    return found
+
+
+_RUNS = frozenset({"Starting", "Running", "Restarting"})
+_DISRUPTIONS = {
+    "PreemptionByScheduler": Reason.PREEMPTED,
+    "EvictionByEvictionAPI": Reason.EVICTED,
+    "TerminationByKubelet": Reason.EVICTED,
+    "DeletionByTaintManager": Reason.NODE_LOST,
+    "DeletionByPodGC": Reason.NODE_LOST,
+}
+_WORDS = {"fenced": Reason.FENCED, "unclean": Reason.UNCLEAN_NODE, "stopped": Reason.POD_DELETED}

@@ -1,0 +1,191 @@
+"""Who pays for a restart. Every ended generation is charged once, to one cause, by the id that the leader gave it.
+
+With a leader its ledger is the only source: an entry newer than the newest charge is charged, none else. Without one
+(pod 0 is lost, plain mode, degraded) the operator charges the last generation that it saw running, under the same kind
+of id, so that whatever both know of is charged by the one who comes first and skipped by the other.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import MAX_LOG_LINES, Cause, Charge, LastFailure, Phase, Restarts
+from everstep_operator.plan import replace
+from everstep_operator.plan.leader import Entry, LeaderView
+from everstep_operator.plan.observed import PodView
+from everstep_operator.plan.situation import Situation, utc
+
+# So long a "pod lost" waits for the pod's own last state, which tells an OOM or a pre-emption from a network fault.
+WAIT_FOR_FATE = 10.0
+
+_CAUSES = {
+    Reason.APPLICATION_ERROR: Cause.APPLICATION,
+    Reason.OUT_OF_MEMORY: Cause.APPLICATION,
+    Reason.PREEMPTED: Cause.PREEMPTION,
+    Reason.SPOT_INTERRUPTION: Cause.PREEMPTION,
+    Reason.SCALE_DOWN: Cause.PREEMPTION,
+}
+
+
+@dataclass(frozen=True)
+class Account:
+    """Restarts after everything known was charged. `exhausted`: (reason, message) if a budget is overdrawn."""
+
+    restarts: Restarts
+    generation: int
+    last_failure: LastFailure | None = None  # None: nothing new
+    exhausted: tuple[Reason, str] | None = None
+    retry_at: float | None = None
+
+
+def settle(s: Situation) -> Account:
+    """Charge what ended since the last look."""
+    restarts, failure, retry_at = s.status.restarts, None, None
+    generation = s.status.generation
+    head = s.head
+    if s.leader is not None:
+        for entry in s.leader.ledger:
+            if restarts.last is not None and entry.order <= restarts.last.token:
+                continue
+            if entry.cause == "Stopped":
+                continue
+            reason = _entry_reason(s, entry)
+            if reason is None:
+                # Charges are in the order of generations: the later ones wait with this one.
+                retry_at = (entry.ended_at or s.now) + WAIT_FOR_FATE
+                break
+            restarts, failure = _charge(s, restarts, entry.id, reason), _failure_of(s, entry, reason)
+        generation = _generation(s, s.leader)
+    elif s.plain and (broken := _plain_loss(s)) is not None:
+        epoch, pod = broken
+        if not restarts.last or restarts.last.token < (epoch, 1):
+            reason = Reason.APPLICATION_ERROR if _failed_itself(pod) else replace.why_lost(pod)
+            restarts, failure = _charge(s, restarts, f"{epoch}.1", reason), failure_of_pod(pod, reason)
+    if not s.plain and s.phase in (Phase.RUNNING, Phase.RESTARTING) and generation >= 1:
+        dead = head is None or head.ended is not None or head.deleting
+        # In degraded mode nobody tells of lost pods either; one charge per generation seen keeps it from being free.
+        loss = head if dead else next(iter(replace.lost(s)), None) if s.degraded else None
+        if dead or loss is not None:
+            epoch = head.epoch if head is not None else s.status.epoch
+            if restarts.last is None or restarts.last.token < (epoch, generation):
+                reason = replace.why_lost(loss)
+                restarts = _charge(s, restarts, f"{epoch}.{generation}", reason)
+                failure = failure_of_pod(loss, reason)
+    return Account(restarts, generation, failure, _exhausted(s, restarts), retry_at)
+
+
+def allowance(s: Situation, restarts: Restarts) -> int:
+    """Application restarts left after the newest charge: what the leader may still do on its own."""
+    since = utc(s.now - s.spec.restart.window.total_seconds())
+    return max(0, s.spec.restart.application - restarts.within(Cause.APPLICATION, since))
+
+
+def dead_set(restarts: Restarts, pod: PodView) -> bool:
+    """Plain mode: the set this pod belongs to has been charged, so all of it goes."""
+    return restarts.last is not None and restarts.last.token >= (pod.epoch, 1)
+
+
+def failure_of_pod(pod: PodView | None, reason: Reason) -> LastFailure:
+    end = pod.ended if pod is not None else None
+    word = end.word if end is not None else None
+    return LastFailure(
+        cause=_CAUSES.get(reason, Cause.INFRASTRUCTURE),
+        reason=reason.value,
+        node=pod.node if pod is not None else None,
+        rank=word.rank if word else None,
+        exit_code=(word.exit_code if word and word.exit_code is not None else end.exit_code) if end else None,
+        message=(word.message if word else end.message) if end else "the pod is gone",
+        log_tail=list(word.log_tail[-MAX_LOG_LINES:]) if word else [],
+    )
+
+
+def failure_of_entry(entry: Entry, reason: Reason, node: str | None) -> LastFailure:
+    return LastFailure(
+        cause=_CAUSES.get(reason, Cause.INFRASTRUCTURE),
+        reason=reason.value,
+        node=node,
+        rank=entry.rank,
+        exit_code=entry.exit_code,
+        message=entry.message,
+        log_tail=list(entry.log_tail[-MAX_LOG_LINES:]),
+    )
+
+
+def _failure_of(s: Situation, entry: Entry, reason: Reason) -> LastFailure:
+    pod = s.current.get(entry.index) if entry.index is not None else None
+    if entry.cause in ("PodLost", "Leaving") and _is_the_lost_one(pod, entry) and pod is not None and pod.ended:
+        return failure_of_pod(pod, reason)
+    return failure_of_entry(entry, reason, pod.node if pod else None)
+
+
+def _charge(s: Situation, restarts: Restarts, name: str, reason: Reason) -> Restarts:
+    return restarts.charge(Charge(id=name, cause=_CAUSES.get(reason, Cause.INFRASTRUCTURE), time=utc(s.now)))
+
+
+def _entry_reason(s: Situation, entry: Entry) -> Reason | None:
+    """None: it cannot be told yet."""
+    simple = {"Application": Reason.APPLICATION_ERROR, "OutOfMemory": Reason.OUT_OF_MEMORY, "Fenced": Reason.FENCED}
+    if entry.cause in simple:
+        return simple[entry.cause]
+    pod = s.current.get(entry.index) if entry.index is not None else None
+    if pod is not None and _is_the_lost_one(pod, entry):
+        if not pod.live:
+            return replace.why_lost(pod)
+        if s.now < (entry.ended_at or s.now) + WAIT_FOR_FATE and entry.ended_at is not None:
+            return None
+    return Reason.POD_DELETED if entry.cause == "Leaving" else Reason.POD_LOST
+
+
+def _is_the_lost_one(pod: PodView | None, entry: Entry) -> bool:
+    """The pod of this index now is the one the entry is about, not its replacement."""
+    return pod is not None and (entry.ended_at is None or pod.created <= entry.ended_at)
+
+
+def _generation(s: Situation, leader: LeaderView) -> int:
+    """The last generation known to have run: a later one that still forms has not cost anything yet."""
+    seen = [e.order[1] for e in leader.ledger if e.order[0] == leader.epoch]
+    if leader.phase in ("running", "stopping", "ended"):
+        seen.append(leader.generation)
+    same = s.status.generation if leader.epoch >= s.status.epoch else 0
+    return max([same, *seen], default=0)
+
+
+def _plain_loss(s: Situation) -> tuple[int, PodView | None] | None:
+    """(epoch of the set, the pod that broke it), if the present set of plain pods is broken."""
+    pods = [p for p in s.current.values() if not dead_set(s.status.restarts, p)]
+    epoch = max((p.epoch for p in pods), default=s.status.epoch)
+    failed = [p for p in pods if p.ended is not None and p.ended.exit_code != 0]
+    if failed:
+        # The first to fail is the cause; its peers fail because it left.
+        return epoch, min(failed, key=lambda p: (p.ended.finished_at or s.now if p.ended else s.now, p.index))
+    if s.phase is Phase.RUNNING and replace.missing(s):
+        return epoch, None
+    if s.phase in (Phase.STARTING, Phase.RUNNING) and (going := [p for p in pods if p.deleting and not p.ended]):
+        return epoch, going[0]
+    return None
+
+
+def _failed_itself(pod: PodView | None) -> bool:
+    return (
+        pod is not None
+        and pod.ended is not None
+        and pod.ended.exit_code is not None
+        and not pod.deleting
+        and pod.disruption is None
+        and not replace.is_oom(pod)
+    )
+
+
+def _exhausted(s: Situation, restarts: Restarts) -> tuple[Reason, str] | None:
+    since = utc(s.now - s.spec.restart.window.total_seconds())
+    budget = s.spec.restart
+    for cause, limit, reason in (
+        (Cause.APPLICATION, budget.application, Reason.RESTART_BUDGET_EXCEEDED),
+        (Cause.INFRASTRUCTURE, budget.infrastructure, Reason.INFRASTRUCTURE_BUDGET_EXCEEDED),
+    ):
+        used = restarts.within(cause, since)
+        if used > limit:
+            window = int(budget.window.total_seconds())
+            return reason, f"{used} failures within {window} s; restart.{cause.value.lower()} allows {limit} restarts"
+    return None

@@ -1,0 +1,114 @@
+"""From a decision to the status that is written: transitions, timings, progress, and the economy of writes.
+
+The same inputs give the same status, so that an unchanged one is not written. What changes all the time (step, ready
+pods, messages) is written with the next change that matters, else every 30 s.
+"""
+
+from __future__ import annotations
+
+from everstep_operator.api.status import MAX_TRANSITIONS, Phase, Progress, Timings, TrainingJobStatus, Transition
+from everstep_operator.plan.actions import Event
+from everstep_operator.plan.conditions import conditions
+from everstep_operator.plan.decision import Decision
+from everstep_operator.plan.form import BLOCKED
+from everstep_operator.plan.situation import Situation, utc
+
+WRITE_EVERY = 30.0
+_BUCKETS = {
+    Phase.PENDING: "pending",
+    Phase.SCHEDULING: "scheduling",
+    Phase.STARTING: "starting",
+    Phase.RUNNING: "running",
+    Phase.RESTARTING: "recovering",
+}
+_WARNINGS = frozenset({Phase.FAILED, Phase.RESTARTING})
+
+
+def status_of(s: Situation, decision: Decision) -> tuple[TrainingJobStatus, tuple[Event, ...], float | None]:
+    """(the status to have, events of this transition, when a change that was held back is due)."""
+    old = s.status
+    moved = _moves(s, decision)
+    new = old.model_copy(
+        update={
+            "phase": decision.phase,
+            "observed_generation": s.job.metadata.generation,
+            "conditions": conditions(s, decision),
+            "epoch": max(old.epoch, decision.epoch or 0),
+            "generation": old.generation if decision.generation is None else decision.generation,
+            "template": decision.template or old.template,
+            "nodes": 0 if decision.phase is Phase.SUSPENDED else s.wanted,
+            "ready_nodes": s.ready,
+            "progress": _progress(s, decision),
+            "restarts": decision.restarts or old.restarts,
+            "last_failure": decision.last_failure or old.last_failure,
+            "transitions": _transitions(s, decision) if moved else old.transitions,
+            "timings": _timings(s) if moved else old.timings,
+        }
+    )
+    if new == old:
+        return old, (), None
+    if not moved and _lasting(new) == _lasting(old):
+        due = (s.observed.status_written_at or 0.0) + WRITE_EVERY
+        if s.now < due:
+            return old, (), due
+    changed_phase = decision.phase is not old.phase or decision.phase is Phase.PENDING
+    warns = decision.phase in _WARNINGS or decision.stalled
+    said = decision.message or decision.reason.meaning
+    event = Event("Warning" if warns else "Normal", decision.reason.value, said[:1024])
+    # Another attempt at the same thing is no news.
+    news = moved and changed_phase and not (decision.again and s.open and s.open.reason == decision.reason)
+    return new, (event,) if news else (), None
+
+
+def _moves(s: Situation, decision: Decision) -> bool:
+    if s.open is None or decision.phase is not s.status.phase or decision.again:
+        return True
+    told = s.open.reason != decision.reason
+    return told and (decision.phase is Phase.PENDING or s.open.reason in BLOCKED)
+
+
+def _transitions(s: Situation, decision: Decision) -> list[Transition]:
+    now = utc(s.now)
+    known = list(s.status.transitions)
+    if known:
+        known[-1] = known[-1].model_copy(update={"end": now})
+    # Attempt after attempt at the same thing is one line: it began with the first.
+    if len(known) >= 2 and (known[-2].phase, known[-2].reason) == (known[-1].phase, known[-1].reason):
+        known[-2:] = [known[-2].model_copy(update={"end": now})]
+    known.append(Transition.model_construct(phase=decision.phase, reason=decision.reason.value, start=now, end=None))
+    return known[-MAX_TRANSITIONS:]
+
+
+def _timings(s: Situation) -> Timings:
+    """Time is booked when a phase ends: a status that only counted seconds would be written every second."""
+    timings = s.status.timings
+    if s.open is None or (bucket := _BUCKETS.get(s.open.phase)) is None:
+        return timings
+    spent = max(0.0, s.now - s.open.start.timestamp())
+    timings = timings.model_copy(update={bucket: round(getattr(timings, bucket) + spent, 3)})
+    busy = timings.running + timings.recovering
+    goodput = round(max(0.0, timings.running - timings.lost) / busy, 4) if busy > 0 else None
+    return timings.model_copy(update={"goodput": goodput})
+
+
+def _progress(s: Situation, decision: Decision) -> Progress | None:
+    old = s.status.progress
+    seen = s.leader.progress if s.leader is not None else None
+    if s.leader is None or seen is None or seen.step is None:
+        return old
+    # Within a generation steps only grow. The next one may begin further back, at the checkpoint it has loaded.
+    generation = s.status.generation if decision.generation is None else decision.generation
+    same = (s.leader.epoch, s.leader.generation) == (s.status.epoch, s.status.generation) and (
+        generation == s.status.generation
+    )
+    if old is not None and same and seen.step < old.step:
+        return old
+    return Progress.model_construct(
+        step=seen.step, total_steps=seen.total_steps, steps_per_second=seen.steps_per_second
+    )
+
+
+def _lasting(status: TrainingJobStatus) -> TrainingJobStatus:
+    """Without what may wait for the next write."""
+    told = [c.model_copy(update={"message": ""}) for c in status.conditions]
+    return status.model_copy(update={"conditions": told, "ready_nodes": 0, "progress": None})

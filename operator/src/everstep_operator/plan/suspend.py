@@ -1,0 +1,28 @@
+"""Suspension: everything is given back; resuming resolves the job anew."""
+
+from __future__ import annotations
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import Phase
+from everstep_operator.plan import replace
+from everstep_operator.plan.actions import DeleteStale
+from everstep_operator.plan.decision import Decision
+from everstep_operator.plan.situation import Situation
+
+
+def suspend(s: Situation) -> Decision:
+    """Delete all pods with their grace; suspended is the job once they are gone."""
+    if s.observed.ours:
+        going = Decision(Phase.STOPPING, Reason.SUSPENDED, "waiting for the pods to stop")
+        return going.do(replace.refs(s.observed.ours, Reason.SUSPENDED))
+    done = Decision(Phase.SUSPENDED, Reason.SUSPENDED, "no pods; set spec.suspend to false to start")
+    if s.phase is not Phase.SUSPENDED and s.template is not None:
+        return done.do(DeleteStale(s.template.epoch + 1))
+    return done
+
+
+def resuming(s: Situation) -> bool:
+    """spec.suspend went back to false, also while the pods were still stopping."""
+    if s.phase is Phase.SUSPENDED:
+        return True
+    return s.phase is Phase.STOPPING and s.open is not None and s.open.reason == Reason.SUSPENDED

@@ -1,0 +1,273 @@
+"""The resolved pod template: job + pool + the operator's settings, made once per template epoch and then frozen.
+
+The order of authority: what the agent needs, over the user's overlay, over the pool, over our defaults. What the
+overlay may not touch is refused by the API's schema; what only an administrator may grant is checked here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.pool import TrainingPool
+from everstep_operator.api.scalars import parse_quantity
+from everstep_operator.plan import plain as plain_mode
+from everstep_operator.plan.agent_config import GPU, gpu_resource, job_config
+from everstep_operator.plan.observed import (
+    LABEL_JOB,
+    LABEL_TEMPLATE,
+    TRAINER,
+    Frozen,
+    Settings,
+)
+from everstep_operator.plan.overlay import overlay
+from everstep_operator.plan.pods import MANAGED_BY, owner_reference
+
+AGENT = ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
+USER = 1000
+SHM_DEFAULT = 1 << 30
+
+_SEES = "fieldPath"
+_REFERENCES = {
+    "EVERSTEP_INDEX": "metadata.labels['everstep.dev/index']",
+    "EVERSTEP_EPOCH": "metadata.labels['everstep.dev/epoch']",
+    "EVERSTEP_POD_UID": "metadata.uid",
+    "EVERSTEP_POD_IP": "status.podIP",
+    "EVERSTEP_NODE_NAME": "spec.nodeName",
+}
+_FOLDERS = ("input", "model", "output", "checkpoints")
+
+
+@dataclass(frozen=True, slots=True)
+class NotPermitted:
+    """The template asks for what the operator's configuration does not allow."""
+
+    message: str
+
+
+def resolve(
+    job: TrainingJob, *, epoch: int, pool: TrainingPool | None, plain: bool, settings: Settings
+) -> Frozen | NotPermitted:
+    """The template of this epoch, or why there is none."""
+    over = job.spec.pod_template.spec.manifest()
+    if (message := _forbidden(over, settings)) is not None:
+        return NotPermitted(message)
+    config = job_config(job, template_epoch=epoch, pool=pool, settings=settings, plain=plain)
+    spec = overlay(_base(job, epoch, pool, plain, settings), over)
+    trainer = next(c for c in spec["containers"] if c["name"] == TRAINER)
+    # A read-only root without a writable /tmp breaks nearly every trainer.
+    if (trainer.get("securityContext") or {}).get("readOnlyRootFilesystem") and not _mounted(trainer, "/tmp"):  # noqa: S108
+        trainer["volumeMounts"] = [*trainer["volumeMounts"], _mount("everstep-tmp", "/tmp")]  # noqa: S108
+        spec["volumes"] = [*spec["volumes"], {"name": "everstep-tmp", "emptyDir": {}}]
+    # A user's volume on one of our mount points leaves our volume without a use.
+    used = {m["name"] for c in _containers(spec) for m in c.get("volumeMounts") or ()}
+    spec["volumes"] = [v for v in spec["volumes"] if not v["name"].startswith("everstep-") or v["name"] in used]
+    copied = {k: v for k, v in job.metadata.labels.items() if k in settings.copied_labels}
+    meta = job.spec.pod_template.metadata
+    pod = {"metadata": {"labels": {**copied, **meta.labels}, "annotations": dict(meta.annotations)}, "spec": spec}
+    return Frozen(epoch=epoch, pod=pod, job=config)
+
+
+def config_map(job: TrainingJob, frozen: Frozen) -> dict[str, Any]:
+    """The immutable ConfigMap `<job>-<t>`."""
+    data = {"job.json": _json(frozen.job), "template.json": _json(frozen.pod)}
+    if frozen.job.get("plain"):
+        data |= plain_mode.files(frozen.job)
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": _meta(job, frozen.epoch),
+        "immutable": True,
+        "data": data,
+    }
+
+
+def secret(job: TrainingJob, epoch: int) -> dict[str, Any]:
+    """The immutable Secret `<job>-<t>`, still without its token."""
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": _meta(job, epoch), "immutable": True, "type": "Opaque"}
+
+
+def service(job: TrainingJob, settings: Settings) -> dict[str, Any]:
+    """The headless Service that gives the pods their names before they are ready."""
+    meta = _meta(job, None)
+    return {
+        "apiVersion": "v1",
+        "kind": "Service",
+        "metadata": meta,
+        "spec": {
+            "clusterIP": "None",
+            "publishNotReadyAddresses": True,
+            "selector": {LABEL_JOB: job.metadata.name},
+            "ports": [{"name": "agent", "port": settings.agent_port, "protocol": "TCP"}],
+        },
+    }
+
+
+def object_name(job: TrainingJob, epoch: int) -> str:
+    return f"{job.metadata.name}-{epoch}"
+
+
+def frozen_view(raw: Mapping[str, Any]) -> Frozen | None:
+    """Read the ConfigMap back. None if it is not one of ours or was damaged: it is then made again."""
+    try:
+        epoch = int(raw["metadata"]["labels"][LABEL_TEMPLATE])
+        pod, config = json.loads(raw["data"]["template.json"]), json.loads(raw["data"]["job.json"])
+    except (KeyError, TypeError, ValueError):
+        return None
+    return Frozen(epoch=epoch, pod=pod, job=config) if isinstance(pod, dict) and isinstance(config, dict) else None
+
+
+def _meta(job: TrainingJob, epoch: int | None) -> dict[str, Any]:
+    labels = {**MANAGED_BY, LABEL_JOB: job.metadata.name}
+    if epoch is not None:
+        labels[LABEL_TEMPLATE] = str(epoch)
+    return {
+        "name": job.metadata.name if epoch is None else object_name(job, epoch),
+        "namespace": job.metadata.namespace,
+        "labels": labels,
+        "ownerReferences": [owner_reference(job.metadata.name, job.metadata.uid)],
+    }
+
+
+def _base(job: TrainingJob, epoch: int, pool: TrainingPool | None, plain: bool, settings: Settings) -> dict[str, Any]:
+    restricted = job.spec.security_profile == "restricted"
+    security: dict[str, Any] = {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"}
+    if restricted:
+        security |= {"runAsNonRoot": True, "runAsUser": USER, "seccompProfile": {"type": "RuntimeDefault"}}
+    spec: dict[str, Any] = {
+        "restartPolicy": "Never",
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "terminationGracePeriodSeconds": settings.termination_grace,
+        "securityContext": security,
+        "containers": [_trainer(job, pool, plain, restricted)],
+        "volumes": _volumes(job, epoch, plain, settings),
+        "tolerations": _tolerations(pool, settings),
+    }
+    if pool is not None and pool.spec.node_selector:
+        spec["nodeSelector"] = dict(pool.spec.node_selector)
+    if job.spec.num_nodes > 1:
+        name, namespace = job.metadata.name, job.metadata.namespace or "default"
+        spec["subdomain"] = name
+        spec["dnsConfig"] = {"searches": [f"{name}.{namespace}.svc.{settings.cluster_domain}"]}
+    return spec
+
+
+def _trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool, restricted: bool) -> dict[str, Any]:
+    spec = job.spec
+    mounts = [_mount("everstep-shm", "/dev/shm")]  # noqa: S108
+    mounts += [_mount(f"everstep-{folder}", f"/opt/ml/{folder}") for folder in _FOLDERS]
+    env = [item.manifest() for item in spec.env]
+    container: dict[str, Any] = {"name": TRAINER, "image": spec.image, "env": env, "volumeMounts": mounts}
+    if plain:
+        if spec.command:
+            container["command"] = [*spec.command]
+        container["args"] = [*spec.args] or ([] if spec.command else ["train"])
+        mounts.append(_mount("everstep-config", plain_mode.CONFIG_FOLDER, readOnly=True))
+        container["terminationMessagePolicy"] = "FallbackToLogsOnError"
+    else:
+        container["command"] = AGENT
+        env += [{"name": n, "valueFrom": {"fieldRef": {_SEES: path}}} for n, path in _REFERENCES.items()]
+        mounts += [_mount(f"everstep-{n}", f"/opt/everstep/{n}", readOnly=True) for n in ("agent", "job", "token")]
+        mounts.append(_mount("everstep-run", "/run/everstep"))
+    resources = spec.resources.manifest()
+    if resources := {kind: _with_gpu_name(amounts, pool) for kind, amounts in resources.items() if amounts}:
+        container["resources"] = resources
+    if spec.image_pull_policy is not None:
+        container["imagePullPolicy"] = spec.image_pull_policy
+    if restricted:
+        container["securityContext"] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    return container
+
+
+def _with_gpu_name(amounts: Mapping[str, str], pool: TrainingPool | None) -> dict[str, str]:
+    """The pool knows how its GPUs are counted: the usual name in a job means them."""
+    name = gpu_resource(pool)
+    if name == GPU or GPU not in amounts or name in amounts:
+        return dict(amounts)
+    return {(name if key == GPU else key): amount for key, amount in amounts.items()}
+
+
+def _volumes(job: TrainingJob, epoch: int, plain: bool, settings: Settings) -> list[dict[str, Any]]:
+    name = object_name(job, epoch)
+    volumes: list[dict[str, Any]] = [
+        {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(job)}},
+        *({"name": f"everstep-{folder}", "emptyDir": {}} for folder in _FOLDERS),
+    ]
+    if plain:
+        config = {
+            "name": name,
+            "items": [{"key": k, "path": k} for k in ("hyperparameters.json", "inputdataconfig.json")],
+        }
+        annotation = {"fieldRef": {_SEES: f"metadata.annotations['{plain_mode.RESOURCE_CONFIG}']"}}
+        per_pod = {"items": [{"path": "resourceconfig.json", **annotation}]}
+        sources = [{"configMap": config}, {"downwardAPI": per_pod}]
+        return [*volumes, {"name": "everstep-config", "projected": {"sources": sources}}]
+    return [
+        *volumes,
+        {"name": "everstep-agent", "configMap": {"name": settings.agent_config_map}},
+        {"name": "everstep-job", "configMap": {"name": name, "items": [{"key": "job.json", "path": "job.json"}]}},
+        {"name": "everstep-token", "secret": {"secretName": name, "defaultMode": 0o440}},
+        {"name": "everstep-run", "emptyDir": {}},
+    ]
+
+
+def _shm_size(job: TrainingJob) -> str:
+    """Half of the pod's memory: it counts against the same limit, and data loaders must not push the ranks out."""
+    resources = job.spec.resources
+    memory = resources.limits.get("memory") or resources.requests.get("memory")
+    return str(int(parse_quantity(memory)) // 2 if memory else SHM_DEFAULT)
+
+
+def _tolerations(pool: TrainingPool | None, settings: Settings) -> list[dict[str, Any]]:
+    # The default of 300 s would hold a job back five minutes for a node that is gone.
+    quick = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": settings.node_lost_toleration}
+    ours = [{"key": f"node.kubernetes.io/{taint}", **quick} for taint in ("not-ready", "unreachable")]
+    return [*ours, *(t.manifest() for t in pool.spec.tolerations)] if pool is not None else ours
+
+
+def _forbidden(over: Mapping[str, Any], settings: Settings) -> str | None:
+    account = over.get("serviceAccountName") or over.get("serviceAccount")
+    if account and not _allowed(account, settings.service_accounts):
+        return _no(f"serviceAccountName {account!r}", "service accounts")
+    priority = over.get("priorityClassName")
+    if priority and not _allowed(priority, settings.priority_classes):
+        return _no(f"priorityClassName {priority!r}", "priority classes")
+    asked = {n for n in ("hostNetwork", "hostPID", "hostIPC", "automountServiceAccountToken") if over.get(n)}
+    asked |= {"hostPath" for v in over.get("volumes") or () if "hostPath" in v}
+    for container in _containers(over):
+        if (container.get("securityContext") or {}).get("privileged"):
+            asked.add("privileged")
+        asked |= {"hostPort" for port in container.get("ports") or () if port.get("hostPort")}
+    refused = sorted(name for name in asked if not _allowed(name, settings.host_fields))
+    return _no(", ".join(refused), "host fields") if refused else None
+
+
+def _no(what: str, which: str) -> str:
+    return (
+        f"podTemplate.spec: {what} is not in the operator's list of allowed {which}: remove it, or ask whoever runs "
+        "the operator to allow it"
+    )
+
+
+def _allowed(name: str, names: frozenset[str]) -> bool:
+    return "*" in names or name in names
+
+
+def _containers(spec: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    return [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
+
+
+def _mounted(container: Mapping[str, Any], path: str) -> bool:
+    return any(m.get("mountPath") == path for m in container["volumeMounts"])
+
+
+def _mount(name: str, path: str, **more: Any) -> dict[str, Any]:
+    return {"name": name, "mountPath": path, **more}
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

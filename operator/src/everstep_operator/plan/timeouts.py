@@ -1,0 +1,93 @@
+"""When to give up. All clocks come from the status and the pods, so they survive restarts of the operator and stand
+still while the job is suspended."""
+
+from __future__ import annotations
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import ConditionType, Phase
+from everstep_operator.plan.situation import FORMING, HAS_RUN, Situation
+
+
+def expired(s: Situation) -> tuple[Reason, str] | None:
+    """(reason, message) of the first limit that has passed."""
+    for reason, at, message in _deadlines(s):
+        if at is not None and s.now >= at:
+            return reason, message
+    return None
+
+
+def next_deadline(s: Situation) -> float | None:
+    """When to look again because of a limit."""
+    return min((at for _, at, _ in _deadlines(s) if at is not None), default=None)
+
+
+def waiting_since(s: Situation) -> float:
+    """From when the wait for capacity counts: creation, the last resume, or the end of the last run."""
+    at = s.created
+    suspended = s.status.condition(ConditionType.SUSPENDED)
+    if suspended is not None and suspended.status == "False":
+        at = max(at, suspended.last_transition_time.timestamp())
+    ran = [t.end for t in s.status.transitions if t.phase in HAS_RUN and t.end is not None]
+    return max([at, *(end.timestamp() for end in ran)])
+
+
+def ran_for(s: Situation) -> float:
+    """Seconds since the first start, less the time pending or suspended."""
+    timings, open_ = s.status.timings, s.open
+    total = timings.running + timings.recovering
+    if open_ is not None and open_.phase in HAS_RUN:
+        total += max(0.0, s.now - open_.start.timestamp())
+    return total
+
+
+def _deadlines(s: Situation) -> list[tuple[Reason, float | None, str]]:
+    limits = s.spec.timeouts
+    pending, startup = limits.pending.total_seconds(), limits.startup.total_seconds()
+    runtime = limits.runtime.total_seconds()
+    return [
+        (Reason.RUNTIME_TIMEOUT, _runtime(s, runtime), f"the job ran for {runtime:.0f} s (timeouts.runtime)"),
+        (Reason.STARTUP_TIMEOUT, _startup(s, startup), f"not all ranks started in {startup:.0f} s{_obstacle(s)}"),
+        (
+            Reason.PENDING_TIMEOUT,
+            _pending(s, pending, startup),
+            f"no place for all pods in {pending:.0f} s{_no_node(s)}",
+        ),
+    ]
+
+
+def _runtime(s: Situation, limit: float) -> float | None:
+    return s.now + limit - ran_for(s) if s.phase in HAS_RUN else None
+
+
+def _pending(s: Situation, limit: float, startup: float) -> float | None:
+    if s.phase in (Phase.PENDING, Phase.SCHEDULING) and not s.all_bound:
+        return waiting_since(s) + limit
+    # Pods that are bound and lost, over and over, never let the start-up clock run: both limits together end that.
+    if s.phase in (Phase.STARTING, Phase.RESTARTING) and not _pausing(s):
+        return s.since({s.phase}) + limit + startup
+    return None
+
+
+def _startup(s: Situation, limit: float) -> float | None:
+    if s.phase not in (Phase.STARTING, Phase.RESTARTING) or not s.all_bound or _pausing(s):
+        return None
+    bound = max((p.scheduled_at or 0.0 for p in s.live), default=0.0)
+    return max(s.since({s.phase}), bound) + limit
+
+
+def _pausing(s: Situation) -> bool:
+    """The leader waits on purpose before the next generation (restart.maxBackoff)."""
+    return s.leader is not None and s.leader.phase == "backoff"
+
+
+def _obstacle(s: Situation) -> str:
+    """What a pod that cannot start says: the image, a Secret, a volume."""
+    for pod in s.live:
+        if not pod.running and pod.waiting_reason not in ("", "ContainerCreating", "PodInitializing"):
+            return f": {pod.name}: {pod.waiting_reason} {pod.waiting_message}".rstrip()
+    return ""
+
+
+def _no_node(s: Situation) -> str:
+    text = next((p.unschedulable for p in s.live if not p.scheduled and p.unschedulable), "")
+    return f": {text}" if text and s.phase in FORMING | {Phase.RESTARTING} else ""

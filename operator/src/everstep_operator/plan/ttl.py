@@ -1,0 +1,30 @@
+"""After the end: stragglers are removed, logs stay, and the job goes when its time to live has passed."""
+
+from __future__ import annotations
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.plan import replace
+from everstep_operator.plan.actions import Action, DeleteJob
+from everstep_operator.plan.situation import Situation
+
+# Agents leave by themselves when their leader declares the end, and write their last word while doing so.
+LINGER = 30.0
+
+
+def after_end(s: Situation) -> tuple[list[Action], float | None]:
+    """(what is to be done about a finished job, when to look again). Ended pods are kept: they hold the logs."""
+    finished = s.open.start.timestamp() if s.open is not None else s.created
+    actions: list[Action] = []
+    looks = []
+    running = [p for p in s.observed.ours if p.live]
+    if running and s.now >= finished + LINGER:
+        actions += [a for a in [replace.refs(running, Reason.STOPPING)] if a is not None]
+    elif running:
+        looks.append(finished + LINGER)
+    if s.spec.ttl_after_finished is not None:
+        expires = finished + s.spec.ttl_after_finished.total_seconds()
+        if s.now >= expires:
+            actions.append(DeleteJob(s.job.metadata.uid))
+        else:
+            looks.append(expires)
+    return actions, min(looks, default=None)
