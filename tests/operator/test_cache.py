@@ -1,0 +1,109 @@
+"""The cache: the newest state wins in whatever order it is told, and ghosts go."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep_operator.cluster.cache import Cache, Key
+from hypothesis import given
+from hypothesis import strategies as st
+
+
+def pod(name: str, job: str, *, version: int, uid: str = "u1", namespace: str = "ns", phase: str = "Pending") -> Any:
+    labels = {"everstep.dev/job": job, "everstep.dev/index": name.rsplit("-", 1)[-1]}
+    meta = {"namespace": namespace, "name": name, "uid": uid, "resourceVersion": str(version), "labels": labels}
+    return {"metadata": meta, "spec": {"containers": [{}] * 3}, "status": {"phase": phase}}
+
+
+class Watched:
+    def __init__(self) -> None:
+        self.touched: list[Key] = []
+        self.pools: list[str] = []
+        self.cache = Cache(touched=self.touched.append, pool_changed=self.pools.append)
+
+
+def test_a_pod_touches_its_job_and_is_kept_as_a_view() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("digits-1", "digits", version=1))
+    assert w.touched == [("ns", "digits")]
+    (view,) = w.cache.pods_of(("ns", "digits"))
+    assert (view.index, view.name) == (1, "digits-1")
+
+
+def test_a_late_event_does_not_undo_our_own_write() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("digits-0", "digits", version=9, phase="Running"))
+    w.touched.clear()
+    assert not w.cache.pods.put(pod("digits-0", "digits", version=7))
+    assert w.touched == []
+    assert w.cache.pods_of(("ns", "digits"))[0].phase == "Running"
+
+
+def test_the_end_of_a_predecessor_does_not_remove_its_successor() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("digits-0", "digits", version=9, uid="new"))
+    w.cache.pods.remove(("ns", "digits-0"), "old")
+    assert len(w.cache.pods_of(("ns", "digits"))) == 1
+
+
+def test_an_event_that_changes_nothing_a_plan_sees_touches_nobody() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("digits-0", "digits", version=1))
+    w.touched.clear()
+    assert w.cache.pods.put(pod("digits-0", "digits", version=2))
+    assert w.touched == []
+
+
+def test_a_pod_that_changes_its_job_leaves_the_old_one() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("x-0", "a", version=1))
+    w.cache.pods.put(pod("x-0", "b", version=2))
+    assert w.cache.pods_of(("ns", "a")) == ()
+    assert len(w.cache.pods_of(("ns", "b"))) == 1
+
+
+def test_a_list_removes_ghosts_but_not_what_is_newer_than_the_list() -> None:
+    w = Watched()
+    store = w.cache.pods
+    store.put(pod("digits-0", "digits", version=5))
+    store.put(pod("digits-1", "digits", version=6))
+    listing = store.listing(10, store.newest)
+    listing.add(pod("digits-0", "digits", version=5))
+    store.put(pod("digits-2", "digits", version=11))  # created while the list was being read
+    assert listing.finish() == 1
+    assert {view.name for view in w.cache.pods_of(("ns", "digits"))} == {"digits-0", "digits-2"}
+    assert listing.missed == 0
+
+
+def test_a_list_of_one_namespace_says_nothing_about_others() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("a-0", "a", version=1, namespace="one"))
+    w.cache.pods.put(pod("a-0", "a", version=2, namespace="two"))
+    assert w.cache.pods.listing(10, 2, "one").finish() == 1
+    assert len(w.cache.pods_of(("two", "a"))) == 1
+
+
+def test_a_cluster_restored_from_a_backup_is_believed() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("digits-0", "digits", version=1000, phase="Running"))
+    listing = w.cache.pods.listing(50, w.cache.pods.newest)
+    listing.add(pod("digits-0", "digits", version=40, phase="Pending"))
+    listing.finish()
+    assert w.cache.pods_of(("ns", "digits"))[0].phase == "Pending"
+
+
+def test_managed_fields_are_not_kept() -> None:
+    w = Watched()
+    meta = {"namespace": "ns", "name": "digits", "uid": "u", "resourceVersion": "3", "managedFields": [{"x": 1}]}
+    w.cache.jobs.put({"metadata": meta, "spec": {}})
+    entry = w.cache.jobs.get(("ns", "digits"))
+    assert entry is not None
+    assert "managedFields" not in entry.value["metadata"]
+
+
+@given(st.permutations(range(1, 8)))
+def test_any_order_of_news_ends_in_the_newest(order: list[int]) -> None:
+    w = Watched()
+    for version in order:
+        w.cache.pods.put(pod("digits-0", "digits", version=version, phase=f"p{version}"))
+    assert w.cache.pods_of(("ns", "digits"))[0].phase == "p7"

@@ -1,0 +1,257 @@
+"""The client against a server that misbehaves: what is repeated, what never is, and what the caller is told."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.client import Client
+from everstep_operator.cluster.resources import JOBS, PODS
+from kubernetes.aio.client import Configuration
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
+POD: dict[str, Any] = {"metadata": {"name": "digits-0", "namespace": "ns"}, "spec": {"unknownInAnyVersion": {"a": 1}}}
+
+
+class Server:
+    """Answers with the scripted ones in turn; the last is repeated."""
+
+    def __init__(self) -> None:
+        self.script: list[Answer] = []
+        self.seen: list[tuple[str, str, dict[str, str], Any]] = []
+        self.headers: list[dict[str, str]] = []
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        self.seen.append((request.method, request.path, dict(request.query), json.loads(body) if body else None))
+        self.headers.append(dict(request.headers))
+        answer = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        return await answer(request)
+
+
+def status(code: int, reason: str = "", message: str = "", headers: dict[str, str] | None = None) -> Answer:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response({"kind": "Status", "reason": reason, "message": message}, status=code, headers=headers)
+
+    return answer
+
+
+def ok(body: Any = None) -> Answer:
+    async def answer(_: web.Request) -> web.Response:
+        return web.json_response(body or POD)
+
+    return answer
+
+
+async def reset(request: web.Request) -> web.StreamResponse:
+    """The request was read (and, on a real server, maybe carried out); the answer never comes."""
+    assert request.transport is not None
+    request.transport.abort()
+    return web.Response()
+
+
+async def hang(_: web.Request) -> web.StreamResponse:
+    await asyncio.sleep(30)
+    return web.Response()
+
+
+async def half(request: web.Request) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Length": "1000"})
+    await response.prepare(request)
+    await response.write(b'{"metadata": {"na')
+    assert request.transport is not None
+    request.transport.abort()
+    return response
+
+
+@pytest.fixture
+def server() -> Server:
+    return Server()
+
+
+@pytest_asyncio.fixture
+async def client(server: Server) -> AsyncIterator[Client]:
+    app = web.Application()
+    app.router.add_route("*", "/{any:.*}", server.handle)
+    running = TestServer(app)
+    await running.start_server()
+    configuration = Configuration()
+    configuration.host = str(running.make_url("")).rstrip("/")
+    configuration.api_key = {"BearerToken": "Bearer abc"}
+    client = Client(configuration, timeout=0.5, attempts=3)
+    yield client
+    await client.close()
+    await running.close()
+
+
+async def test_a_body_arrives_as_it_was_written_with_the_token(server: Server, client: Client) -> None:
+    server.script = [ok()]
+    assert await client.create(PODS, "ns", POD) == POD
+    method, path, query, body = server.seen[0]
+    assert (method, path) == ("POST", "/api/v1/namespaces/ns/pods")
+    assert body == POD
+    assert query["fieldManager"] == "everstep-operator"
+    assert server.headers[0]["Authorization"] == "Bearer abc"
+
+
+@pytest.mark.parametrize("trouble", [status(500), status(503), status(504), status(429), reset, hang, half])
+async def test_a_read_is_repeated(server: Server, client: Client, trouble: Answer) -> None:
+    server.script = [trouble, ok()]
+    assert (await client.get(PODS, "ns", "digits-0"))["metadata"]["name"] == "digits-0"
+    # aiohttp itself repeats a read once on a connection that was reset
+    assert len(server.seen) in (2, 3)
+
+
+@pytest.mark.parametrize("trouble", [reset, hang, half])
+async def test_a_create_whose_result_is_unknown_is_not_repeated(
+    server: Server, client: Client, trouble: Answer
+) -> None:
+    server.script = [trouble, ok()]
+    with pytest.raises(errors.Unreachable) as caught:
+        await client.create(PODS, "ns", POD)
+    assert caught.value.sent
+    assert len(server.seen) == 1
+
+
+async def test_a_create_is_repeated_when_it_was_certainly_not_processed(server: Server, client: Client) -> None:
+    server.script = [status(429, headers={"Retry-After": "0"}), ok()]
+    await client.create(PODS, "ns", POD)
+    assert len(server.seen) == 2
+
+
+async def test_a_create_after_a_server_error_is_the_callers_to_judge(server: Server, client: Client) -> None:
+    server.script = [status(500), ok()]
+    with pytest.raises(errors.ServerError):
+        await client.create(PODS, "ns", POD)
+    assert len(server.seen) == 1
+
+
+async def test_a_dry_run_is_repeated(server: Server, client: Client) -> None:
+    server.script = [hang, ok()]
+    await client.create(PODS, "ns", POD, dry_run=True)
+    assert server.seen[-1][2]["dryRun"] == "All"
+
+
+async def test_a_refused_connection_was_not_sent() -> None:
+    configuration = Configuration()
+    configuration.host = "http://127.0.0.1:1"
+    client = Client(configuration, timeout=0.5, attempts=2)
+    with pytest.raises(errors.Unreachable) as caught:
+        await client.create(PODS, "ns", POD)
+    assert not caught.value.sent
+    await client.close()
+
+
+async def test_patience_ends(server: Server, client: Client) -> None:
+    server.script = [status(503)]
+    with pytest.raises(errors.ServerError):
+        await client.get(PODS, "ns", "x")
+    assert len(server.seen) == 3
+
+
+async def test_retry_after_is_obeyed(server: Server, client: Client) -> None:
+    server.script = [status(429, headers={"Retry-After": "1"}), ok()]
+    started = asyncio.get_running_loop().time()
+    await client.get(PODS, "ns", "x")
+    assert asyncio.get_running_loop().time() - started >= 1
+
+
+@pytest.mark.parametrize(
+    ("answer", "expected"),
+    [
+        (status(404, "NotFound"), errors.NotFound),
+        (status(409, "AlreadyExists"), errors.AlreadyExists),
+        (status(409, "Conflict"), errors.Conflict),
+        (status(410, "Expired"), errors.Gone),
+        (status(422, "Invalid"), errors.Invalid),
+        (status(400, "BadRequest"), errors.Invalid),
+        (status(403, "Forbidden", "pods is forbidden: violates PodSecurity"), errors.Forbidden),
+        (status(403, "Forbidden", 'pods "x" is forbidden: exceeded quota: q'), errors.QuotaExceeded),
+        (status(403, "Forbidden", "namespace ns is being terminated"), errors.Conflict),
+        (status(401, "Unauthorized"), errors.Unauthorized),
+    ],
+)
+async def test_a_refusal_is_typed_and_not_repeated(
+    server: Server, client: Client, answer: Answer, expected: type[errors.ApiError]
+) -> None:
+    server.script = [answer]
+    with pytest.raises(expected) as caught:
+        await client.create(PODS, "ns", POD)
+    assert type(caught.value) is expected
+    assert len(server.seen) == 1
+
+
+async def test_a_proxys_page_is_a_server_error(server: Server, client: Client) -> None:
+    async def page(_: web.Request) -> web.Response:
+        return web.Response(text="<html>welcome</html>", content_type="text/html")
+
+    server.script = [page]
+    with pytest.raises(errors.ServerError):
+        await client.get(PODS, "ns", "x")
+
+
+async def test_a_delete_names_the_uid_and_finds_its_work_done(server: Server, client: Client) -> None:
+    for answer in (ok(), status(404, "NotFound"), status(409, "Conflict")):
+        server.script = [answer]
+        await client.delete(PODS, "ns", "digits-0", uid="u1", grace=0)
+    assert [body["preconditions"]["uid"] for *_, body in server.seen] == ["u1"] * 3
+    assert server.seen[0][3]["gracePeriodSeconds"] == 0
+
+
+async def test_status_is_applied_by_name_and_version(server: Server, client: Client) -> None:
+    server.script = [hang, ok()]
+    body = {"metadata": {"name": "digits", "namespace": "ns", "resourceVersion": "7"}, "status": {}}
+    await client.apply_status(JOBS, "ns", body)
+    method, path, query, sent = server.seen[-1]
+    assert (method, path) == ("PATCH", "/apis/everstep.dev/v1alpha1/namespaces/ns/trainingjobs/digits/status")
+    assert query == {"fieldManager": "everstep-operator", "force": "true"}
+    assert sent["metadata"]["resourceVersion"] == "7"
+    assert server.headers[-1]["Content-Type"] == "application/apply-patch+yaml"
+
+
+async def test_a_list_is_read_page_by_page(server: Server, client: Client) -> None:
+    first = {"metadata": {"resourceVersion": "5", "continue": "more"}, "items": [{"n": 1}, {"n": 2}]}
+    server.script = [ok(first), ok({"metadata": {"resourceVersion": "5"}, "items": [{"n": 3}]})]
+    pages = [page async for page in client.list(PODS, labels="a=b", page=2)]
+    assert [item["n"] for page in pages for item in page.items] == [1, 2, 3]
+    assert pages[0].version == 5
+    assert server.seen[0][2] == {"limit": "2", "labelSelector": "a=b"}
+    assert server.seen[1][2]["continue"] == "more"
+
+
+async def test_an_expired_token_is_renewed_once(server: Server, client: Client) -> None:
+    async def again() -> Configuration:
+        fresh = Configuration()
+        fresh.api_key = {"BearerToken": "Bearer fresh"}
+        return fresh
+
+    client._relogin = again
+    server.script = [status(401), ok()]
+    await client.create(PODS, "ns", POD)
+    assert server.headers[-1]["Authorization"] == "Bearer fresh"
+    server.script = [status(401)]
+    with pytest.raises(errors.Unauthorized):
+        await client.get(PODS, "ns", "x")
+
+
+async def test_fifty_creates_run_in_parallel(server: Server, client: Client) -> None:
+    running, most = 0, 0
+
+    async def slow(_: web.Request) -> web.Response:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.1)
+        running -= 1
+        return web.json_response(POD)
+
+    server.script = [slow]
+    await asyncio.gather(*(client.create(PODS, "ns", POD) for _ in range(50)))
+    assert most == 50
