@@ -202,8 +202,9 @@ class Leader:
         self._advance(now)
 
     def link_lost(self, now: float, index: int, why: str = "the connection to its agent broke") -> None:
-        node = self._nodes[index]
-        if node.joined:
+        if self.phase == ENDED:
+            return  # agents that were told of the end leave
+        if self._nodes[index].joined:
             self._lose(now, index, why)
             self._dial(index)
         self._advance(now)
