@@ -14,7 +14,18 @@ from everstep_operator.api.base import ApiModel
 from everstep_operator.api.meta import ObjectMeta
 from everstep_operator.api.podtemplate import PodTemplate
 from everstep_operator.api.rules import Rule, UpdateRule
-from everstep_operator.api.scalars import DnsName, DropNulls, Duration, ListMap, Pattern, Quantity, Whole, between, keys
+from everstep_operator.api.scalars import (
+    Atomic,
+    DnsName,
+    DropNulls,
+    Duration,
+    ListMap,
+    Pattern,
+    Quantity,
+    Whole,
+    between,
+    keys,
+)
 from everstep_operator.api.status import TrainingJobStatus
 
 OPERATOR = "everstep.dev/operator"
@@ -161,11 +172,12 @@ _ALWAYS_THERE = ("image", "numNodes", "distribution", "restart.fencing", "restar
 def _same(field: str) -> str:
     # Optional field selection (`self.?x == oldSelf.?x`) would be shorter, but its cost is estimated as unlimited.
     equal = f"self.{field} == oldSelf.{field}"
-    return (
-        equal
-        if field in _ALWAYS_THERE
-        else f"(has(self.{field}) ? has(oldSelf.{field}) && {equal} : !has(oldSelf.{field}))"
-    )
+    if field == "env":
+        # Lists with named items are equal in any order, but a variable may refer to those before it.
+        equal += " && self.env.map(item, item.name) == oldSelf.env.map(item, item.name)"
+    if field in _ALWAYS_THERE:
+        return equal
+    return f"(has(self.{field}) ? has(oldSelf.{field}) && {equal} : !has(oldSelf.{field}))"
 
 
 FIXED = "cannot change while the job is active"
@@ -199,7 +211,11 @@ class TrainingJobSpec(ApiModel):
     hyperparameters: Annotated[
         dict[str, Annotated[str, Field(max_length=2500)]],
         Field(max_length=100),
-        keys("^[^\\x00]+$", 256, "keys must have between 1 and 256 characters"),
+        Rule(
+            "self.all(key, size(key) >= 1 && size(key) <= 256)",
+            "keys must have between 1 and 256 characters",
+            lambda value: all(1 <= len(key) <= 256 for key in value),
+        ),
         DropNulls,
     ] = Field(default_factory=dict)
     """Strings that the program finds in `/opt/ml/input/config/hyperparameters.json`, `SM_HPS` and `SM_HP_<name>`."""
@@ -211,9 +227,17 @@ class TrainingJobSpec(ApiModel):
     """Resources of each pod's trainer container."""
     distribution: Distribution = Distribution(torch=Torch())
     """How ranks are started."""
-    pools: Annotated[list[PoolChoice], Field(max_length=8), ListMap("name", lambda pool: pool.name)] = Field(
-        default_factory=list
-    )
+    pools: Annotated[
+        list[PoolChoice],
+        Field(max_length=8),
+        # No map list: CEL compares those without regard to order, and here the order is what is said.
+        Rule(
+            "self.all(one, self.exists_one(other, other.name == one.name))",
+            "a pool may be named only once",
+            lambda pools: len({pool.name for pool in pools}) == len(pools),
+        ),
+        Atomic(),
+    ] = Field(default_factory=list)
     """TrainingPools in order of preference. Empty: any node that fits."""
     restart: Restart = Restart()
     """Restart budgets and fencing."""

@@ -29,6 +29,27 @@ class Toleration(ApiModel):
     toleration_seconds: Annotated[int, Field(ge=0, le=2**31 - 1), Whole] | None = None
     """How long a `NoExecute` taint is tolerated; absent: for ever."""
 
+    rules: ClassVar = (
+        Rule(
+            "self.operator == 'Exists' || has(self.key) && self.key != ''",
+            "a toleration without a key matches every taint: say so with operator: Exists",
+            lambda value: value.operator == "Exists" or value.key != "",
+            ".operator",
+        ),
+        Rule(
+            "self.operator == 'Equal' || !has(self.value) || self.value == ''",
+            "operator Exists has no value: remove value, or use operator: Equal",
+            lambda value: value.operator == "Equal" or not value.value,
+            ".value",
+        ),
+        Rule(
+            "!has(self.tolerationSeconds) || has(self.effect) && self.effect == 'NoExecute'",
+            "tolerationSeconds needs effect: NoExecute",
+            lambda value: value.toleration_seconds is None or value.effect == "NoExecute",
+            ".effect",
+        ),
+    )
+
 
 class TrainingPoolSpec(ApiModel):
     """A class of nodes."""
@@ -43,16 +64,12 @@ class TrainingPoolSpec(ApiModel):
     """Whether the provider may take the nodes back."""
     instance_type: Annotated[str, Pattern("^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 63)] | None = None
     """Name of the machine type that programs see (container contract). Default: the pool's name."""
-    price_per_hour: Annotated[float, Field(ge=0, le=1_000_000, strict=False)] | None = None
+    price_per_hour: Annotated[float, Field(ge=0, le=1_000_000)] | None = None
     """Price of one node for one hour, in the currency of your choice. Absent: no cost is reported."""
     topology_label: LabelKey | None = None
     """Node label whose values name groups of well connected nodes. Absent: nodes are equal."""
     allowed_namespaces: list[NamespaceChoice] = Field(default=[ALL], max_length=512)
     """Namespaces whose jobs may use the pool; `"*"` is all. No wall: a pod can select nodes without a pool."""
-
-    def allows(self, namespace: str) -> bool:
-        """Whether jobs of ``namespace`` may use the pool."""
-        return ALL in self.allowed_namespaces or namespace in self.allowed_namespaces
 
 
 class TrainingPool(ApiModel):
@@ -63,9 +80,11 @@ class TrainingPool(ApiModel):
     metadata: ObjectMeta
     spec: TrainingPoolSpec
 
-    rules: ClassVar[tuple[Rule, ...]] = ()
-
     @property
     def instance_type(self) -> str:
         """The machine type that programs see."""
         return self.spec.instance_type or self.metadata.name
+
+    def allows(self, namespace: str) -> bool:
+        """Whether jobs of ``namespace`` may use the pool."""
+        return ALL in self.spec.allowed_namespaces or namespace in self.spec.allowed_namespaces

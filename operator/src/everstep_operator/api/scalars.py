@@ -185,6 +185,13 @@ Time = Annotated[
 ]
 
 
+class Atomic:
+    """A list that has one owner: server-side apply replaces it as a whole."""
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        return handler(schema) | {"x-kubernetes-list-type": "atomic"}
+
+
 @dataclass(frozen=True)
 class ListMap:
     """A list whose items have one name each: server-side apply merges it item by item, and a name may occur once."""

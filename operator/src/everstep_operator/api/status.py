@@ -19,7 +19,7 @@ Line = Annotated[str, Field(max_length=1024)]
 Reason = Annotated[str, Field(max_length=128, description="A CamelCase word of the table of reasons.")]
 Message = Annotated[str, Field(max_length=4096)]
 Count = Annotated[int, Field(ge=0), Whole]
-Seconds = Annotated[float, Field(ge=0, strict=False)]
+Seconds = Annotated[float, Field(ge=0)]
 
 
 class Phase(StrEnum):
@@ -190,7 +190,7 @@ class Timings(StatusModel):
     """From a failure to the next running generation."""
     lost: Seconds = 0.0
     """Training that had to be done again."""
-    goodput: Annotated[float, Field(ge=0, le=1, strict=False)] | None = None
+    goodput: Annotated[float, Field(ge=0, le=1)] | None = None
     """Share of the running and recovering time that the result keeps."""
 
 
