@@ -135,7 +135,7 @@ class Processes:
                 child._ended(status)
 
     def forward(self, process: Process, signum: int) -> list[int]:
-        """Sends a signal to a process and, where that is a shell, to what the shell runs: shells pass no signals on, and
+        """Sends a signal to a process and, where that is a shell, to what it runs: shells pass no signals on, and
         `bash -c "setup && python train.py"` must hear of a stop too. Not the whole group: data loader workers that
         die of a TERM would fail the checkpoint that their parent writes because of it. Returns who heard it: a shell
         dies of it at once, and what it ran goes on."""

@@ -69,6 +69,7 @@ class Supervisor:
         self._node: Node | None = None
         self._session: mpi.Session | None = None
         self._contract: dict[str, str] = {}
+        self._heard: set[int] | None = None  # who got the TERM of the stop that is going on
         # A daemon's `spawn` may overtake a `start` that waits for `mpirun --version`, and must not meet half a `stop`.
         self._turn = asyncio.Lock()
 
@@ -136,7 +137,7 @@ class Supervisor:
             if self._session is not None:
                 self._session.close()
                 self._session = None
-            self._layout = self._node = None
+            self._layout = self._node = self._heard = None
             if left is None and self._place.owns_pod:
                 left = memory.clear(self._place.shm)
             if left is None and self._gpus:
@@ -179,8 +180,13 @@ class Supervisor:
         self._processes.close()
 
     async def _end_ranks(self, grace: float) -> None:
-        """Until all that heard the TERM have ended, which may be more than the ranks: see Processes.forward."""
-        heard = {pid for rank in self._ranks for pid in rank.forward(signal.SIGTERM)}
+        """Until all that heard the TERM have ended, which may be more than the ranks: see Processes.forward.
+
+        A stop may be given up for one with less grace. Scripts take a second TERM for impatience, so there is only one.
+        """
+        if self._heard is None:
+            self._heard = {pid for rank in self._ranks for pid in rank.forward(signal.SIGTERM)}
+        heard = self._heard
         deadline = time.monotonic() + grace
         pause = 0.005
         while heard and time.monotonic() < deadline:
@@ -252,14 +258,16 @@ class Supervisor:
         )
 
     def _start_mpi_rank(self, request: mpi.Request, ended: Callable[[int], None]) -> Rank:
-        layout, node = self._layout, self._node
+        layout, node, session = self._layout, self._node, self._session
         assert layout is not None
         assert node is not None
+        assert session is not None
         procs = layout.procs_per_node
         world = layout.nodes * procs
         env = {
             **torch.variables(layout),
             **request.env,
+            **session.rank_variables,
             **self._contract,
             **self._variables(layout, request.rank, request.local_rank, world, procs),
         }

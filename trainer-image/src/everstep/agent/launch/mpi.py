@@ -80,6 +80,15 @@ class Session:
         """For every daemon and launcher of this node, and so for `rank` and `rsh` below them."""
         return {SOCKET: str(self._server.path)}
 
+    @property
+    def rank_variables(self) -> dict[str, str]:
+        """Where nodes are processes of one machine, Open MPI names the shared memory of equal local ranks equally."""
+        if len(set(self._layout.hosts)) == self._layout.nodes:
+            return {}
+        folder = self._scratch / "mpi"
+        folder.mkdir(exist_ok=True)
+        return {f"OMPI_MCA_btl_{name}_backing_directory": str(folder) for name in ("vader", "sm")}
+
     async def launch(
         self, agent: Path, command: tuple[str, ...], options: tuple[str, ...], env: Mapping[str, str]
     ) -> None:

@@ -1,0 +1,106 @@
+"""Runs one Supervisor for a test: JSON commands in on one descriptor, JSON events out on another.
+
+Started with `-I -S -B` by any Python >= 3.9, as the agent is; its stdout and stderr are the agent's logs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+
+async def main(source: str, setup: dict[str, Any], commands: int, events: int) -> None:
+    sys.path.insert(0, source)
+    from everstep.agent import supervisor as module
+    from everstep.agent.config import Place, parse
+    from everstep.agent.supervisor import DaemonOutput, Layout, Supervisor
+
+    module.CLEAN_TIMEOUT = setup["clean_timeout"]
+    loop = asyncio.get_running_loop()
+    remote: dict[str, asyncio.Future[int]] = {}
+
+    def send(kind: str, **values: Any) -> None:
+        os.write(events, json.dumps({"kind": kind, **values}).encode() + b"\n")
+
+    def emit(event: Any) -> None:
+        values = dataclasses.asdict(event)
+        if isinstance(event, DaemonOutput):
+            values["data"] = event.data.decode("latin-1")
+        send(type(event).__name__, **values)
+
+    async def spawn_on(node: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:
+        send("SpawnOn", node=node, daemon=daemon, argv=argv, env=env)
+        remote[daemon] = loop.create_future()
+        try:
+            return await remote[daemon]
+        except asyncio.CancelledError:
+            send("KillOn", node=node, daemon=daemon)
+            raise
+
+    place = Place(
+        agent=Path(setup["agent"]),
+        job=Path("/nonexistent"),
+        token=Path("/nonexistent"),
+        scratch=Path(setup["scratch"]),
+        shm=Path(setup["shm"]) if setup["shm"] else None,
+        ml=Path(setup["ml"]),
+        termination_log=Path("/nonexistent"),
+        owns_pod=os.getpid() == 1,
+    )
+    place.scratch.mkdir(parents=True, exist_ok=True)
+    supervisor = Supervisor(parse(setup["job"], setup["environ"]), place, emit, spawn_on)
+    reader = asyncio.StreamReader(limit=2**22)
+    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(commands, "rb"))
+    send("Ready", pid=os.getpid())
+
+    async def call(command: dict[str, Any]) -> Any:
+        name, values = command["call"], command["values"]
+        if name == "start":
+            values["hosts"], values["ports"] = tuple(values["hosts"]), tuple(values["ports"])
+            return await supervisor.start(Layout(**values))
+        if name == "stop":
+            return await supervisor.stop(values["grace"])
+        if name == "spawn":
+            return await supervisor.spawn(values["daemon"], values["argv"], values["env"])
+        if name == "daemon_exited":
+            return remote[values["daemon"]].set_result(values["exit_code"])
+        if name == "daemon_output":
+            return supervisor.daemon_output(values["daemon"], values["stream"], values["data"].encode("latin-1"))
+        if name == "kill_daemon":
+            return supervisor.kill_daemon(values["daemon"])
+        if name == "signal":
+            return supervisor.signal(values["signum"])
+        if name == "lag":  # the longest time in which the loop did nothing else
+            worst, deadline = 0.0, loop.time() + values["seconds"]
+            while loop.time() < deadline:
+                before = loop.time()
+                await asyncio.sleep(0.01)
+                worst = max(worst, loop.time() - before - 0.01)
+            return [worst, sum(os.times()[:2])]
+        raise ValueError(name)
+
+    async def serve(command: dict[str, Any]) -> None:
+        try:
+            result = await call(command)
+        except Exception as error:
+            send("Answer", id=command["id"], error=repr(error))
+        else:
+            send("Answer", id=command["id"], result=result)
+
+    tasks = set()
+    while True:
+        line = await reader.readline()
+        if not line:
+            break
+        tasks.add(asyncio.ensure_future(serve(json.loads(line))))
+    await supervisor.stop(0.0)
+    await supervisor.close()
+
+
+if __name__ == "__main__":
+    asyncio.run(main(sys.argv[1], json.loads(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])))

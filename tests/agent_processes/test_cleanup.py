@@ -1,0 +1,179 @@
+"""Between generations nothing survives: processes, zombies, shared memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from .node import Node
+
+needs_root = pytest.mark.skipif(
+    os.getuid() != 0 or subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"]).returncode != 0,
+    reason="needs to make PID namespaces",
+)
+
+# Leaves a daemon behind: double fork, own session, no inherited environment, deaf to every signal that can be ignored.
+DAEMON = """
+import os, signal, sys, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        for s in (1, 2, 3, 15): signal.signal(s, signal.SIG_IGN)
+        os.environ.clear()
+        open(sys.argv[1], "w").write(os.readlink("/proc/self"))
+        time.sleep(600)
+    os._exit(0)
+os.wait()
+print("up", flush=True)
+if len(sys.argv) > 2: time.sleep(600)
+"""
+
+
+def processes_with(word: str) -> list[int]:
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                if word.encode() in (entry / "cmdline").read_bytes():
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return found
+
+
+@pytest.mark.parametrize("pod", [pytest.param(True, marks=needs_root), False], ids=["pod", "laptop"])
+@pytest.mark.parametrize("running", [True, False], ids=["running", "ended"])
+async def test_a_daemonised_child_is_gone_after_stop(tmp_path: Path, python: str, pod: bool, running: bool) -> None:
+    mark = tmp_path / "daemon"
+    command = [sys.executable, "-c", DAEMON, str(mark), *(["stay"] if running else [])]
+    async with Node(tmp_path, command, pod=pod, python=python) as node:
+        await node.start()
+        await node.until(lambda: mark.exists() and mark.read_text() and "up" in node.logged(), "daemon")
+        if not running:
+            await node.event("RankExited")
+        driver = {pid for pid in processes_with(str(mark)) if b"driver.py" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+        assert set(processes_with(str(mark))) - driver
+        assert await node.stop(grace=0.1) is None
+        assert not set(processes_with(str(mark))) - driver
+
+
+@needs_root
+async def test_orphans_of_ranks_leave_no_zombies_while_training(tmp_path: Path, python: str) -> None:
+    """As PID 1 the agent inherits every orphan; a training run makes thousands of them."""
+    script = (
+        "import os, sys, time\n"
+        "for _ in range(300):\n"
+        "    pid = os.fork()\n"
+        "    if pid == 0:\n"
+        "        os.fork() and os._exit(0)\n"
+        "        os._exit(0)\n"
+        "    os.waitpid(pid, 0)\n"
+        "deadline = time.monotonic() + 20\n"
+        "def zombies():\n"
+        "    found = 0\n"
+        "    for p in os.listdir('/proc'):\n"
+        "        if p.isdecimal():\n"
+        "            try: found += open(f'/proc/{p}/stat').read().rpartition(')')[2].split()[0] == 'Z'\n"
+        "            except OSError: pass\n"
+        "    return found\n"
+        "while zombies() and time.monotonic() < deadline: time.sleep(0.01)\n"
+        "sys.exit(zombies())\n"
+    )
+    async with Node(tmp_path, [sys.executable, "-c", script], pod=True, python=python) as node:
+        await node.start()
+        assert (await node.event("RankExited"))["exit_code"] == 0
+
+
+@needs_root
+async def test_shared_memory_is_cleared(tmp_path: Path) -> None:
+    script = (
+        "import ctypes, os, sys\n"
+        "open(sys.argv[1] + '/torch_1', 'w').write('x'); os.makedirs(sys.argv[1] + '/folder/deep')\n"
+        "libc = ctypes.CDLL(None); print('id', libc.shmget(0x1234, 4096, 0o1600), libc.semget(0x77, 1, 0o1600))\n"
+        "print(open('/proc/sysvipc/shm').read().count(chr(10)) - 1, 'segments', flush=True)\n"
+    )
+    async with Node(tmp_path, [sys.executable, "-c", script, str(tmp_path / "node-0" / "shm")], pod=True) as node:
+        for _ in range(2):  # the second generation finds what the first did: a segment would be counted twice
+            await node.start()
+            await node.event("RankExited", lambda e: e["generation"] == node.generation)
+            assert await node.stop() is None
+            assert list(node.shm.iterdir()) == []
+        await node.until(lambda: node.logged().count("1 segments") == 2, "two counts")
+        assert "-1" not in node.logged()
+
+
+@pytest.fixture
+def open_folder() -> Iterator[Path]:
+    """A folder that an unknown user may write; pytest's own are closed to others."""
+    with tempfile.TemporaryDirectory(prefix="everstep-test-") as name:
+        for folder in (Path(name), Path(name) / "node-0"):
+            folder.mkdir(exist_ok=True)
+            folder.chmod(0o777)
+        yield Path(name)
+
+
+AS_NOBODY = ["setpriv", "--reuid=4242", "--regid=4242", "--clear-groups"]
+
+
+@needs_root
+async def test_what_cannot_be_killed_makes_the_node_unclean(open_folder: Path) -> None:
+    """An agent without rights over a process of another user (a setuid program) says which one is left."""
+    mark = open_folder / "up"
+    async with Node(open_folder, ["true"], pod=True, prefix=AS_NOBODY, clean_timeout=0.5) as node:
+        await node.start()
+        outside = node.process.pid
+        agent = Path(f"/proc/{outside}/task/{outside}/children").read_text().split()[0]
+        enter = ["nsenter", "--pid", "--target", agent, "sh", "-c", f"echo up > {mark}; exec sleep 600"]
+        intruder = subprocess.Popen(enter, start_new_session=True)
+        try:
+            await node.until(mark.exists, "intruder")
+            reason = await node.stop()
+            assert reason is not None
+            assert reason.startswith("still alive after SIGKILL: ")
+            assert "sleep" in reason or "sh" in reason
+        finally:
+            os.killpg(intruder.pid, signal.SIGKILL)
+            intruder.wait()
+        assert await node.stop() is None
+
+
+@needs_root
+async def test_an_unknown_user_gets_a_home_and_a_name(open_folder: Path) -> None:
+    script = "import getpass, os, sys, tempfile; open(os.environ['HOME'] + '/x', 'w'); print(getpass.getuser()); "
+    script += "print(os.environ['TORCHINDUCTOR_CACHE_DIR'], tempfile.gettempdir())"
+    environ = {"HOME": "/", "USER": "", "LOGNAME": "", "LNAME": "", "USERNAME": ""}
+    async with Node(open_folder, ["python3", "-c", script], pod=True, prefix=AS_NOBODY, environ=environ) as node:
+        await node.start()
+        ended = await node.event("RankExited")
+        await node.stop()
+    assert ended["exit_code"] == 0, ended
+    assert node.logged().splitlines() == ["everstep", f"{node.folder}/run/inductor /tmp"]
+
+
+@pytest.mark.skipif(not Path("/sys/fs/cgroup/memory").is_dir() or os.getuid() != 0, reason="needs a cgroup v1 of memory")
+async def test_a_rank_killed_for_memory_says_so(tmp_path: Path) -> None:
+    own = next(line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
+    group = Path("/sys/fs/cgroup/memory") / own.strip("/") / f"everstep-test-{os.getpid()}"
+    try:
+        group.mkdir()
+        (group / "memory.limit_in_bytes").write_text(str(128 << 20))
+    except OSError as error:
+        pytest.skip(f"cannot make a memory cgroup: {error}")
+    try:
+        script = "import os\nif os.environ['RANK'] == '1': x = bytearray(400 << 20)\nimport time; time.sleep(600)\n"
+        enter = ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+        async with Node(tmp_path, [sys.executable, "-c", script], procs=2, prefix=enter) as node:
+            await node.start()
+            ended = await node.event("RankExited")
+            assert (ended["rank"], ended["signal"], ended["oom"]) == (1, 9, True)
+            assert ended["message"] == "killed by SIGKILL (out of memory)"
+            assert await node.stop() is None
+    finally:
+        group.rmdir()

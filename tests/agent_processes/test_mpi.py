@@ -1,0 +1,163 @@
+"""MPI on one machine: two agents, mpirun beside the first, its daemons through both. No sshd, no name resolution."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from .node import Event, Node
+
+
+@asynccontextmanager
+async def job(
+    folder: Path,
+    agent: Path,
+    command: Sequence[str],
+    *,
+    nodes: int = 2,
+    procs: int = 2,
+    options: Sequence[str] = (),
+    environ: dict[str, str] | None = None,
+) -> AsyncIterator[list[Node]]:
+    """Nodes whose agents are joined by this test, as the leader's links would join them."""
+    async with AsyncExitStack() as stack:
+        members = [
+            await stack.enter_async_context(
+                Node(
+                    folder,
+                    command,
+                    index=i,
+                    nodes=nodes,
+                    procs=procs,
+                    distribution="mpi",
+                    options=options,
+                    agent=agent,
+                    environ=environ,
+                )
+            )
+            for i in range(nodes)
+        ]
+        relays = [asyncio.ensure_future(relay(members)) for _ in range(1)]
+        try:
+            yield members
+        finally:
+            for task in relays:
+                task.cancel()
+
+
+async def relay(members: list[Node]) -> None:
+    """What the coordination does: `spawn` to a node, its output and exit back to the leader."""
+    seen = [0] * len(members)
+    while True:
+        for index, node in enumerate(members):
+            events, seen[index] = node.events[seen[index] :], len(node.events)
+            for event in events:
+                if event["kind"] == "SpawnOn":
+                    target = members[event["node"]]
+                    await target.call("spawn", daemon=event["daemon"], argv=event["argv"], env=event["env"])
+                elif event["kind"] == "KillOn":
+                    await members[event["node"]].call("kill_daemon", daemon=event["daemon"])
+                elif event["kind"] == "DaemonOutput":
+                    values = {name: event[name] for name in ("daemon", "stream", "data")}
+                    await members[0].call("daemon_output", **values)
+                elif event["kind"] == "DaemonExited":
+                    await members[0].call("daemon_exited", daemon=event["daemon"], exit_code=event["exit_code"])
+        await asyncio.sleep(0.005)
+
+
+async def start(members: list[Node]) -> None:
+    await asyncio.gather(*(node.start() for node in members))
+
+
+async def stop(members: list[Node]) -> None:
+    assert await asyncio.gather(*(node.stop(grace=0.5) for node in members)) == [None] * len(members)
+
+
+def exits(members: list[Node]) -> dict[int, Event]:
+    """By rank, the newest generation's."""
+    return {
+        e["rank"]: e for node in members for e in node.all("RankExited") if e["generation"] == members[0].generation
+    }
+
+
+async def test_ranks_of_two_nodes_run_as_mpirun_numbers_them(tmp_path: Path, agent: Path, mpi_program: Path) -> None:
+    async with job(tmp_path, agent, [str(mpi_program)]) as members:
+        for _ in range(2):  # the second generation in the same agents
+            await start(members)
+            generation = members[0].generation
+            launcher = await members[0].event("LauncherExited", lambda e, g=generation: e["generation"] == g)
+            assert (launcher["exit_code"], launcher["message"]) == (0, "")
+            await members[0].until(lambda: len(exits(members)) == 4, "four exits")
+            assert {rank: e["exit_code"] for rank, e in exits(members).items()} == dict.fromkeys(range(4), 0)
+            await stop(members)
+        for index, node in enumerate(members):
+            for local in range(2):
+                rank = 2 * index + local
+                line = f"[rank {rank}] rank {rank} of 4, sum 6, RANK={rank} LOCAL_RANK={local} NODE_RANK={index}"
+                assert node.logged().count(f"{line} SM_CURRENT_HOST=algo-{index + 1}") == 2
+        assert {e["step"] for node in members for e in node.all("Progress")} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "signum", "message"),
+    [
+        ("exit", 3, None, "exited with code 3"),
+        ("kill", 137, 9, "killed by SIGKILL"),
+        ("abort", 7, None, "exited with code 7"),
+    ],
+)
+async def test_the_first_cause_is_the_failed_rank(
+    tmp_path: Path, agent: Path, mpi_program: Path, what: str, code: int, signum: int | None, message: str
+) -> None:
+    """Neither mpirun's end nor the ranks that it would kill because of it come first."""
+    async with job(tmp_path, agent, [str(mpi_program), what]) as members:
+        await start(members)
+        failed = await members[1].event("RankExited")
+        assert (failed["rank"], failed["exit_code"], failed["signal"]) == (3, code, signum)
+        assert failed["message"] == message
+        assert set(exits(members)) == {3}
+        await stop(members)
+        assert set(exits(members)) == {0, 1, 2, 3}
+
+
+async def test_a_stop_gives_mpi_ranks_their_grace(tmp_path: Path, agent: Path, mpi_program: Path) -> None:
+    async with job(tmp_path, agent, [str(mpi_program), "pause"]) as members:
+        await start(members)
+        await members[0].until(lambda: sum(n.logged().count("sum 6") for n in members) == 4, "four lines")
+        await stop(members)
+        assert {rank: e["signal"] for rank, e in exits(members).items()} == dict.fromkeys(range(4), 15)
+        assert members[0].all("LauncherExited") == []
+
+
+async def test_a_missing_mpirun_is_explained(tmp_path: Path, agent: Path) -> None:
+    async with job(tmp_path, agent, ["true"], nodes=1, environ={"PATH": str(tmp_path)}) as members:
+        await start(members)
+        event = await members[0].event("LauncherExited")
+        assert event["exit_code"] == 127
+        assert "no mpirun in the image" in event["message"]
+        assert "Open MPI 4 or 5, MPICH or Intel MPI" in event["message"]
+
+
+async def test_an_unknown_mpirun_is_explained(tmp_path: Path, agent: Path) -> None:
+    program = tmp_path / "mpirun"
+    program.write_text("#!/bin/sh\necho mpirun of another kind 1.0\n")
+    program.chmod(0o755)
+    async with job(tmp_path, agent, ["true"], nodes=1, environ={"PATH": f"{tmp_path}:{os.environ['PATH']}"}) as members:
+        await start(members)
+        event = await members[0].event("LauncherExited")
+        assert "the image's mpirun is not supported: mpirun of another kind 1.0" in event["message"]
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no MPI here")
+async def test_mpiruns_own_complaint_is_its_message(tmp_path: Path, agent: Path) -> None:
+    async with job(tmp_path, agent, ["true"], nodes=1, options=["--no-such-option"]) as members:
+        await start(members)
+        event = await members[0].event("LauncherExited")
+        assert event["exit_code"] != 0
+        assert "no-such-option" in event["message"] + " ".join(event["log_tail"])

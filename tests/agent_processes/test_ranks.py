@@ -1,0 +1,145 @@
+"""Ranks start with the right environment, and their ends are told truly."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+from .node import Node
+
+
+async def test_a_rank_knows_who_it_is_and_nothing_of_the_agent(tmp_path: Path, python: str) -> None:
+    environ = {"EVERSTEP_POD_UID": "p-1", "EVERSTEP_POD_IP": "10.0.0.1", "EVERSTEP_NODE_NAME": "n", "KEPT": "yes"}
+    command = ["sh", "-c", f'env > "{tmp_path}/env-$RANK"; cat "$SM_INPUT_CONFIG_DIR/resourceconfig.json"']
+    async with Node(tmp_path, command, index=1, nodes=2, procs=2, python=python, environ=environ) as node:
+        await node.start(generation=7)
+        await node.event("RankExited", lambda e: e["rank"] == 2)
+        await node.event("RankExited", lambda e: e["rank"] == 3)
+        env = dict(line.split("=", 1) for line in (tmp_path / "env-3").read_text().splitlines() if "=" in line)
+    expected = {
+        "RANK": "3",
+        "WORLD_SIZE": "4",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "2",
+        "NODE_RANK": "1",
+        "GROUP_RANK": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "29500",
+        "EVERSTEP_EPOCH": "1",
+        "EVERSTEP_GENERATION": "7",
+        "EVERSTEP_JOB": "digits",
+        "SM_CURRENT_HOST": "algo-2",
+        "SM_HP_EPOCHS": "10",
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "KEPT": "yes",
+    }
+    assert {name: env.get(name) for name in expected} == expected
+    assert not [name for name in env if name.startswith("EVERSTEP_POD") or name in ("EVERSTEP_NODE_NAME", "EVERSTEP_INDEX")]
+    assert env["EVERSTEP_PROGRESS"].endswith("/progress/1")
+
+
+async def test_none_runs_the_command_once_per_node_with_torchruns_variables(tmp_path: Path) -> None:
+    command = ["sh", "-c", f'env > "{tmp_path}/env-$RANK"']
+    async with Node(tmp_path, command, index=1, nodes=2, procs=4, distribution="none") as node:
+        await node.start()
+        ended = await node.event("RankExited")
+        assert (ended["rank"], ended["exit_code"]) == (1, 0)
+        assert len(node.all("RankStarted")) == 1
+        text = (tmp_path / "env-1").read_text().splitlines()
+    assert {"PET_NNODES=2", "PET_NODE_RANK=1", "PET_NPROC_PER_NODE=4", "PET_MASTER_PORT=29500"} <= set(text)
+
+
+async def test_exit_code_signal_and_cause_are_those_of_the_rank(tmp_path: Path, python: str) -> None:
+    script = "import os; r = os.environ['RANK']\nif r == '0': raise ValueError('boom')\nif r == '1': os.kill(os.getpid(), 11)\n"
+    async with Node(tmp_path, [sys.executable, "-c", script], procs=2, python=python) as node:
+        await node.start()
+        failed = await node.event("RankExited", lambda e: e["rank"] == 0)
+        killed = await node.event("RankExited", lambda e: e["rank"] == 1)
+    assert (failed["exit_code"], failed["signal"], failed["message"]) == (1, None, "ValueError: boom")
+    assert failed["log_tail"][0] == "Traceback (most recent call last):"
+    assert (killed["exit_code"], killed["signal"], killed["oom"]) == (139, signal.SIGSEGV, False)
+    assert killed["message"] == "killed by SIGSEGV"
+
+
+async def test_a_command_that_is_not_there_exits_127_and_says_so(tmp_path: Path) -> None:
+    async with Node(tmp_path, ["no-such-program"]) as node:
+        await node.start()
+        ended = await node.event("RankExited")
+        assert ended["exit_code"] == 127
+        assert ended["message"].startswith("no-such-program: not found in the image")
+        assert await node.stop() is None
+
+
+async def test_a_rank_that_ends_at_once_is_not_lost(tmp_path: Path) -> None:
+    async with Node(tmp_path, ["true"], procs=32) as node:
+        for _ in range(5):
+            await node.start()
+            generation = node.generation
+            await node.until(
+                lambda g=generation: len([e for e in node.all("RankExited") if e["generation"] == g]) == 32, "all exits"
+            )
+            assert await node.stop() is None
+
+
+async def test_term_reaches_what_a_shell_runs_and_its_grace_is_kept(tmp_path: Path) -> None:
+    """A shell dies of the TERM at once; the checkpoint that its child then writes must still find its time."""
+    script = (
+        "import signal, sys, time, pathlib\n"
+        "def save(*_):\n"
+        "    time.sleep(0.5); pathlib.Path(sys.argv[1]).write_text('saved'); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save); print('up', flush=True); time.sleep(600)\n"
+    )
+    saved = tmp_path / "saved"
+    command = ["sh", "-c", f"{sys.executable} -c \"$0\" '{saved}' && true", script]
+    async with Node(tmp_path, command) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "start of the script")
+        assert await node.stop(grace=30) is None
+        assert saved.read_text() == "saved"
+
+
+async def test_a_stop_with_less_grace_replaces_one_with_more(tmp_path: Path) -> None:
+    script = "import signal, time\nsignal.signal(15, lambda *_: print('term', flush=True))\nprint('up', flush=True)\n"
+    script += "while True: time.sleep(60)\n"
+    async with Node(tmp_path, [sys.executable, "-c", script]) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "start of the script")
+        assert await node.stop(grace=0.3) is None
+        ended = await node.event("RankExited")
+        assert (ended["signal"], ended["message"]) == (signal.SIGKILL, "killed by SIGKILL")
+        assert node.logged().count("term") == 1
+
+
+async def test_signals_are_forwarded_to_every_rank(tmp_path: Path) -> None:
+    command = ["sh", "-c", "trap 'echo got it; exit 0' USR1; echo up; while :; do sleep 0.05; done"]
+    async with Node(tmp_path, command, procs=2) as node:
+        await node.start()
+        await node.until(lambda: node.logged().count("up") == 2, "start of both")
+        await node.call("signal", signum=int(signal.SIGUSR1))
+        for rank in (0, 1):
+            await node.event("RankExited", lambda e, rank=rank: e["rank"] == rank)
+        await node.until(lambda: node.logged().count("got it") == 2, "answer of both")
+
+
+async def test_the_ranks_die_with_a_killed_agent(tmp_path: Path) -> None:
+    """Laptop mode; in a pod the kernel does it."""
+    pids = tmp_path / "pid"
+    command = ["sh", "-c", f"echo $$ > {pids}; exec sleep 600"]
+    node = Node(tmp_path, command)
+    async with node:
+        await node.start()
+        await node.until(lambda: pids.exists() and pids.read_text().strip(), "pid")
+        node.process.kill()
+        pid = int(pids.read_text())
+        await node.until(lambda: not _alive(pid), "end of the rank")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
