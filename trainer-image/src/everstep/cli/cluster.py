@@ -1,0 +1,141 @@
+"""A cluster as the commands see it: a job, its pods, their logs. Plain dictionaries, as the API server sent them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from everstep.cli.errors import CliError
+
+GROUP = "everstep.dev"
+VERSION = "v1alpha1"
+JOB_LABEL = f"{GROUP}/job"
+INDEX_LABEL = f"{GROUP}/index"
+FINISHED = frozenset({"Succeeded", "Failed"})
+
+Object = dict[str, Any]
+
+
+class LogsNotReadyError(Exception):
+    """The container has not started yet, or its pod is gone."""
+
+
+class Cluster:
+    """Safe to use from several threads."""
+
+    def __init__(self, context: str | None, namespace: str | None) -> None:
+        try:
+            from kubernetes import client, config
+        except ImportError:
+            raise CliError(
+                "this command talks to a cluster and needs the Kubernetes client: pip install 'everstep[operator]'"
+            ) from None
+        try:
+            _login(config, context)
+        except config.ConfigException as error:
+            raise CliError(f"no cluster to talk to: {error}. Set KUBECONFIG, or choose one with --context") from None
+        self._api = client.ApiClient()
+        self._errors = client.exceptions
+        self.namespace = namespace or _namespace_of(config, context)
+
+    def job(self, name: str) -> Object | None:
+        return self._get(f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/trainingjobs/{name}")
+
+    def existing_job(self, name: str) -> Object:
+        job = self.job(name)
+        if job is None:
+            raise CliError(f"there is no TrainingJob {name} in namespace {self.namespace}: kubectl get trainingjobs -A")
+        return job
+
+    def pods(self, job: str) -> list[Object]:
+        """The job's pods by index, those that are going included."""
+        found = self._get(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=f"{JOB_LABEL}={job}")
+        items: list[Object] = found["items"] if found else []
+        return sorted(items, key=lambda pod: int(pod["metadata"]["labels"].get(INDEX_LABEL, 0)))
+
+    def log(self, pod: str, *, follow: bool, since: str = "") -> Iterator[str]:
+        """Lines of the trainer container, each with its time; raises LogsNotReadyError before it has started.
+
+        `since` is an RFC 3339 time. A broken connection ends the iterator: whoever follows asks again.
+        """
+        from urllib3.exceptions import HTTPError
+
+        query = {"container": "trainer", "timestamps": "true", "follow": str(follow).lower()}
+        if since:
+            query["sinceTime"] = since
+        try:
+            answer = self._call(f"/api/v1/namespaces/{self.namespace}/pods/{pod}/log", query, raw=True)
+        except self._errors.ApiException as error:
+            if error.status in (400, 404):
+                raise LogsNotReadyError(str(error.reason)) from None
+            raise self._explained(error) from None
+        rest = b""
+        try:
+            for piece in answer.stream(65536, decode_content=True):
+                *lines, rest = (rest + piece).split(b"\n")
+                for line in lines:
+                    yield line.decode(errors="replace")
+        except HTTPError:
+            return
+        finally:
+            answer.release_conn()
+        if rest:
+            yield rest.decode(errors="replace")
+
+    def _get(self, path: str, **query: str) -> Object | None:
+        try:
+            answer: Object = self._call(path, query, raw=False)
+        except self._errors.ApiException as error:
+            if error.status == 404:
+                return None
+            raise self._explained(error) from None
+        return answer
+
+    def _call(self, path: str, query: dict[str, str], *, raw: bool) -> Any:
+        from urllib3.exceptions import HTTPError
+
+        try:
+            return self._api.call_api(
+                path,
+                "GET",
+                query_params=list(query.items()),
+                header_params={"Accept": "application/json"} if not raw else {},
+                response_type=None if raw else "object",
+                auth_settings=["BearerToken"],
+                _return_http_data_only=True,
+                _preload_content=not raw,
+                _request_timeout=(10, 60) if not raw else (10, None),
+            )
+        except HTTPError as error:
+            raise CliError(f"the API server does not answer: {error}") from None
+
+    @staticmethod
+    def _explained(error: Any) -> CliError:
+        import json
+
+        try:
+            message = json.loads(error.body)["message"]
+        except (TypeError, ValueError, KeyError):
+            message = f"{error.status} {error.reason}"
+        return CliError(f"the API server refused: {message}")
+
+
+def _login(config: Any, context: str | None) -> None:
+    try:
+        config.load_kube_config(context=context)
+    except config.ConfigException:
+        # In a pod, such as a notebook's, there is a service account instead.
+        if context is not None or "KUBERNETES_SERVICE_HOST" not in os.environ:
+            raise
+        config.load_incluster_config()
+
+
+def _namespace_of(config: Any, context: str | None) -> str:
+    """The context's namespace, as kubectl takes it."""
+    try:
+        contexts, active = config.list_kube_config_contexts()
+    except config.ConfigException:
+        return "default"
+    chosen = next((each for each in contexts if each["name"] == context), active)
+    return str(chosen["context"].get("namespace") or "default")

@@ -1,0 +1,143 @@
+"""The part of the operator on a laptop: introduces the agents to their leader, polls it, and shows what it says."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from everstep.cli.errors import CliError
+from everstep.cli.live import Screen
+from everstep.cli.local import EPOCH, LocalAgents
+from everstep.cli.prepare import Prepared
+from everstep.cli.story import Story
+from everstep.cli.terminal import duration
+
+START_SECONDS = 30.0
+POLL_SECONDS = 1.0  # a long poll; Ctrl-C is looked at in between
+MIN_PAUSE = 0.1
+LEAVE_SECONDS = 15.0  # an agent's own last word, after the ranks have ended
+INTERRUPTED = 130
+
+
+class Laptop:
+    """One run of one job."""
+
+    def __init__(self, prepared: Prepared, base: Path | None) -> None:
+        self._prepared = prepared
+        self._base = base.absolute() if base else Path(tempfile.mkdtemp(prefix=f"everstep-{prepared.name}-"))
+        self._story = Story(prepared.restarts)
+        self._interrupts = 0
+        self._stop_sent = False
+
+    def run(self) -> int:
+        """The job's exit code; 130 if it was interrupted."""
+        from everstep.agent_zip import build
+
+        started = time.time()
+        agent = self._base / "agent.pyz"
+        self._base.mkdir(parents=True, exist_ok=True)
+        agent.write_bytes(build())
+        with Screen(self._prepared.name) as screen, self._signals():
+            for note in self._prepared.notes:
+                screen.say(note)
+            agents = LocalAgents(self._prepared.local, self._base, agent, screen.log)
+            try:
+                self._follow(agents, screen)
+                if not agents.wait(LEAVE_SECONDS):
+                    screen.say("an agent did not leave; killing it")
+            finally:
+                agents.kill()
+            code = self._verdict(agents, screen)
+            for line in self._summary(started, time.time()):
+                screen.say(line)
+        return code
+
+    def _follow(self, agents: LocalAgents, screen: Screen) -> None:
+        """Until the leader has told the outcome, or has ended."""
+        from everstep.agent.client import LeaderClient, LeaderError
+
+        leader = LeaderClient(agents.addresses[0], agents.token)
+        peers = {index: address for index, address in agents.addresses.items() if index}
+        introduced = False
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            while self._story.outcome is None and self._interrupts < 2:
+                asked = time.monotonic()
+                try:
+                    if not introduced:
+                        leader.peers(EPOCH, peers)
+                        introduced = True
+                    if self._interrupts and not self._stop_sent:
+                        leader.stop("interrupted")
+                        self._stop_sent = True
+                        screen.say("stopping; once more kills")
+                    state = leader.state(self._story.after, POLL_SECONDS, self._story.charged, self._story.allowance)
+                except (OSError, http.client.HTTPException) as error:
+                    if agents.exits[0] is not None or time.monotonic() > deadline:
+                        if self._story.state or agents.exits[0] is not None:
+                            return
+                        raise CliError(f"the leader does not answer: {error}") from None
+                    time.sleep(0.05)
+                    continue
+                except LeaderError as error:
+                    raise CliError(f"the leader refuses: {error}") from None
+                deadline = time.monotonic() + START_SECONDS
+                for sentence in self._story.feed(state):
+                    screen.say(sentence)
+                screen.show(state)
+                # On a cluster the operator would replace the pod; here nobody does.
+                if self._story.outcome is None and (
+                    gone := [i for i, code in enumerate(agents.exits) if code is not None]
+                ):
+                    screen.say(f"the agent of node {gone[0]} ended unexpectedly")
+                    return
+                time.sleep(max(0.0, MIN_PAUSE - (time.monotonic() - asked)))
+        finally:
+            leader.close()
+
+    def _verdict(self, agents: LocalAgents, screen: Screen) -> int:
+        outcome: dict[str, Any] = self._story.outcome or agents.last_word()
+        result = outcome.get("result")
+        code = int(outcome.get("exitCode") or 0)
+        message = f": {outcome['message']}" if outcome.get("message") else ""
+        if self._interrupts:
+            screen.say("stopped" if result == "stopped" else "killed")
+            return INTERRUPTED
+        if result == "succeeded":
+            screen.say("succeeded", "green")
+            return 0
+        screen.say(f"{result or 'failed: the leader ended without a word'}{message} (exit code {code or 1})", "red")
+        return code or 1
+
+    def _summary(self, started: float, ended: float) -> Iterator[str]:
+        words = [f"{duration(ended - started)} in all"]
+        if self._story.ranks_started is not None:
+            words.append(
+                f"{duration(max(0.0, self._story.ranks_started - started))} until the first ranks were started"
+            )
+        words.append("1 restart" if self._story.restarts == 1 else f"{self._story.restarts} restarts")
+        if (step := self._story.progress.get("step")) is not None:
+            words.append(f"step {step}")
+        yield ", ".join(words)
+        yield f"files: {self._base}/node-*/ml"
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def interrupt(number: int, frame: FrameType | None) -> None:
+            self._interrupts += 1
+
+        previous = {
+            number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        }
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

@@ -1,0 +1,68 @@
+"""Log lines of a job: `[rank 3] text`, as the agent tags them, with the pod's timestamp before it when asked for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from heapq import merge
+from typing import Any
+
+_TAG = re.compile(r"^\[rank (\d+)\] ?")
+_STAMP = re.compile(r"^(\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)(?:\.(\d{1,9}))?(?:Z|[+-]\d\d:\d\d) ")
+
+# Readable on dark and on light backgrounds; ranks that are neighbours differ.
+COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "bright_magenta", "bright_green")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """`rank` is None for what the agent itself says; `stamp` sorts by time and is empty when unknown."""
+
+    pod: str
+    text: str
+    rank: int | None = None
+    stamp: str = ""
+
+
+def parse(raw: str, pod: str, *, stamped: bool) -> Line:
+    """`stamped`: the line begins with the time at which the container runtime took it (`timestamps=true`)."""
+    text, stamp = raw.rstrip("\r\n"), ""
+    if stamped and (found := _STAMP.match(text)):
+        # Fractions are printed without their trailing zeros, and would not sort as text.
+        stamp = f"{found[1]}.{(found[2] or ''):0<9}"
+        text = text[found.end() :]
+    if tag := _TAG.match(text):
+        return Line(pod, text[tag.end() :], int(tag[1]), stamp)
+    return Line(pod, text, None, stamp)
+
+
+def wanted(line: Line, rank: int | None) -> bool:
+    return rank is None or line.rank == rank
+
+
+def only_rank(job: dict[str, Any], rank: int | None) -> int | None:
+    """The rank to filter by. A job of one rank is not tagged: asking for its rank 0 is asking for everything."""
+    spec = job.get("spec", {})
+    single = spec.get("numNodes", 1) == 1 and spec.get("numProcPerNode", 1) == 1
+    return None if single and rank == 0 else rank
+
+
+def merged(pods: Iterable[Iterable[Line]]) -> Iterator[Line]:
+    """Several pods' lines in the order of time; each pod's own order is kept, even where its clock stepped back."""
+    return (line for _, line in merge(*(_never_back(lines) for lines in pods), key=lambda pair: pair[0]))
+
+
+def _never_back(lines: Iterable[Line]) -> Iterator[tuple[str, Line]]:
+    latest = ""
+    for line in lines:
+        latest = max(latest, line.stamp)
+        yield latest, line
+
+
+def colour(rank: int) -> str:
+    return COLOURS[rank % len(COLOURS)]
+
+
+def label(line: Line) -> str:
+    return f"rank {line.rank}" if line.rank is not None else line.pod

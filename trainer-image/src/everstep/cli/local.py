@@ -1,0 +1,137 @@
+"""A job as processes of this machine: an agent for each node, on the loopback, with job.json as on a cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from everstep.cli.lines import Line, parse
+
+ADDRESS = "127.0.0.1"
+EPOCH = 1
+TOKEN_BYTES = 32
+
+
+@dataclass(frozen=True)
+class LocalJob:
+    """`config` is job.json, `environment` what the ranks get besides this process's own."""
+
+    config: Mapping[str, Any]
+    environment: Mapping[str, str]
+
+    @property
+    def nodes(self) -> int:
+        return int(self.config["numNodes"])
+
+
+class LocalAgents:
+    """The agents of one run. `write` is called with each line of output, from a thread of its own for each stream."""
+
+    def __init__(self, job: LocalJob, base: Path, agent: Path, write: Callable[[Line], None]) -> None:
+        self.base = base
+        self.token = secrets.token_bytes(TOKEN_BYTES)
+        ports = free_ports(job.nodes)
+        self.addresses = {index: f"{ADDRESS}:{port}" for index, port in enumerate(ports)}
+        self._write = write
+        self._threads: list[threading.Thread] = []
+        self._processes: list[subprocess.Popen[str]] = []
+        base.mkdir(parents=True, exist_ok=True)
+        _private(base / "token", self.token)
+        (base / "job.json").write_text(json.dumps({**job.config, "job": _identity(job.config["job"])}))
+        try:
+            for index, port in enumerate(ports):
+                self._processes.append(self._start(index, port, agent, job.environment))
+        except BaseException:
+            self.kill()
+            raise
+
+    @property
+    def exits(self) -> list[int | None]:
+        """By node; None while it runs."""
+        return [process.poll() for process in self._processes]
+
+    def wait(self, seconds: float) -> bool:
+        """Whether all agents ended in this time and all their output was written."""
+        try:
+            for process in self._processes:
+                process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        for thread in self._threads:
+            # A process that outlived its agent may keep the pipe open.
+            thread.join(2)
+        return True
+
+    def last_word(self) -> dict[str, Any]:
+        """What the leader left behind when it ended; empty if it did not come to that."""
+        try:
+            word: dict[str, Any] = json.loads((self.base / "node-0" / "termination-log").read_bytes())
+        except (OSError, ValueError):
+            return {}
+        return word
+
+    def kill(self) -> None:
+        """End the agents and, since each leads a session of its own, whatever of their ranks is left in it."""
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+
+    def _start(self, index: int, port: int, agent: Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:
+        command: Sequence[str] = (
+            *(sys.executable, "-I", "-S", "-B", str(agent), "run", "--local", str(self.base)),
+            *("--index", str(index), "--port", str(port), "--address", ADDRESS),
+        )
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            # The terminal's Ctrl-C is for us: the job is stopped through its leader, with grace.
+            start_new_session=True,
+        )
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            thread = threading.Thread(target=self._read, args=(f"node {index}", stream), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+        return process
+
+    def _read(self, node: str, stream: IO[str]) -> None:
+        for raw in stream:
+            self._write(parse(raw, node, stamped=False))
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports nobody listens on; all are held until all are found, so that they differ."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((ADDRESS, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def _identity(job: Mapping[str, Any]) -> dict[str, Any]:
+    return {**job, "uid": job.get("uid") or str(uuid.uuid4())}
+
+
+def _private(path: Path, content: bytes) -> None:
+    path.unlink(missing_ok=True)
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+        file.write(content)

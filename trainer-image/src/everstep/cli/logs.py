@@ -1,0 +1,49 @@
+"""`everstep logs`: all ranks of all pods of a job, merged."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+
+def logs(
+    job: Annotated[str, typer.Argument(help="Name of the TrainingJob.")],
+    namespace: Annotated[str | None, typer.Option("--namespace", "-n", help="Default: the context's own.")] = None,
+    rank: Annotated[int | None, typer.Option("--rank", "-r", min=0, help="Only this rank.")] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job has finished.")] = False,
+    previous: Annotated[
+        bool, typer.Option("--previous", "-p", help="What the last failed rank wrote before it failed.")
+    ] = False,
+    context: Annotated[str | None, typer.Option("--context", help="Context of the kubeconfig.")] = None,
+) -> None:
+    """Show the logs of all ranks, in the order of time.
+
+    Pods that are replaced while following are picked up; a lost pod's log is lost with it, but the tail of what
+    failed last stays in the job's status: --previous shows it.
+    """
+    from everstep.cli import tail
+    from everstep.cli.cluster import Cluster
+    from everstep.cli.errors import CliError
+    from everstep.cli.lines import only_rank
+    from everstep.cli.terminal import log_text, stdout
+
+    cluster = Cluster(context, namespace)
+    found = cluster.existing_job(job)
+    console = stdout()
+    if previous:
+        failure = found.get("status", {}).get("lastFailure")
+        if not failure:
+            raise CliError(f"nothing of {job} has failed so far")
+        if rank is not None and failure.get("rank") != rank:
+            raise CliError(f"the last failure was not rank {rank}'s: everstep status {job}")
+        for line in tail.of_failure(failure):
+            console.print(log_text(line))
+        return
+    rank = only_rank(found, rank)
+    lines = tail.followed(cluster, job, rank) if follow else tail.past(cluster, job, rank)
+    try:
+        for line in lines:
+            console.print(log_text(line))
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None

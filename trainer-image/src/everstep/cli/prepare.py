@@ -1,0 +1,69 @@
+"""From a manifest to what the agents of this machine need; and what of it cannot be had without a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from everstep.cli.errors import CliError
+from everstep.cli.hostpaths import HostCommand, Mapping, on_this_host
+from everstep.cli.local import EPOCH, LocalJob
+
+if TYPE_CHECKING:
+    from everstep_operator.api.job import TrainingJob
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """`notes` are what differs from a cluster, for the user to know."""
+
+    name: str
+    local: LocalJob
+    restarts: int
+    notes: tuple[str, ...]
+
+
+def prepare(
+    job: TrainingJob, file: Path, *, nodes: int | None, procs: int | None, maps: Sequence[str], python: str | None
+) -> Prepared:
+    """Raises CliError if the job cannot run without a cluster."""
+    from everstep_operator.plan.agent_config import job_config
+    from everstep_operator.plan.observed import Settings
+
+    if job.spec.command is None:
+        raise CliError(
+            f"{job.metadata.name} has no spec.command: it runs its image's own entrypoint, and here is no image. "
+            "Write the command into the manifest"
+        )
+    overrides = {"num_nodes": nodes, "num_proc_per_node": procs}
+    changes = {name: value for name, value in overrides.items() if value is not None}
+    job = job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
+    config = job_config(job, template_epoch=EPOCH, pool=None, settings=Settings())
+    beside = Path.cwd() if str(file) == "-" else file.absolute().parent
+    command = on_this_host(config["command"], beside, [Mapping.parse(text) for text in maps], python)
+    # No DNS names here: the leader has its peers from us.
+    config = {**config, "command": list(command.argv), "service": ""}
+    environment, missing = _environment(job)
+    return Prepared(
+        name=job.metadata.name or "job",
+        local=LocalJob(config, environment),
+        restarts=job.spec.restart.application,
+        notes=tuple(_notes(job, command, missing)),
+    )
+
+
+def _environment(job: TrainingJob) -> tuple[dict[str, str], list[str]]:
+    """The variables with a value, and the names of those that only a cluster can fill."""
+    literal = {each.name: each.value or "" for each in job.spec.env if each.value_from is None}
+    return literal, [each.name for each in job.spec.env if each.value_from is not None]
+
+
+def _notes(job: TrainingJob, command: HostCommand, missing: Sequence[str]) -> list[str]:
+    notes = [f"{written} -> {here}" for written, here in command.changed]
+    if missing:
+        notes.append(f"left out, their values are on the cluster: {', '.join(missing)}")
+    if job.spec.pod_template.spec.volumes:
+        notes.append("podTemplate is not used: its volumes do not exist here")
+    return notes

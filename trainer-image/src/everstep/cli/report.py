@@ -1,0 +1,160 @@
+"""What `everstep status` shows, made of a TrainingJob's status alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.padding import Padding
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from everstep.cli.cluster import Object
+from everstep.cli.terminal import duration, parse_time
+
+PHASE_STYLES = {
+    "Running": "bold green",
+    "Succeeded": "bold green",
+    "Failed": "bold red",
+    "Restarting": "bold yellow",
+    "Stopping": "bold yellow",
+    "Suspended": "bold blue",
+}
+# In the order in which a job goes through them.
+SECONDS = ("pending", "scheduling", "starting", "running", "recovering", "lost")
+LOG_TAIL_LINES = 15
+
+
+def report(job: Object, now: datetime) -> RenderableType:
+    """All that is known, the parts that are empty left out."""
+    status = job.get("status", {})
+    parts: list[RenderableType] = [_head(job, status, now), _facts(job, status)]
+    for part in (_failure(status), _time_spent(status), _conditions(status, now)):
+        if part is not None:
+            parts += ["", part]
+    return Group(*parts)
+
+
+def _head(job: Object, status: dict[str, Any], now: datetime) -> RenderableType:
+    meta = job["metadata"]
+    phase = str(status.get("phase") or "Pending")
+    text = Text.assemble(
+        (meta["name"], "bold"), " in ", meta.get("namespace", "default"), "  ", (phase, PHASE_STYLES.get(phase, "bold"))
+    )
+    if born := parse_time(meta.get("creationTimestamp")):
+        text.append(f"  created {_ago(born, now)}", "dim")
+    if meta.get("deletionTimestamp"):
+        text.append("  being deleted", "bold yellow")
+    return text
+
+
+def _facts(job: Object, status: dict[str, Any]) -> RenderableType:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in _rows(job, status):
+        table.add_row(name, value)
+    return table
+
+
+def _rows(job: Object, status: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+    spec = job.get("spec", {})
+    nodes = status.get("nodes", spec.get("numNodes", 1))
+    line = f"{status.get('readyNodes', 0)} of {nodes} ready"
+    if pool := (status.get("template") or {}).get("pool"):
+        line += f" in pool {pool}"
+    if status.get("generation"):
+        line += f", generation {status.get('epoch', 0)}.{status['generation']}"
+    yield "nodes", line
+    if progress := status.get("progress"):
+        yield "progress", _progress(progress)
+    yield "restarts", _restarts(status.get("restarts") or {}, spec.get("restart") or {})
+
+
+def _progress(progress: dict[str, Any]) -> RenderableType:
+    step, total, rate = progress.get("step"), progress.get("totalSteps"), progress.get("stepsPerSecond")
+    words = f"step {step}" + (f" of {total}" if total else "")
+    if rate:
+        words += f", {rate:.3g} steps/s"
+        if total and step is not None and total > step:
+            words += f", {duration((total - step) / rate)} left"
+    if not total or step is None:
+        return Text(words)
+    row = Table.grid(padding=(0, 1))
+    row.add_row(ProgressBar(total=total, completed=min(step, total), width=30), words)
+    return row
+
+
+def _restarts(restarts: dict[str, Any], limits: dict[str, Any]) -> str:
+    words = []
+    for cause in ("application", "infrastructure"):
+        limit = f" of {limits[cause]}" if cause in limits else ""
+        words.append(f"{cause} {restarts.get(cause, 0)}{limit}")
+    words.append(f"pre-emption {restarts.get('preemption', 0)} (free)")
+    return ", ".join(words)
+
+
+def _failure(status: dict[str, Any]) -> RenderableType | None:
+    failure = status.get("lastFailure")
+    if not failure:
+        return None
+    head = Text("last failure", style="bold")
+    reason = failure.get("reason")
+    about = [str(failure.get("cause", ""))]
+    if reason and reason != failure.get("cause"):
+        about[0] += f" ({reason})"
+    about += [f"{name} {failure[key]}" for key, name in (("node", "node"), ("rank", "rank")) if key in failure]
+    if "exitCode" in failure:
+        about.append(f"exit code {failure['exitCode']}")
+    head.append("  " + ", ".join(about), "yellow")
+    lines: list[RenderableType] = [head]
+    if failure.get("message"):
+        lines.append(Padding(Text(str(failure["message"])), (0, 0, 0, 2)))
+    tail = failure.get("logTail") or []
+    lines += [Padding(Text(f"| {line}", style="dim"), (0, 0, 0, 2)) for line in tail[-LOG_TAIL_LINES:]]
+    return Group(*lines)
+
+
+def _time_spent(status: dict[str, Any]) -> RenderableType | None:
+    timings = status.get("timings") or {}
+    spent = [(name, float(timings[name])) for name in SECONDS if timings.get(name)]
+    total = sum(seconds for name, seconds in spent if name != "lost")
+    if not total:
+        return None
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim")
+    table.add_column(justify="right")
+    table.add_column(justify="right")
+    table.add_column()
+    for name, seconds in spent:
+        table.add_row(
+            name, duration(seconds), f"{seconds / total:.0%}", ProgressBar(total=total, completed=seconds, width=30)
+        )
+    title = Text("where the time went", style="bold")
+    if timings.get("goodput") is not None:
+        title.append(f"  goodput {float(timings['goodput']):.1%}", "green")
+    return Group(title, table)
+
+
+def _conditions(status: dict[str, Any], now: datetime) -> RenderableType | None:
+    conditions = status.get("conditions") or []
+    if not conditions:
+        return None
+    table = Table.grid(padding=(0, 2))
+    for each in conditions:
+        since = parse_time(each.get("lastTransitionTime"))
+        table.add_row(
+            str(each.get("type")),
+            Text(str(each.get("status")), style="bold" if each.get("status") == "True" else "dim"),
+            str(each.get("reason", "")),
+            Text(_ago(since, now) if since else "", style="dim"),
+            str(each.get("message", "")),
+        )
+    return Group(Text("conditions", style="bold"), table)
+
+
+def _ago(then: datetime, now: datetime) -> str:
+    return f"{duration(max(0.0, (now - then).total_seconds()))} ago"

@@ -1,0 +1,39 @@
+"""`everstep run`: a manifest on this machine, with the agent that would run it on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def run(
+    file: Annotated[Path, typer.Option("--file", "-f", help="Manifest with one TrainingJob; '-' is standard input.")],
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Instead of the manifest's numNodes.")] = None,
+    procs: Annotated[int | None, typer.Option("--procs", min=1, help="Instead of numProcPerNode.")] = None,
+    base: Annotated[
+        Path | None, typer.Option("--base", help="Where /opt/ml of each node lies. Default: a new temporary folder.")
+    ] = None,
+    maps: Annotated[
+        list[str] | None,
+        typer.Option("--map", help="FOLDER_OF_THE_IMAGE=FOLDER, for paths in the command. Repeatable."),
+    ] = None,
+    python: Annotated[
+        str | None,
+        typer.Option("--python", help="Runs commands that begin with python. Default: as the shell finds it."),
+    ] = None,
+) -> None:
+    """Run a TrainingJob on this machine: nodes become processes, everything else is as on a cluster.
+
+    Ends with the job's own exit code. Ctrl-C stops the ranks with their grace period; a second one kills them. No
+    container is involved: the command runs with what this machine has. A path of the image that does not exist here is
+    looked for under --map, then by its name beside the manifest.
+    """
+    from everstep.cli.laptop import Laptop
+    from everstep.cli.manifests import the_job
+    from everstep.cli.prepare import prepare
+
+    job = the_job(file)
+    prepared = prepare(job, file, nodes=nodes, procs=procs, maps=maps or [], python=python)
+    raise typer.Exit(Laptop(prepared, base).run())

@@ -1,0 +1,75 @@
+"""What happened, told from a leader's successive states (`/v1/state` of docs/design/001-training-job.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+# Who pays, as the operator counts it; the rest is free.
+APPLICATION = frozenset({"Application", "OutOfMemory"})
+
+
+@dataclass
+class Story:
+    """Fed with states, it says what is new, and counts restarts the way the operator does."""
+
+    allowed: int
+    charged: str = ""  # newest ended generation seen
+    spent: int = 0
+    state: dict[str, Any] = field(default_factory=dict)
+    progress: dict[str, Any] = field(default_factory=dict)  # the newest that any state had
+    ranks_started: float | None = None  # seconds since the epoch, of the first generation
+
+    @property
+    def allowance(self) -> int:
+        """Restarts left that failures of the program may cost."""
+        return max(0, self.allowed - self.spent)
+
+    @property
+    def restarts(self) -> int:
+        """Generations after the first one."""
+        return max(0, int(self.state.get("generation", 0)) - 1)
+
+    @property
+    def after(self) -> str:
+        return f"{self.state['incarnation']}:{self.state['version']}" if self.state else ""
+
+    @property
+    def outcome(self) -> dict[str, Any] | None:
+        return self.state.get("outcome")
+
+    def feed(self, state: Mapping[str, Any]) -> Iterator[str]:
+        """Sentences about what is new in this state."""
+        self.state = dict(state)
+        self.progress = dict(state.get("progress") or self.progress)
+        if self.ranks_started is None and state.get("ranksStartedAt"):
+            self.ranks_started = float(state["ranksStartedAt"])
+        for entry in state.get("ledger", []):
+            if _token(entry["id"]) <= _token(self.charged):
+                continue
+            self.charged = entry["id"]
+            yield f"generation {entry['id']} ended: {cause(entry)}{self._paid(entry)}"
+
+    def _paid(self, entry: Mapping[str, Any]) -> str:
+        if entry["cause"] not in APPLICATION:
+            return ""
+        self.spent += 1
+        return f" ({self.allowance} of {self.allowed} restarts left)" if self.spent <= self.allowed else ""
+
+
+def cause(entry: Mapping[str, Any]) -> str:
+    """One line about an ended generation."""
+    words = entry["cause"]
+    if entry.get("rank") is not None:
+        words += f", rank {entry['rank']}"
+    if entry.get("signal") is not None:
+        words += f", signal {entry['signal']}"
+    elif entry.get("exitCode") is not None:
+        words += f", exit code {entry['exitCode']}"
+    return f"{words}: {entry['message']}" if entry.get("message") else str(words)
+
+
+def _token(identity: str) -> tuple[int, int]:
+    epoch, _, generation = identity.partition(".")
+    return (int(epoch), int(generation)) if identity else (0, 0)

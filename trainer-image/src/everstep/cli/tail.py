@@ -1,0 +1,133 @@
+"""The log of a job out of the logs of its pods, while pods come and go."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from queue import Empty, Queue
+from typing import Any, Protocol
+
+from everstep.cli.cluster import FINISHED, LogsNotReadyError, Object
+from everstep.cli.lines import Line, merged, parse, wanted
+
+_LOOK_EVERY = 1.0  # seconds between looks for new pods
+
+
+class Source(Protocol):
+    """What is needed of a cluster."""
+
+    def job(self, name: str) -> Object | None: ...
+
+    def pods(self, job: str) -> list[Object]: ...
+
+    def log(self, pod: str, *, follow: bool, since: str = "") -> Iterator[str]: ...
+
+
+def past(source: Source, job: str, rank: int | None) -> Iterator[Line]:
+    """What the pods that exist now have written so far, in the order of time."""
+
+    def lines_of(pod: Object) -> Iterator[Line]:
+        name = pod["metadata"]["name"]
+        try:
+            for raw in source.log(name, follow=False):
+                yield parse(raw, name, stamped=True)
+        except LogsNotReadyError:
+            return
+
+    return (line for line in merged([lines_of(pod) for pod in source.pods(job)]) if wanted(line, rank))
+
+
+def followed(source: Source, job: str, rank: int | None, look_every: float = _LOOK_EVERY) -> Iterator[Line]:
+    """Lines as they come, from every pod that the job has meanwhile, until the job has finished or is deleted."""
+    lines: Queue[Line] = Queue(maxsize=10_000)
+    readers: dict[str, _Reader] = {}  # by pod UID: a replacement has the same name
+    stop = threading.Event()
+    try:
+        while True:
+            # The job first: pods made between the two reads are found in the next round.
+            found = source.job(job)
+            pods = source.pods(job)
+            alive = {pod["metadata"]["uid"] for pod in pods}
+            for pod in pods:
+                if (uid := pod["metadata"]["uid"]) not in readers:
+                    readers[uid] = _Reader(source, pod["metadata"]["name"], lines, stop)
+            for uid, reader in readers.items():
+                if uid not in alive or _ended(next(pod for pod in pods if pod["metadata"]["uid"] == uid)):
+                    reader.finish()
+            over = found is None or found.get("status", {}).get("phase") in FINISHED
+            idle = over and not any(reader.is_alive() for reader in readers.values())
+            yield from (line for line in _drain(lines, 0 if idle else look_every) if wanted(line, rank))
+            if error := next((reader.error for reader in readers.values() if reader.error), None):
+                raise error
+            if idle:
+                return
+    finally:
+        stop.set()
+
+
+def of_failure(failure: dict[str, Any]) -> list[Line]:
+    rank = failure.get("rank")
+    where = str(failure.get("node") or "job")
+    return [Line(where, str(text), rank) for text in failure.get("logTail") or []]
+
+
+def _drain(lines: Queue[Line], seconds: float) -> Iterator[Line]:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            yield lines.get(timeout=max(0.0, deadline - time.monotonic())) if seconds else lines.get_nowait()
+        except Empty:
+            return
+
+
+def _ended(pod: Object) -> bool:
+    return pod.get("status", {}).get("phase") in FINISHED
+
+
+class _Reader(threading.Thread):
+    """Reads one pod's log to its end, through broken connections and a container that has not started yet."""
+
+    def __init__(self, source: Source, pod: str, lines: Queue[Line], stop: threading.Event) -> None:
+        super().__init__(name=f"log of {pod}", daemon=True)
+        self.error: Exception | None = None
+        self._source, self._pod, self._lines, self._stop_all = source, pod, lines, stop
+        self._finish = threading.Event()
+        self._last = ""  # newest time seen, and how many lines carried it
+        self._last_count = 0
+        self.start()
+
+    def finish(self) -> None:
+        """The pod writes no more: what is there is still read, once."""
+        self._finish.set()
+
+    def run(self) -> None:
+        while not self._stop_all.is_set():
+            final = self._finish.is_set()
+            try:
+                self._read()
+            except LogsNotReadyError:
+                pass
+            except Exception as error:
+                self.error = error
+                return
+            if final:
+                return
+            self._finish.wait(0.5)
+
+    def _read(self) -> None:
+        # `sinceTime` includes its own second: skip what was shown already.
+        resume, skip = self._last, self._last_count
+        since = f"{resume}Z" if resume else ""
+        for raw in self._source.log(self._pod, follow=not self._finish.is_set(), since=since):
+            line = parse(raw, self._pod, stamped=True)
+            if resume and line.stamp < resume:
+                continue
+            if resume and line.stamp == resume and skip:
+                skip -= 1
+                continue
+            self._last_count = self._last_count + 1 if line.stamp == self._last else 1
+            self._last = line.stamp
+            self._lines.put(line)
+            if self._stop_all.is_set():
+                return

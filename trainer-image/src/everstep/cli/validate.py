@@ -1,0 +1,31 @@
+"""`everstep validate`: what the API server would say, without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def validate(
+    files: Annotated[list[Path], typer.Option("--file", "-f", help="Manifests; '-' is standard input. Repeatable.")],
+) -> None:
+    """Check manifests of TrainingJobs and TrainingPools.
+
+    All mistakes are told, with file, line, field and what to do. Objects of other kinds are left unchecked.
+    """
+    from everstep.cli.manifests import read
+    from everstep.cli.terminal import stderr, stdout
+
+    out, err = stdout(), stderr()
+    mistakes = 0
+    for file in files:
+        verdicts, findings = read(file)
+        mistakes += len(findings)
+        for finding in findings:
+            err.print(finding, style="red")
+        for verdict in verdicts:
+            out.print(f"{file}: {verdict}")
+    if mistakes:
+        raise typer.Exit(1)
