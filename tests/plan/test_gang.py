@@ -19,7 +19,9 @@ def view(name: str, created: float, *, wanted: int = 4, scheduled: int = 0, **fi
     return dataclasses.replace(base, **fields)  # type: ignore[arg-type]
 
 
-def hold(me: GangView, *others: GangView, grew_at: float = 0, scale_up_at: float | None = None, now: float = 1000) -> bool:
+def hold(
+    me: GangView, *others: GangView, grew_at: float = 0, scale_up_at: float | None = None, now: float = 1000
+) -> bool:
     return gang.hold(me, others, grew_at=grew_at, scale_up_at=scale_up_at, now=now).release
 
 
@@ -39,7 +41,11 @@ def test_it_is_told_when_to_look_again() -> None:
 
 
 def test_the_youngest_holder_releases_first() -> None:
-    old, middle, young = view("old", 0, wanted=1), view("middle", 1, wanted=2, scheduled=1), view("young", 2, scheduled=3)
+    old, middle, young = (
+        view("old", 0, wanted=1),
+        view("middle", 1, wanted=2, scheduled=1),
+        view("young", 2, scheduled=3),
+    )
     assert hold(young, old, middle)
     assert not hold(middle, old, young), "what the younger one gives back may be what it lacks"
 

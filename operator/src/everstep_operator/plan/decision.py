@@ -9,7 +9,6 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import LastFailure, Phase, Restarts, TemplateStatus
 from everstep_operator.plan.actions import Action
 
-
 _BY_NAME = {reason.value: reason for reason in Reason}
 
 

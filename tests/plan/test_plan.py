@@ -1,0 +1,177 @@
+"""The planner as a whole: the life of a job, told through its phases."""
+
+from __future__ import annotations
+
+import time
+
+from everstep_operator.api.status import ConditionType
+from everstep_operator.plan import Plan, plan
+from everstep_operator.plan.actions import CreatePods, DeletePods, DryRun, PushPeers
+from everstep_operator.plan.observed import Observed, Rejection
+from tests.builders import job
+from tests.plan.world import World
+
+
+def phases(world: World) -> list[str]:
+    return [t.phase.value for t in world.status.transitions]
+
+
+def test_a_job_goes_through_its_phases_with_one_write_and_one_event_each() -> None:
+    world = World(job().nodes(10).build()).run("Running")
+    world.tick()
+    world.end()
+    world.run("Succeeded")
+    assert phases(world) == ["Scheduling", "Starting", "Running", "Succeeded"]
+    assert len(world.statuses) == 4
+    assert [e.reason for e in world.events] == ["Created", "Scheduled", "Running", "Completed"]
+    assert world.requests <= 3.5 * 10, "the budget of requests per pod, deletes by the garbage collector aside"
+
+
+def test_a_big_job_costs_little_more_than_a_request_per_pod() -> None:
+    world = World(job().nodes(1000).build()).run("Running")
+    world.end()
+    world.run("Succeeded")
+    assert world.requests <= 2.3 * 1000
+
+
+def test_the_first_plan_makes_everything_in_order() -> None:
+    made = plan(World(job().nodes(2).build()).observe(), 1.0)
+    names = [type(a).__name__ for a in made.actions]
+    assert names == ["DryRun", "EnsureService", "EnsureSecret", "EnsureAgent", "EnsureTemplate", "CreatePods"]
+    assert made.status is not None
+    assert made.status.epoch == 1, "on record before pod 0 exists"
+
+
+def test_a_one_pod_job_needs_no_service() -> None:
+    made = plan(World(job().build()).observe(), 1.0)
+    assert "EnsureService" not in [type(a).__name__ for a in made.actions]
+
+
+def test_what_has_not_changed_is_not_written() -> None:
+    world = World(job().nodes(3).build()).run("Running")
+    for _ in range(5):
+        made = world.reconcile()
+        assert not made.changed
+        assert made.actions == ()
+
+
+def test_planning_a_thousand_quiet_pods_is_cheap() -> None:
+    world = World(job().nodes(1000).build()).run("Running")
+    seen = world.observe()
+    took = []
+    for _ in range(10):
+        fresh = Observed(
+            job=seen.job, pods=seen.pods, leader=seen.leader, frozen=seen.frozen, status_written_at=world.now
+        )
+        before = time.perf_counter()
+        plan(fresh, world.now)
+        took.append(time.perf_counter() - before)
+    assert min(took) < 0.010, f"{min(took) * 1000:.1f} ms"
+
+
+def test_a_job_of_another_controller_is_left_alone() -> None:
+    world = World(job().spec(managedBy="kueue.x-k8s.io/multikueue").build())
+    assert plan(world.observe(), world.now) == Plan()
+
+
+def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
+    world = World(job().deleted().build())
+    assert plan(world.observe(), world.now) == Plan()
+
+
+def test_finished_stays_finished() -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    world.end()
+    world.run("Succeeded")
+    for index in range(2):
+        world.vanish(index)
+    world.edit(suspend=True)
+    made = world.reconcile()
+    assert world.phase == "Succeeded"
+    assert made.actions == ()
+
+
+def test_the_leader_hears_the_addresses_when_they_are_complete() -> None:
+    world = World(job().nodes(2).build())
+    world.reconcile()
+    world.bind()
+    world.start()
+    made = world.reconcile()
+    pushed = [a for a in made.actions if isinstance(a, PushPeers)]
+    assert pushed == [PushPeers(1, {0: "10.0.0.0:8470", 1: "10.0.0.1:8470"})]
+    world.tick()
+    assert not [a for a in world.reconcile().actions if isinstance(a, PushPeers)], "all have joined"
+
+
+def test_a_template_the_api_server_refuses_fails_the_job_with_its_words() -> None:
+    world = World(job().nodes(2).build())
+    said = "Pod is invalid: spec.containers[0].image: Required value"
+    world.refuse = lambda action: Rejection(action, "Invalid", said) if isinstance(action, DryRun) else None
+    world.reconcile()
+    assert world.phase == "Failed"
+    failed = world.status.condition(ConditionType.FAILED)
+    assert failed is not None
+    assert (failed.reason, failed.message) == ("InvalidTemplate", said)
+    assert not world.pods
+    assert not world.config_maps
+
+
+def test_a_used_up_quota_is_waited_for() -> None:
+    world = World(job().nodes(2).build())
+    world.refuse = lambda action: (
+        Rejection(action, "Quota", "exceeded quota") if isinstance(action, CreatePods) else None
+    )
+    world.reconcile()
+    assert world.phase == "Pending"
+    assert world.status.transitions[-1].reason == "QuotaExceeded"
+    made = world.reconcile()
+    assert not made.actions, "events do not make it try more often"
+    assert made.requeue_at == world.now + 30
+    world.refuse = lambda _: None
+    world.now += 31
+    world.run("Running")
+
+
+def test_retries_of_a_quota_leave_one_line_and_one_event() -> None:
+    world = World(job().nodes(2).build())
+    world.refuse = lambda action: (
+        Rejection(action, "Quota", "exceeded quota") if isinstance(action, CreatePods) else None
+    )
+    for _ in range(20):
+        world.reconcile()
+        world.now += 31
+    assert len(world.status.transitions) <= 32
+    assert world.status.timings.pending > 300
+
+
+def test_a_foreign_object_of_our_name_stalls_the_job() -> None:
+    world = World(job().nodes(2).build())
+    taken = "Service digits belongs to Deployment web"
+    world.refuse = lambda action: (
+        Rejection(action, "Conflict", taken) if type(action).__name__ == "EnsureService" else None
+    )
+    world.reconcile()
+    assert world.status.is_true(ConditionType.STALLED)
+    world.refuse = lambda _: None
+    world.now += 31
+    world.run("Running")
+    assert not world.status.is_true(ConditionType.STALLED)
+
+
+def test_foreign_pods_are_never_touched() -> None:
+    world = World(job().nodes(1).build()).run("Running")
+    foreign = next(iter(world.pods.values()))
+    world.pods["digits-7"] = type(foreign)(
+        index=7, name="digits-7", uid="x", epoch=1, template=1, created=world.now, owner="another job"
+    )
+    assert not [a for a in world.reconcile().actions if isinstance(a, DeletePods)]
+
+
+def test_a_silent_leader_degrades_the_job_to_pod_status() -> None:
+    world = World(job().nodes(2).build())
+    world.leader_reachable = False
+    world.run("Running", limit=40)
+    assert world.status.is_true(ConditionType.DEGRADED)
+    world.leader_reachable = True
+    world.reconcile()
+    assert not world.status.is_true(ConditionType.DEGRADED)

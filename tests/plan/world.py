@@ -1,0 +1,350 @@
+"""A cluster that obeys the planner: pods, one leader and an API server in memory, under a fake clock.
+
+It is as forgetful and as late as a real one: reads may be stale, writes may be lost, the operator may die between any
+two of its steps. What it never does is break its own promises: a name belongs to one pod object, a delete with another
+UID deletes nothing, a status write with an old resourceVersion is refused.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.status import TrainingJobStatus
+from everstep_operator.plan import plan
+from everstep_operator.plan.actions import (
+    Action,
+    CreatePods,
+    DeleteJob,
+    DeletePods,
+    EnsureTemplate,
+    Event,
+    Plan,
+    StopLeader,
+)
+from everstep_operator.plan.leader import Entry, LeaderView, Outcome, Progress, Unclean
+from everstep_operator.plan.observed import ContainerEnd, GangView, LastWord, Observed, PodView, Rejection, Settings
+from everstep_operator.plan.pods import pod_body
+from everstep_operator.plan.template import frozen_view
+from tests.builders import CREATED
+
+START = CREATED.timestamp()
+
+
+class OperatorDied(Exception):
+    """Raised inside a reconcile at the place where a test wants the operator to be killed."""
+
+
+@dataclass
+class Leader:
+    """Agent 0 of one pod: forms generations of whatever runs, and keeps the ledger."""
+
+    epoch: int
+    uid: str
+    budget: int  # application restarts, before the operator says more
+    generation: int = 0
+    phase: str = "forming"
+    members: tuple[str, ...] = ()
+    ledger: list[Entry] = field(default_factory=list)
+    outcome: Outcome | None = None
+    started_at: float | None = None
+    step: int = 0
+    charged: str = ""
+
+    def end_generation(self, cause: str, now: float, **fields: object) -> None:
+        entry = Entry(id=f"{self.epoch}.{self.generation}", cause=cause, ended_at=now)
+        self.ledger.append(dataclasses.replace(entry, **fields))  # type: ignore[arg-type]
+        self.phase, self.members = "forming", ()
+
+    def left(self) -> int:
+        """Application restarts that are still allowed."""
+        known = [e.id for e in self.ledger]
+        after = known.index(self.charged) + 1 if self.charged in known else 0
+        return self.budget - sum(e.cause == "Application" for e in self.ledger[after:])
+
+
+class World:
+    """One job and its pods."""
+
+    def __init__(self, job: TrainingJob, *, capacity: int = 10_000, now: float = START) -> None:
+        self.job, self.capacity, self.now = job, capacity, now
+        self.version = 1
+        self.pods: dict[str, PodView] = {}
+        self.config_maps: dict[str, object] = {}
+        self.leader: Leader | None = None
+        self.leader_reachable = True
+        self.answered_at: float | None = None
+        self.gangs: tuple[GangView, ...] = ()
+        self.pools: dict[str, object] = {}
+        self.settings = Settings()
+        self.events: list[Event] = []
+        self.statuses: list[TrainingJobStatus] = []
+        self.broken = 0  # generations that ended early
+        self.requests = 0
+        self.checkpoint = 0
+        self.deleted_job = False
+        self.last: Plan | None = None
+        self.written_at: float | None = None
+        self.refuse: Callable[[Action], Rejection | None] = lambda _: None
+        self.unclean: tuple[Unclean, ...] = ()
+        self._uids = 0
+
+    # --- the operator
+
+    def observe(self, *, pods: dict[str, PodView] | None = None, rejection: Rejection | None = None) -> Observed:
+        template = self.job.status.template
+        found = self.config_maps.get(f"{self.job.metadata.name}-{template.epoch}") if template else None
+        return Observed(
+            job=self.job,
+            pods=tuple((self.pods if pods is None else pods).values()),
+            pools=self.pools,  # type: ignore[arg-type]
+            leader=self.view(),
+            gangs=self.gangs,
+            frozen=frozen_view(found) if found else None,  # type: ignore[arg-type]
+            settings=self.settings,
+            rejection=rejection,
+            status_written_at=self.written_at,
+        )
+
+    def view(self) -> LeaderView | None:
+        leader = self.leader
+        if leader is None:
+            return None
+        if self.leader_reachable:
+            self.answered_at = self.now
+        elif self.answered_at is None:
+            return LeaderView(reachable=False)
+        present = {p.uid: p.index for p in self.pods.values() if p.running}
+        missing = tuple(sorted(set(range(self.job.spec.num_nodes)) - set(present.values())))
+        return LeaderView(
+            reachable=self.leader_reachable,
+            answered_at=self.answered_at,
+            epoch=leader.epoch,
+            generation=leader.generation,
+            phase="ended" if leader.outcome else leader.phase,
+            missing=missing,
+            unclean=self.unclean,
+            ranks_started_at=leader.started_at,
+            progress=Progress(leader.step, 1000, 1.0) if leader.generation else None,
+            ledger=tuple(leader.ledger),
+            outcome=leader.outcome,
+        )
+
+    def reconcile(self, *, pods: dict[str, PodView] | None = None, die_after: int | None = None) -> Plan:
+        """Observe, plan, write, act. `die_after`: number of the step (0 = the status write) after which it is killed."""
+        made = plan(self.observe(pods=pods), self.now)
+        rejection = self._carry_out(made, die_after)
+        if rejection is not None:
+            made = plan(self.observe(pods=pods, rejection=rejection), self.now)
+            assert self._carry_out(made, None) is None
+        self.last = made
+        if made.poll is not None and self.leader is not None and self.leader_reachable:
+            self.leader.charged, self.leader.budget = made.poll.charged, made.poll.allowance
+        return made
+
+    def _carry_out(self, made: Plan, die_after: int | None) -> Rejection | None:
+        if made.changed:
+            assert made.status is not None
+            self._write(made.status)
+        for number, action in enumerate(made.actions):
+            if die_after == number:
+                raise OperatorDied
+            refused = self.refuse(action)
+            self.requests += 1
+            if refused is not None:
+                return refused
+            self._act(action)
+        if die_after is not None:
+            raise OperatorDied
+        self.events += made.events
+        self.requests += len(made.events)
+        return None
+
+    def _write(self, status: TrainingJobStatus) -> None:
+        assert TrainingJobStatus.parse(status.manifest()) == status, "what is written must read back the same"
+        assert status != self.job.status, "a write that changes nothing"
+        self.statuses.append(status)
+        self.job = self.job.model_copy(update={"status": status})
+        self.version += 1
+        self.requests += 1
+        self.written_at = self.now
+
+    def _act(self, action: Action) -> None:
+        if isinstance(action, CreatePods):
+            assert f"{self.job.metadata.name}-{action.frozen.epoch}" in self.config_maps, "pods before their template"
+            self.requests += len(action.indices) - 1
+            for index in action.indices:
+                self._create(pod_body(action.frozen, index, action.epoch))
+        elif isinstance(action, DeletePods):
+            self.requests += len(action.pods) - 1
+            for ref in action.pods:
+                assert ref.grace_seconds is None, "nothing is forced: a forced pod may still run"
+                pod = self.pods.get(ref.name)
+                if pod is not None and pod.uid == ref.uid and not pod.deleting:
+                    self.pods[ref.name] = dataclasses.replace(pod, deleting_since=self.now)
+        elif isinstance(action, EnsureTemplate):
+            self.config_maps.setdefault(action.name, action.body)
+        elif isinstance(action, StopLeader) and self.leader is not None and self.leader.outcome is None:
+            self.leader.outcome = Outcome("stopped")
+        elif isinstance(action, DeleteJob):
+            assert action.uid == self.job.metadata.uid
+            self.deleted_job = True
+
+    def _create(self, body: dict[str, object]) -> None:
+        meta: dict[str, dict[str, str]] = body["metadata"]  # type: ignore[assignment]
+        name, labels = str(meta["name"]), meta["labels"]
+        if name in self.pods:
+            return  # AlreadyExists: the name is the lock
+        self._uids += 1
+        self.pods[name] = PodView(
+            index=int(labels["everstep.dev/index"]),
+            name=name,
+            uid=f"pod-{self._uids}",
+            epoch=int(labels["everstep.dev/epoch"]),
+            template=int(labels["everstep.dev/template"]),
+            created=self.now,
+            owner=self.job.metadata.uid,
+        )
+
+    # --- the cluster
+
+    def bind(self) -> None:
+        """The scheduler: pods get nodes while there is room."""
+        taken = sum(1 for p in self.pods.values() if p.scheduled and p.ended is None)
+        for name, pod in sorted(self.pods.items()):
+            if pod.live and not pod.scheduled and taken < self.capacity:
+                self.pods[name] = dataclasses.replace(pod, scheduled_at=self.now, node=f"node-{taken}")
+                taken += 1
+
+    def start(self) -> None:
+        """The kubelets: bound pods get an address and a running container."""
+        for name, pod in self.pods.items():
+            if pod.live and pod.scheduled and pod.started_at is None:
+                ip = f"10.0.{pod.index // 250}.{pod.index % 250}"
+                self.pods[name] = dataclasses.replace(pod, started_at=self.now, ip=ip, phase="Running")
+
+    def bury(self) -> None:
+        """Pods that were told to go are gone."""
+        self.pods = {name: p for name, p in self.pods.items() if not p.deleting}
+
+    def lead(self) -> None:
+        """What agent 0 does about all this."""
+        head = self.pods.get(f"{self.job.metadata.name}-0")
+        if head is None or not head.running or (self.leader is not None and self.leader.uid != head.uid):
+            if self.leader is not None and self.leader.phase == "running" and self.leader.outcome is None:
+                self.broken += 1
+            self.leader, self.answered_at = None, None
+        if head is None or not head.running:
+            return
+        if self.leader is None:
+            self.leader = Leader(head.epoch, head.uid, self.job.spec.restart.application)
+        leader, running = (
+            self.leader,
+            {p.uid: p for p in self.pods.values() if p.running and p.template == head.template},
+        )
+        if leader.outcome is not None:
+            return
+        if leader.phase == "running" and any(uid not in running for uid in leader.members):
+            index = next((p.index for p in self.pods.values() if p.uid in leader.members and not p.running), None)
+            leader.end_generation("PodLost", self.now, index=index)
+            self.broken += 1
+        if leader.phase == "forming" and len(running) == self.job.spec.num_nodes and not head.deleting:
+            leader.generation += 1
+            leader.phase, leader.members, leader.started_at = "running", tuple(running), self.now
+            leader.step = self.checkpoint
+
+    def train(self, steps: int = 1) -> None:
+        if self.leader is not None and self.leader.phase == "running" and self.leader.outcome is None:
+            self.leader.step += steps
+
+    def save(self) -> None:
+        if self.leader is not None:
+            self.checkpoint = max(self.checkpoint, self.leader.step)
+
+    def tick(self, seconds: float = 1.0) -> None:
+        """A while in which everything healthy takes its next step, so that an observer sees every stage."""
+        self.now += seconds
+        self.train()
+        self.lead()
+        self.start()
+        self.bind()
+        self.bury()
+
+    # --- faults
+
+    def fail_rank(self, exit_code: int = 1) -> None:
+        leader = self.leader
+        if leader is None or leader.phase != "running" or leader.outcome is not None:
+            return
+        allowed = leader.left()
+        leader.end_generation("Application", self.now, index=0, rank=0, exit_code=exit_code, message="ValueError: no")
+        self.broken += 1
+        if allowed <= 0:
+            self.end("failed", exit_code)
+
+    def kill(self, index: int, *, reason: str = "Error", exit_code: int | None = 137) -> None:
+        """A container dies without its agent's word."""
+        self._end_pod(index, ContainerEnd(exit_code, 9, reason, "", self.now))
+
+    def delete(self, index: int, *, disruption: str | None = None) -> None:
+        name = f"{self.job.metadata.name}-{index}"
+        if (pod := self.pods.get(name)) is not None and not pod.deleting:
+            self.pods[name] = dataclasses.replace(pod, deleting_since=self.now, disruption=disruption)
+
+    def vanish(self, index: int) -> None:
+        self.pods.pop(f"{self.job.metadata.name}-{index}", None)
+
+    def end(self, result: str = "succeeded", exit_code: int = 0) -> None:
+        """The leader declares the end, and all agents leave with their last word."""
+        leader = self.leader
+        if leader is None:
+            return
+        failure = leader.ledger[-1].id if result == "failed" else ""
+        leader.outcome = Outcome(result, exit_code, "ValueError: no" if result == "failed" else "", failure)
+        for pod in list(self.pods.values()):
+            if pod.running:
+                word = LastWord(result, leader.epoch, leader.generation, exit_code=exit_code)
+                self._end_pod(pod.index, ContainerEnd(exit_code, None, "Completed", "{}", self.now, word))
+
+    def exit(self, index: int, exit_code: int, *, word: LastWord | None = None, reason: str = "") -> None:
+        """A container ends by itself."""
+        reason = reason or ("Error" if exit_code else "Completed")
+        self._end_pod(index, ContainerEnd(exit_code, None, reason, "", self.now, word))
+
+    def _end_pod(self, index: int, end: ContainerEnd) -> None:
+        name = f"{self.job.metadata.name}-{index}"
+        pod = self.pods.get(name)
+        if pod is not None and pod.ended is None and pod.started_at is not None:
+            self.pods[name] = dataclasses.replace(pod, ended=end)
+
+    # --- how tests drive it
+
+    @property
+    def status(self) -> TrainingJobStatus:
+        return self.job.status
+
+    @property
+    def phase(self) -> str:
+        return str(self.job.status.phase or "")
+
+    def run(self, until: str, *, limit: float = 300.0, step: float = 1.0) -> World:
+        """Let healthy time pass, with a reconcile in each step, until the job is in a phase."""
+        deadline = self.now + limit
+        self.reconcile()
+        while self.phase != until:
+            assert self.now < deadline, f"still {self.phase} after {limit} s: {self.status.conditions[:3]}"
+            self.tick(step)
+            self.reconcile()
+        return self
+
+    def edit(self, **fields: object) -> None:
+        """The user changes the spec."""
+        meta = self.job.metadata
+        self.job = self.job.model_copy(
+            update={
+                "spec": self.job.spec.model_copy(update=fields),
+                "metadata": meta.model_copy(update={"generation": meta.generation + 1}),
+            }
+        )
