@@ -50,7 +50,8 @@ def up(cluster: LocalCluster, count: int) -> None:
         kubeconfig = cluster.control.user_kubeconfig("system:kwok", "system:masters")
         command: list[str | Path] = [binary(NAME), "--kubeconfig", kubeconfig, "--config", STAGES, "--cidr", POD_CIDR]
         command += ["--manage-nodes-with-label-selector", SELECTOR, "--node-lease-duration-seconds", "40"]
-        cluster.processes.start(NAME, [*command, "--node-ip", "10.200.1.1"], cluster.folder / f"{NAME}.log")
+        command += ["--node-ip", "10.200.1.1", "-v", "WARN"]
+        cluster.processes.start(NAME, command, cluster.folder / f"{NAME}.log")
     wanted = {f"kwok-{index}" for index in range(1, count + 1)}
     present = {node["metadata"]["name"] for node in _nodes(cluster.kubectl)}
     objects = [node_object(index, count, cluster.shape.gpus) for index in range(1, count + 1)]
@@ -81,4 +82,5 @@ def _remove(kubectl: Kubectl, names: set[str]) -> None:
     pods = [pod for pod in kubectl.items("pods", "-A") if pod["spec"].get("nodeName") in names]
     if pods:
         document = json.dumps({"apiVersion": "v1", "kind": "List", "items": pods})
-        kubectl.run("delete", "--grace-period=0", "--force", "--ignore-not-found", "-f", "-", stdin=document)
+        at_once = ["--grace-period=0", "--force", "--wait=false", "--ignore-not-found"]
+        kubectl.run("delete", *at_once, "-f", "-", stdin=document)
