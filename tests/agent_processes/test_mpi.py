@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
-from collections.abc import AsyncIterator, Sequence
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,6 +28,9 @@ async def job(
     procs: int = 2,
     options: Sequence[str] = (),
     environ: dict[str, str] | None = None,
+    prefixes: Sequence[Sequence[str]] | None = None,
+    pod: bool = False,
+    python: str = sys.executable,
 ) -> AsyncIterator[list[Node]]:
     """Nodes whose agents are joined by this test, as the leader's links would join them."""
     async with AsyncExitStack() as stack:
@@ -39,16 +46,18 @@ async def job(
                     options=options,
                     agent=agent,
                     environ=environ,
+                    prefix=prefixes[i] if prefixes else (),
+                    pod=pod,
+                    python=python,
                 )
             )
             for i in range(nodes)
         ]
-        relays = [asyncio.ensure_future(relay(members)) for _ in range(1)]
+        links = asyncio.ensure_future(relay(members))
         try:
             yield members
         finally:
-            for task in relays:
-                task.cancel()
+            links.cancel()
 
 
 async def relay(members: list[Node]) -> None:
@@ -71,8 +80,8 @@ async def relay(members: list[Node]) -> None:
         await asyncio.sleep(0.005)
 
 
-async def start(members: list[Node]) -> None:
-    await asyncio.gather(*(node.start() for node in members))
+async def start(members: list[Node], **layout: Any) -> None:
+    await asyncio.gather(*(node.start(**layout) for node in members))
 
 
 async def stop(members: list[Node]) -> None:
@@ -86,8 +95,10 @@ def exits(members: list[Node]) -> dict[int, Event]:
     }
 
 
-async def test_ranks_of_two_nodes_run_as_mpirun_numbers_them(tmp_path: Path, agent: Path, mpi_program: Path) -> None:
-    async with job(tmp_path, agent, [str(mpi_program)]) as members:
+async def test_ranks_of_two_nodes_run_as_mpirun_numbers_them(
+    tmp_path: Path, agent: Path, mpi_program: Path, python: str
+) -> None:
+    async with job(tmp_path, agent, [str(mpi_program)], python=python) as members:
         for _ in range(2):  # the second generation in the same agents
             await start(members)
             generation = members[0].generation
@@ -161,3 +172,53 @@ async def test_mpiruns_own_complaint_is_its_message(tmp_path: Path, agent: Path)
         event = await members[0].event("LauncherExited")
         assert event["exit_code"] != 0
         assert "no-such-option" in event["message"] + " ".join(event["log_tail"])
+
+
+@pytest.fixture
+def networks() -> Iterator[list[str]]:
+    """Two network namespaces with an address each, joined by a cable; 192.0.2.9 swallows everything."""
+    names = [f"everstep-{os.getpid()}-{i}" for i in (1, 2)]
+    ends = [f"ev{os.getpid() % 100000}{end}" for end in "ab"]
+    try:
+        for name in names:
+            subprocess.run(["ip", "netns", "add", name], check=True, capture_output=True)
+        cable = ["ip", "link", "add", ends[0], "netns", names[0], "type", "veth", "peer", ends[1], "netns", names[1]]
+        subprocess.run(cable, check=True, capture_output=True)
+        for index, (name, end) in enumerate(zip(names, ends, strict=True)):
+            for words in (
+                f"addr add 192.0.2.{5 + index}/24 dev {end}",
+                f"link set {end} up",
+                "link set lo up",
+                f"neigh add 192.0.2.9 lladdr 02:00:00:00:00:09 dev {end} nud permanent",
+            ):
+                subprocess.run(["ip", "-netns", name, *words.split()], check=True, capture_output=True)
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"cannot make network namespaces: {error}")
+    else:
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True)
+
+
+async def test_pods_need_no_name_resolution(
+    tmp_path: Path, agent: Path, mpi_program: Path, networks: list[str], python: str
+) -> None:
+    """Own network, PIDs and host name each, as in a cluster whose DNS never answers."""
+    resolver = tmp_path / "resolv.conf"
+    resolver.write_text("nameserver 192.0.2.9\n")
+    setup = f'mount --bind {resolver} /etc/resolv.conf && hostname algo-$0 && exec "$@"'
+    prefixes = [
+        ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount", "sh", "-c", setup, str(i + 1)]
+        for i, name in enumerate(networks)
+    ]
+    async with job(tmp_path, agent, [str(mpi_program)], prefixes=prefixes, pod=True, python=python) as members:
+        begun = time.monotonic()
+        await start(members, hosts=["192.0.2.5", "192.0.2.6"])
+        launcher = await members[0].event("LauncherExited")
+        assert launcher["exit_code"] == 0, launcher
+        await members[0].until(lambda: len(exits(members)) == 4, "four exits")
+        assert {rank: e["exit_code"] for rank, e in exits(members).items()} == dict.fromkeys(range(4), 0)
+        assert time.monotonic() - begun < 10  # a look-up that nobody answers takes longer
+        await stop(members)
+        assert sum(node.logged().count("sum 6") for node in members) == 4

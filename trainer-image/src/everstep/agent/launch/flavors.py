@@ -76,6 +76,8 @@ def _open_mpi(kind: str, run: Run) -> tuple[list[str], dict[str, str]]:
                 # Otherwise daemons start daemons, through agents that have no link to each other.
                 "plm_rsh_no_tree_spawn": "1",
                 "plm_rsh_num_concurrent": "4096",
+                # Else it looks up every host to see whether it is itself: 40 s for two when no name server answers.
+                "if_base_do_not_resolve": "1",
                 "orte_leave_session_attached": "1",  # else a daemon leaves its session, and the shim sees a success
                 "orte_abort_on_non_zero_status": "1",
                 # rank = node * procs + local, as everywhere else here
