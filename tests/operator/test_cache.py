@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep_operator.cluster.cache import Cache, Key
 from hypothesis import given
 from hypothesis import strategies as st
+
+from everstep_operator.cluster.cache import Cache, Key
 
 
 def pod(name: str, job: str, *, version: int, uid: str = "u1", namespace: str = "ns", phase: str = "Pending") -> Any:

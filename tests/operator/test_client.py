@@ -11,10 +11,11 @@ import pytest
 import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import Configuration
+
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import JOBS, PODS
-from kubernetes.aio.client import Configuration
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 POD: dict[str, Any] = {"metadata": {"name": "digits-0", "namespace": "ns"}, "spec": {"unknownInAnyVersion": {"a": 1}}}

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
-from everstep_operator.cluster.queue import Schedule, WorkQueue
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from everstep_operator.cluster.queue import Schedule, WorkQueue
 
 KEYS = st.sampled_from("abc")
 
@@ -141,6 +142,7 @@ def test_ages() -> None:
 async def test_workers_wait_and_every_key_is_seen() -> None:
     queue: WorkQueue[int] = WorkQueue()
     seen: list[int] = []
+    all_seen = asyncio.Event()
 
     async def work() -> None:
         while True:
@@ -148,14 +150,15 @@ async def test_workers_wait_and_every_key_is_seen() -> None:
             await asyncio.sleep(0)
             seen.append(key)
             queue.done(key)
+            if len(seen) == 100:
+                all_seen.set()
 
     workers = [asyncio.create_task(work()) for _ in range(4)]
     await asyncio.sleep(0)
     for key in range(100):
         queue.add(key) if key % 2 else queue.add_after(key, 0.01)
     async with asyncio.timeout(5):
-        while len(seen) < 100:
-            await asyncio.sleep(0.005)
+        await all_seen.wait()
         await queue.idle()
     assert sorted(seen) == list(range(100))
     for worker in workers:

@@ -21,9 +21,10 @@ def configure(level: str, form: str) -> None:
         structlog.processors.StackInfoRenderer(),
     ]
     last: list[Any] = (
-        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        # As text: structlog's structured tracebacks carry local variables, and one of ours is the operator key.
+        [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
         if form == "json"
-        else [structlog.dev.ConsoleRenderer(colors=False)]
+        else [structlog.processors.format_exc_info, structlog.dev.ConsoleRenderer(colors=False)]
     )
     threshold = getattr(logging, level.upper())
     structlog.configure(
@@ -44,3 +45,5 @@ def configure(level: str, form: str) -> None:
     root.setLevel(max(threshold, logging.INFO))
     for name in _NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
+    # "OS signals are ignored: running not in the main thread": that is why it runs there.
+    logging.getLogger("kopf._core.reactor.running").setLevel(logging.ERROR)

@@ -64,12 +64,14 @@ class Client:
         relogin: Callable[[], Awaitable[Configuration]] | None = None,
         timeout: float = 30.0,
         attempts: int = _ATTEMPTS,
+        field_manager: str = FIELD_MANAGER,
     ) -> None:
         self.configuration = configuration
         self._relogin = relogin
         self._relogged_at = float("-inf")
         self._timeout = timeout
         self._attempts = attempts
+        self._field_manager = field_manager
         self._api: Any = ApiClient(configuration)
         self._api.user_agent = "everstep-operator"
         self.used: set[tuple[str, str, str]] = set()  # (verb, group, resource[/subresource]), compared with rbac.USED
@@ -115,7 +117,7 @@ class Client:
     async def create(self, resource: Resource, namespace: str | None, body: Object, *, dry_run: bool = False) -> Object:
         """Create, and return what the server made of it. Raises `AlreadyExists`, or `Unreachable` with `sent` set when
         nobody knows; a dry run is harmless and simply repeated."""
-        query = [("fieldManager", FIELD_MANAGER), ("fieldValidation", "Ignore")]
+        query = [("fieldManager", self._field_manager), ("fieldValidation", "Ignore")]
         if dry_run:
             query.append(("dryRun", "All"))
         return await self._retried("create", resource, "POST", resource.path(namespace), query, body, blind=dry_run)
@@ -141,7 +143,7 @@ class Client:
         `Conflict`, so two writers (an operator that lost its Lease unawares) cannot both win."""
         name = body["metadata"]["name"]
         path = resource.path(namespace, name, "status")
-        query = [("fieldManager", FIELD_MANAGER), ("force", "true")]
+        query = [("fieldManager", self._field_manager), ("force", "true")]
         return await self._retried("patch", resource, "PATCH", path, query, body, sub="status", kind=_APPLY)
 
     async def replace(self, resource: Resource, namespace: str | None, body: Object) -> Object:

@@ -111,15 +111,17 @@ class Watch:
             return await connection_info(await self._login())
 
         for resource in (JOBS, POOLS, PODS):
-
-            async def receive(event: Any, resource: Resource = resource, **_: Any) -> None:
-                _soon(main, self._receive, resource, event["type"], event["object"])
-
-            handler: Any = kopf.on.event(
+            on_event: Any = kopf.on.event(
                 resource.group, resource.version, resource.plural, id=resource.plural, registry=registry
             )
-            handler(receive)
+            on_event(self._handler(main, resource))
         return registry
+
+    def _handler(self, main: asyncio.AbstractEventLoop, mine: Resource) -> Callable[..., Awaitable[None]]:
+        async def handle(event: Any, **_: Any) -> None:
+            _soon(main, self._receive, mine, event["type"], event["object"])
+
+        return handle
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:

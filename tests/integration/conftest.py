@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import asyncio
+import base64
+import itertools
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+import yaml
+
+from e2e.cluster.controlplane import ControlPlane
+from e2e.cluster.errors import ClusterError
+from e2e.cluster.ports import free_ports
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.client import Client
+from everstep_operator.cluster.rbac import USED
+from everstep_operator.cluster.resources import Resource
+from tests.integration.world import NAMESPACES, OWN_NAMESPACE, SERVICE_ACCOUNTS, OperatorProcess, World, until
+
+CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False)
+ROOT = Path(__file__).parents[2]
+USER = "everstep-operator-under-test"
+KEY = bytes(range(32))
+_numbers = itertools.count(1)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.integration)
+
+
+def rbac_objects() -> list[tuple[str, dict[str, Any]]]:
+    """Exactly the rights of the table, bound to a user of its own: whatever else the operator tries is refused."""
+    objects = []
+    for scope in ("jobs", "cluster", "own"):
+        rules = [
+            {"apiGroups": [right.group], "resources": [right.resource], "verbs": [right.verb]}
+            for right in sorted(USED)
+            if right.scope == scope
+        ]
+        own = scope == "own"
+        meta = {"name": f"everstep-{scope}", **({"namespace": OWN_NAMESPACE} if own else {})}
+        kind = "Role" if own else "ClusterRole"
+        reference = {"apiGroup": "rbac.authorization.k8s.io", "kind": kind, "name": meta["name"]}
+        subject = {"apiGroup": "rbac.authorization.k8s.io", "kind": "User", "name": USER}
+        head = {"apiVersion": "rbac.authorization.k8s.io/v1", "metadata": meta}
+        objects.append((f"{kind.lower()}s", {**head, "kind": kind, "rules": rules}))
+        binding = {**head, "kind": f"{kind}Binding", "roleRef": reference, "subjects": [subject]}
+        objects.append((f"{kind.lower()}bindings", binding))
+    return objects
+
+
+@pytest.fixture(scope="session")
+def control_plane() -> Iterator[ControlPlane]:
+    try:
+        plane = ControlPlane()
+        plane.start()
+    except (ClusterError, OSError, subprocess.SubprocessError) as error:
+        pytest.skip(f"no API server on this machine: {error}")
+    try:
+        asyncio.run(_install(plane))
+        yield plane
+    finally:
+        plane.stop()
+
+
+async def _install(plane: ControlPlane) -> None:
+    client = await Client.connect(str(plane.kubeconfig))
+    for path in sorted((ROOT / "crds").glob("*.yaml")):
+        for body in yaml.safe_load_all(path.read_text()):
+            await client.create(CRDS, None, body)
+    await client.create(NAMESPACES, None, _namespace(OWN_NAMESPACE))
+    for plural, body in rbac_objects():
+        resource = Resource("rbac.authorization.k8s.io", "v1", plural, body["kind"])
+        await client.create(resource, body["metadata"].get("namespace"), body)
+    for plural in ("trainingjobs", "trainingpools"):
+
+        async def served(plural: str = plural) -> bool:
+            try:
+                async for _ in client.list(Resource("everstep.dev", "v1alpha1", plural, "X"), None):
+                    return True
+            except errors.NotFound:
+                pass
+            return False
+
+        await until(served, f"{plural} are served")
+    await client.close()
+
+
+def _namespace(name: str) -> dict[str, Any]:
+    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+
+
+@pytest.fixture(scope="session")
+def operator(control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
+    """Running; a test that kills it starts it again. Its key is given, so that tests can play the leader."""
+    folder = tmp_path_factory.mktemp("operator")
+    (folder / "key").mkdir()
+    (folder / "key" / "key").write_bytes(KEY)
+    process = OperatorProcess(control_plane.user_kubeconfig(USER), folder, free_ports(1)[0])
+    process.start()
+    process.wait_ready()
+    try:
+        yield process
+    finally:
+        if process.running():
+            process.stop()
+
+
+@pytest_asyncio.fixture
+async def world(control_plane: ControlPlane, operator: OperatorProcess) -> AsyncIterator[World]:
+    if not operator.running():
+        operator.start()
+    number = next(_numbers)
+    name = f"team-{number}"
+    client = await Client.connect(str(control_plane.kubeconfig), field_manager="user")
+    await client.create(NAMESPACES, None, _namespace(name))
+    # Without a controller-manager nobody else makes it, and no pod is admitted before.
+    await client.create(SERVICE_ACCOUNTS, name, {"metadata": {"name": "default"}})
+    yield World(client, name, operator.agent_port, network=number)
+    await client.close()
+
+
+def decoded(value: str) -> bytes:
+    return base64.b64decode(value)

@@ -1,0 +1,96 @@
+"""A job's life: its objects, its phases, its end."""
+
+from __future__ import annotations
+
+import base64
+from typing import Any
+
+from everstep.agent.auth import job_token
+from everstep_operator.cluster.resources import CONFIG_MAPS, SECRETS, SERVICES
+from tests.integration.conftest import KEY
+from tests.integration.world import FakeLeader, World, until
+
+
+async def lead(world: World, job: dict[str, Any], pod: dict[str, Any], epoch: int = 1, template: int = 1) -> FakeLeader:
+    token = job_token(KEY, job["metadata"]["uid"], template)
+    return await FakeLeader(token, world.address(pod), world.agent_port, epoch).start()
+
+
+async def test_everything_a_job_needs_is_made_before_its_pods(world: World) -> None:
+    job = await world.submit("digits", numNodes=2)
+    pods = await world.until_pods("digits", 2)
+    uid = job["metadata"]["uid"]
+
+    service = await world.client.get(SERVICES, world.namespace, "digits")
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["publishNotReadyAddresses"] is True
+    secret = await world.client.get(SECRETS, world.namespace, "digits-1")
+    assert base64.b64decode(secret["data"]["token"]) == job_token(KEY, uid, 1)
+    assert secret["immutable"] is True
+    template = await world.client.get(CONFIG_MAPS, world.namespace, "digits-1")
+    assert set(template["data"]) >= {"job.json", "template.json"}
+    agents = [m for m in await world.all(CONFIG_MAPS) if m["metadata"]["name"].startswith("everstep-agent-")]
+    assert len(agents) == 1
+    assert "agent.pyz" in agents[0]["binaryData"]
+
+    for index, pod in enumerate(pods):
+        meta = pod["metadata"]
+        assert meta["name"] == f"digits-{index}"
+        assert meta["labels"]["everstep.dev/epoch"] == "1"
+        assert meta["labels"]["everstep.dev/template"] == "1"
+        assert pod["spec"]["hostname"] == f"algo-{index + 1}"
+        (reference,) = meta["ownerReferences"]
+        assert (reference["uid"], reference["controller"]) == (uid, True)
+        for other in (service, secret, template, agents[0]):
+            assert int(other["metadata"]["resourceVersion"]) < int(meta["resourceVersion"])
+    for other in (service, secret, template):
+        assert other["metadata"]["ownerReferences"][0]["uid"] == uid
+
+
+async def test_from_first_pod_to_success(world: World) -> None:
+    job = await world.submit("digits", numNodes=2)
+    pods = await world.until_pods("digits", 2)
+    for pod in pods:
+        await world.run(pod)
+    leader = await lead(world, job, pods[0])
+    try:
+
+        async def peers() -> Any:
+            return leader.asked("peers")
+
+        (request,) = (await until(peers, "the leader has the addresses"))[:1]
+        assert request[3] == {
+            "epoch": 1,
+            "addresses": {str(i): f"{world.address(pod)}:{world.agent_port}" for i, pod in enumerate(pods)},
+        }
+        await leader.say(phase="running", nodes=2, joined=2, ranksStartedAt=1.0)
+        status = await world.until_phase("digits", "Running")
+        assert (status["epoch"], status["generation"]) == (1, 1)
+        await leader.say(phase="ended", outcome={"result": "succeeded", "exitCode": 0, "message": ""})
+        status = await world.until_phase("digits", "Succeeded")
+    finally:
+        await leader.stop()
+    complete = next(c for c in status["conditions"] if c["type"] == "Complete")
+    assert complete["status"] == "True"
+
+
+async def test_the_last_word_is_enough_when_nobody_could_be_reached(world: World) -> None:
+    await world.submit("digits")
+    (pod,) = await world.until_pods("digits", 1)
+    await world.run(pod)
+    word = {"result": "succeeded", "epoch": 1, "generation": 1, "index": 0, "exitCode": 0}
+    await world.end(pod, 0, word)
+    await world.until_phase("digits", "Succeeded")
+
+
+async def test_the_spec_is_never_written(world: World) -> None:
+    await world.submit("digits")
+    (pod,) = await world.until_pods("digits", 1)
+    await world.run(pod)
+    await world.end(pod, 0, {"result": "succeeded", "epoch": 1, "generation": 1, "index": 0, "exitCode": 0})
+    await world.until_phase("digits", "Succeeded")
+    ours = [f for f in (await world.job("digits"))["metadata"]["managedFields"] if f["manager"] == "everstep-operator"]
+    assert ours
+    for entry in ours:
+        assert set(entry["fieldsV1"]) == {"f:status"}
+        assert entry["subresource"] == "status"
