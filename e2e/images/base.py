@@ -6,8 +6,9 @@ They stand in for ``debian:bookworm-slim`` and ``ubuntu:20.04``: the same packag
 from __future__ import annotations
 
 import hashlib
+import tempfile
 import urllib.request
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from e2e.images.errors import ImageError
@@ -52,23 +53,27 @@ class Base:
     suite: str
     mirror: str
     packages: tuple[str, ...] = ("python3",)
+    options: tuple[str, ...] = field(default=_SLIM, repr=False)
     keyring: Keyring | None = None
 
     @property
     def key(self) -> str:
         """Changes with the recipe only: a newer point release of the same suite is no reason to build everything."""
-        return hashlib.sha256(repr(self).encode() + repr(_SLIM).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr(self).encode() + repr(self.options).encode()).hexdigest()[:16]
 
     def write_rootfs(self, folder: Path) -> None:
         """Write the root file system to ``folder/rootfs.tar``."""
         need("mmdebstrap")
-        signed = f"[signed-by={self.keyring.fetch(folder)}] " if self.keyring else ""
-        mirrors = [f"deb {signed}{self.mirror} {self.suite} main"]
-        if self.keyring is None:
-            mirrors.append(f"deb {self.mirror} {self.suite}-updates main")
-            mirrors.append(f"deb {self.mirror}-security {self.suite}-security main")
-        include = f"--include={','.join(self.packages)}"
-        run("mmdebstrap", "--quiet", "--variant=minbase", include, *_SLIM, self.suite, folder / "rootfs.tar", *mirrors)
+        with tempfile.TemporaryDirectory() as readable:
+            # apt checks signatures as a user of its own, who cannot look into folders of root.
+            Path(readable).chmod(0o755)
+            signed = f"[signed-by={self.keyring.fetch(Path(readable))}] " if self.keyring else ""
+            mirrors = [f"deb {signed}{self.mirror} {self.suite} main"]
+            if self.keyring is None:
+                mirrors.append(f"deb {self.mirror} {self.suite}-updates main")
+                mirrors.append(f"deb {self.mirror}-security {self.suite}-security main")
+            how = ("--quiet", "--variant=minbase", f"--include={','.join(self.packages)}", *self.options)
+            run("mmdebstrap", *how, self.suite, folder / "rootfs.tar", *mirrors)
 
 
 BOOKWORM = Base(
@@ -84,6 +89,7 @@ FOCAL = Base(
     public="docker.io/library/ubuntu:20.04",
     suite="focal",
     mirror="http://archive.ubuntu.com/ubuntu",
+    options=(),  # its packages fail to install without their man pages
     keyring=Keyring(
         url="http://archive.ubuntu.com/ubuntu/pool/main/u/ubuntu-keyring/ubuntu-keyring_2021.03.26_all.deb",
         sha256="0d0e7ed6b112f5d03eabf3c7eb01ebdacf9c57714b279e90495cfc58c8c4520f",

@@ -28,11 +28,11 @@ _COPY = re.compile(r"^COPY\s+(?!--from)((?:--\S+\s+)*)(.+)\s+\S+$", re.MULTILINE
 
 @dataclass(frozen=True)
 class Image:
-    """An image: the name that jobs use, and its Dockerfile relative to the repository, which is its build context."""
+    """An image: the name that jobs use, its Dockerfile in the repository, which is the context, and its base."""
 
     name: str
     dockerfile: str
-    base: Base = BOOKWORM
+    base: Base | Image = BOOKWORM
 
     @property
     def key(self) -> str:
@@ -70,12 +70,15 @@ class Image:
     def build(self) -> None:
         """Build the image unless one with this key exists."""
         key = self.key
+        if isinstance(self.base, Image):
+            self.base.build()
         with _locked(self.name):
             if engine().key(self.name) == key:
                 return
             print(f"building {self.name} ({key}) …", flush=True)
             started = time.monotonic()
-            engine().build(Recipe(self.name, key, REPOSITORY / self.dockerfile, REPOSITORY, self.base))
+            base = self.base.name if isinstance(self.base, Image) else _base(self.base)
+            engine().build(Recipe(self.name, key, REPOSITORY / self.dockerfile, REPOSITORY, base))
             print(f"built {self.name} in {time.monotonic() - started:.0f} s", flush=True)
 
     def run(self, *command: str, mounts: Mapping[Path, str] | None = None) -> str:
@@ -101,23 +104,32 @@ class Image:
 
 def images() -> list[Image]:
     """All images, those of the project first."""
+    operator = Image("docker.io/everstep/operator:0.1.0", "operator/Dockerfile")
     return [
-        Image("docker.io/everstep/operator:0.1.0", "operator/Dockerfile"),
+        operator,
         Image("docker.io/everstep/trainer:0.1.0", "trainer-image/Dockerfile"),
         Image("docker.io/everstep/byo:test", "e2e/images/byo/Dockerfile"),
         Image("docker.io/everstep/distroless:test", "e2e/images/distroless/Dockerfile"),
         Image("docker.io/everstep/python38:test", "e2e/images/python38/Dockerfile", FOCAL),
         Image("docker.io/everstep/python-minimal:test", "e2e/images/python-minimal/Dockerfile"),
         Image("docker.io/everstep/root:test", "e2e/images/root/Dockerfile"),
+        Image("docker.io/everstep/operator:next", "e2e/images/operator-next/Dockerfile", operator),
     ]
 
 
 def image(short_name: str) -> Image:
-    """The image called, for instance, ``trainer`` or ``docker.io/everstep/trainer:0.1.0``."""
+    """The image called, for instance, ``trainer``, ``trainer:0.1.0`` or ``docker.io/everstep/trainer:0.1.0``."""
     for candidate in images():
-        if short_name in (candidate.name, candidate.name.rpartition("/")[2].partition(":")[0]):
+        last = candidate.name.rpartition("/")[2]
+        if short_name in (candidate.name, last, last.partition(":")[0]):
             return candidate
     raise ImageError(f"there is no image {short_name}; there are {', '.join(each.name for each in images())}")
+
+
+def _base(base: Base) -> str:
+    """Two images may need the same base at once."""
+    with _locked(base.name):
+        return engine().base(base)
 
 
 def _files(folder: Path) -> list[Path]:

@@ -29,7 +29,7 @@ class Recipe:
     key: str
     dockerfile: Path
     context: Path
-    base: Base
+    base: str
 
 
 class Engine(Protocol):
@@ -37,6 +37,9 @@ class Engine(Protocol):
 
     def key(self, name: str) -> str | None:
         """The content key of the image that bears ``name``; None if there is none."""
+
+    def base(self, base: Base) -> str:
+        """The name under which a Dockerfile finds ``base``, which is made now if need be."""
 
     def build(self, recipe: Recipe) -> None:
         """Build an image and give it its name."""
@@ -54,9 +57,12 @@ class Docker:
     def key(self, name: str) -> str | None:
         return _label("docker", "image", "inspect", f'--format={{{{index .Config.Labels "{KEY_LABEL}"}}}}', name)
 
+    def base(self, base: Base) -> str:
+        return base.public
+
     def build(self, recipe: Recipe) -> None:
         with _package_mirror() as secrets:
-            run("docker", "build", "--network=host", *_options(recipe, recipe.base.public), *secrets, recipe.context)
+            run("docker", "build", "--network=host", *_options(recipe), *secrets, recipe.context)
 
     def write(self, name: str, archive: Path, known: Path | None) -> None:
         run("docker", "save", "--output", archive, name)
@@ -81,12 +87,21 @@ class Buildah:
         template = f'--format={{{{index .OCIv1.Config.Labels "{KEY_LABEL}"}}}}'
         return _label(*self._buildah, "inspect", "--type=image", template, name)
 
+    def base(self, base: Base) -> str:
+        if self.key(base.name) != base.key:
+            print(f"building {base.name} …", flush=True)
+            with tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
+                base.write_rootfs(Path(folder))
+                (Path(folder) / "Dockerfile").write_text('FROM scratch\nADD rootfs.tar /\nCMD ["bash"]\n')
+                label = f"--label={KEY_LABEL}={base.key}"
+                run(*self._buildah, "bud", "--isolation=chroot", label, "--tag", base.name, folder)
+        return base.name
+
     def build(self, recipe: Recipe) -> None:
-        self._build_base(recipe.base)
         # chroot: no user namespaces or runtime needed. Everything is trusted here, and runs as root anyway.
         how = ("--isolation=chroot", "--network=host", "--layers")
         with _package_mirror() as secrets:
-            run(*self._buildah, "bud", *how, *_options(recipe, recipe.base.name), *secrets, recipe.context)
+            run(*self._buildah, "bud", *how, *_options(recipe), *secrets, recipe.context)
 
     def write(self, name: str, archive: Path, known: Path | None) -> None:
         """Write an OCI layout with uncompressed layers, whose digests are the same from one write to the next.
@@ -119,17 +134,6 @@ class Buildah:
         finally:
             run(*self._buildah, "rm", container)
 
-    def _build_base(self, base: Base) -> None:
-        if self.key(base.name) == base.key:
-            return
-        print(f"building {base.name} …", flush=True)
-        with tempfile.TemporaryDirectory(dir=cache_dir()) as folder:
-            base.write_rootfs(Path(folder))
-            dockerfile = Path(folder) / "Dockerfile"
-            dockerfile.write_text('FROM scratch\nADD rootfs.tar /\nCMD ["bash"]\n')
-            label = f"--label={KEY_LABEL}={base.key}"
-            run(*self._buildah, "bud", "--isolation=chroot", label, "--tag", base.name, folder)
-
 
 @cache
 def engine() -> Engine:
@@ -141,12 +145,12 @@ def engine() -> Engine:
     return Buildah()
 
 
-def _options(recipe: Recipe, base: str) -> list[str]:
+def _options(recipe: Recipe) -> list[str]:
     return [
         f"--file={recipe.dockerfile}",
         f"--tag={recipe.name}",
         f"--label={KEY_LABEL}={recipe.key}",
-        f"--build-arg=BASE_IMAGE={base}",
+        f"--build-arg=BASE_IMAGE={recipe.base}",
     ]
 
 
