@@ -20,18 +20,19 @@ from e2e.cluster.state import write_atomically
 
 # Inherited by everything a table starts; finds what was started in the instant before its record was written.
 MARKER = "EVERSTEP_PROCESS_TABLE"
+ENDED = ("Z", "X")
 
 
-def start_ticks(stat: str) -> int | None:
-    """The start time in a ``/proc/PID/stat`` line, in clock ticks since boot; None for a zombie."""
+def parse_stat(stat: str) -> tuple[str, int]:
+    """State and start time (in clock ticks since boot) from a ``/proc/PID/stat`` line."""
     # The command name may hold spaces and brackets; fields are counted behind its last bracket.
     fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    return fields[0], int(fields[19])
 
 
-def read_start_ticks(pid: int) -> int | None:
+def read_stat(pid: int) -> tuple[str, int] | None:
     try:
-        return start_ticks(Path(f"/proc/{pid}/stat").read_text())
+        return parse_stat(Path(f"/proc/{pid}/stat").read_text())
     except (FileNotFoundError, ProcessLookupError):
         return None
 
@@ -51,7 +52,11 @@ class Process:
 
     @property
     def alive(self) -> bool:
-        return self.boot == boot_id() and read_start_ticks(self.pid) == self.ticks
+        stat = read_stat(self.pid)
+        return self._is(stat) and stat is not None and stat[0] not in ENDED
+
+    def _is(self, stat: tuple[str, int] | None) -> bool:
+        return stat is not None and stat[1] == self.ticks and self.boot == boot_id()
 
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         """Send a signal, but only to this very process."""
@@ -72,7 +77,9 @@ class Process:
         except ProcessLookupError:
             return True
         try:
-            if not self.alive:
+            # A dead main thread shows as a zombie while other threads still hold ports and files; the handle waits for
+            # the last of them.
+            if not self._is(read_stat(self.pid)):
                 return True
             return bool(select.select([handle], [], [], timeout)[0])
         finally:
@@ -103,10 +110,10 @@ class ProcessTable:
                 env={**os.environ, MARKER: str(self.folder)},
             )
         self._children[child.pid] = child
-        ticks = read_start_ticks(child.pid)
-        if ticks is None:
+        stat = read_stat(child.pid)
+        if stat is None:
             raise ClusterError(f"{name} ended at once; its output is in {log}")
-        process = Process(name, child.pid, ticks, boot_id())
+        process = Process(name, child.pid, stat[1], boot_id())
         write_atomically(self.folder / f"{name}.json", json.dumps(asdict(process)))
         return process
 
@@ -149,11 +156,11 @@ def marked(value: str) -> list[Process]:
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
-        ticks = read_start_ticks(pid)
+        stat = read_stat(pid)
         try:
             environment = (folder / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if ticks is not None and entry in environment and pid != os.getpid():
-            found.append(Process(str(pid), pid, ticks, boot_id()))
+        if stat is not None and entry in environment and pid != os.getpid():
+            found.append(Process(str(pid), pid, stat[1], boot_id()))
     return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 import subprocess
 import sys
 import textwrap
@@ -10,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.cluster.processes import ProcessTable, marked, start_ticks
+from e2e.cluster.ports import free_ports
+from e2e.cluster.processes import ProcessTable, marked, parse_stat
 from e2e.cluster.waiting import until
 
 STAT = "4242 ({name}) {state} 1 4242 4242 0 -1 4194560 90 0 0 0 0 0 0 0 20 0 1 0 {ticks} 2940928 230 184467 1 1"
@@ -23,11 +25,35 @@ def table(tmp_path: Path) -> ProcessTable:
 
 @pytest.mark.parametrize("name", ["sleep", "a b", "evil) R 1 2 3", "((", "))"])
 def test_start_time_is_read_whatever_the_program_is_called(name: str) -> None:
-    assert start_ticks(STAT.format(name=name, state="S", ticks=777)) == 777
+    assert parse_stat(STAT.format(name=name, state="S", ticks=777)) == ("S", 777)
 
 
-def test_a_zombie_is_not_alive() -> None:
-    assert start_ticks(STAT.format(name="sleep", state="Z", ticks=777)) is None
+def test_a_zombie_is_not_alive(table: ProcessTable, tmp_path: Path) -> None:
+    ended = table.start("ended", ["true"], tmp_path / "log")
+    until(lambda: not ended.alive, "a child that nobody waited for counts as ended", 5)
+    assert Path(f"/proc/{ended.pid}").exists()
+    table.stop()
+
+
+def test_stopped_means_that_its_ports_are_free(table: ProcessTable, tmp_path: Path) -> None:
+    """The main thread of a program dies before the others; they hold its sockets."""
+    (port,) = free_ports(1)
+    program = f"""
+        import socket, threading, time
+        server = socket.create_server(("127.0.0.1", {port}))
+        for _ in range(200):
+            threading.Thread(target=time.sleep, args=(1000,)).start()
+        print("ready", flush=True)
+        time.sleep(1000)
+    """
+    for _ in range(5):
+        log = tmp_path / "log"
+        log.unlink(missing_ok=True)
+        table.start("server", [sys.executable, "-c", textwrap.dedent(program)], log)
+        until(lambda log=log: "ready" in log.read_text(), "the server listens", 10)  # type: ignore[misc]
+        # Another table: not the parent, whose wait would hide the difference.
+        ProcessTable(table.folder).stop()
+        socket.create_server(("127.0.0.1", port)).close()
 
 
 def test_a_recorded_process_is_found_by_another_table_and_stopped(table: ProcessTable, tmp_path: Path) -> None:
@@ -69,7 +95,8 @@ def test_die_with_parent_leaves_nothing_behind_a_killed_test(tmp_path: Path) -> 
     program = f"""
         import os
         from pathlib import Path
-        from e2e.cluster.processes import ProcessTable
+        from e2e.cluster.ports import free_ports
+from e2e.cluster.processes import ProcessTable
         table = ProcessTable(Path({str(tmp_path / "processes")!r}))
         table.start("sleeper", ["sleep", "1000"], Path({str(tmp_path / "log")!r}), die_with_parent=True)
         until_exec = Path(f"/proc/{{table.all()[0].pid}}/comm")
