@@ -89,6 +89,7 @@ class World:
         self.written_at: float | None = None
         self.refuse: Callable[[Action], Rejection | None] = lambda _: None
         self.unclean: tuple[Unclean, ...] = ()
+        self.led = 0  # the highest epoch that ever had a pod 0
         self._uids = 0
 
     # --- the operator
@@ -198,6 +199,10 @@ class World:
         if name in self.pods:
             return  # AlreadyExists: the name is the lock
         self._uids += 1
+        if labels["everstep.dev/index"] == "0":
+            epoch = int(labels["everstep.dev/epoch"])
+            assert epoch > self.led, "two leaders of one epoch"
+            self.led = epoch
         self.pods[name] = PodView(
             index=int(labels["everstep.dev/index"]),
             name=name,

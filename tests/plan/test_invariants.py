@@ -1,0 +1,152 @@
+"""What holds whatever breaks: the real planner against a cluster in which everything may go wrong at any moment."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from everstep_operator.api.status import Phase, TrainingJobStatus
+from everstep_operator.plan.observed import PodView
+from tests.builders import job
+from tests.plan.world import OperatorDied, World
+
+NODES = st.integers(0, 3)
+
+
+class Chaos(RuleBasedStateMachine):
+    """Random faults, then peace: the job must end as it would have without the faults."""
+
+    world: World
+    seen: int
+    old_pods: dict[str, PodView]
+    last: TrainingJobStatus | None
+
+    @initialize(nodes=st.integers(1, 4), plain=st.booleans())
+    def start(self, nodes: int, plain: bool) -> None:
+        # Budgets are not what this is about, and every fault costs one.
+        builder = job().nodes(nodes).restart(application=1000, infrastructure=1000)
+        self.world = World((builder.plain() if plain else builder).build())
+        self.old_pods, self.seen, self.last = {}, 0, None
+
+    # --- the operator, whole and broken
+
+    @rule()
+    def reconcile(self) -> None:
+        self.world.reconcile()
+
+    @rule(step=st.integers(0, 8))
+    def reconcile_and_die(self, step: int) -> None:
+        with suppress(OperatorDied):
+            self.world.reconcile(die_after=step)
+
+    @rule()
+    def remember_pods(self) -> None:
+        self.old_pods = dict(self.world.pods)
+
+    @rule()
+    def reconcile_with_a_stale_cache(self) -> None:
+        self.world.reconcile(pods=self.old_pods)
+
+    @rule(twice=st.booleans())
+    def lose_sight_of_the_leader(self, twice: bool) -> None:
+        self.world.leader_reachable = twice
+
+    # --- time and the cluster
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, 40.0]))
+    def tick(self, seconds: float) -> None:
+        self.world.tick(seconds)
+
+    @rule(part=st.sampled_from(["bury", "bind", "start", "lead", "train", "save"]))
+    def one_step(self, part: str) -> None:
+        act: Callable[[], None] = getattr(self.world, part)
+        act()
+
+    # --- faults
+
+    @rule(index=NODES, reason=st.sampled_from(["Error", "OOMKilled"]))
+    def kill(self, index: int, reason: str) -> None:
+        self.world.kill(index, reason=reason)
+
+    @rule(index=NODES, disruption=st.sampled_from([None, "EvictionByEvictionAPI", "PreemptionByScheduler"]))
+    def delete(self, index: int, disruption: str | None) -> None:
+        self.world.delete(index, disruption=disruption)
+
+    @rule(index=NODES)
+    def vanish(self, index: int) -> None:
+        self.world.vanish(index)
+
+    @precondition(lambda self: self.world.job.spec.command is not None)
+    @rule()
+    def fail_rank(self) -> None:
+        self.world.fail_rank()
+
+    @precondition(lambda self: self.world.status.phase is not None and not self.world.status.phase.finished)
+    @rule(value=st.booleans())
+    def suspend(self, value: bool) -> None:
+        self.world.edit(suspend=value)
+
+    # --- what holds
+
+    @invariant()
+    def nothing_goes_back(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        for status in self.world.statuses[self.seen :]:
+            old, self.last = self.last, status
+            if old is None:
+                continue
+            assert not (old.phase and old.phase.finished), "finished stays finished"
+            assert (status.epoch, status.generation) >= (old.epoch, old.generation)
+            assert status.restarts.total >= old.restarts.total
+            ids = [c.id for c in status.restarts.charges]
+            assert len(ids) == len(set(ids)), "charged twice"
+            if old.template and status.template:
+                assert status.template.epoch >= old.template.epoch
+            if old.progress and status.progress and (status.epoch, status.generation) == (old.epoch, old.generation):
+                assert status.progress.step >= old.progress.step
+        self.seen = len(self.world.statuses)
+
+    @invariant()
+    def no_restart_is_charged_twice(self) -> None:
+        if hasattr(self, "world") and self.world.job.spec.command is not None:
+            assert self.world.status.restarts.total <= self.world.broken + self.pending_break()
+
+    def pending_break(self) -> int:
+        """A generation that has just lost its leader or a pod, and whose end nobody has counted yet."""
+        leader = self.world.leader
+        return 1 if leader is not None and leader.phase == "running" else 0
+
+    @invariant()
+    def no_pod_is_from_the_future(self) -> None:
+        if hasattr(self, "world"):
+            assert all(p.epoch <= self.world.status.epoch for p in self.world.pods.values())
+
+    def teardown(self) -> None:
+        """No more faults: it converges to the outcome that it would have reached anyway."""
+        if not hasattr(self, "world") or self.world.status.phase in (Phase.SUCCEEDED, Phase.FAILED):
+            assert not hasattr(self, "world") or self.world.phase == "Succeeded", self.world.status
+            return
+        self.world.leader_reachable = True
+        if self.world.job.spec.suspend:
+            self.world.run("Suspended")
+            assert not self.world.pods
+            self.world.edit(suspend=False)
+        self.world.run("Running", limit=200)
+        if self.world.job.spec.command is None:
+            for index in range(self.world.job.spec.num_nodes):
+                self.world.exit(index, 0)
+        else:
+            self.world.end()
+        self.world.run("Succeeded")
+        self.nothing_goes_back()
+
+
+TestChaos = Chaos.TestCase
+TestChaos.settings = settings(
+    max_examples=120, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
