@@ -95,8 +95,7 @@ def test_die_with_parent_leaves_nothing_behind_a_killed_test(tmp_path: Path) -> 
     program = f"""
         import os
         from pathlib import Path
-        from e2e.cluster.ports import free_ports
-from e2e.cluster.processes import ProcessTable
+        from e2e.cluster.processes import ProcessTable
         table = ProcessTable(Path({str(tmp_path / "processes")!r}))
         table.start("sleeper", ["sleep", "1000"], Path({str(tmp_path / "log")!r}), die_with_parent=True)
         until_exec = Path(f"/proc/{{table.all()[0].pid}}/comm")
