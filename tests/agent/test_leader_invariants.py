@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from everstep.agent.commands import Command, End, Start, StopRanks
 from everstep.agent.leader import Leader
@@ -74,6 +74,27 @@ class World(RuleBasedStateMachine):
                 agent.report()
 
     # What nodes do
+
+    @initialize()
+    def all_join(self) -> None:
+        for node in range(NODES):
+            self.dial(node)
+
+    @rule(nodes=st.sets(index, min_size=1))
+    def obey_and_tell(self, nodes: set[int]) -> None:
+        """The ordinary course, for some of the nodes: without it, long histories are rare."""
+        for node in nodes:
+            if self.leader.phase == "stopping":
+                self.become_clean(node)
+            self.dial(node)
+            for _ in range(len(self.agents[node].link)):
+                self.deliver(node)
+
+    @rule(node=index, oom=st.booleans())
+    def fail(self, node: int, oom: bool) -> None:
+        self.exit(node, 0, 1, oom)
+        for _ in range(len(self.agents[node].link)):
+            self.deliver(node)
 
     @rule(node=index)
     def dial(self, node: int) -> None:
@@ -151,7 +172,7 @@ class World(RuleBasedStateMachine):
             self.leader.release(self.now)
         self.obey()
 
-    @precondition(lambda self: self.now > 60)
+    @precondition(lambda self: self.now > 300)
     @rule()
     def stop(self) -> None:
         self.leader.stop(self.now, "enough")
@@ -177,5 +198,5 @@ class World(RuleBasedStateMachine):
         assert self.leader.outcome == self.outcome
 
 
-World.TestCase.settings = settings(max_examples=120, stateful_step_count=60, deadline=None)
+World.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
 TestWorld = World.TestCase

@@ -1,0 +1,43 @@
+"""job.json: what is wrong with it is said by the field's name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep.agent import config
+
+from .bench import JOB
+
+ENVIRON = {"EVERSTEP_INDEX": "1", "EVERSTEP_EPOCH": "3", "EVERSTEP_POD_IP": "10.0.0.1"}
+
+
+def test_reads_the_job_and_the_pod() -> None:
+    parsed = config.parse({**JOB, "someday": {}}, ENVIRON)
+    assert (parsed.name, parsed.index, parsed.epoch, parsed.leads) == ("digits", 1, 3, False)
+    assert (parsed.command, parsed.distribution, parsed.world_size) == (("python", "train.py"), "torch", 4)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("protocol", 2, "protocol 2 is not 1"),
+        ("numNodes", 0, "numNodes must be at least 1"),
+        ("numNodes", True, "numNodes must be int"),
+        ("numNodes", 1, "EVERSTEP_INDEX: 1 is not below numNodes = 1"),
+        ("command", "train.py", "command must be list"),
+        ("distribution", {"kind": "smoke"}, "kind must be one of torch, mpi, horovod, none"),
+        ("fenceTimeoutSeconds", -1, "fenceTimeoutSeconds must be a number of seconds"),
+        ("hyperparameters", {"lr": 1}, "hyperparameters must map strings to strings"),
+        ("job", None, "job: must be an object"),
+    ],
+)
+def test_names_the_field(field: str, value: Any, message: str) -> None:
+    with pytest.raises(config.ConfigError, match=message):
+        config.parse({**JOB, field: value}, ENVIRON)
+
+
+def test_a_thousand_agents_send_at_most_200_heartbeats_a_second() -> None:
+    assert config.parse({**JOB, "numNodes": 1200}, ENVIRON).heartbeat == 6.0
+    assert config.parse(JOB, ENVIRON).heartbeat == 1.0
