@@ -1,0 +1,79 @@
+"""Pools are tried in order, each for its wait, and only until the job has run."""
+
+from __future__ import annotations
+
+from tests.builders import job, pool
+from tests.plan.world import World
+
+
+def world(**pools: object) -> World:
+    made = World(job().nodes(2).spot(wait="15m").build(), capacity=0)
+    made.pools = {"spot": pool("spot").build(), "on-demand": pool("on-demand").build(), **pools}
+    made.pools = {name: p for name, p in made.pools.items() if p is not None}
+    return made
+
+
+def chosen(made: World) -> str:
+    assert made.status.template is not None
+    return made.status.template.pool
+
+
+def test_the_first_pool_is_tried_for_its_wait() -> None:
+    made = world()
+    made.reconcile()
+    assert chosen(made) == "spot"
+    made.now += 899
+    assert made.reconcile().requeue_at is not None
+    assert chosen(made) == "spot"
+    made.now += 1
+    made.reconcile()
+    assert chosen(made) == "on-demand"
+    assert made.status.transitions[-1].reason == "NextPool"
+    made.capacity = 10
+    made.run("Running")
+    assert {p.template for p in made.pods.values()} == {2}
+
+
+def test_the_last_pool_is_kept() -> None:
+    made = world(spot=None)
+    made.reconcile()
+    assert chosen(made) == "on-demand"
+    made.now += 7200
+    made.reconcile()
+    assert chosen(made) == "on-demand"
+
+
+def test_a_job_that_has_run_stays_in_its_pool() -> None:
+    made = world()
+    made.capacity = 2
+    made.run("Running")
+    made.capacity = 1
+    made.vanish(1)
+    for _ in range(50):
+        made.tick(30)
+        made.reconcile()
+    assert chosen(made) == "spot"
+
+
+def test_a_pool_that_does_not_exist_is_waited_for() -> None:
+    made = world(**{"spot": None, "on-demand": None})
+    made.reconcile()
+    assert made.phase == "Pending"
+    assert made.status.transitions[-1].reason == "PoolNotFound"
+    assert not made.pods
+    made.pools = {"spot": pool("spot").build()}
+    made.capacity = 2
+    made.run("Running")
+
+
+def test_a_pool_of_other_namespaces_is_passed_over() -> None:
+    made = world(spot=pool("spot").spec(allowedNamespaces=["team-b"]).build())
+    made.reconcile()
+    assert chosen(made) == "on-demand"
+
+
+def test_no_pool_allows_the_namespace() -> None:
+    closed = pool("spot").spec(allowedNamespaces=["team-b"]).build()
+    made = world(**{"spot": closed, "on-demand": None})
+    made.reconcile()
+    assert made.status.transitions[-1].reason == "NamespaceNotAllowed"

@@ -1,0 +1,92 @@
+"""Survivors stay, lost pods are made again, and never before the old object is gone."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from everstep_operator.plan.actions import CreatePods, DeletePods, Plan
+from everstep_operator.plan.leader import Unclean
+from everstep_operator.plan.observed import ContainerEnd
+from tests.builders import job
+from tests.plan.world import World
+
+
+def running(nodes: int = 3) -> World:
+    return World(job().nodes(nodes).build()).run("Running")
+
+
+def created(made: Plan) -> list[tuple[tuple[int, ...], int]]:
+    return [(a.indices, a.epoch) for a in made.actions if isinstance(a, CreatePods)]
+
+
+def deleted(made: Plan) -> list[str]:
+    return [ref.name for a in made.actions if isinstance(a, DeletePods) for ref in a.pods]
+
+
+def test_a_killed_container_is_deleted_first_and_made_again_when_it_is_gone() -> None:
+    world = running()
+    world.kill(1)
+    world.lead()
+    made = world.reconcile()
+    assert deleted(made) == ["digits-1"]
+    assert created(made) == []
+    assert created(world.reconcile()) == [], "it is still there"
+    world.bury()
+    assert created(world.reconcile()) == [((1,), 1)]
+
+
+def test_deletes_carry_the_uid() -> None:
+    world = running()
+    world.kill(1)
+    world.lead()
+    (action,) = [a for a in world.reconcile().actions if isinstance(a, DeletePods)]
+    assert [ref.uid for ref in action.pods] == ["pod-2"]
+
+
+def test_pod_0_is_made_again_under_a_higher_epoch() -> None:
+    world = running()
+    world.vanish(0)
+    made = world.reconcile()
+    assert created(made) == [((0,), 2)]
+    assert world.status.epoch == 2, "written in the same plan, before the pod"
+    assert {p.epoch for p in world.pods.values()} == {1, 2}, "survivors stay as they are"
+
+
+def test_a_replacement_comes_from_the_frozen_template() -> None:
+    world = running()
+    world.settings = dataclasses.replace(world.settings, agent_digest="f" * 64)
+    world.vanish(1)
+    (action,) = [a for a in world.reconcile().actions if isinstance(a, CreatePods)]
+    volumes = {v["name"]: v for v in action.frozen.pod["spec"]["volumes"]}
+    assert volumes["everstep-agent"]["configMap"]["name"] == "everstep-agent-000000000000"
+
+
+def test_a_pod_stuck_terminating_is_waited_for() -> None:
+    world = running()
+    world.delete(1)
+    world.now += 600
+    made = world.reconcile()
+    assert created(made) == []
+    assert deleted(made) == []
+
+
+def test_a_pod_its_leader_calls_unclean_is_replaced_once() -> None:
+    world = running()
+    world.unclean = (Unclean(2, "pod-3", "pid 77 does not die"),)
+    assert deleted(world.reconcile()) == ["digits-2"]
+    world.bury()
+    world.reconcile()
+    assert deleted(world.reconcile()) == [], "the complaint is about its predecessor"
+
+
+def test_pods_that_the_kubelet_refuses_are_not_made_again_at_once() -> None:
+    world = World(job().nodes(2).build())
+    world.reconcile()
+    world.bind()
+    refused = ContainerEnd(None, None, "UnexpectedAdmissionError", "no devices", world.now)
+    world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], ended=refused)
+    made = world.reconcile()
+    assert deleted(made) == []
+    assert made.requeue_at == world.now + 10
+    world.now += 10
+    assert deleted(world.reconcile()) == ["digits-1"]

@@ -1,0 +1,167 @@
+"""Every restart is charged once, to the one who caused it, and budgets end the job."""
+
+from __future__ import annotations
+
+import pytest
+
+from everstep_operator.plan.actions import Poll
+from tests.builders import job
+from tests.plan.world import World
+
+
+def running(nodes: int = 3, **restart: object) -> World:
+    return World(job().nodes(nodes).restart(**restart).build()).run("Running")
+
+
+def counts(world: World) -> tuple[int, int, int]:
+    restarts = world.status.restarts
+    return restarts.application, restarts.infrastructure, restarts.preemption
+
+
+def poll(world: World) -> Poll:
+    made = world.reconcile().poll
+    assert made is not None
+    return made
+
+
+def test_a_failing_rank_costs_one_application_restart_in_the_same_pods() -> None:
+    world = running()
+    before = {p.uid for p in world.pods.values()}
+    world.fail_rank()
+    world.reconcile()
+    assert world.phase == "Restarting"
+    assert counts(world) == (1, 0, 0)
+    world.run("Running")
+    assert {p.uid for p in world.pods.values()} == before
+    assert world.status.generation == 2
+
+
+def test_the_leader_is_told_what_was_charged_and_what_is_left() -> None:
+    world = running(application=3)
+    assert (poll(world).charged, poll(world).allowance) == ("", 3)
+    world.fail_rank()
+    assert (poll(world).charged, poll(world).allowance) == ("1.1", 2)
+
+
+def test_budgets_are_counted_in_a_window() -> None:
+    world = running(application=1, window="1h")
+    world.fail_rank()
+    assert poll(world).allowance == 0
+    world.run("Running")
+    world.now += 3601
+    assert poll(world).allowance == 1
+
+
+def test_a_spent_application_budget_fails_the_job_and_says_why() -> None:
+    world = running(application=1)
+    world.fail_rank()
+    world.run("Running")
+    world.fail_rank(exit_code=3)
+    world.run("Failed")
+    assert world.status.transitions[-1].reason == "RestartBudgetExceeded"
+    assert world.status.last_failure is not None
+    assert (world.status.last_failure.exit_code, world.status.last_failure.message) == (3, "ValueError: no")
+
+
+def test_without_any_allowance_the_reason_is_the_error_itself() -> None:
+    world = running(application=0)
+    world.fail_rank()
+    world.run("Failed")
+    assert world.status.transitions[-1].reason == "ApplicationError"
+
+
+@pytest.mark.parametrize(
+    ("disruption", "reason", "expected"),
+    [
+        (None, "PodDeleted", (0, 1, 0)),
+        ("EvictionByEvictionAPI", "Evicted", (0, 1, 0)),
+        ("DeletionByTaintManager", "NodeLost", (0, 1, 0)),
+        ("PreemptionByScheduler", "Preempted", (0, 0, 1)),
+    ],
+)
+def test_a_lost_pod_is_paid_by_whoever_took_it(
+    disruption: str | None, reason: str, expected: tuple[int, int, int]
+) -> None:
+    world = running()
+    world.delete(1, disruption=disruption)
+    world.pods["digits-1"] = world.pods["digits-1"]
+    world.kill(1)
+    world.lead()
+    world.reconcile()
+    assert counts(world) == expected
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.reason == reason
+    world.run("Running")
+    assert sum(counts(world)) == 1
+
+
+def test_a_container_killed_for_memory_is_the_programs_own() -> None:
+    world = running()
+    world.kill(2, reason="OOMKilled")
+    world.run("Restarting")
+    world.run("Running")
+    assert counts(world) == (1, 0, 0)
+    assert world.status.last_failure is not None
+    assert world.status.last_failure.reason == "OutOfMemory"
+
+
+def test_a_lost_leader_is_charged_although_its_ledger_is_gone() -> None:
+    world = running()
+    world.kill(0)
+    world.run("Restarting")
+    assert counts(world) == (0, 1, 0)
+    world.run("Running")
+    assert counts(world) == (0, 1, 0)
+    assert [c.id for c in world.status.restarts.charges] == ["1.1"]
+
+
+def test_a_leader_lost_after_its_generation_was_charged_costs_nothing_more() -> None:
+    world = running()
+    world.fail_rank()
+    world.reconcile()
+    world.kill(0)
+    world.run("Running")
+    assert counts(world) == (1, 0, 0)
+
+
+def test_losing_all_pods_at_once_is_one_restart() -> None:
+    world = running(4)
+    for index in range(4):
+        world.vanish(index)
+    world.run("Restarting")
+    world.run("Running")
+    assert counts(world) == (0, 1, 0)
+
+
+def test_a_spent_infrastructure_budget_fails_the_job_and_removes_the_survivors() -> None:
+    world = running(infrastructure=1)
+    for _ in range(2):
+        world.kill(1)
+        world.run("Failed" if world.status.restarts.infrastructure else "Restarting")
+        if world.phase == "Restarting":
+            world.run("Running")
+    assert world.status.transitions[-1].reason == "InfrastructureBudgetExceeded"
+    world.tick()
+    assert not [p for p in world.pods.values() if p.live]
+
+
+def test_counts_never_go_back_beyond_what_the_list_holds() -> None:
+    world = running(1, application=1000)
+    for number in range(100):
+        world.fail_rank()
+        world.tick()
+        world.reconcile()
+        assert world.status.restarts.application == number + 1
+    assert len(world.status.restarts.charges) <= 64
+
+
+def test_a_vague_loss_waits_for_the_pods_own_word_but_not_forever() -> None:
+    world = running()
+    assert world.leader is not None
+    world.leader.end_generation("PodLost", world.now, index=1)
+    made = world.reconcile()
+    assert counts(world) == (0, 0, 0)
+    assert made.requeue_at == world.now + 10
+    world.now += 10
+    world.reconcile()
+    assert counts(world) == (0, 1, 0)

@@ -1,0 +1,46 @@
+"""After the end logs stay, stragglers go, and so does the job when it was asked to."""
+
+from __future__ import annotations
+
+from everstep_operator.plan.actions import DeleteJob, DeletePods
+from tests.builders import job
+from tests.plan.world import World
+
+
+def finished(ttl: str | None = None) -> World:
+    builder = job().nodes(2)
+    world = World((builder.ttl(ttl) if ttl else builder).build()).run("Running")
+    world.end()
+    return world.run("Succeeded")
+
+
+def test_ended_pods_are_kept_for_their_logs() -> None:
+    world = finished()
+    world.now += 1e6
+    made = world.reconcile()
+    assert made.actions == ()
+    assert made.requeue_at is None
+    assert len(world.pods) == 2
+
+
+def test_a_pod_that_does_not_leave_is_deleted() -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    assert world.leader is not None
+    kept = world.pods["digits-1"]
+    world.end()
+    world.pods["digits-1"] = kept
+    world.run("Succeeded")
+    made = world.reconcile()
+    assert made.actions == ()
+    assert made.requeue_at == world.now + 30
+    world.now += 30
+    (action,) = world.reconcile().actions
+    assert isinstance(action, DeletePods)
+    assert [ref.name for ref in action.pods] == ["digits-1"]
+
+
+def test_the_job_goes_when_its_time_has_passed() -> None:
+    world = finished("1h")
+    assert world.reconcile().requeue_at == world.now + 3600
+    world.now += 3600
+    assert world.reconcile().actions == (DeleteJob("uid-default-digits"),)
