@@ -89,11 +89,8 @@ def ensure_pause() -> None:
 
 
 @contextmanager
-def archive_of(name: str, archive: Path | None) -> Iterator[Path]:
-    """The given archive if it still exists, else one written from the golden root for the time of the block."""
-    if archive is not None and archive.exists():
-        yield archive
-        return
+def exported(name: str) -> Iterator[Path]:
+    """A whole archive of an image, written from the golden root for the time of the block."""
     with tempfile.TemporaryDirectory(prefix="everstep-export-", dir=cache_dir()) as folder:
         written = Path(folder) / "image.tar"
         with exclusive(LOCK), _containerd() as socket:
@@ -102,8 +99,8 @@ def archive_of(name: str, archive: Path | None) -> Iterator[Path]:
         yield written
 
 
-def seed(target: Path) -> None:
-    """Make ``target`` a containerd root with all golden images."""
+def seed(target: Path) -> dict[str, str]:
+    """Make ``target`` a containerd root with all golden images; returns which: name -> key."""
     with exclusive(LOCK):
         shutil.rmtree(target, ignore_errors=True)
         _run("cp", "-al", str(root()), str(target))
@@ -111,6 +108,7 @@ def seed(target: Path) -> None:
             copy = target / database.relative_to(root())
             copy.unlink()
             shutil.copy2(database, copy)
+        return images()
 
 
 def reference(name: str) -> str:

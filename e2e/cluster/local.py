@@ -115,8 +115,7 @@ class LocalCluster:
             self.restart_node(node.name)
         else:
             for name in missing:
-                with golden.archive_of(name, archives.get(name)) as archive:
-                    node.import_image(name, archive)
+                _import_beside_pods(node, name, archives.get(name))
 
     # -- faults ----------------------------------------------------------------------------------------------------
 
@@ -278,6 +277,16 @@ class LocalCluster:
             if is_ready(found) and gpu.has(found, gpus)
         }
         return [node for node in self.nodes if node.process is None or node.is_disturbed or node.name not in well]
+
+
+def _import_beside_pods(node: Node, name: str, archive: Path | None) -> None:
+    """An archive may be gone by now, or hold only the layers that the golden root lacked: then a whole one is made."""
+    if archive is not None and archive.exists():
+        with contextlib.suppress(ClusterError):
+            node.import_image(name, archive)
+            return
+    with golden.exported(name) as whole:
+        node.import_image(name, whole)
 
 
 def _places(count: int) -> list[Place]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shutil
@@ -119,11 +118,6 @@ class Node:
         network.detach(self.place)
         cgroups.remove(self.name)
 
-    def restart(self, others: Sequence[Place]) -> None:
-        """Power off and on again; the disk with its images stays."""
-        self.stop()
-        self.start(others)
-
     def freeze(self) -> None:
         """Stop all its processes at once, containers too; the kernel still acknowledges packets for them."""
         self._require_process()
@@ -148,8 +142,7 @@ class Node:
 
     def reseed(self) -> None:
         """Replace the disk of a node that is switched off by a fresh one with all golden images."""
-        golden.seed(self.root)
-        write_atomically(self.own / "images.json", json.dumps(golden.images()))
+        write_atomically(self.own / "images.json", json.dumps(golden.seed(self.root)))
 
     def missing_images(self) -> list[str]:
         """Names of golden images that this node lacks, or has with other content."""
@@ -183,10 +176,12 @@ class Node:
     def _end_processes(self) -> None:
         holder = self.process
         if holder is not None:
-            with contextlib.suppress(ClusterError, FileNotFoundError):
+            try:
                 # Only process 1 takes the whole PID namespace along, and it ends after all the others. Its holder then
                 # ends by itself.
                 os.kill(self._init_pid(), signal.SIGKILL)
+            except (ClusterError, FileNotFoundError, ProcessLookupError):
+                holder.kill()
             # A frozen process dies only when it is thawed.
             cgroups.thaw(self.name)
             holder.wait_end(20)

@@ -43,8 +43,8 @@ def _nodes(nodes: list[Object]) -> Table:
             labels.get("everstep.dev/capacity-type", ""),
             labels.get("topology.kubernetes.io/zone", ""),
             found.get("allocatable", {}).get(RESOURCE, "0"),
-            found["nodeInfo"]["kubeletVersion"],
-            found["nodeInfo"]["containerRuntimeVersion"],
+            found.get("nodeInfo", {}).get("kubeletVersion", ""),
+            found.get("nodeInfo", {}).get("containerRuntimeVersion", ""),
         )
     return table
 
