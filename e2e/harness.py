@@ -66,7 +66,7 @@ class Cluster:
             query_params=list(query.items()),
             header_params={"Accept": "application/json", "Content-Type": content},
             body=body,
-            response_type="object",
+            response_types_map=dict.fromkeys(range(200, 210), "object"),
             auth_settings=["BearerToken"],
             _return_http_data_only=True,
             _request_timeout=20,

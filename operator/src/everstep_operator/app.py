@@ -253,6 +253,8 @@ def main(arguments: list[str] | None = None) -> None:
     """The command `everstep-operator`."""
     settings = parse(arguments, os.environ)
     logs.configure(settings.log_level, settings.log_format)
+    # kopf names itself after the login name, which a UID without a passwd entry does not have.
+    os.environ.setdefault("LOGNAME", "everstep")
     from everstep import agent_zip
 
     try:
