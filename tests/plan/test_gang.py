@@ -104,7 +104,7 @@ class SimulatedGang:
 
 
 class Simulation:
-    """One pool of `capacity` pods, a scheduler that binds pending pods in random order, gangs that follow the policy."""
+    """One pool of `capacity` pods, a scheduler that binds pending pods in random order, gangs that obey the policy."""
 
     def __init__(self, capacity: int, gangs: list[SimulatedGang], rng: random.Random) -> None:
         self.capacity, self.gangs, self.rng, self.now = capacity, gangs, rng, 0.0

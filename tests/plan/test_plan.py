@@ -63,9 +63,9 @@ def test_planning_a_thousand_quiet_pods_is_cheap() -> None:
         fresh = Observed(
             job=seen.job, pods=seen.pods, leader=seen.leader, frozen=seen.frozen, status_written_at=world.now
         )
-        before = time.perf_counter()
+        before = time.thread_time()  # other processes of a busy machine do not count
         plan(fresh, world.now)
-        took.append(time.perf_counter() - before)
+        took.append(time.thread_time() - before)
     assert min(took) < 0.010, f"{min(took) * 1000:.1f} ms"
 
 

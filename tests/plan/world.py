@@ -134,7 +134,7 @@ class World:
         )
 
     def reconcile(self, *, pods: dict[str, PodView] | None = None, die_after: int | None = None) -> Plan:
-        """Observe, plan, write, act. `die_after`: number of the step (0 = the status write) after which it is killed."""
+        """Observe, plan, write, act. `die_after`: how many actions follow the status write before it is killed."""
         made = plan(self.observe(pods=pods), self.now)
         rejection = self._carry_out(made, die_after)
         if rejection is not None:

@@ -1,0 +1,84 @@
+"""How a job ends, also when nobody was looking."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from everstep_operator.plan.leader import Outcome
+from everstep_operator.plan.observed import LastWord
+from tests.builders import job
+from tests.plan.world import World
+
+
+def running(nodes: int = 2) -> World:
+    return World(job().nodes(nodes).build()).run("Running")
+
+
+def test_pod_0s_last_word_is_enough() -> None:
+    world = running()
+    world.end()
+    world.leader, world.answered_at = None, None
+    world.reconcile()
+    assert world.phase == "Succeeded"
+
+
+def test_so_is_another_agents_if_pod_0_is_gone() -> None:
+    world = running()
+    world.end()
+    world.leader = None
+    world.vanish(0)
+    world.reconcile()
+    assert world.phase == "Succeeded"
+
+
+def test_a_word_of_an_older_epoch_ends_nothing() -> None:
+    world = running()
+    world.vanish(0)
+    world.run("Running")
+    assert world.status.epoch == 2
+    world.exit(1, 0, word=LastWord("succeeded", epoch=1))
+    world.reconcile()
+    assert world.phase != "Succeeded"
+
+
+def test_a_failure_in_the_operators_absence_keeps_its_words() -> None:
+    world = running()
+    world.exit(0, 3, word=LastWord("failed", 1, 1, rank=1, exit_code=3, message="ValueError", log_tail=("a", "b")))
+    world.leader = None
+    world.reconcile()
+    assert world.phase == "Failed"
+    failure = world.status.last_failure
+    assert failure is not None
+    assert (failure.rank, failure.exit_code, failure.message, failure.log_tail) == (1, 3, "ValueError", ["a", "b"])
+
+
+def test_a_leader_that_was_told_to_leave_does_not_end_the_job() -> None:
+    world = running()
+    assert world.leader is not None
+    world.delete(0)
+    world.leader.outcome = Outcome("stopped")
+    world.exit(0, 143, word=LastWord("stopped", 1, 1))
+    world.reconcile()
+    assert world.phase == "Restarting"
+    world.run("Running")
+
+
+def test_exit_code_0_without_a_word_is_a_lost_pod() -> None:
+    world = running()
+    world.exit(1, 0)
+    world.lead()
+    world.reconcile()
+    assert world.phase == "Restarting"
+
+
+def test_a_late_leader_of_another_epoch_is_not_believed() -> None:
+    world = running()
+    assert world.leader is not None
+    stale = dataclasses.replace(world.leader, outcome=Outcome("succeeded"))
+    world.vanish(0)
+    world.reconcile()
+    world.bind()
+    world.start()
+    world.leader = stale
+    world.reconcile()
+    assert world.phase == "Restarting"

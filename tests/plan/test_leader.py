@@ -1,0 +1,66 @@
+"""A leader's answer comes out of the user's pod: it is bounded, typed, and never breaks anything."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep_operator.plan.leader import id_order, leader_view
+
+STATE: dict[str, Any] = {
+    "protocol": 1,
+    "incarnation": "9f",
+    "version": 17,
+    "epoch": 2,
+    "generation": 3,
+    "phase": "running",
+    "nodes": 4,
+    "joined": 4,
+    "missing": [],
+    "unclean": [{"index": 2, "uid": "u", "message": "m"}],
+    "ranksStartedAt": 1760000000.0,
+    "progress": {"step": 1200, "totalSteps": 5000, "stepsPerSecond": 14.2, "metrics": {"loss": 0.31}, "at": 1.0},
+    "ledger": [
+        {"id": "2.2", "cause": "Application", "index": 1, "rank": 3, "exitCode": 1, "signal": None, "endedAt": 0.0},
+        {"id": "2.1", "cause": "PodLost", "index": 1},
+    ],
+    "outcome": None,
+}
+
+
+def test_a_state_is_read() -> None:
+    view = leader_view(STATE, answered_at=5.0)
+    assert (view.epoch, view.generation, view.phase) == (2, 3, "running")
+    assert view.progress is not None
+    assert (view.progress.step, view.progress.steps_per_second) == (1200, 14.2)
+    assert [e.id for e in view.ledger] == ["2.1", "2.2"], "in the order of generations"
+    assert view.outcome is None
+
+
+def test_what_is_too_much_is_cut() -> None:
+    flood = {**STATE, "ledger": [{"id": f"2.{i}", "message": "x" * 10**5} for i in range(1000)], "missing": [1] * 10**5}
+    view = leader_view(flood, answered_at=5.0)
+    assert len(view.ledger) == 64
+    assert len(view.missing) <= 4096
+    assert max(len(e.message) for e in view.ledger) <= 1024
+
+
+def test_ids_are_two_plain_numbers() -> None:
+    assert id_order("2.10") > id_order("2.9") > id_order("1.99")
+    for odd in ("", "2", "2.", ".1", "a.b", "-1.2", "2.1.1", "²." + "1" * 50):
+        assert id_order(odd) == (-1, -1)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda below: st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=5), below, max_size=3),
+    max_leaves=10,
+)
+
+
+@given(odd=st.dictionaries(st.sampled_from(sorted(STATE)), JSON), whole=JSON)
+def test_no_answer_breaks_the_operator(odd: dict[str, Any], whole: Any) -> None:
+    leader_view({**STATE, **odd}, answered_at=5.0)
+    leader_view(whole, answered_at=5.0)

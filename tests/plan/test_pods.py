@@ -1,0 +1,82 @@
+"""One pod's body: from the frozen template alone, and cheap."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+from everstep.agent import config
+from everstep_operator.plan.observed import Frozen, Settings, pod_view
+from everstep_operator.plan.pods import pod_body
+from everstep_operator.plan.template import resolve
+from tests.builders import JobBuilder, job
+
+
+def frozen(builder: JobBuilder, *, plain: bool = False) -> Frozen:
+    made = resolve(builder.build(), epoch=2, pool=None, plain=plain, settings=Settings())
+    assert isinstance(made, Frozen)
+    return made
+
+
+def environment(body: dict[str, Any]) -> dict[str, Any]:
+    return {e["name"]: e.get("value", e.get("valueFrom")) for e in body["spec"]["containers"][0]["env"]}
+
+
+def test_a_pod_knows_its_job_index_and_epoch() -> None:
+    body = pod_body(frozen(job().nodes(3)), 2, 5)
+    assert body["metadata"]["name"] == "digits-2"
+    assert body["spec"]["hostname"] == "algo-3"
+    assert body["spec"]["subdomain"] == "digits"
+    assert body["spec"]["dnsConfig"] == {"searches": ["digits.default.svc.cluster.local"]}
+    view = pod_view(body)
+    assert (view.index, view.epoch, view.template, view.owner) == (2, 5, 2, "uid-default-digits")
+
+
+def test_the_users_labels_cannot_take_the_place_of_ours() -> None:
+    made = frozen(job())
+    tampered = Frozen(2, {**made.pod, "metadata": {"labels": {"everstep.dev/index": "7"}}}, made.job)
+    assert pod_view(pod_body(tampered, 0, 2)).index == 0
+
+
+def test_the_agent_accepts_its_configuration() -> None:
+    made = frozen(job().nodes(3).procs(2).distribution("mpi", "--bind-to", "none"))
+    parsed = config.parse(json.loads(json.dumps(made.job)), {"EVERSTEP_INDEX": "2", "EVERSTEP_EPOCH": "5"})
+    assert (parsed.world_size, parsed.template_epoch, parsed.distribution) == (6, 2, "mpi")
+    assert parsed.distribution_options == ("--bind-to", "none")
+    assert parsed.stop_grace == 110
+    assert parsed.service == "digits.default.svc"
+
+
+def test_plain_pods_get_the_contract_and_their_rank() -> None:
+    made = frozen(job().nodes(12).plain().spec(hyperparameters={"lr": "0.1", "cost": "$(HOME)"}), plain=True)
+    body = pod_body(made, 10, 5)
+    env = environment(body)
+    assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == ("10", "12", "algo-1")
+    assert env["SM_CURRENT_HOST"] == "algo-11"
+    assert env["SM_HP_COST"] == "$$(HOME)", "Kubernetes would expand it"
+    container = body["spec"]["containers"][0]
+    assert container["args"] == ["train"]
+    assert "command" not in container
+    told = json.loads(body["metadata"]["annotations"]["everstep.dev/resourceconfig"])
+    assert told["current_host"] == "algo-11"
+
+
+def test_a_users_variable_wins_over_the_contracts() -> None:
+    made = frozen(job().plain().spec(env=[{"name": "MASTER_PORT", "value": "1"}]), plain=True)
+    assert environment(pod_body(made, 0, 1))["MASTER_PORT"] == "1"
+
+
+def test_a_command_in_plain_mode_runs_without_the_agent() -> None:
+    container = pod_body(frozen(job(), plain=True), 0, 1)["spec"]["containers"][0]
+    assert container["command"] == ["python", "train.py"]
+    assert container["args"] == []
+    assert not any(m["mountPath"].startswith("/opt/everstep") for m in container["volumeMounts"])
+
+
+def test_two_thousand_bodies_are_quickly_made() -> None:
+    made = frozen(job().nodes(2000))
+    before = time.thread_time()
+    for index in range(2000):
+        pod_body(made, index, 1)
+    assert time.thread_time() - before < 0.2

@@ -1,0 +1,153 @@
+"""What a job's pods look like, and what a template may not ask for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep_operator.plan import template
+from everstep_operator.plan.observed import Frozen, Settings
+from everstep_operator.plan.template import NotPermitted, resolve
+from tests.builders import JobBuilder, job, pool
+
+
+def resolved(builder: JobBuilder, *, pool_: Any = None, plain: bool = False, **settings: Any) -> Frozen:
+    made = resolve(builder.build(), epoch=1, pool=pool_, plain=plain, settings=Settings(**settings))
+    assert isinstance(made, Frozen), made
+    return made
+
+
+def trainer(frozen: Frozen) -> dict[str, Any]:
+    found: dict[str, Any] = next(c for c in frozen.pod["spec"]["containers"] if c["name"] == "trainer")
+    return found
+
+
+def mounts(frozen: Frozen) -> dict[str, str]:
+    return {m["mountPath"]: m["name"] for m in trainer(frozen)["volumeMounts"]}
+
+
+def test_the_agent_runs_the_ranks_of_the_users_image() -> None:
+    frozen = resolved(job())
+    assert trainer(frozen)["command"] == ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
+    assert frozen.job["command"] == ["python", "train.py"]
+    assert "/opt/ml" not in mounts(frozen), "it would hide the image's own /opt/ml/code"
+    assert {f"/opt/ml/{name}" for name in ("input", "model", "output", "checkpoints")} < mounts(frozen).keys()
+
+
+def test_the_default_is_the_restricted_profile() -> None:
+    spec = resolved(job()).pod["spec"]
+    assert spec["securityContext"]["runAsNonRoot"] is True
+    assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+    assert trainer(resolved(job()))["securityContext"] == {
+        "allowPrivilegeEscalation": False,
+        "capabilities": {"drop": ["ALL"]},
+    }
+    assert spec["automountServiceAccountToken"] is False
+
+
+def test_the_image_profile_leaves_the_user_to_the_image() -> None:
+    frozen = resolved(job().spec(securityProfile="image"))
+    assert frozen.pod["spec"]["securityContext"].keys() == {"fsGroup", "fsGroupChangePolicy"}
+    assert "securityContext" not in trainer(frozen)
+
+
+def test_the_pool_says_where() -> None:
+    chosen = pool("a100").spec(tolerations=[{"key": "gpu", "operator": "Exists"}], gpuResource="amd.com/gpu").build()
+    frozen = resolved(job().gpus(4), pool_=chosen)
+    assert frozen.pod["spec"]["nodeSelector"] == {"pool": "a100"}
+    assert {"key": "gpu", "operator": "Exists"} in frozen.pod["spec"]["tolerations"]
+    assert trainer(frozen)["resources"]["limits"] == {"amd.com/gpu": "4"}
+    assert frozen.job["numProcPerNode"] == 4
+
+
+def test_pods_leave_a_dead_node_sooner_than_in_five_minutes() -> None:
+    tolerations = resolved(job()).pod["spec"]["tolerations"]
+    assert {t["key"]: t["tolerationSeconds"] for t in tolerations} == {
+        "node.kubernetes.io/not-ready": 30,
+        "node.kubernetes.io/unreachable": 30,
+    }
+
+
+def test_the_overlay_is_merged_by_name() -> None:
+    sidecar = {"name": "logs", "image": "example.com/logs:1"}
+    over = {
+        "containers": [{"name": "trainer", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}, sidecar],
+        "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "d"}}],
+        "tolerations": [{"key": "x", "operator": "Exists"}],
+        "schedulerName": "volcano",
+    }
+    frozen = resolved(job().pod(**over))
+    spec = frozen.pod["spec"]
+    assert mounts(frozen)["/data"] == "data"
+    assert mounts(frozen)["/opt/everstep/agent"] == "everstep-agent"
+    assert [c["name"] for c in spec["containers"]] == ["trainer", "logs"]
+    assert len(spec["tolerations"]) == 3
+    assert spec["schedulerName"] == "volcano"
+
+
+def test_a_volume_on_our_mount_point_replaces_ours() -> None:
+    over = {
+        "containers": [{"name": "trainer", "volumeMounts": [{"name": "ckpt", "mountPath": "/opt/ml/checkpoints"}]}],
+        "volumes": [{"name": "ckpt", "persistentVolumeClaim": {"claimName": "c"}}],
+    }
+    frozen = resolved(job().pod(**over))
+    assert mounts(frozen)["/opt/ml/checkpoints"] == "ckpt"
+    assert "everstep-checkpoints" not in {v["name"] for v in frozen.pod["spec"]["volumes"]}
+
+
+def test_a_read_only_root_gets_a_writable_tmp() -> None:
+    read_only = {"containers": [{"name": "trainer", "securityContext": {"readOnlyRootFilesystem": True}}]}
+    assert mounts(resolved(job().pod(**read_only)))["/tmp"] == "everstep-tmp"
+    assert "/tmp" not in mounts(resolved(job()))
+
+
+def test_shared_memory_is_half_of_the_memory() -> None:
+    frozen = resolved(job().resources(limits={"memory": "8Gi"}))
+    (shm,) = [v for v in frozen.pod["spec"]["volumes"] if v["name"] == "everstep-shm"]
+    assert shm["emptyDir"] == {"medium": "Memory", "sizeLimit": str(4 << 30)}
+
+
+@pytest.mark.parametrize(
+    ("over", "named"),
+    [
+        ({"serviceAccountName": "admin"}, "admin"),
+        ({"hostNetwork": True}, "hostNetwork"),
+        ({"hostPID": True}, "hostPID"),
+        ({"automountServiceAccountToken": True}, "automountServiceAccountToken"),
+        ({"volumes": [{"name": "root", "hostPath": {"path": "/"}}]}, "hostPath"),
+        ({"containers": [{"name": "x", "image": "y", "securityContext": {"privileged": True}}]}, "privileged"),
+        ({"initContainers": [{"name": "x", "image": "y", "ports": [{"hostPort": 80}]}]}, "hostPort"),
+    ],
+)
+def test_what_only_an_administrator_grants_is_refused(over: dict[str, Any], named: str) -> None:
+    made = resolve(job().pod(**over).build(), epoch=1, pool=None, plain=False, settings=Settings())
+    assert isinstance(made, NotPermitted)
+    assert named in made.message
+
+
+def test_what_the_configuration_allows_passes() -> None:
+    builder = job().pod(serviceAccountName="trainer", hostNetwork=True)
+    frozen = resolved(builder, service_accounts=frozenset({"trainer"}), host_fields=frozenset({"hostNetwork"}))
+    assert frozen.pod["spec"]["hostNetwork"] is True
+
+
+def test_only_labels_on_the_list_are_copied() -> None:
+    labels = {"app.kubernetes.io/instance": "argo", "argocd.argoproj.io/instance": "a", "app.kubernetes.io/name": "n"}
+    frozen = resolved(job().meta(labels=labels).spec(podTemplate={"metadata": {"labels": {"team": "vision"}}}))
+    assert frozen.pod["metadata"]["labels"] == {"app.kubernetes.io/name": "n", "team": "vision"}
+
+
+def test_what_was_frozen_reads_back_the_same() -> None:
+    built = job().nodes(2).build()
+    frozen = resolve(built, epoch=3, pool=None, plain=False, settings=Settings())
+    assert isinstance(frozen, Frozen)
+    assert template.frozen_view(template.config_map(built, frozen)) == frozen
+    assert template.frozen_view({"metadata": {}, "data": {}}) is None
+
+
+def test_resolving_does_not_change_the_job() -> None:
+    built = job().nodes(2).pod(tolerations=[{"key": "x"}]).build()
+    before = built.manifest()
+    resolve(built, epoch=1, pool=None, plain=False, settings=Settings())
+    assert built.manifest() == before
