@@ -1,0 +1,218 @@
+"""Agents together: leaders come and go, nodes obey the newest, and nobody acts on an old word."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import ssl
+from pathlib import Path
+
+import pytest
+
+from everstep.agent.events import Progress
+from everstep.agent.fencing import Lease, answers_tls, client_hello
+from everstep.agent.leader import Leader
+
+from .fakes import Agent, gang, introduce, local, until
+
+
+def leader_of(agents: list[Agent]) -> Leader:
+    assert agents[0].leader is not None
+    return agents[0].leader
+
+
+async def test_a_failure_anywhere_is_a_new_generation_everywhere(tmp_path: Path) -> None:
+    async with gang(tmp_path, 3) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        agents[2].processes.exit(7, "ValueError: no")
+        await until(lambda: leader.generation == 2 and leader.phase == "running")
+        assert [a.processes.generations for a in agents] == [[(1, 1), (1, 2)]] * 3
+        (entry,) = leader.state()["ledger"]
+        assert (entry["id"], entry["index"], entry["rank"], entry["exitCode"]) == ("1.1", 2, 4, 7)
+        assert (entry["message"], entry["logTail"]) == ("ValueError: no", ["last line"])
+
+
+async def test_all_agents_leave_when_all_ranks_are_done(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        await until(lambda: leader_of(agents).phase == "running")
+        for agent in agents:
+            agent.processes.exit(0)
+        for agent in agents:
+            ended = await asyncio.wait_for(agent.node.ended, 5)
+            assert (ended.result, ended.exit_code) == ("succeeded", 0)
+
+
+async def test_progress_reaches_the_leader(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        agents[1].node.emit(Progress(1, 2, 12, 100, "train", {"loss": 0.5, "bad": float("nan")}))
+        await until(lambda: leader.state()["progress"])
+        progress = leader.state()["progress"]
+        assert (progress["step"], progress["totalSteps"], progress["metrics"]) == (12, 100, {"loss": 0.5})
+
+
+async def test_an_agent_that_vanishes_ends_the_generation(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        await agents[1].vanish()
+        await until(lambda: leader.phase == "forming")
+        assert leader.state()["ledger"][0]["cause"] == "PodLost"
+        assert leader.state()["missing"] == [1]
+        assert not agents[0].processes.running
+        successor = Agent(tmp_path, local(2, 1))
+        await successor.listen()
+        introduce(agents[0], [successor])
+        await until(lambda: leader.phase == "running")
+        assert successor.processes.generations == [(1, 2)]
+        await successor.vanish()
+
+
+async def test_a_leader_of_a_higher_epoch_takes_over_survivors(tmp_path: Path) -> None:
+    async with gang(tmp_path, 3) as agents:
+        await until(lambda: leader_of(agents).phase == "running")
+        await agents[0].vanish()
+        assert agents[1].processes.running  # without a leader, ranks go on
+        successor = Agent(tmp_path, local(3, 0, epoch=2))
+        await successor.listen()
+        introduce(successor, agents[1:])
+        assert successor.leader is not None
+        await until(lambda: successor.leader.phase == "running")  # type: ignore[union-attr]
+        assert agents[1].processes.generations == [(1, 1), (2, 1)]
+        assert successor.leader.state()["ledger"] == []
+        await successor.vanish()
+
+
+async def test_a_leader_that_was_superseded_stops_its_ranks_for_good(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        old = leader_of(agents)
+        await until(lambda: old.phase == "running")
+        newer = Agent(tmp_path / "newer", local(2, 0, epoch=2))
+        await newer.listen()
+        introduce(newer, agents[1:])
+        await until(lambda: newer.leader and newer.leader.phase == "running")
+        # The old leader redials the node that it lost, and hears of the newer epoch.
+        await until(lambda: old.superseded and not agents[0].processes.running)
+        assert old.phase == "forming"
+        assert agents[1].processes.generations == [(1, 1), (2, 1)]
+        await newer.vanish()
+
+
+async def test_a_leaving_node_tells_before_it_goes(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        await agents[1].node.leave(3.0)
+        assert agents[1].processes.stops == [3.0]
+        assert (agents[1].node.ended.result().result, agents[1].node.ended.result().exit_code) == ("left", 143)
+        await until(lambda: leader.phase == "forming")
+        assert leader.state()["ledger"][0]["cause"] == "Leaving"
+        assert agents[0].processes.stops == [110.0]
+
+
+async def test_an_unclean_node_is_not_used_again(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        agents[1].processes.unclean = "process 17 (D) does not die"
+        agents[0].processes.exit(1)
+        await until(lambda: leader.state()["unclean"])
+        assert leader.state()["unclean"][0]["message"] == "process 17 (D) does not die"
+        assert leader.phase == "forming"
+
+
+# ---- fencing
+
+
+def fence(agent: Agent) -> dict[str, object]:
+    state: dict[str, object] = json.loads(agent.fence.read_text())
+    return state
+
+
+async def test_the_token_is_on_disk_before_ranks_start(tmp_path: Path) -> None:
+    async with gang(tmp_path, 1) as agents:
+        seen = []
+        start = agents[0].processes.start
+
+        async def look(layout: object) -> None:
+            seen.append(fence(agents[0]))
+            await start(layout)  # type: ignore[arg-type]
+
+        agents[0].processes.start = look  # type: ignore[method-assign]
+        await until(lambda: leader_of(agents).phase == "running")
+        assert seen == [{"epoch": 1, "generation": 1, "fenced": False}]
+
+
+async def test_without_a_lease_checkpoints_are_fenced_and_ranks_go_on(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2, fence_timeout=0.3) as agents:
+        await until(lambda: all(a.fence.exists() and fence(a)["fenced"] for a in agents))
+        assert all(a.processes.running for a in agents)
+        leading = agents[0].leading
+        assert leading is not None
+        leading._lease.timeout = agents[0].node._lease.timeout = agents[1].node._lease.timeout = 30
+        leading._lease.renew(asyncio.get_running_loop().time())
+        await until(lambda: not any(fence(a)["fenced"] for a in agents))
+
+
+async def test_strict_fencing_stops_the_ranks_of_a_node_without_a_leader(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2, fence_timeout=1.0, fencing="strict") as agents:
+        await until(lambda: leader_of(agents).phase == "running")
+        await agents[0].vanish()
+        await until(lambda: not agents[1].processes.running)
+        assert fence(agents[1])["fenced"]
+
+
+async def test_strict_fencing_stops_a_leader_without_a_lease(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2, fence_timeout=1.0, fencing="strict") as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        await until(lambda: leader.phase == "forming")
+        assert leader.state()["ledger"][0]["cause"] == "Fenced"
+        assert not any(a.processes.running for a in agents)
+
+
+def test_a_lease_is_as_old_as_the_renewal_of_who_renews_it() -> None:
+    lease = Lease(40.0, 0.0)
+    lease.renew(100.0, age=30.0)
+    assert not lease.expired(109.0)
+    assert lease.expired(110.0)
+    lease.renew(105.0, age=90.0)  # an older word does not take a newer one back
+    assert lease.age(109.0) == 39.0
+
+
+async def test_any_tls_answer_counts_and_nothing_else() -> None:
+    answers = [b"\x15\x03\x01\x00\x02\x02\x28", b"HTTP/1.1 400 Bad Request\r\n\r\n", b""]
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        assert await reader.readexactly(len(client_hello())) != b""
+        writer.write(answers.pop(0))
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    assert [await answers_tls(host, port) for _ in range(3)] == [True, False, False]
+    server.close()
+    assert not await answers_tls(host, port)
+
+
+def test_the_greeting_is_one_that_a_tls_server_understands() -> None:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    incoming.write(client_hello())
+    server = context.wrap_bio(incoming, outgoing, server_side=True)
+    with pytest.raises(ssl.SSLError, match=r"NO_SHARED_CIPHER|NO_SUITABLE"):  # it has no certificate
+        server.do_handshake()
+    assert outgoing.read()[0] == 0x15
+
+
+# ---- scale, in small
+
+
+async def test_many_agents_join_one_leader(tmp_path: Path) -> None:
+    async with gang(tmp_path, 60) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        agents[59].processes.exit(1)
+        await until(lambda: leader.generation == 2 and leader.phase == "running")

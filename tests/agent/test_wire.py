@@ -1,0 +1,318 @@
+"""Strangers get nothing, garbage ends nothing, and nothing that was heard on the wire can be said again."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from everstep.agent import auth, http
+from everstep.agent.client import LeaderClient, LeaderError, NotAuthentic
+from everstep.agent.link import Link, LinkClosed, Refused, dial
+
+from .fakes import TOKEN, Agent, gang, until
+
+ENDPOINTS = [
+    ("GET", "/v1/state", b""),
+    ("POST", "/v1/peers", b'{"epoch": 1, "addresses": {}}'),
+    ("POST", "/v1/stop", b'{"reason": "evil"}'),
+    ("POST", "/v1/link", b'{"epoch": 9, "index": 0, "uid": "job-uid"}'),
+    ("GET", "/v1/nothing", b""),
+]
+
+
+@pytest.fixture
+async def agents(tmp_path: Path) -> AsyncIterator[list[Agent]]:
+    async with gang(tmp_path, 2) as agents:
+        yield agents
+
+
+class Wire:
+    """A connection on which anything can be said."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+
+    @classmethod
+    async def to(cls, agent: Agent) -> Wire:
+        host, _, port = agent.address.rpartition(":")
+        return cls(*await asyncio.open_connection(host, int(port)))
+
+    async def say(self, data: bytes) -> int:
+        """Returns the status of the answer; 0 if the connection is closed without one."""
+        self.writer.write(data)
+        try:
+            head = await asyncio.wait_for(self.reader.readuntil(b"\r\n\r\n"), 5)
+        except (asyncio.IncompleteReadError, ConnectionError):
+            return 0
+        self.head = head.decode()
+        length = next((int(x.split(":")[1]) for x in self.head.split("\r\n") if x.startswith("Content-Length")), 0)
+        self.body = await self.reader.readexactly(length)
+        return int(self.head.split(" ")[1])
+
+    async def nonce(self) -> str:
+        assert await self.say(b"GET /v1/challenge HTTP/1.1\r\n\r\n") == 200
+        return str(json.loads(self.body)["nonce"])
+
+
+def request(method: str, target: str, body: bytes, headers: dict[str, str]) -> bytes:
+    lines = [f"{method} {target} HTTP/1.1", *(f"{k}: {v}" for k, v in headers.items())]
+    return "\r\n".join([*lines, f"Content-Length: {len(body)}", "", ""]).encode() + body
+
+
+def signed(method: str, target: str, body: bytes, nonce: str, token: bytes = TOKEN) -> bytes:
+    return request(method, target, body, auth.request_headers(token, method, target, nonce, auth.new_nonce(), body))
+
+
+@pytest.mark.parametrize(("method", "target", "body"), ENDPOINTS)
+async def test_no_token_no_answer(agents: list[Agent], method: str, target: str, body: bytes) -> None:
+    for agent in agents:
+        wire = await Wire.to(agent)
+        assert await wire.say(request(method, target, body, {})) == 401
+        wire = await Wire.to(agent)
+        assert await wire.say(signed(method, target, body, await wire.nonce(), b"wrong" * 8)) == 401
+        assert auth.MAC_HEADER not in wire.head
+        assert wire.body == b""
+    assert agents[0].leader is not None
+    assert agents[0].leader.phase != "ended"
+    assert agents[1].node.epoch == 1
+
+
+async def test_a_request_cannot_be_sent_twice(agents: list[Agent]) -> None:
+    wire = await Wire.to(agents[0])
+    data = signed("GET", "/v1/state", b"", await wire.nonce())
+    assert await wire.say(data) == 200
+    assert await wire.say(data) == 401
+
+
+async def test_a_nonce_of_ones_own_making_is_refused(agents: list[Agent]) -> None:
+    wire = await Wire.to(agents[0])
+    assert await wire.say(signed("GET", "/v1/state", b"", auth.new_nonce())) == 401
+
+
+async def test_the_next_nonce_saves_a_challenge(agents: list[Agent]) -> None:
+    wire = await Wire.to(agents[0])
+    assert await wire.say(signed("GET", "/v1/state", b"", await wire.nonce())) == 200
+    nonce = next(x.split(": ")[1] for x in wire.head.split("\r\n") if x.startswith(auth.NEXT_NONCE_HEADER))
+    assert await wire.say(signed("GET", "/v1/state", b"", nonce)) == 200
+
+
+async def test_strangers_cannot_crowd_out_a_known_callers_nonce(agents: list[Agent]) -> None:
+    wire = await Wire.to(agents[0])
+    assert await wire.say(signed("GET", "/v1/state", b"", await wire.nonce())) == 200
+    nonce = next(x.split(": ")[1] for x in wire.head.split("\r\n") if x.startswith(auth.NEXT_NONCE_HEADER))
+    stranger = await Wire.to(agents[0])
+    for _ in range(auth.MAX_NONCES + 1):
+        await stranger.nonce()
+    assert await wire.say(signed("GET", "/v1/state", b"", nonce)) == 200
+
+
+@pytest.mark.parametrize(
+    ("method", "target", "body", "status"),
+    [
+        ("GET", "/v1/nothing", b"", 404),
+        ("POST", "/v1/state", b"{}", 405),
+        ("POST", "/v1/stop", b"[1]", 400),
+        ("POST", "/v1/stop", b"\xff", 400),
+        ("POST", "/v1/stop", b"[" * 100_000, 400),
+        ("POST", "/v1/peers", b'{"epoch": 2, "addresses": {}}', 409),
+        ("POST", "/v1/peers", b'{"epoch": 1, "addresses": {"7": "10.0.0.1:1"}}', 400),
+        ("POST", "/v1/peers", b'{"epoch": 1, "addresses": {"1": "nowhere"}}', 400),
+        ("GET", "/v1/state?wait=nan", b"", 400),
+        ("GET", "/v1/state?charged=x&allowance=1", b"", 400),
+        ("GET", "/v1/state?allowance=-1", b"", 400),
+    ],
+)
+async def test_mistakes_of_a_known_caller_are_named_and_keep_the_connection(
+    agents: list[Agent], method: str, target: str, body: bytes, status: int
+) -> None:
+    wire = await Wire.to(agents[0])
+    assert await wire.say(signed(method, target, body, await wire.nonce())) == status
+    assert json.loads(wire.body)["error"]
+    assert auth.MAC_HEADER in wire.head
+    assert await wire.say(signed("GET", "/v1/state", b"", await wire.nonce())) == 200
+
+
+@pytest.mark.parametrize(
+    ("garbage", "status"),
+    [
+        (b"\x16\x03\x01\x02\x00\x01\x00\r\n\r\n", 400),
+        (b"\r\n\r\n", 400),
+        (b"GET / HTTP/2\r\n\r\n", 400),
+        (b"GET /v1/state HTTP/1.1\r\nA: 1\r\na: 2\r\n\r\n", 400),
+        (b"GET /v1/state HTTP/1.1\r\nContent-Length: -1\r\n\r\n", 400),
+        (b"GET /v1/state HTTP/1.1\r\nContent-Length: \xb2\r\n\r\n", 400),
+        (b"POST /v1/stop HTTP/1.1\r\nContent-Length: 1048577\r\n\r\n", 413),
+        (b"POST /v1/stop HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n", 501),
+        (b"GET /" + b"a" * 20_000 + b" HTTP/1.1\r\n\r\n", 431),
+        (b"GET /v1/state HTTP/1.1\r\nX-Everstep-Nonce: \xe9\r\n\r\n", 401),
+    ],
+)
+async def test_garbage_ends_its_own_connection_only(agents: list[Agent], garbage: bytes, status: int) -> None:
+    wire = await Wire.to(agents[0])
+    assert await wire.say(garbage) == status
+    assert await wire.reader.read() == b""
+    fresh = await Wire.to(agents[0])
+    assert await fresh.say(signed("GET", "/v1/state", b"", await fresh.nonce())) == 200
+
+
+async def test_who_sends_slowly_is_cut_off(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "SEND_SECONDS", 0.05)
+    wire = await Wire.to(agents[0])
+    assert await wire.say(b"GET /v1/chall") == 408
+    wire = await Wire.to(agents[0])
+    assert await wire.say(b"POST /v1/stop HTTP/1.1\r\nContent-Length: 5\r\n\r\nab") == 408
+
+
+async def test_idle_strangers_make_room(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "MAX_CONNECTIONS", 8)
+    known = await Wire.to(agents[0])
+    assert await known.say(signed("GET", "/v1/state", b"", await known.nonce())) == 200
+    strangers = [await Wire.to(agents[0]) for _ in range(20)]
+    assert await known.say(signed("GET", "/v1/state", b"", await known.nonce())) == 200
+    assert await asyncio.wait_for(strangers[0].reader.read(), 5) == b""
+
+
+# ---- the link
+
+
+async def to_the_end(link: Link) -> None:
+    while True:
+        await link.receive()
+
+
+async def test_a_link_needs_the_token(agents: list[Agent]) -> None:
+    with pytest.raises(Refused, match="401"):
+        await dial(agents[1].address, b"wrong" * 8, epoch=9, index=1, uid="job-uid")
+    assert agents[1].node.epoch == 1
+
+
+@pytest.mark.parametrize(("index", "uid"), [(0, "job-uid"), (1, "another")])
+async def test_a_link_for_somebody_else_is_refused(agents: list[Agent], index: int, uid: str) -> None:
+    with pytest.raises(Refused, match="409"):
+        await dial(agents[1].address, TOKEN, epoch=9, index=index, uid=uid)
+
+
+async def test_a_leader_of_a_lower_epoch_is_refused_and_told_why(agents: list[Agent]) -> None:
+    newer = await dial(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
+    with pytest.raises(Refused) as refused:
+        await dial(agents[1].address, TOKEN, epoch=4, index=1, uid="job-uid")
+    assert refused.value.epoch == 5
+    newer.close()
+
+
+async def test_a_forged_frame_ends_the_link(agents: list[Agent]) -> None:
+    link = await dial(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
+    assert (await link.receive())["type"] == "hello"
+    link._writer.write(b"0" * 32 + b' {"type":"end","result":"failed","exitCode":1,"message":""}\n')
+    with pytest.raises(LinkClosed):
+        await to_the_end(link)
+    assert not agents[1].node.ended.done()
+
+
+async def test_a_repeated_frame_ends_the_link(agents: list[Agent]) -> None:
+    link = await dial(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
+    link.send({"type": "ping", "age": 0})
+    link._sent -= 1
+    link.send({"type": "ping", "age": 0})
+    with pytest.raises(LinkClosed):
+        await to_the_end(link)
+
+
+async def test_a_peer_that_does_not_read_is_dropped_and_blocks_nobody() -> None:
+    accepted: asyncio.Future[asyncio.StreamWriter] = asyncio.get_running_loop().create_future()
+
+    async def deaf(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.transport.pause_reading()  # type: ignore[attr-defined]
+        accepted.set_result(writer)
+
+    server = await asyncio.start_server(deaf, "127.0.0.1", 0)
+    reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
+    link = Link(reader, writer, b"key", auth.TO_AGENT)
+    for _ in range(100):
+        link.send({"type": "padding", "text": "x" * 500_000})
+    with pytest.raises(LinkClosed, match="does not read"):
+        await link.receive()
+    (await accepted).close()
+    server.close()
+
+
+async def test_a_frame_that_is_too_large_is_not_sent(agents: list[Agent]) -> None:
+    link = await dial(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
+    link.send({"type": "padding", "text": "x" * 2_000_000})
+    with pytest.raises(LinkClosed, match="too large"):
+        await to_the_end(link)
+
+
+# ---- the client
+
+
+async def test_the_client_polls_pushes_and_stops(agents: list[Agent]) -> None:
+    leader = agents[0].leader
+    assert leader is not None
+    await until(lambda: leader.phase == "running")
+
+    def talk() -> None:
+        client = LeaderClient(agents[0].address, TOKEN)
+        state = client.state()
+        after = f"{state['incarnation']}:{state['version']}"
+        assert state["phase"] == "running"
+        client.peers(1, {0: agents[0].address, 1: agents[1].address})
+        with pytest.raises(LeaderError, match="409"):
+            client.peers(2, {})
+        client.stop("enough")
+        assert client.state(after, wait=5)["version"] > state["version"]
+        client.close()
+
+    await asyncio.to_thread(talk)
+    await until(lambda: leader.phase == "ended")
+    assert agents[1].node.ended.result().result == "stopped"
+
+
+async def test_the_client_survives_an_expired_nonce_and_a_closed_connection(agents: list[Agent]) -> None:
+    def talk() -> None:
+        client = LeaderClient(agents[0].address, TOKEN)
+        client.state()
+        client._nonce = auth.new_nonce()
+        client.state()
+        assert client._connection.sock is not None
+        client._connection.sock.close()
+        client.state()
+
+    await asyncio.to_thread(talk)
+
+
+async def test_the_client_trusts_nobody_without_the_token(agents: list[Agent]) -> None:
+    with pytest.raises(LeaderError, match="401"):
+        await asyncio.to_thread(LeaderClient(agents[0].address, b"wrong" * 8).state)
+
+    async def impostor(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for body in (json.dumps({"nonce": auth.new_nonce()}).encode(), b'{"phase": "ended"}'):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        writer.close()
+
+    server = await asyncio.start_server(impostor, "127.0.0.1", 0)
+    address = "{}:{}".format(*server.sockets[0].getsockname()[:2])
+    with pytest.raises(NotAuthentic):
+        await asyncio.to_thread(LeaderClient(address, TOKEN).state)
+    server.close()
+
+
+async def test_a_long_poll_answers_when_something_changes(agents: list[Agent]) -> None:
+    leader = agents[0].leader
+    assert leader is not None
+    await until(lambda: leader.phase == "running")
+
+    def poll() -> str:
+        client = LeaderClient(agents[0].address, TOKEN)
+        state = client.state()
+        return str(client.state(f"{state['incarnation']}:{state['version']}", wait=20)["phase"])
+
+    waiting = asyncio.ensure_future(asyncio.to_thread(poll))
+    await until(lambda: agents[0].leading and agents[0].leading._changed._waiters)
+    agents[1].processes.exit(1, "ValueError: no")
+    assert await asyncio.wait_for(waiting, 5) != ""

@@ -1,0 +1,147 @@
+"""The zipapp as users' images run it: real agents, real ranks, every Python that is here."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from everstep import agent_zip
+
+from .laptop import VERSIONS, Laptop, interpreter, until
+
+# Fails once, in the first generation; the second one succeeds.
+FAIL_ONCE = 'test "$EVERSTEP_GENERATION" = 2 || test "$RANK" = 0 || exit 7; test "$EVERSTEP_GENERATION" = 2 || sleep 60'
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_restarts_in_place_and_succeeds_under_every_python(tmp_path: Path, version: str) -> None:
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
+    with Laptop(tmp_path, ["sh", "-c", FAIL_ONCE], python=python) as job:
+        state = job.until(lambda s: s["outcome"])
+        assert state["outcome"]["result"] == "succeeded"
+        assert [(e["id"], e["rank"], e["exitCode"]) for e in state["ledger"]] == [("1.1", 1, 7)]
+        assert job.exit_codes() == [0, 0]
+        assert [job.word(i)["result"] for i in range(2)] == ["succeeded"] * 2
+
+
+def test_without_restarts_the_ranks_exit_code_is_everybodys(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'test "$RANK" = 1 || sleep 60; echo "ValueError: no such file" >&2; exit 7']
+    with Laptop(tmp_path, command, restart={"application": 0, "maxBackoffSeconds": 0}) as job:
+        outcome = job.until(lambda s: s["outcome"])["outcome"]
+        assert (outcome["result"], outcome["exitCode"], outcome["failure"]) == ("failed", 7, "1.1")
+        assert job.exit_codes() == [7, 7]
+        word = job.word(0)
+        assert (word["result"], word["index"], word["rank"], word["exitCode"]) == ("failed", 1, 1, 7)
+        assert "ValueError: no such file" in "\n".join(word["logTail"])
+        assert "ValueError" in (tmp_path / "node-0/ml/output/failure").read_text()
+
+
+def test_the_exit_code_that_means_unusable_is_not_passed_on(tmp_path: Path) -> None:
+    job = Laptop(tmp_path, ["sh", "-c", "exit 120"], nodes=1, restart={"application": 0, "maxBackoffSeconds": 0})
+    with job:
+        assert job.exit_codes() == [1]
+        assert (job.word(0)["result"], job.word(0)["exitCode"]) == ("failed", 120)
+
+
+def test_the_users_own_failure_file_wins(tmp_path: Path) -> None:
+    failure = tmp_path / "node-0/ml/output/failure"
+    command = ["sh", "-c", f'printf "my own words" > {failure}; exit 1']
+    with Laptop(tmp_path, command, nodes=1, restart={"application": 0, "maxBackoffSeconds": 0}) as job:
+        assert job.exit_codes() == [1]
+        assert failure.read_text() == "my own words"
+
+
+def test_a_pod_that_is_told_to_stop_says_so_and_its_ranks_may_finish(tmp_path: Path) -> None:
+    command = ["sh", "-c", 'trap "echo saved; exit 0" TERM; echo ready; while :; do sleep 0.05; done']
+    with Laptop(tmp_path, command) as job:
+        job.until(lambda s: s["phase"] == "running")
+        until(lambda: "ready" in job.log(0) and "ready" in job.log(1), "the ranks are ready")
+        job.agents[1].send_signal(signal.SIGTERM)
+        assert job.agents[1].wait(10) == 143
+        assert job.word(1)["result"] == "left"
+        assert "saved" in job.log(1)
+        state = job.until(lambda s: s["phase"] == "forming")
+        assert [(e["cause"], e["index"]) for e in state["ledger"]] == [("Leaving", 1)]
+        assert "saved" in job.log(0)
+        job.start(1)
+        assert job.until(lambda s: s["phase"] == "running")["generation"] == 2
+
+
+def test_a_killed_leader_is_replaced_and_survivors_stay(tmp_path: Path) -> None:
+    with Laptop(tmp_path, ["sleep", "60"], nodes=3) as job:
+        job.until(lambda s: s["phase"] == "running")
+        job.agents[0].kill()
+        job.agents[0].wait()
+        job.start(0, epoch=2)
+        job.introduce(epoch=2)
+        state = job.until(lambda s: s["phase"] == "running")
+        assert (state["epoch"], state["generation"]) == (2, 1)
+        assert job.agents[1].poll() is None
+        job.client().stop("enough")
+        job.until(lambda s: s["outcome"])
+        assert job.exit_codes() == [143] * 3
+        assert job.word(2)["result"] == "stopped"
+
+
+def test_the_token_reaches_no_rank(tmp_path: Path) -> None:
+    with Laptop(tmp_path, ["sh", "-c", "env; cat /proc/$PPID/environ"], nodes=1) as job:
+        assert job.exit_codes() == [0]
+        assert job.token.hex() not in job.log(0)
+        assert not any(str(job.token)[2:-1] in line for line in job.log(0).splitlines())
+
+
+@pytest.mark.parametrize("version", ["2.7", "3.6", "3.8"])
+def test_an_old_python_is_named(tmp_path: Path, version: str) -> None:
+    python = interpreter(version)
+    if python is None:
+        pytest.skip(f"no Python {version} here")
+    agent = tmp_path / "agent.pyz"
+    agent.write_bytes(agent_zip.build())
+    # `-I` is younger than 2.7; the reserved code must not depend on it.
+    done = subprocess.run([python, str(agent), "run", "--local", str(tmp_path)], capture_output=True, text=True)
+    assert done.returncode == 120
+    assert f"Python {version}" in done.stderr
+    assert "3.9 or newer" in done.stderr
+
+
+def test_a_missing_module_is_named(tmp_path: Path) -> None:
+    agent = tmp_path / "agent.pyz"
+    agent.write_bytes(agent_zip.build())
+    with zipfile.ZipFile(agent, "a") as archive:
+        archive.writestr("asyncio.py", "raise ImportError('No module named _asyncio')")
+    done = subprocess.run([sys.executable, "-I", "-S", "-B", agent, "run", "--local", tmp_path], capture_output=True)
+    assert done.returncode == 120
+    assert b"No module named _asyncio" in done.stderr
+
+
+def test_a_job_that_cannot_be_read_is_a_failure_and_not_the_images_fault(tmp_path: Path) -> None:
+    job = Laptop(tmp_path, ["true"], nodes=1)
+    (tmp_path / "job.json").write_text("{}")
+    job.start(0)
+    assert job.exit_codes() == [1]
+    assert "job.json: protocol must be int" in job.log(0)
+
+
+def test_the_same_sources_are_the_same_bytes(tmp_path: Path) -> None:
+    assert agent_zip.build.__wrapped__() == agent_zip.build.__wrapped__()
+    subprocess.run([sys.executable, "-m", "everstep.agent_zip", tmp_path / "agent.pyz"], check=True)
+    assert zipfile.is_zipfile(tmp_path / "agent.pyz")
+    assert len(agent_zip.build()) < 512 * 1024  # a ConfigMap has room for 1 MiB
+    assert len(agent_zip.digest()) == 12
+
+
+def test_the_last_word_fits_the_termination_log() -> None:
+    from everstep.agent.report import termination
+
+    word = {"result": "failed", "message": "\u00e9" * 5000, "logTail": ["x" * 5000 for _ in range(100)]}
+    data = termination(word)
+    assert len(data) <= 4096
+    assert json.loads(data)["result"] == "failed"
