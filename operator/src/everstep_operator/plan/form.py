@@ -144,9 +144,8 @@ def _make(s: Situation, frozen: Frozen, indices: Iterable[int], epoch: int) -> l
     name = template.object_name(job, t)
     if not frozen.job.get("plain"):
         actions.append(EnsureSecret(name, t, template.secret(job, t)))
-        # A job that began under another operator version goes on with that agent, which is there: we have no other.
-        if _agent_of(frozen) == settings.agent_config_map:
-            actions.append(EnsureAgent(settings.agent_config_map, settings.agent_digest))
+        # By the template's name, not today's: a job that began under another version goes on with that agent.
+        actions.append(EnsureAgent(_agent_of(frozen), settings.agent_digest))
     actions.append(EnsureTemplate(name, t, template.config_map(job, frozen)))
     actions.append(CreatePods(chosen, epoch, frozen))
     return actions

@@ -130,6 +130,8 @@ def view(job: TrainingJob, pods: Iterable[PodView]) -> GangView:
 def waits(job: TrainingJob) -> bool:
     """Is the job a gang that wants nodes now? Not one that waits for something else: a quota, a pool, a human."""
     status = job.status
+    if job.spec.suspend or not job.managed_here or job.metadata.deletion_timestamp is not None:
+        return False
     if status.phase is Phase.PENDING:
         return bool(status.transitions) and status.transitions[-1].reason == Reason.GANG_RELEASED
     return status.phase in (Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING)
