@@ -46,9 +46,10 @@ class ApiModel(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _null_is_absent(cls, value: Any) -> Any:
-        # The API server drops nulls of fields that are not nullable, and applies defaults. None of ours is.
+        # The API server drops nulls of known fields that are not nullable, and applies defaults. None of ours is.
         if isinstance(value, dict) and None in value.values():
-            return {name: item for name, item in value.items() if item is not None}
+            known = {field.alias for field in cls.model_fields.values()}
+            return {name: item for name, item in value.items() if item is not None or name not in known}
         return value
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from everstep_operator.api.meta import ObjectMeta
 from everstep_operator.api.podtemplate import PodTemplate
 from everstep_operator.api.rules import Rule, UpdateRule
 from everstep_operator.api.scalars import (
+    Argument,
     Atomic,
     DnsName,
     DropNulls,
@@ -32,9 +33,6 @@ OPERATOR = "everstep.dev/operator"
 NAME = "^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$"
 _NAME = re.compile(NAME)
 _DOMAIN_PATH = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/._~%!$&'()*+,;=:-]+$"
-
-Argument = Annotated[str, Field(max_length=131072)]
-"""At most what Linux takes as one argument (MAX_ARG_STRLEN)."""
 
 
 class EnvVar(ApiModel):

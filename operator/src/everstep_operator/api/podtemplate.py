@@ -9,11 +9,13 @@ from pydantic.alias_generators import to_snake
 
 from everstep_operator.api.base import ApiModel
 from everstep_operator.api.rules import Rule
-from everstep_operator.api.scalars import LABEL_KEY, DnsLabel, DropNulls, LabelValue, ListMap, Whole, keys
+from everstep_operator.api.scalars import LABEL_KEY, Argument, DnsLabel, DropNulls, LabelValue, ListMap, Whole, keys
 
 TRAINER = "trainer"
 RESERVED_VOLUMES = "everstep-"
 
+Annotation = Annotated[str, Field(max_length=262144)]
+"""At most what Kubernetes allows all annotations together."""
 _LABEL_KEYS = keys(LABEL_KEY, 317, "keys must be label names, like example.com/team")
 
 
@@ -40,7 +42,9 @@ class PodMetadata(ApiModel):
     """Labels and annotations of the job's pods."""
 
     labels: Annotated[dict[str, LabelValue], Field(max_length=64), _LABEL_KEYS, DropNulls] = Field(default_factory=dict)
-    annotations: Annotated[dict[str, str], Field(max_length=64), _LABEL_KEYS, DropNulls] = Field(default_factory=dict)
+    annotations: Annotated[dict[str, Annotation], Field(max_length=64), _LABEL_KEYS, DropNulls] = Field(
+        default_factory=dict
+    )
 
     rules: ClassVar = (
         Rule(
@@ -60,8 +64,8 @@ class ContainerOverlay(ApiModel):
 
     name: DnsLabel
     image: str | None = Field(default=None, max_length=1024)
-    command: list[str] | None = Field(default=None, max_length=1024)
-    args: list[str] | None = Field(default=None, max_length=1024)
+    command: list[Argument] | None = Field(default=None, max_length=1024)
+    args: list[Argument] | None = Field(default=None, max_length=1024)
     env: list[dict[str, Any]] | None = Field(default=None, max_length=256)
     resources: dict[str, Any] | None = None
     image_pull_policy: str | None = Field(default=None, max_length=32)

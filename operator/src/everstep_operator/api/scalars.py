@@ -68,6 +68,8 @@ def _whole_number(value: Any) -> Any:
 
 Whole = BeforeValidator(_whole_number)
 """The outermost annotation of an integer field: JSON has one number type, and the API server takes 2.0 for 2."""
+Argument = Annotated[str, Field(max_length=131072)]
+"""At most what Linux takes as one argument or variable (MAX_ARG_STRLEN)."""
 DnsLabel = Annotated[str, Pattern(DNS_LABEL, 63)]
 DnsName = Annotated[str, Pattern(DNS_NAME, 253)]
 LabelValue = Annotated[str, Pattern(LABEL_VALUE, 63)]

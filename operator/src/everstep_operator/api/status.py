@@ -16,7 +16,7 @@ MAX_TRANSITIONS = 32
 MAX_LOG_LINES = 50
 
 Line = Annotated[str, Field(max_length=1024)]
-Reason = Annotated[str, Field(max_length=128, description="A CamelCase word of the table of reasons.")]
+ReasonWord = Annotated[str, Field(max_length=128, description="A CamelCase word of the table of reasons.")]
 Message = Annotated[str, Field(max_length=4096)]
 Count = Annotated[int, Field(ge=0), Whole]
 Seconds = Annotated[float, Field(ge=0)]
@@ -67,7 +67,7 @@ class Condition(StatusModel):
 
     type: Annotated[ConditionType, Strict(False)]
     status: Literal["True", "False", "Unknown"]
-    reason: Reason
+    reason: ReasonWord
     message: Message = ""
     last_transition_time: Time
     observed_generation: Count = 0
@@ -162,7 +162,7 @@ class LastFailure(StatusModel):
     """The last thing that went wrong, for a reader who has one minute."""
 
     cause: Annotated[Cause, Strict(False)]
-    reason: Reason
+    reason: ReasonWord
     node: str | None = Field(default=None, max_length=253)
     rank: Count | None = None
     exit_code: Annotated[int, Whole] | None = None
@@ -174,7 +174,7 @@ class Transition(StatusModel):
     """A phase the job was in."""
 
     phase: Annotated[Phase, Strict(False)]
-    reason: Reason = ""
+    reason: ReasonWord = ""
     start: Time
     end: Time | None = None
 

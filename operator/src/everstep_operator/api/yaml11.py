@@ -58,12 +58,14 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode) or key.tag.endswith(":null"):
                 raise YamlError("a key must be a plain word", key.start_mark.line + 1)
             if key.value in seen:
                 raise YamlError(f'key "{key.value}" already set in map', key.start_mark.line + 1)
             seen.add(key.value)
-        return {_key(key): value for key, value in super().construct_mapping(node, deep).items()}
+        self.flatten_mapping(node)
+        pairs = [(self.construct_object(key, True), self.construct_object(value, deep)) for key, value in node.value]
+        return {_key(key): value for key, value in pairs}
 
     def construct_yaml_bool(self, node: yaml.ScalarNode) -> bool:
         return bool(_TRUE.fullmatch(node.value))
