@@ -34,7 +34,11 @@ class Release:
     def names(self, path: str) -> set[str]:
         try:
             answer: Any = self._api.call_api(
-                path, "GET", response_type="object", auth_settings=["BearerToken"], _return_http_data_only=True
+                path,
+                "GET",
+                response_types_map={200: "object"},
+                auth_settings=["BearerToken"],
+                _return_http_data_only=True,
             )
         except client.ApiException as error:
             if error.status == 404:  # nothing of that kind is served (yet)

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from everstep_operator.cluster.rbac import CHECKED_BY_ADMISSION, USED, Scope
+
 Render = Callable[..., list[dict[str, Any]]]
 Right = tuple[str, str, str]
 
@@ -43,6 +45,23 @@ def granted(objects: list[dict[str, Any]]) -> dict[str, set[Right]]:
     return found
 
 
+def used(*scopes: Scope) -> set[Right]:
+    return {(right.group, right.resource, right.verb) for right in USED | CHECKED_BY_ADMISSION if right.scope in scopes}
+
+
+def test_cluster_wide_the_operator_may_do_what_it_does_and_nothing_else(render: Render) -> None:
+    assert granted(render()) == {"*": used("jobs", "cluster"), OWN: used("own")}
+
+
+def test_in_namespaces_the_operator_may_do_what_it_does_and_nothing_else(render: Render) -> None:
+    held = granted(render(watchNamespaces=["team-a", "team-b"]))
+    assert held == {"*": used("cluster"), "team-a": used("jobs"), "team-b": used("jobs"), OWN: used("own")}
+
+
+def test_the_operator_s_own_namespace_may_be_one_of_the_watched(render: Render) -> None:
+    assert granted(render(watchNamespaces=[OWN]))[OWN] == used("jobs", "own")
+
+
 @pytest.mark.parametrize("namespaces", [[], ["team-a"]])
 def test_no_secret_can_ever_be_read(render: Render, namespaces: list[str]) -> None:
     verbs = {
@@ -58,20 +77,6 @@ def test_no_secret_can_ever_be_read(render: Render, namespaces: list[str]) -> No
 def test_there_is_no_wildcard(render: Render, namespaces: list[str]) -> None:
     for held in granted(render(watchNamespaces=namespaces)).values():
         assert [right for right in held if "*" in right] == []
-
-
-def test_in_namespaced_mode_the_cluster_role_reads_nodes_and_pools_and_nothing_else(render: Render) -> None:
-    held = granted(render(watchNamespaces=["team-a", "team-b"]))
-    assert {resource for _, resource, _ in held["*"]} == {"nodes", "trainingpools"}
-    assert {verb for _, _, verb in held["*"]} <= {"get", "list", "watch"}
-    assert held["team-a"] == held["team-b"]
-    assert ("", "pods", "create") in held["team-a"]
-
-
-def test_namespaced_mode_grants_the_same_rights_as_cluster_mode_but_in_fewer_places(render: Render) -> None:
-    everywhere = granted(render())
-    namespaced = granted(render(watchNamespaces=["team-a"]))
-    assert everywhere["*"] == namespaced["*"] | namespaced["team-a"]
 
 
 def test_no_right_to_change_a_job_s_spec(render: Render) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 from everstep_operator.settings import PREFIX, Settings
 
 Render = Callable[..., list[dict[str, Any]]]
+DEFAULTS = Settings.load({})
 
 
 def container(objects: list[dict[str, Any]]) -> dict[str, Any]:
@@ -21,7 +22,7 @@ def environment(objects: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def test_the_chart_s_defaults_are_the_operator_s(render: Render) -> None:
-    assert Settings.load(environment(render())) == Settings()
+    assert Settings.load(environment(render())) == DEFAULTS
 
 
 def test_every_variable_is_a_setting(render: Render) -> None:
@@ -43,18 +44,19 @@ def test_values_reach_the_operator(render: Render) -> None:
         logging={"level": "debug", "format": "text"},
         env=[{"name": "EVERSTEP_WORKERS", "value": "4"}],
     )
-    assert Settings.load(environment(objects)) == Settings(
-        watch_namespaces=("team-a", "team-b"),
-        cluster_domain="corp.example",
-        fence_timeout=60,
-        allowed_service_accounts=("s3-reader",),
-        allowed_host_fields=("hostNetwork",),
-        allowed_priority_classes=("high",),
-        copied_labels=("a/b", "c/d"),
-        log_level="debug",
-        log_format="text",
-        workers=4,
-    )
+    expected = {
+        "watch_namespaces": ("team-a", "team-b"),
+        "cluster_domain": "corp.example",
+        "fence_timeout": 60,
+        "allowed_service_accounts": ("s3-reader",),
+        "allowed_host_fields": ("hostNetwork",),
+        "allowed_priority_classes": ("high",),
+        "copied_labels": ("a/b", "c/d"),
+        "log_level": "debug",
+        "log_format": "text",
+        "workers": 4,
+    }
+    assert Settings.load(environment(objects)) == DEFAULTS.model_copy(update=expected)
 
 
 def test_the_pod_tells_who_it_is_and_where(render: Render) -> None:
@@ -69,6 +71,6 @@ def test_the_pod_tells_who_it_is_and_where(render: Render) -> None:
 def test_ports_and_paths_are_the_operator_s_defaults(render: Render) -> None:
     found = container(render())
     ports = {port["name"]: port["containerPort"] for port in found["ports"]}
-    assert ports == {"health": Settings().health_port, "metrics": Settings().metrics_port}
+    assert ports == {"health": DEFAULTS.health_port, "metrics": DEFAULTS.metrics_port}
     mounts = {mount["name"]: mount["mountPath"] for mount in found["volumeMounts"]}
-    assert mounts["key"] == str(Settings().key_folder)
+    assert mounts["key"] == str(DEFAULTS.key_folder)

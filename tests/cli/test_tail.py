@@ -90,6 +90,11 @@ def test_a_container_that_starts_late_is_waited_for() -> None:
     assert texts(cluster) == ["late"]
 
 
+def test_a_pod_that_never_started_does_not_outlast_its_job() -> None:
+    cluster = Scripted([("Failed", [pod("j-0", "a", "Pending")])], {"j-0": [LogsNotReadyError()]})
+    assert texts(cluster) == []
+
+
 def test_a_replaced_pod_of_the_same_name_is_followed_too() -> None:
     cluster = Scripted(
         [("Running", [pod("j-0", "old")])] * 3

@@ -10,6 +10,11 @@ and never reads one.
 - apiGroups: [everstep.dev]
   resources: [trainingjobs/status]
   verbs: [patch]
+# Pods block their job's foreground deletion. Where OwnerReferencesPermissionEnforcement is on (OpenShift), that takes
+# this right; nothing is ever written there.
+- apiGroups: [everstep.dev]
+  resources: [trainingjobs/finalizers]
+  verbs: [update]
 - apiGroups: [""]
   resources: [pods]
   verbs: [create, get, list, watch, delete]
@@ -24,17 +29,14 @@ and never reads one.
   verbs: [create, get, list, delete]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create, patch]
+  verbs: [create]
 {{- end -}}
 
-{{- /* What has no namespace, and the heartbeats of nodes. */ -}}
+{{- /* What has no namespace. */ -}}
 {{- define "everstep.clusterRules" -}}
 - apiGroups: [everstep.dev]
   resources: [trainingpools]
-  verbs: [get, list, watch]
-- apiGroups: [""]
-  resources: [nodes]
-  verbs: [get, list, watch]
+  verbs: [list, watch]
 {{- end -}}
 
 {{- /* In the operator's own namespace: its leader election, and the key from which job tokens are derived. */ -}}

@@ -101,7 +101,7 @@ class Cluster:
                 "GET",
                 query_params=list(query.items()),
                 header_params={"Accept": "application/json"} if not raw else {},
-                response_type=None if raw else "object",
+                response_types_map={200: "object"},
                 auth_settings=["BearerToken"],
                 _return_http_data_only=True,
                 _preload_content=not raw,

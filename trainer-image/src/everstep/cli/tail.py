@@ -48,14 +48,14 @@ def followed(source: Source, job: str, rank: int | None, look_every: float = _LO
             # The job first: pods made between the two reads are found in the next round.
             found = source.job(job)
             pods = source.pods(job)
-            alive = {pod["metadata"]["uid"] for pod in pods}
             for pod in pods:
                 if (uid := pod["metadata"]["uid"]) not in readers:
                     readers[uid] = _Reader(source, pod["metadata"]["name"], lines, stop)
-            for uid, reader in readers.items():
-                if uid not in alive or _ended(next(pod for pod in pods if pod["metadata"]["uid"] == uid)):
-                    reader.finish()
             over = found is None or found.get("status", {}).get("phase") in FINISHED
+            going = {pod["metadata"]["uid"] for pod in pods if not over and not _ended(pod)}
+            for uid, reader in readers.items():
+                if uid not in going:
+                    reader.finish()
             idle = over and not any(reader.is_alive() for reader in readers.values())
             yield from (line for line in _drain(lines, 0 if idle else look_every) if wanted(line, rank))
             if error := next((reader.error for reader in readers.values() if reader.error), None):
@@ -98,7 +98,7 @@ class _Reader(threading.Thread):
         self.start()
 
     def finish(self) -> None:
-        """The pod writes no more: what is there is still read, once."""
+        """No more is to come: what is there is still read, to its end."""
         self._finish.set()
 
     def run(self) -> None:
