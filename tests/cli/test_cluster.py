@@ -1,4 +1,4 @@
-"""`everstep status` and `everstep logs` against a real API server. Its pods never start: see test_tail.py for theirs."""
+"""`everstep status` and `everstep logs` against a real API server. Its pods never start: of theirs tells test_tail."""
 
 from __future__ import annotations
 
