@@ -22,6 +22,8 @@ from e2e.images.tools import cache_dir
 
 REPOSITORY = Path(__file__).parents[2]
 
+FORGOTTEN_SECONDS = 1800.0
+
 # COPY with its options and paths; a source of another stage is no file of ours.
 _COPY = re.compile(r"^COPY\s+(?!--from)((?:--\S+\s+)*)(.+)\s+\S+$", re.MULTILINE)
 
@@ -93,9 +95,10 @@ class Image:
         import it. Its blobs are left out: a containerd finds by their digest the layers that it has.
         """
         self.build()
-        target = cache_dir() / "images" / f"{self.name.rpartition('/')[2].replace(':', '-')}-{self.key}.tar"
-        target.parent.mkdir(parents=True, exist_ok=True)
+        stem = self.name.rpartition("/")[2].replace(":", "-")
+        target = cache_dir() / "images" / f"{stem}-{self.key}.tar"
         with _locked(self.name):
+            _remove_forgotten(target.parent, stem)
             unfinished = target.with_suffix(".unfinished")
             engine().write(self.name, unfinished, known)
             unfinished.rename(target)
@@ -124,6 +127,13 @@ def image(short_name: str) -> Image:
         if short_name in (candidate.name, last, last.partition(":")[0]):
             return candidate
     raise ImageError(f"there is no image {short_name}; there are {', '.join(each.name for each in images())}")
+
+
+def _remove_forgotten(folder: Path, stem: str) -> None:
+    """Delete archives whose importer was killed before it could; the trainer's have six gigabytes each."""
+    for archive in folder.glob(f"{stem}-*.tar"):
+        if archive.stat().st_mtime < time.time() - FORGOTTEN_SECONDS:
+            archive.unlink(missing_ok=True)
 
 
 def _base(base: Base) -> str:

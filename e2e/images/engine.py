@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -55,7 +55,8 @@ class Docker:
     """A Docker engine. It takes the public base images, and writes whole archives only."""
 
     def key(self, name: str) -> str | None:
-        return _label("docker", "image", "inspect", f'--format={{{{index .Config.Labels "{KEY_LABEL}"}}}}', name)
+        template = f'--format={{{{index .Config.Labels "{KEY_LABEL}"}}}}'
+        return _answer("docker", "image", "inspect", template, name)
 
     def base(self, base: Base) -> str:
         return base.public
@@ -84,8 +85,7 @@ class Buildah:
         self._buildah = ("buildah", "--root", self._storage, "--runroot", self._state, "--storage-driver=overlay")
 
     def key(self, name: str) -> str | None:
-        template = f'--format={{{{index .OCIv1.Config.Labels "{KEY_LABEL}"}}}}'
-        return _label(*self._buildah, "inspect", "--type=image", template, name)
+        return self._inspect(name, f'index .OCIv1.Config.Labels "{KEY_LABEL}"')
 
     def base(self, base: Base) -> str:
         if self.key(base.name) != base.key:
@@ -99,9 +99,14 @@ class Buildah:
 
     def build(self, recipe: Recipe) -> None:
         # chroot: no user namespaces or runtime needed. Everything is trusted here, and runs as root anyway.
-        how = ("--isolation=chroot", "--network=host", "--layers")
+        how = ("--isolation=chroot", "--network=host", "--layers", "--force-rm")
+        before = self._inspect(recipe.name, ".FromImageID")
         with _package_mirror() as secrets:
             run(*self._buildah, "bud", *how, *_options(recipe), *secrets, recipe.context)
+        if before and before != self._inspect(recipe.name, ".FromImageID"):
+            # Goes with the layers that only it has, unless a container or another image still needs it.
+            with suppress(ImageError):
+                run(*self._buildah, "rmi", before)
 
     def write(self, name: str, archive: Path, known: Path | None) -> None:
         """Write an OCI layout with uncompressed layers, whose digests are the same from one write to the next.
@@ -134,6 +139,9 @@ class Buildah:
         finally:
             run(*self._buildah, "rm", container)
 
+    def _inspect(self, name: str, field: str) -> str | None:
+        return _answer(*self._buildah, "inspect", "--type=image", f"--format={{{{{field}}}}}", name)
+
 
 @cache
 def engine() -> Engine:
@@ -154,7 +162,7 @@ def _options(recipe: Recipe) -> list[str]:
     ]
 
 
-def _label(*command: str | Path) -> str | None:
+def _answer(*command: str | Path) -> str | None:
     try:
         found = run(*command).strip()
     except ImageError:
