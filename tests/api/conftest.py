@@ -45,10 +45,11 @@ class ApiServer:
         host = cluster["server"].removeprefix("https://")
         self._connection = http.client.HTTPSConnection(host, context=context, timeout=30)
 
-    def request(self, method: str, path: str, body: Any = None, kind: str = "application/json") -> tuple[int, Any]:
-        """Status and decoded answer; a ``str`` body is sent as it is."""
-        data = body if isinstance(body, str | None) else json.dumps(body)
-        self._connection.request(method, path, body=data, headers={"Content-Type": kind})
+    def request(self, method: str, path: str, body: Any = None, accept: str = "application/json") -> tuple[int, Any]:
+        """Status and decoded answer."""
+        data = None if body is None else json.dumps(body)
+        headers = {"Content-Type": "application/json", "Accept": accept}
+        self._connection.request(method, path, body=data, headers=headers)
         answer = self._connection.getresponse()
         return answer.status, json.loads(text) if (text := answer.read()).startswith(b"{") else text.decode()
 

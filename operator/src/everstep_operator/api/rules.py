@@ -28,11 +28,6 @@ class Rule:
     check: Callable[[Any], bool]
     field: str = ""
 
-    def schema(self) -> dict[str, str]:
-        """The rule as an item of ``x-kubernetes-validations``."""
-        shown = {"rule": self.cel, "message": self.message}
-        return shown | ({"fieldPath": self.field} if self.field else {})
-
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def judge(value: Any) -> Any:
             raise_failed([self], value)
@@ -53,11 +48,6 @@ class UpdateRule:
     check: Callable[[Any, Any], bool]
     field: str = ""
 
-    def schema(self) -> dict[str, str]:
-        """The rule as an item of ``x-kubernetes-validations``."""
-        shown = {"rule": self.cel, "message": self.message}
-        return shown | ({"fieldPath": self.field} if self.field else {})
-
 
 def raise_failed(rules: Iterable[Rule], value: Any) -> None:
     """Raise one error that carries every rule that ``value`` breaks: pydantic keeps one error per place."""
@@ -74,4 +64,9 @@ def with_rules(schema: JsonSchemaValue, rules: Sequence[Rule | UpdateRule]) -> J
     if not rules:
         return schema
     known = schema.get("x-kubernetes-validations", [])
-    return {**schema, "x-kubernetes-validations": [*known, *(rule.schema() for rule in rules)]}
+    return {**schema, "x-kubernetes-validations": [*known, *(_validation(rule) for rule in rules)]}
+
+
+def _validation(rule: Rule | UpdateRule) -> dict[str, str]:
+    shown = {"rule": rule.cel, "message": rule.message}
+    return shown | ({"fieldPath": rule.field} if rule.field else {})
