@@ -140,9 +140,8 @@ def _resolve(s: Situation, reason: Reason) -> Decision:
 
 def _advance(s: Situation, account: Account) -> Decision:
     """Keep the set whole and say where it is."""
-    released = form.release(s)
-    if released is not None:
-        return form.fill(s, released) if not s.live else released
+    if (released := form.release(s)) is not None:
+        return released.do(replace.refs(s.stale, Reason.STOPPING))
     decision = _where(s, account).but(restarts=account.restarts)
     decision = decision.do(replace.refs(s.stale, Reason.STOPPING))
     if s.plain:

@@ -40,8 +40,8 @@ class EnsureSecret:
 
 @dataclass(frozen=True, slots=True)
 class EnsureAgent:
-    """The agent's ConfigMap in the job's namespace. `name` is what the frozen template mounts; if that is not the name of
-    the present operator's agent (of `digest`), an older operator has made it and it must be there."""
+    """The agent's ConfigMap in the job's namespace. `name` is what the frozen template mounts; if that is not the name
+    of the present operator's agent (of `digest`), an older operator has made it and it must be there."""
 
     name: str
     digest: str

@@ -84,9 +84,13 @@ def creates(decision: Decision) -> bool:
 
 
 def release(s: Situation) -> Decision | None:
-    """Give a partly placed set back if the gang policy says so; None: no."""
+    """Give a partly placed set back if the gang policy says so, and wait for another try; None: nothing of that."""
     if _released(s):
-        return Decision(Phase.PENDING, Reason.GANG_RELEASED, _RELEASED).do(replace.refs(s.live, Reason.GANG_RELEASED))
+        waiting = Decision(Phase.PENDING, Reason.GANG_RELEASED, _RELEASED)
+        if s.current:
+            return waiting.do(replace.refs(s.current.values(), Reason.GANG_RELEASED))
+        until = _not_before(s)
+        return None if until is None else waiting.look_again(until)
     verdict = _hold(s)
     if not verdict.release:
         return None

@@ -1,0 +1,107 @@
+"""Sets of pods: given back whole, made again whole, two at a time when there is room for one."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from datetime import timedelta
+
+import pytest
+
+from everstep_operator.plan import gang
+from everstep_operator.plan.actions import CreatePods, DeletePods
+from everstep_operator.plan.observed import GangView
+from tests.builders import CREATED, job
+from tests.plan.world import START, World
+
+OLDER = GangView("default/older", "a", START - 100, frozenset(), wanted=4, scheduled=1)
+
+
+def partly_placed() -> World:
+    world = World(job().nodes(4).build(), capacity=2)
+    world.gangs = (OLDER,)
+    for _ in range(3):
+        world.tick()
+        world.reconcile()
+    assert world.phase == "Scheduling"
+    return world
+
+
+def test_a_stalled_set_is_given_back_as_a_whole() -> None:
+    world = partly_placed()
+    world.now += gang.PATIENCE
+    made = world.reconcile()
+    assert world.phase == "Pending"
+    assert world.status.transitions[-1].reason == "GangReleased"
+    (action,) = [a for a in made.actions if isinstance(a, DeletePods)]
+    assert len(action.pods) == 4
+
+
+def test_a_release_is_finished_by_the_next_operator() -> None:
+    world = partly_placed()
+    before = dict(world.pods)
+    world.now += gang.PATIENCE
+    world.reconcile()
+    world.pods = before  # killed between the status write and the deletes
+    world.reconcile()
+    assert all(p.deleting for p in world.pods.values())
+
+
+def test_it_is_made_again_whole_once_the_older_has_its_nodes() -> None:
+    world = partly_placed()
+    world.now += gang.PATIENCE
+    world.reconcile()
+    world.bury()
+    world.capacity = 10
+    assert not [a for a in world.reconcile().actions if isinstance(a, CreatePods)], "the older comes first"
+    world.gangs = ()
+    world.now += gang.BACKOFF_ALONE
+    made = world.reconcile()
+    assert [a.indices for a in made.actions if isinstance(a, CreatePods)] == [(0, 1, 2, 3)]
+    assert world.phase == "Scheduling"
+    world.run("Running")
+    assert world.status.template is not None
+    assert world.status.template.epoch == 1, "the same template"
+    assert world.status.epoch == 2, "another leader"
+
+
+def test_nothing_is_made_while_pods_of_the_old_set_still_stop() -> None:
+    world = partly_placed()
+    world.gangs = ()
+    world.now += gang.PATIENCE_ALONE
+    world.reconcile()
+    del world.pods["digits-3"]
+    world.now += gang.BACKOFF_ALONE
+    assert not [a for a in world.reconcile().actions if isinstance(a, CreatePods)]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_two_jobs_that_do_not_fit_together_both_finish(seed: int) -> None:
+    rng, capacity = random.Random(seed), 6
+    old = World(job("old").nodes(4).build())
+    young = World(job("young").nodes(5).created(CREATED + timedelta(seconds=1)).build(), now=START + 1)
+    worlds = [old, young]
+    deadline = START + 3600
+    while not all(w.phase == "Succeeded" for w in worlds):
+        now = max(w.now for w in worlds) + 2
+        assert now < deadline, [(w.phase, len(w.pods)) for w in worlds]
+        for w in worlds:
+            w.now = now
+            w.train()
+            w.lead()
+            w.start()
+            w.bury()
+        waiting = [(w, n) for w in worlds for n, p in w.pods.items() if p.live and not p.scheduled]
+        rng.shuffle(waiting)
+        taken = sum(1 for w in worlds for p in w.pods.values() if p.scheduled and p.ended is None)
+        for w, name in waiting[: capacity - taken]:
+            w.pods[name] = dataclasses.replace(w.pods[name], scheduled_at=now, node="n")
+        rng.shuffle(worlds)
+        for w in worlds:
+            others = [o for o in worlds if o is not w and gang.waits(o.job)]
+            w.gangs = tuple(gang.view(o.job, o.pods.values()) for o in others)
+            w.reconcile()
+            if w.phase == "Running" and w.leader is not None and w.leader.step > 20:
+                w.end()
+    first, second = (next(t.start for t in w.status.transitions if t.phase == "Running") for w in (old, young))
+    assert first < second
