@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.events import Progress
+from everstep.agent.events import DaemonExited, DaemonOutput, Progress
 from everstep.agent.fencing import Lease, answers_tls, client_hello
 from everstep.agent.leader import Leader
 
@@ -216,3 +216,53 @@ async def test_many_agents_join_one_leader(tmp_path: Path) -> None:
         await until(lambda: leader.phase == "running")
         agents[59].processes.exit(1)
         await until(lambda: leader.generation == 2 and leader.phase == "running")
+
+
+# ---- daemons of MPI
+
+
+async def test_a_daemon_runs_on_another_node_and_its_output_comes_back(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        await until(lambda: leader_of(agents).phase == "running")
+        (leading, there) = (agents[0].leading, agents[1])
+        assert leading is not None
+        spawned, output = [], []
+
+        async def spawn(daemon: str, argv: list[str], env: dict[str, str]) -> None:
+            spawned.append((argv, env))
+            there.node.emit(DaemonOutput(daemon, "stdout", b"\x00\xff"))
+            there.node.emit(DaemonExited(daemon, 3))
+
+        there.processes.spawn = spawn  # type: ignore[method-assign]
+        agents[0].processes.daemon_output = lambda *args: output.append(args)  # type: ignore[method-assign]
+        assert await asyncio.wait_for(leading.spawn_on(1, "d1", ["orted", "--x"], {"A": "b"}), 5) == 3
+        assert spawned == [(["orted", "--x"], {"A": "b"})]
+        assert output == [("d1", "stdout", b"\x00\xff")]
+
+
+async def test_a_daemon_is_killed_with_its_caller_and_lost_with_its_node(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        await until(lambda: leader_of(agents).phase == "running")
+        leading = agents[0].leading
+        assert leading is not None
+        killed: list[str] = []
+        agents[1].processes.kill_daemon = killed.append  # type: ignore[method-assign,assignment]
+        call = asyncio.ensure_future(leading.spawn_on(1, "d1", ["orted"], {}))
+        await until(lambda: leading._daemons)
+        call.cancel()
+        await until(lambda: killed == ["d1"])
+        other = asyncio.ensure_future(leading.spawn_on(1, "d2", ["orted"], {}))
+        await until(lambda: leading._daemons)
+        await agents[1].vanish()
+        assert await asyncio.wait_for(other, 5) == 255
+
+
+async def test_an_agent_with_a_mistake_in_it_leaves_and_says_so(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        leader.report = lambda *args: 1 / 0  # type: ignore[method-assign,assignment]
+        agents[1].processes.exit(1)
+        ended = await asyncio.wait_for(agents[0].node.ended, 5)
+        assert (ended.result, ended.exit_code) == ("left", 1)
+        assert "ZeroDivisionError" in ended.message

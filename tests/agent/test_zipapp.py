@@ -75,6 +75,18 @@ def test_a_pod_that_is_told_to_stop_says_so_and_its_ranks_may_finish(tmp_path: P
         assert job.until(lambda s: s["phase"] == "running")["generation"] == 2
 
 
+def test_a_leader_that_is_told_to_stop_stops_all_and_a_new_one_goes_on(tmp_path: Path) -> None:
+    with Laptop(tmp_path, ["sleep", "60"]) as job:
+        job.until(lambda s: s["phase"] == "running")
+        job.agents[0].send_signal(signal.SIGTERM)
+        assert job.agents[0].wait(10) == 143
+        assert job.word(0)["result"] == "left"  # not an outcome: the job goes on
+        job.start(0, epoch=2)
+        job.introduce(epoch=2)
+        assert job.until(lambda s: s["phase"] == "running")["ledger"] == []
+        assert job.agents[1].poll() is None
+
+
 def test_a_killed_leader_is_replaced_and_survivors_stay(tmp_path: Path) -> None:
     with Laptop(tmp_path, ["sleep", "60"], nodes=3) as job:
         job.until(lambda s: s["phase"] == "running")

@@ -16,6 +16,7 @@ from typing import Any, Callable
 from urllib.parse import parse_qsl
 
 from . import auth
+from .report import say
 
 MAX_HEAD = 16 * 1024
 MAX_BODY = 1024 * 1024
@@ -188,6 +189,11 @@ class Server:
             return await handler(request)
         except ValueError as error:
             raise HttpError(400, str(error)) from error
+        except (HttpError, OSError):
+            raise
+        except Exception as error:
+            say(f"{request.method} {request.path}: {error!r}")
+            raise HttpError(500, "this is a mistake of the agent's") from error
 
     async def _answer(self, connection: _Connection, response: Response, client: str | None) -> None:
         lines = [f"HTTP/1.1 {response.status} {_REASONS[response.status]}"]

@@ -30,8 +30,9 @@ LINGER_SECONDS = 10.0  # for the operator to fetch the outcome, if it was pollin
 class Loopback:
     """The leader's link to its own node. Delivery is deferred, as on a network: no state machine is entered twice."""
 
-    def __init__(self, deliver: Callable[[dict[str, Any]], None]) -> None:
+    def __init__(self, deliver: Callable[[dict[str, Any]], None], crash: Callable[[BaseException], None]) -> None:
         self._deliver: Callable[[dict[str, Any]], None] | None = deliver
+        self._crash = crash
 
     def send(self, message: dict[str, Any]) -> None:
         asyncio.get_running_loop().call_soon(self._arrive, message)
@@ -40,8 +41,11 @@ class Loopback:
         self._deliver = None
 
     def _arrive(self, message: dict[str, Any]) -> None:
-        if self._deliver is not None:
-            self._deliver(message)
+        try:
+            if self._deliver is not None:
+                self._deliver(message)
+        except Exception as error:
+            self._crash(error)
 
 
 class Leading:
@@ -74,8 +78,9 @@ class Leading:
 
     def start(self, processes: Processes) -> None:
         self._processes = processes
-        self._links[0] = Loopback(self._node.handle)
-        self._node.attach(Loopback(lambda message: self._arrived(0, self._links.get(0), message)))
+        crash = self._node.crash
+        self._links[0] = Loopback(self._node.handle, crash)
+        self._node.attach(Loopback(lambda message: self._arrived(0, self._links.get(0), message), crash))
         self._keep(self._heartbeats())
         self._keep(self._renew_lease())
         self._pump()
@@ -155,8 +160,11 @@ class Leading:
         self._timer = loop.call_later(max(0.001, leader.deadline(now) - now), self._tick)
 
     def _tick(self) -> None:
-        self._leader.tick(self._clock())
-        self._pump()
+        try:
+            self._leader.tick(self._clock())
+            self._pump()
+        except Exception as error:
+            self._node.crash(error)
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Dial):
@@ -360,8 +368,14 @@ class Leading:
     def _keep(self, work: Any) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._done)
         return task
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._node.crash(error)
 
 
 def free_port() -> int:

@@ -10,6 +10,7 @@ import asyncio
 import base64
 import contextlib
 import signal
+import traceback
 from dataclasses import dataclass
 from typing import Any, Callable, Protocol
 
@@ -72,7 +73,7 @@ class Node:
         self._stop_at = 0.0  # when the stop under way will KILL
         self._report_handle: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._housekeeper = asyncio.get_running_loop().create_task(self._housekeep())
+        self._housekeeper = self._background(self._housekeep())
 
     def run_with(self, processes: Processes, token: bytes) -> None:
         self.processes = processes
@@ -249,6 +250,11 @@ class Node:
         code = next((e.exit_code for e in self._exits if not e.ok), 128 + signal.SIGTERM)
         result = UNCLEAN if self._unclean else LEFT
         self._end(Ended(result, code, self._unclean or "the pod was told to stop"))
+
+    def crash(self, error: BaseException) -> None:
+        """A mistake in the agent. Half an agent is worse than none: the pod fails, and the operator replaces it."""
+        say("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        self._end(Ended(LEFT, 1, f"the agent failed: {error!r}"))
 
     def _end(self, ended: Ended) -> None:
         if not self.ended.done():
