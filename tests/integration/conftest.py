@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import asyncio
-import base64
+import contextlib
 import itertools
 import subprocess
 from collections.abc import AsyncIterator, Iterator
@@ -114,17 +114,29 @@ def operator(control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFacto
 
 @pytest_asyncio.fixture
 async def world(control_plane: ControlPlane, operator: OperatorProcess) -> AsyncIterator[World]:
+    """A namespace of its own, served by the operator's process."""
     if not operator.running():
         operator.start()
+    async with _world(control_plane, operator.agent_port) as made:
+        yield made
+
+
+@pytest_asyncio.fixture
+async def still_world(control_plane: ControlPlane, operator: OperatorProcess) -> AsyncIterator[World]:
+    """A namespace that no operator serves until the test starts one."""
+    if operator.running():
+        operator.stop()
+    async with _world(control_plane, operator.agent_port) as made:
+        yield made
+
+
+@contextlib.asynccontextmanager
+async def _world(control_plane: ControlPlane, agent_port: int) -> AsyncIterator[World]:
     number = next(_numbers)
     name = f"team-{number}"
     client = await Client.connect(str(control_plane.kubeconfig), field_manager="user")
     await client.create(NAMESPACES, None, _namespace(name))
     # Without a controller-manager nobody else makes it, and no pod is admitted before.
     await client.create(SERVICE_ACCOUNTS, name, {"metadata": {"name": "default"}})
-    yield World(client, name, operator.agent_port, network=number)
+    yield World(client, name, agent_port, network=number)
     await client.close()
-
-
-def decoded(value: str) -> bytes:
-    return base64.b64decode(value)

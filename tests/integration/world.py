@@ -99,7 +99,7 @@ async def until(check: Callable[[], Awaitable[T]], what: str, seconds: float = 3
         try:
             last = await check()
             if last:
-                return last  # type: ignore[return-value]
+                return last
         except AssertionError as error:
             last = error
         if asyncio.get_running_loop().time() > deadline:

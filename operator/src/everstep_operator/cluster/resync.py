@@ -132,8 +132,7 @@ class Resync:
         for place in self.namespaces or (None,):
             async for page in self.client.list(CONFIG_MAPS, place, labels=agentcode.LABEL):
                 found += page.items
-        if found:
-            await self.agent.collect(self.client, found, self._agents_in_use(), time.monotonic())
+        await self.agent.collect(self.client, found, self._agents_in_use(), time.monotonic())
 
     def _agents_in_use(self) -> dict[str, set[str]]:
         """Names by namespace, of every job that is not finished. One whose template is unknown keeps all of them."""

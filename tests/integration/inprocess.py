@@ -1,0 +1,152 @@
+"""The operator inside the test's own event loop: cheap enough to be killed at every single request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from everstep import agent_zip
+from everstep.agent.auth import job_token
+from everstep_operator.app import Operator
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster.client import Client, login
+from everstep_operator.settings import Settings
+from tests.integration.world import FakeLeader, World
+
+KEY = bytes(range(32))
+WRITES = ("POST", "PATCH", "PUT", "DELETE")
+
+Fault = Callable[[int, str, str], str | None]
+
+
+class InjectedClient(Client):
+    """Before each write asks `fault(number, method, path)`: None, or one of "lose" (carried out, the answer lost),
+    "drop" (never sent), "refuse" (500), "die" and "die after" (the process is gone before or after the request)."""
+
+    def __init__(self, *args: Any, fault: Fault | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.fault = fault or (lambda number, method, path: None)
+        self.writes = 0
+        self.died = asyncio.Event()
+
+    async def _send(self, verb: str, what: str, method: str, path: str, query: Any, body: Any, kind: str) -> Any:
+        if method not in WRITES:
+            return await super()._send(verb, what, method, path, query, body, kind)
+        self.writes += 1
+        fault = self.fault(self.writes, method, path)
+        if fault == "die":
+            await self._die()
+        if fault == "drop":
+            raise errors.Unreachable("injected", sent=False)
+        if fault == "refuse":
+            raise errors.ServerError(500, "Injected", "injected")
+        answer = await super()._send(verb, what, method, path, query, body, kind)
+        if fault == "die after":
+            await self._die()
+        if fault == "lose":
+            raise errors.Unreachable("injected", sent=True)
+        return answer
+
+    async def _die(self) -> None:
+        self.died.set()
+        await asyncio.Event().wait()  # nothing is ever done again
+
+
+@contextlib.asynccontextmanager
+async def operator(
+    kubeconfig: Path, world: World, fault: Fault | None = None, **settings: Any
+) -> AsyncIterator[tuple[Operator, InjectedClient]]:
+    """A running operator for the namespace of `world`; it ends as a killed process would, in the middle of anything."""
+    client = InjectedClient(await login(str(kubeconfig)), fault=fault, timeout=10)
+    given = {"resync_seconds": 5.0, "agent_port": world.agent_port, "watch_namespaces": (world.namespace,)}
+    made = Operator(
+        Settings(kubeconfig=str(kubeconfig), **{**given, **settings}), client, KEY, AgentCode(agent_zip.build())
+    )
+    running = asyncio.create_task(made.run(asyncio.Event()))
+    try:
+        yield made, client
+    finally:
+        running.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await running
+        await made.leaders.close()
+        await client.close()
+
+
+@dataclass
+class Simulation:
+    """Kubelets and the leader of one job: pods run once they exist, ranks start once the set is complete, and the
+    job succeeds when `finish` is set. Looks at nothing but the API server, like the real ones."""
+
+    world: World
+    job: str
+    finish: asyncio.Event = field(default_factory=asyncio.Event)
+    leaders: dict[str, FakeLeader] = field(default_factory=dict)
+    pods_seen: set[tuple[str, str]] = field(default_factory=set)
+    _task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Simulation:
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        assert self._task is not None
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+        for leader in self.leaders.values():
+            await leader.stop()
+
+    async def _run(self) -> None:
+        while True:
+            # A pod went away meanwhile, or the API server did.
+            with contextlib.suppress(errors.NotFound, errors.Conflict, errors.Unreachable):
+                await self._step()
+            await asyncio.sleep(0.02)
+
+    async def _step(self) -> None:
+        job = await self.world.job(self.job)
+        pods = await self.world.pods(self.job)
+        for pod in pods:
+            meta = pod["metadata"]
+            self.pods_seen.add((meta["name"], meta["uid"]))
+            if "deletionTimestamp" in meta:
+                await self.world.remove(pod)
+            elif pod["status"]["phase"] == "Pending":
+                await self.world.run(pod)
+        zero = next((pod for pod in pods if pod["metadata"]["labels"]["everstep.dev/index"] == "0"), None)
+        for uid in [uid for uid in self.leaders if zero is None or uid != zero["metadata"]["uid"]]:
+            await self.leaders.pop(uid).stop()
+        if zero is not None and zero["status"]["phase"] == "Running":
+            await self._lead(job, zero, [pod["metadata"]["uid"] for pod in pods])
+
+    async def _lead(self, job: dict[str, Any], zero: dict[str, Any], uids: list[str]) -> None:
+        meta = zero["metadata"]
+        leader = self.leaders.get(meta["uid"])
+        wanted = job["spec"].get("numNodes", 1)
+        if leader is None:
+            template, epoch = (int(meta["labels"][f"everstep.dev/{what}"]) for what in ("template", "epoch"))
+            token = job_token(KEY, job["metadata"]["uid"], template)
+            leader = FakeLeader(token, self.world.address(zero), self.world.agent_port, epoch)
+            leader.state["missing"] = list(range(1, wanted))
+            await leader.start()
+            self.leaders[meta["uid"]] = leader
+        told = [len(body["addresses"]) for *_, body in leader.asked("peers")]
+        if leader.state["phase"] == "forming" and (wanted == 1 or (told and told[-1] == wanted)):
+            await leader.say(phase="running", missing=[], nodes=wanted, joined=wanted, ranksStartedAt=1.0)
+        elif leader.state["phase"] == "running" and self.finish.is_set():
+            await leader.say(phase="ended", outcome={"result": "succeeded", "exitCode": 0, "message": ""})
+
+
+def flaky(seed: int, share: float = 0.3, budget: int = 40) -> Fault:
+    """A fault for `share` of the first `budget` writes, always the same for a seed."""
+    chance = random.Random(seed)
+    return lambda number, method, path: (
+        chance.choice(["lose", "drop", "refuse"]) if number <= budget and chance.random() < share else None
+    )

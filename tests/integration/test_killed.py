@@ -1,0 +1,87 @@
+"""The operator is killed before and after each of its writes, loses answers, meets refusals: the job ends the same."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from e2e.cluster.controlplane import ControlPlane
+from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES
+from tests.integration.inprocess import Fault, InjectedClient, Simulation, flaky, operator
+from tests.integration.world import World, until
+
+MOST_WRITES = 40
+NODES = 2
+
+
+async def as_if_nothing_had_happened(world: World, simulation: Simulation, job: str) -> None:
+    status = (await world.job(job))["status"]
+    assert status["phase"] == "Succeeded"
+    # Where nobody could know whether the last epoch had got its pod 0, the next one was used: a gap is harmless.
+    assert {label(pod, "epoch") for pod in await world.pods(job)} == {str(status["epoch"])}
+    assert (status.get("restarts") or {}).get("total", 0) == 0
+    assert len(simulation.pods_seen) == NODES, "a pod was made twice"
+    assert [s["metadata"]["name"] for s in await world.all(SERVICES)] == [job]
+    of_template = f"{job}-{status['template']['epoch']}"
+    assert [s["metadata"]["name"] for s in await world.all(SECRETS)] == [of_template]
+    assert [m["metadata"]["name"] for m in await world.all(CONFIG_MAPS)][:-1] == [of_template]  # the last: the agent
+
+
+def label(pod: dict[str, Any], name: str) -> str:
+    return str(pod["metadata"]["labels"][f"everstep.dev/{name}"])
+
+
+async def clear(world: World) -> None:
+    for resource in (JOBS, PODS, SERVICES, SECRETS, CONFIG_MAPS):
+        for item in await world.all(resource):
+            meta = item["metadata"]
+            await world.client.delete(resource, world.namespace, meta["name"], uid=meta["uid"], grace=0)
+
+
+async def over(world: World, job: str, client: InjectedClient) -> bool:
+    """True when the job has succeeded, False when the operator died first."""
+
+    async def check() -> bool:
+        if client.died.is_set():
+            return True
+        return ((await world.job(job)).get("status") or {}).get("phase") == "Succeeded"
+
+    await until(check, "the job has succeeded or the operator is dead")
+    await asyncio.sleep(0.2)  # its last events
+    return not client.died.is_set()
+
+
+def at_write(number: int, how: str) -> Fault:
+    return lambda n, method, path: how if n == number else None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("how", ["die", "die after"])
+async def test_killed_at_every_write(control_plane: ControlPlane, still_world: World, how: str) -> None:
+    for at in range(1, MOST_WRITES):
+        await still_world.submit("digits", numNodes=NODES)
+        async with Simulation(still_world, "digits") as simulation:
+            simulation.finish.set()
+            async with operator(control_plane.kubeconfig, still_world, at_write(at, how)) as (_, client):
+                done = await over(still_world, "digits", client)
+            if not done:
+                async with operator(control_plane.kubeconfig, still_world):
+                    await still_world.until_phase("digits", "Succeeded")
+            await as_if_nothing_had_happened(still_world, simulation, "digits")
+        if done:
+            assert at > 8, "the job took fewer writes than it has objects"
+            return
+        await clear(still_world)
+    raise AssertionError(f"more than {MOST_WRITES} writes for one job")
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_lost_answers_and_refusals(control_plane: ControlPlane, still_world: World, seed: int) -> None:
+    await still_world.submit("digits", numNodes=NODES)
+    async with Simulation(still_world, "digits") as simulation:
+        simulation.finish.set()
+        async with operator(control_plane.kubeconfig, still_world, flaky(seed)):
+            await still_world.until_phase("digits", "Succeeded", seconds=60)
+        await as_if_nothing_had_happened(still_world, simulation, "digits")

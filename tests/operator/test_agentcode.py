@@ -1,0 +1,87 @@
+"""The agent's ConfigMaps: there before pods, gone when nobody names them, never before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.agentcode import ALL, KEEP_SECONDS, AgentCode
+
+
+class ConfigMaps:
+    def __init__(self) -> None:
+        self.there: dict[tuple[str, str], Any] = {}
+        self.creates = 0
+
+    async def create(self, resource: Any, namespace: str, body: Any) -> Any:
+        self.creates += 1
+        name = (namespace, body["metadata"]["name"])
+        if name in self.there:
+            raise errors.AlreadyExists(409, "AlreadyExists", "there")
+        meta = {**body["metadata"], "namespace": namespace, "uid": f"u{self.creates}"}
+        self.there[name] = {**body, "metadata": meta}
+        return self.there[name]
+
+    async def get(self, resource: Any, namespace: str, name: str) -> Any:
+        return self.there[(namespace, name)]
+
+    async def delete(self, resource: Any, namespace: str, name: str, *, uid: str) -> None:
+        assert self.there[(namespace, name)]["metadata"]["uid"] == uid
+        del self.there[(namespace, name)]
+
+
+@pytest.fixture
+def client() -> Any:
+    return ConfigMaps()
+
+
+async def test_the_name_is_a_digest_of_the_content(client: Any) -> None:
+    one, other = AgentCode(b"one"), AgentCode(b"other")
+    await one.ensure(client, "ns")
+    await other.ensure(client, "ns")
+    assert {name for _, name in client.there} == {one.name, other.name}
+    assert len(one.name) == len("everstep-agent-") + 12
+
+
+async def test_what_is_known_to_be_there_is_not_asked_for_again(client: Any) -> None:
+    agent = AgentCode(b"code")
+    for _ in range(3):
+        await agent.ensure(client, "ns")
+    assert client.creates == 1
+
+
+async def test_other_code_under_our_name_is_not_run(client: Any) -> None:
+    agent = AgentCode(b"code")
+    client.there[("ns", agent.name)] = {**AgentCode(b"evil").config_map(), "metadata": {"name": agent.name}}
+    with pytest.raises(errors.NotOurs):
+        await agent.ensure(client, "ns")
+
+
+async def test_an_old_version_goes_an_hour_after_its_last_job(client: Any) -> None:
+    old, new = AgentCode(b"old"), AgentCode(b"new")
+    await old.ensure(client, "ns")
+    await new.ensure(client, "ns")
+
+    async def collect(used: set[str], now: float) -> None:
+        await new.collect(client, list(client.there.values()), {"ns": used}, now)
+
+    await collect({old.name, new.name}, 0)
+    await collect({new.name}, 10)
+    await collect({new.name}, 10 + KEEP_SECONDS - 1)
+    assert ("ns", old.name) in client.there
+    await collect({ALL}, 10 + KEEP_SECONDS + 1)  # somebody's template is unknown: it may be the old one
+    assert ("ns", old.name) in client.there
+    await collect({new.name}, 20 + KEEP_SECONDS)
+    await collect({new.name}, 20 + 2 * KEEP_SECONDS)
+    assert set(client.there) == {("ns", new.name)}
+
+
+async def test_what_was_deleted_by_hand_is_made_again_after_the_next_look(client: Any) -> None:
+    agent = AgentCode(b"code")
+    await agent.ensure(client, "ns")
+    client.there.clear()
+    await agent.collect(client, [], {}, 0)
+    await agent.ensure(client, "ns")
+    assert ("ns", agent.name) in client.there

@@ -1,0 +1,207 @@
+"""The leader poller against leaders that answer, lie, flood, vanish, or were never there."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+
+from e2e.cluster.ports import free_ports
+from everstep.agent import auth
+from everstep_operator.cluster.leader import LeaderPoller
+from everstep_operator.plan.actions import Poll
+from tests.integration.world import FakeLeader, until
+
+KEY = ("ns", "digits")
+TOKEN = bytes(range(32))
+
+
+class Woken:
+    def __init__(self) -> None:
+        self.calls: list[float] = []
+        self.poller = LeaderPoller(lambda key, delay: self.calls.append(delay), fence_timeout=6)
+
+
+@pytest_asyncio.fixture
+async def woken() -> AsyncIterator[Woken]:
+    made = Woken()
+    yield made
+    await made.poller.close()
+
+
+@pytest_asyncio.fixture
+async def leader() -> AsyncIterator[FakeLeader]:
+    made = await FakeLeader(TOKEN, "127.0.0.1", free_ports(1)[0], epoch=1).start()
+    yield made
+    await made.stop()
+
+
+def poll(leader: FakeLeader, uid: str = "pod-a", charged: str = "", allowance: int = 3) -> Poll:
+    return Poll(f"{leader.address}:{leader.port}", uid, leader.state["epoch"], 1, charged, allowance)
+
+
+async def reachable(woken: Woken, expected: bool = True) -> None:
+    async def check() -> bool:
+        view = woken.poller.view(KEY, "pod-a")
+        return view is not None and view.reachable is expected
+
+    await until(check, f"reachable is {expected}", 10)
+
+
+async def test_news_wakes_the_planner_at_once(woken: Woken, leader: FakeLeader) -> None:
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    await reachable(woken)
+    await leader.say(phase="running", generation=2)
+
+    async def news() -> bool:
+        view = woken.poller.view(KEY, "pod-a")
+        return view is not None and view.generation == 2
+
+    await until(news, "the second state", 5)
+    assert woken.calls == [0.0, 0.0]
+
+
+async def test_steps_alone_can_wait(woken: Woken, leader: FakeLeader) -> None:
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    await reachable(woken)
+    await leader.say(progress={"step": 7})
+
+    async def news() -> bool:
+        return len(woken.calls) > 1
+
+    await until(news, "progress", 5)
+    assert woken.calls[1] > 0
+
+
+async def test_one_challenge_serves_a_whole_conversation(woken: Woken, leader: FakeLeader) -> None:
+    challenges = 0
+    issue = leader._nonces.issue
+
+    def counted(now: float) -> str:
+        nonlocal challenges
+        challenges += 1
+        return issue(now)
+
+    leader._nonces.issue = counted  # type: ignore[method-assign]
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    await reachable(woken)
+    for generation in range(2, 6):
+        await leader.say(generation=generation)
+        await asyncio.sleep(0.25)
+    assert len(leader.asked("state")) >= 4
+    assert challenges <= len(leader.asked("state")) + 2  # one for each answer, and the first
+
+
+async def test_the_ledger_id_and_the_allowance_are_carried(woken: Woken, leader: FakeLeader) -> None:
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    await reachable(woken)
+    woken.poller.want(KEY, poll(leader, charged="1.1", allowance=2), TOKEN)
+    await leader.say(generation=2)
+
+    async def carried() -> bool:
+        return any(q["charged"] == "1.1" and q["allowance"] == "2" for _, _, q, _ in leader.asked("state"))
+
+    await until(carried, "the new allowance", 5)
+
+
+async def test_a_leader_that_vanishes_is_reported_and_found_again(woken: Woken, leader: FakeLeader) -> None:
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    await reachable(woken)
+    await leader.stop()
+    await reachable(woken, False)
+    await leader.start()
+    await reachable(woken)
+
+
+async def test_another_pod_is_another_leader(woken: Woken, leader: FakeLeader) -> None:
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    await reachable(woken)
+    woken.poller.want(KEY, poll(leader, uid="pod-b"), TOKEN)
+    assert woken.poller.view(KEY, "pod-a") is None
+    view = woken.poller.view(KEY, "pod-b")
+    assert view is not None
+    assert view.answered_at is None
+
+
+async def test_peers_are_pushed_once_to_each_leader(woken: Woken, leader: FakeLeader) -> None:
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    await reachable(woken)
+    addresses = {0: "10.0.0.1:8470", 1: "10.0.0.2:8470"}
+    for _ in range(3):
+        assert await woken.poller.push_peers(KEY, 1, addresses)
+    assert [body for *_, body in leader.asked("peers")] == [
+        {"epoch": 1, "addresses": {"0": "10.0.0.1:8470", "1": "10.0.0.2:8470"}}
+    ]
+    addresses[1] = "10.0.0.9:8470"
+    assert await woken.poller.push_peers(KEY, 1, addresses)
+    await leader.say(incarnation="restarted")  # it has forgotten the table
+
+    async def known() -> bool:
+        view = woken.poller.view(KEY, "pod-a")
+        return view is not None and view.incarnation == "restarted"
+
+    await until(known, "the new incarnation", 5)
+    assert await woken.poller.push_peers(KEY, 1, addresses)
+    assert len(leader.asked("peers")) == 3
+
+
+async def test_stop(woken: Woken, leader: FakeLeader) -> None:
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    assert await woken.poller.stop(KEY, "Suspended")
+    assert leader.asked("stop")[0][3] == {"reason": "Suspended"}
+
+
+async def test_a_leader_with_another_token_is_not_believed(woken: Woken, leader: FakeLeader) -> None:
+    woken.poller.want(KEY, poll(leader), b"another token of thirty-two bytes")
+    await reachable(woken, False)
+    view = woken.poller.view(KEY, "pod-a")
+    assert view is not None
+    assert view.answered_at is None
+
+
+async def serve(answer: web.Response | None, *, forged: bool = False, size: int = 0) -> tuple[web.AppRunner, int]:
+    """Somebody who has the port but not the token, or has it and floods."""
+
+    async def challenge(_: web.Request) -> web.Response:
+        return web.json_response({"nonce": auth.new_nonce()})
+
+    async def state(request: web.Request) -> web.Response:
+        data = json.dumps({"phase": "running", "pad": "x" * size}).encode()
+        token = b"forged" if forged else TOKEN
+        mac = auth.response_mac(token, 200, request.headers[auth.CLIENT_HEADER], data)
+        return web.Response(body=data, headers={auth.MAC_HEADER: mac})
+
+    app = web.Application()
+    app.router.add_get("/v1/challenge", challenge)
+    app.router.add_get("/v1/state", state)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
+    port = free_ports(1)[0]
+    await web.TCPSite(runner, "127.0.0.1", port).start()
+    return runner, port
+
+
+@pytest.mark.parametrize(("forged", "size"), [(True, 0), (False, 2 << 20)])
+async def test_forged_and_oversized_answers_are_no_answers(woken: Woken, forged: bool, size: int) -> None:
+    runner, port = await serve(None, forged=forged, size=size)
+    woken.poller.want(KEY, Poll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
+    await reachable(woken, False)
+    await runner.cleanup()
+
+
+async def test_a_thousand_leaders_that_do_not_exist_cost_nearly_nothing(woken: Woken) -> None:
+    """Simulated nodes give their pods addresses where nobody lives."""
+    loop = asyncio.get_running_loop()
+    for number in range(1000):
+        address = f"240.0.{number // 250}.{number % 250 + 1}:8470"  # class E: never routed
+        woken.poller.want(("ns", f"j{number}"), Poll(address, "u", 1, 1, "", 3), TOKEN)
+    await asyncio.sleep(3)  # all have failed a few times and have begun to back off
+    started = loop.time()
+    for _ in range(100):
+        await asyncio.sleep(0.01)
+    assert loop.time() - started < 3, "the loop was kept busy"
+    assert all(not view.reachable for n in range(1000) if (view := woken.poller.view(("ns", f"j{n}"), "u")))
