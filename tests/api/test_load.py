@@ -49,7 +49,7 @@ def test_finds_every_mistake_in_the_order_of_the_file() -> None:
     text = JOB + "  numNodes: '2'\n  pools:\n  - name: a\n  - nam: b\n  timeouts: {runtime: 29d}\n"
     assert complaints(text) == [
         'job.yaml:6: document 1: spec.numNodes: must be of type integer: "string" (write it without quotes)',
-        "job.yaml:9: document 1: spec.pools[1].name: Required value",
+        "job.yaml:9: document 1: spec.pools[1].name: Required value (Name of the TrainingPool)",
         'job.yaml:9: document 1: spec.pools[1].nam: unknown field "spec.pools[1].nam" (did you mean name?)',
         "job.yaml:10: document 1: spec.timeouts.runtime: must be between 1s and 28d",
     ]

@@ -39,7 +39,9 @@ class EnvVar(ApiModel):
     """An environment variable of the trainer."""
 
     name: Annotated[str, Pattern("^[ -<>-~]+$", 256)]
+    """Any printable ASCII characters but `=`."""
     value: Argument | None = None
+    """A plain value; `$(NAME)` refers to a variable before it."""
     value_from: dict[str, Any] | None = None
     """A Kubernetes EnvVarSource; its content is checked when the first pod is created."""
 
@@ -71,7 +73,9 @@ class Resources(ApiModel):
     """Resources of the trainer container of each pod."""
 
     requests: ResourceList = Field(default_factory=dict)
+    """What each pod reserves."""
     limits: ResourceList = Field(default_factory=dict)
+    """What each pod may use at most; GPUs are asked for here."""
 
 
 class Torch(ApiModel):
@@ -129,6 +133,7 @@ class PoolChoice(ApiModel):
     """A TrainingPool to try."""
 
     name: DnsName
+    """Name of the TrainingPool."""
     wait: Annotated[Duration, between("0s", "28d")] = timedelta(minutes=10)
     """How long to wait for capacity here before the next pool is tried; without meaning on the last one."""
 

@@ -42,9 +42,11 @@ class PodMetadata(ApiModel):
     """Labels and annotations of the job's pods."""
 
     labels: Annotated[dict[str, LabelValue], Field(max_length=64), _LABEL_KEYS, DropNulls] = Field(default_factory=dict)
+    """Added to everstep's own."""
     annotations: Annotated[dict[str, Annotation], Field(max_length=64), _LABEL_KEYS, DropNulls] = Field(
         default_factory=dict
     )
+    """Added to the pods."""
 
     rules: ClassVar = (
         Rule(
@@ -63,13 +65,21 @@ class ContainerOverlay(ApiModel):
     model_config = ConfigDict(extra="allow")
 
     name: DnsLabel
+    """`trainer`, or a sidecar's name."""
     image: str | None = Field(default=None, max_length=1024)
+    """For sidecars only: the trainer's is a field of the job."""
     command: list[Argument] | None = Field(default=None, max_length=1024)
+    """For sidecars only: the trainer's is a field of the job."""
     args: list[Argument] | None = Field(default=None, max_length=1024)
+    """For sidecars only: the trainer's is a field of the job."""
     env: list[dict[str, Any]] | None = Field(default=None, max_length=256)
+    """For sidecars only: the trainer's is a field of the job."""
     resources: dict[str, Any] | None = None
+    """For sidecars only: the trainer's is a field of the job."""
     image_pull_policy: str | None = Field(default=None, max_length=32)
+    """For sidecars only: the trainer's is a field of the job."""
     restart_policy: str | None = Field(default=None, max_length=32)
+    """For sidecars only: the trainer's is a field of the job."""
 
     rules: ClassVar = (
         _refuse_for_trainer("image", "the trainer's image is spec.image: set it there"),
@@ -88,6 +98,7 @@ class VolumeOverlay(ApiModel):
     model_config = ConfigDict(extra="allow")
 
     name: DnsLabel
+    """What volumeMounts refer to."""
 
     rules: ClassVar = (
         Rule(
@@ -105,7 +116,9 @@ class PodSpecOverlay(ApiModel):
     model_config = ConfigDict(extra="allow")
 
     containers: Annotated[list[ContainerOverlay], Field(max_length=16), ListMap("name", lambda c: c.name)] | None = None
+    """`trainer` is merged into everstep's container, others are sidecars."""
     volumes: Annotated[list[VolumeOverlay], Field(max_length=64), ListMap("name", lambda v: v.name)] | None = None
+    """Added to everstep's own."""
     termination_grace_period_seconds: Annotated[int, Field(ge=15, le=86400), Whole] | None = None
     """Seconds from TERM to KILL when a pod is stopped; the last checkpoint of a stopped job is written in them."""
     service_account_name: str | None = Field(default=None, max_length=253)
@@ -119,12 +132,19 @@ class PodSpecOverlay(ApiModel):
     automount_service_account_token: bool | None = None
     """Default false. True is allowed where the operator's configuration says so."""
     restart_policy: str | None = Field(default=None, max_length=32)
+    """Refused."""
     hostname: str | None = Field(default=None, max_length=253)
+    """Refused."""
     subdomain: str | None = Field(default=None, max_length=253)
+    """Refused."""
     set_hostname_as_fqdn: bool | None = Field(default=None, alias="setHostnameAsFQDN")
+    """Refused."""
     node_name: str | None = Field(default=None, max_length=253)
+    """Refused."""
     active_deadline_seconds: Annotated[int, Whole] | None = None
+    """Refused."""
     share_process_namespace: bool | None = None
+    """False only."""
 
     rules: ClassVar = (
         _refuse("restartPolicy", "everstep restarts ranks and pods itself: remove restartPolicy, see spec.restart"),

@@ -66,11 +66,16 @@ class Condition(StatusModel):
     """One observation in the form of Kubernetes' metav1.Condition."""
 
     type: Annotated[ConditionType, Strict(False)]
+    """What is judged."""
     status: Literal["True", "False", "Unknown"]
+    """Whether it holds."""
     reason: ReasonWord
     message: Message = ""
+    """For people."""
     last_transition_time: Time
+    """When `status` last changed."""
     observed_generation: Count = 0
+    """The `metadata.generation` it was judged by."""
 
 
 class TemplateStatus(StatusModel):
@@ -101,7 +106,9 @@ class Charge(StatusModel):
     id: str = Field(pattern=r"^[0-9]{1,9}\.[0-9]{1,9}$", max_length=32)
     """`epoch.generation` of the generation that ended."""
     cause: Annotated[Cause, Strict(False)]
+    """The budget that paid."""
     time: Time
+    """When the generation ended."""
     count: Annotated[int, Field(ge=1), Whole] = 1
     """How many charges of this cause are folded into this entry: the oldest are, when the list is full."""
 
@@ -116,12 +123,17 @@ class Restarts(StatusModel):
     """Restarts so far. The counts cover the job's life; the budgets look at `charges` within `restart.window`."""
 
     total: Count = 0
+    """All restarts."""
     application: Count = 0
+    """Charged to failures of the program."""
     infrastructure: Count = 0
+    """Charged to lost pods and nodes."""
     preemption: Count = 0
+    """Free of charge."""
     charges: Annotated[list[Charge], Field(max_length=MAX_CHARGES), ListMap("id", lambda charge: charge.id)] = Field(
         default_factory=list
     )
+    """The newest last."""
 
     @property
     def last(self) -> Charge | None:
@@ -162,32 +174,45 @@ class LastFailure(StatusModel):
     """The last thing that went wrong, for a reader who has one minute."""
 
     cause: Annotated[Cause, Strict(False)]
+    """The budget that paid."""
     reason: ReasonWord
     node: str | None = Field(default=None, max_length=253)
+    """Where it happened."""
     rank: Count | None = None
+    """The first rank that failed."""
     exit_code: Annotated[int, Whole] | None = None
+    """Its exit code; 128 + n after signal n."""
     message: Message = ""
+    """What it said."""
     log_tail: list[Line] = Field(default_factory=list, max_length=MAX_LOG_LINES)
+    """The last lines of its standard error."""
 
 
 class Transition(StatusModel):
     """A phase the job was in."""
 
     phase: Annotated[Phase, Strict(False)]
+    """The phase."""
     reason: ReasonWord = ""
     start: Time
+    """When it began."""
     end: Time | None = None
+    """When it ended; absent while it lasts."""
 
 
 class Timings(StatusModel):
-    """Where the time went, in seconds."""
+    """Where the time went, in seconds; a phase is booked when it ends."""
 
     pending: Seconds = 0.0
+    """In phase Pending."""
     scheduling: Seconds = 0.0
+    """In phase Scheduling."""
     starting: Seconds = 0.0
+    """In phase Starting."""
     running: Seconds = 0.0
+    """In phase Running."""
     recovering: Seconds = 0.0
-    """From a failure to the next running generation."""
+    """In phase Restarting."""
     lost: Seconds = 0.0
     """Training that had to be done again."""
     goodput: Annotated[float, Field(ge=0, le=1)] | None = None
@@ -203,6 +228,7 @@ class TrainingJobStatus(StatusModel):
     conditions: Annotated[list[Condition], Field(max_length=16), ListMap("type", lambda c: c.type.value)] = Field(
         default_factory=list
     )
+    """kstatus' Reconciling and Stalled, and those of the job."""
     epoch: Count = 0
     """Raised before each creation of pod 0: the first half of the fencing token."""
     generation: Count = 0
@@ -216,6 +242,7 @@ class TrainingJobStatus(StatusModel):
     restarts: Restarts = Restarts()
     last_failure: LastFailure | None = None
     transitions: list[Transition] = Field(default_factory=list, max_length=MAX_TRANSITIONS)
+    """The phases so far, the newest last."""
     timings: Timings = Timings()
 
     def condition(self, kind: ConditionType) -> Condition | None:
