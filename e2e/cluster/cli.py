@@ -12,7 +12,12 @@ import typer
 from e2e.cluster import backend, kwok, status
 from e2e.cluster.controlplane_flags import ClientLimits
 
-app = typer.Typer(help="A real Kubernetes cluster on this machine.", no_args_is_help=True, add_completion=False)
+app = typer.Typer(
+    help="A real Kubernetes cluster on this machine.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
 node_app = typer.Typer(help="Break nodes on purpose.", no_args_is_help=True)
 apiserver_app = typer.Typer(help="Break the API server on purpose.", no_args_is_help=True)
 controllers_app = typer.Typer(help="Controller-manager and scheduler.", no_args_is_help=True)

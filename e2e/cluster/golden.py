@@ -1,8 +1,9 @@
 """Images, imported once for all nodes.
 
-A "golden" containerd root holds every image, unpacked. A node's root is a tree of hard links to it, with databases of
-its own: a fraction of a second and no disk for each node, because containerd never changes a layer in place.
-Node roots lie beside the golden root, since hard links need one file system.
+A "golden" containerd root holds every image, unpacked. A node's root has databases of its own, hard links to the blobs
+and symbolic links to the unpacked layers: milliseconds and no disk for each node, whatever the images weigh. It works
+because containerd never changes a layer in place. Node roots lie beside the golden root, since hard links need one file
+system.
 """
 
 from __future__ import annotations
@@ -23,6 +24,15 @@ from e2e.cluster.state import exclusive, write_atomically
 from e2e.cluster.waiting import until
 
 LOCK = "golden"
+BLOBS = Path("io.containerd.content.v1.content/blobs/sha256")
+SNAPSHOTS = Path("io.containerd.snapshotter.v1.overlayfs/snapshots")
+DATABASES = (
+    Path("io.containerd.metadata.v1.bolt/meta.db"),
+    Path("io.containerd.snapshotter.v1.overlayfs/metadata.db"),
+)
+# Names that no pod asks for: of an image on its way in, and of one whose name went to newer content.
+IMPORTED = "import.everstep.dev/image"
+STALE = "stale.everstep.dev/image"
 
 
 def root() -> Path:
@@ -72,9 +82,11 @@ def ensure(archives: Mapping[str, Path], keys: Mapping[str, str] | None = None) 
                 new[name] = key
         if new:
             with _containerd() as socket:
+                ctr = ["ctr", "--address", str(socket)]
+                _remove_stale(ctr)
                 for name, key in new.items():
                     print(f"importing {name} ...", flush=True)
-                    import_archive(["ctr", "--address", str(socket)], name, archives[name])
+                    import_archive(ctr, name, archives[name])
                     held[name] = key
                     write_atomically(_record(), json.dumps(held, indent=1))
     return list(new)
@@ -103,11 +115,15 @@ def seed(target: Path) -> dict[str, str]:
     """Make ``target`` a containerd root with all golden images; returns which: name -> key."""
     with exclusive(LOCK):
         shutil.rmtree(target, ignore_errors=True)
-        _run("cp", "-al", str(root()), str(target))
-        for database in root().glob("**/*.db"):
-            copy = target / database.relative_to(root())
-            copy.unlink()
-            shutil.copy2(database, copy)
+        for folder in (BLOBS, SNAPSHOTS):
+            (target / folder).mkdir(parents=True)
+        for blob in (root() / BLOBS).iterdir():
+            (target / BLOBS / blob.name).hardlink_to(blob)
+        for layer in (root() / SNAPSHOTS).iterdir():
+            (target / SNAPSHOTS / layer.name).symlink_to(layer)
+        for database in DATABASES:
+            (target / database).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root() / database, target / database)
         return images()
 
 
@@ -123,18 +139,35 @@ def reference(name: str) -> str:
 
 def import_archive(ctr: list[str], name: str, archive: Path) -> None:
     """Import an archive through a ``ctr`` command line, whatever name the archive itself gives to the image."""
-    base = "import.everstep.dev/image"
     command = [*ctr, "--namespace", "k8s.io", "images"]
-    _run(*command, "import", "--digests", "--base-name", base, str(archive))
     wanted = reference(name)
-    listed = [line.split()[:3] for line in _run(*command, "list").splitlines()[1:]]
-    by_digest = [words for words in listed if words[0].startswith(base)]
-    if by_digest:
-        _run(*command, "tag", "--force", by_digest[0][0], wanted)
-        for words in by_digest:
-            _run(*command, "remove", words[0])
-    elif wanted not in (words[0] for words in listed):
+    before = _listed(command).get(wanted)
+    if before is not None:
+        # Nodes may still run on the layers of the image that loses its name now.
+        _run(*command, "tag", "--force", wanted, f"{STALE}:{before.removeprefix('sha256:')}")
+    _run(*command, "import", "--digests", "--base-name", IMPORTED, str(archive))
+    imported = [found for found in _listed(command) if found.startswith(IMPORTED)]
+    if imported:
+        _run(*command, "tag", "--force", imported[0], wanted)
+        _run(*command, "remove", *imported)
+    elif wanted not in _listed(command):
         raise ClusterError(f"{archive} was imported, but under another name than {wanted}")
+
+
+def _remove_stale(ctr: list[str]) -> None:
+    """Free the disk of replaced images, once no node is left that could use them."""
+    if any(root().parent.glob("node-*")):
+        return
+    command = [*ctr, "--namespace", "k8s.io", "images"]
+    stale = [found for found in _listed(command) if found.startswith(STALE)]
+    if stale:
+        _run(*command, "remove", "--sync", *stale)
+
+
+def _listed(command: list[str]) -> dict[str, str]:
+    """Images by name, with their digests."""
+    rows = (line.split() for line in _run(*command, "list").splitlines()[1:])
+    return {row[0]: row[2] for row in rows}
 
 
 @contextmanager

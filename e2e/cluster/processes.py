@@ -5,6 +5,7 @@ A process is known by its pid, its start time and the boot it belongs to: a pid 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -118,7 +119,11 @@ class ProcessTable:
         return process
 
     def all(self) -> list[Process]:
-        return [Process(**json.loads(path.read_text())) for path in sorted(self.folder.glob("[!.]*.json"))]
+        found = []
+        for path in sorted(self.folder.glob("[!.]*.json")):
+            with contextlib.suppress(FileNotFoundError):  # another thread or command has just stopped it
+                found.append(Process(**json.loads(path.read_text())))
+        return found
 
     def find(self, name: str) -> Process | None:
         """The recorded process of that name, if it still runs."""

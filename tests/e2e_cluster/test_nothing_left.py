@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.cluster import cgroups, host
+from e2e.cluster import cgroups, golden, host
 from e2e.cluster.backend import choose
 from e2e.cluster.local import LocalCluster
 from e2e.cluster.processes import marked
@@ -41,12 +41,13 @@ def _output(*command: str) -> str:
 def _traces() -> dict[str, object]:
     """All that a cluster could leave on a machine."""
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    ours = (str(cluster_dir()), str(golden.root().parent), "kube")
     return {
-        "links": sorted(path.name for path in Path("/sys/class/net").iterdir()),
-        "routes": _output("ip", "route"),
+        "links": sorted(path.name for path in Path("/sys/class/net").glob("everstep*")),
+        "routes": [line for line in _output("ip", "route").splitlines() if line.startswith(("10.200.", "10.201."))],
         "rules": _output("iptables-save"),
-        "namespaces": sorted(path.name for path in Path("/run/netns").glob("*")),
-        "mounts": sorted(mount for mount in mounts if "everstep" in mount or "kube" in mount),
+        "namespaces": sorted(path.name for path in Path("/run/netns").glob("everstep-node-*")),
+        "mounts": sorted(mount for mount in mounts if any(part in mount for part in ours)),
         "cgroups": [str(root) for root in cgroups.hierarchies() if (root / cgroups.PARENT).exists()],
         "sysctls": {name: (Path("/proc/sys") / name).read_text() for name in host.SYSCTLS},
         "folders": [path for path in host.MOUNT_POINTS if Path(path).exists()],

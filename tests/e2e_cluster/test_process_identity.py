@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,14 @@ def test_a_process_whose_record_was_never_written_is_swept(table: ProcessTable, 
     assert [process.pid for process in marked(str(table.folder))] == [started.pid]
     ProcessTable(table.folder).sweep()
     assert not started.alive
+
+
+def test_many_may_be_stopped_at_once(table: ProcessTable, tmp_path: Path) -> None:
+    names = [f"sleeper-{number}" for number in range(12)]
+    started = [table.start(name, ["sleep", "1000"], tmp_path / "log") for name in names]
+    with ThreadPoolExecutor(12) as pool:
+        list(pool.map(lambda name: ProcessTable(table.folder).stop([name]), names))
+    assert not any(process.alive for process in started)
 
 
 def test_sweeping_spares_other_tables(table: ProcessTable, tmp_path: Path) -> None:
