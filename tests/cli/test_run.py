@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +41,9 @@ signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print("UP", flush=True)
 time.sleep(600)
 """
+
+
+STUBBORN = WAITS.replace("sys.exit(0)", "None")
 
 
 @pytest.fixture
@@ -147,28 +149,67 @@ def test_the_token_is_its_owner_s_alone(everstep: Everstep, manifest: Callable[.
     assert (tmp_path / "base" / "token").stat().st_mode & 0o777 == 0o600
 
 
-def test_ctrl_c_stops_the_ranks_with_their_grace_and_leaves_nothing(
-    manifest: Callable[..., Path], tmp_path: Path
-) -> None:
-    command = [sys.executable, "-m", "everstep.cli", "run", "-f", str(manifest(WAITS)), "--base", "base"]
-    process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ}
-    )
-    try:
+@pytest.fixture
+def started(manifest: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Starts `everstep run` of a script and waits until its four ranks have printed UP."""
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(source: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "everstep.cli", "run", "-f", str(manifest(source)), "--base", "base"]
+        process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        processes.append(process)
         assert process.stdout is not None
         up = 0
         while up < 4:
-            up += "UP" in process.stdout.readline()
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=40)
-    finally:
+            line = process.stdout.readline()
+            assert line, process.communicate()[1]
+            up += "UP" in line
+        return process
+
+    yield start
+    for process in processes:
         process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_stops_the_ranks_with_their_grace_and_leaves_nothing(
+    started: Callable[[str], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = started(WAITS)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=40)
     assert process.returncode == 130, out + err
     assert "stopping; once more kills" in err
-    deadline = time.monotonic() + 10
-    while (left := running(str(tmp_path))) and time.monotonic() < deadline:
+    assert until_gone(tmp_path) == []
+
+
+def test_a_second_ctrl_c_does_not_wait_for_the_grace(
+    started: Callable[[str], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    process = started(STUBBORN)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    while "once more kills" not in process.stderr.readline():
+        pass
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert until_gone(tmp_path) == []
+
+
+def test_nothing_trains_on_when_the_command_itself_is_killed(
+    started: Callable[[str], subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    started(WAITS).kill()
+    assert until_gone(tmp_path) == []
+
+
+def until_gone(folder: Path) -> list[str]:
+    """What is left of the processes of a run, after a while."""
+    deadline = time.monotonic() + 20
+    while (left := running(str(folder))) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert left == []
+    return left
 
 
 def running(part: str) -> list[str]:

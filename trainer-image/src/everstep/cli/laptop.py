@@ -50,10 +50,11 @@ class Laptop:
             agents = LocalAgents(self._prepared.local, self._base, agent, screen.log)
             try:
                 self._follow(agents, screen)
-                if not agents.wait(LEAVE_SECONDS):
+                if self._interrupts < 2 and not agents.wait(LEAVE_SECONDS):
                     screen.say("an agent did not leave; killing it")
             finally:
-                agents.kill()
+                if None in agents.exits:
+                    agents.kill()
             code = self._verdict(agents, screen)
             for line in self._summary(started, time.time()):
                 screen.say(line)

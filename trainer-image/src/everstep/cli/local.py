@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from everstep.cli.lines import Line, parse
 ADDRESS = "127.0.0.1"
 EPOCH = 1
 TOKEN_BYTES = 32
+KILL_SECONDS = 5.0
+_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -83,12 +86,20 @@ class LocalAgents:
         return word
 
     def kill(self) -> None:
-        """End the agents and, since each leads a session of its own, whatever of their ranks is left in it."""
+        """End the agents with all that their ranks left behind: only they know every descendant, so they are asked
+        (the third signal leaves no grace) before they are killed themselves."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGTERM):
+            for process in self._processes:
+                if process.poll() is None:
+                    process.send_signal(number)
+            time.sleep(0.05)  # signals that are pending together are one
+        deadline = time.monotonic() + KILL_SECONDS
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self._processes:
-            process.wait()
+            try:
+                process.wait(max(0.0, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
     def _start(self, index: int, port: int, agent: Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:
         command: Sequence[str] = (
@@ -105,6 +116,7 @@ class LocalAgents:
             errors="replace",
             # The terminal's Ctrl-C is for us: the job is stopped through its leader, with grace.
             start_new_session=True,
+            preexec_fn=_stop_with_parent(),
         )
         for stream in (process.stdout, process.stderr):
             assert stream is not None
@@ -116,6 +128,17 @@ class LocalAgents:
     def _read(self, node: str, stream: IO[str]) -> None:
         for raw in stream:
             self._write(parse(raw, node, stamped=False))
+
+
+def _stop_with_parent() -> Callable[[], object] | None:
+    """Whoever kills `everstep run` itself does not mean to train on unseen. Linux only."""
+    import ctypes
+
+    try:
+        prctl = ctypes.CDLL(None).prctl
+    except (AttributeError, OSError):
+        return None
+    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 def free_ports(count: int) -> list[int]:
