@@ -334,11 +334,11 @@ class World:
     def phase(self) -> str:
         return str(self.job.status.phase or "")
 
-    def run(self, until: str, *, limit: float = 300.0, step: float = 1.0) -> World:
-        """Let healthy time pass, with a reconcile in each step, until the job is in a phase."""
+    def run(self, *until: str, limit: float = 300.0, step: float = 1.0) -> World:
+        """Let healthy time pass, with a reconcile in each step, until the job is in one of these phases."""
         deadline = self.now + limit
         self.reconcile()
-        while self.phase != until:
+        while self.phase not in until:
             assert self.now < deadline, f"still {self.phase} after {limit} s: {self.status.conditions[:3]}"
             self.tick(step)
             self.reconcile()

@@ -50,7 +50,7 @@ def plan(observed: Observed, now: float) -> Plan:
 def _decide(s: Situation, account: Account) -> Decision:
     """The first policy that has something to say wins; what was charged is on record whoever does."""
     if s.spec.suspend:
-        return suspend.suspend(s)
+        return suspend.suspend(s).but(generation=account.generation)
     if suspend.resuming(s):
         return _resolve(s, Reason.RESUMED)
     decision = _ended(s, account) or _refused(s) or _gave_up(s, account) or _resolved_anew(s) or _advance(s, account)

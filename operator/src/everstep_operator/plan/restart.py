@@ -66,12 +66,13 @@ def settle(s: Situation) -> Account:
         dead = head is None or head.ended is not None or head.deleting
         # In degraded mode nobody tells of lost pods either; one charge per generation seen keeps it from being free.
         loss = head if dead else next(iter(replace.lost(s)), None) if s.degraded else None
-        if dead or loss is not None:
-            epoch = head.epoch if head is not None else s.status.epoch
-            if restarts.last is None or restarts.last.token < (epoch, generation):
-                reason = replace.why_lost(loss)
-                restarts = _charge(s, restarts, f"{epoch}.{generation}", reason)
-                failure = failure_of_pod(loss, reason)
+        # A pod 0 of an older epoch is a late read: its end is on record since the epoch was raised.
+        known = head is None or head.epoch == s.status.epoch
+        newest = restarts.last.token if restarts.last is not None else (0, 0)
+        if known and (dead or loss is not None) and newest < (s.status.epoch, generation):
+            reason = replace.why_lost(loss)
+            restarts = _charge(s, restarts, f"{s.status.epoch}.{generation}", reason)
+            failure = failure_of_pod(loss, reason)
     return Account(restarts, generation, failure, _exhausted(s, restarts), retry_at)
 
 
@@ -143,12 +144,13 @@ def _is_the_lost_one(pod: PodView | None, entry: Entry) -> bool:
 
 
 def _generation(s: Situation, leader: LeaderView) -> int:
-    """The last generation known to have run: a later one that still forms has not cost anything yet."""
+    """The last generation of this epoch known to have run: one that still forms has not cost anything yet."""
+    if leader.epoch != s.status.epoch:
+        return s.status.generation
     seen = [e.order[1] for e in leader.ledger if e.order[0] == leader.epoch]
     if leader.phase in ("running", "stopping", "ended"):
         seen.append(leader.generation)
-    same = s.status.generation if leader.epoch >= s.status.epoch else 0
-    return max([same, *seen], default=0)
+    return max([s.status.generation, *seen])
 
 
 def _plain_loss(s: Situation) -> tuple[int, PodView | None] | None:

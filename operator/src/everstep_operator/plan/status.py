@@ -96,12 +96,12 @@ def _progress(s: Situation, decision: Decision) -> Progress | None:
     seen = s.leader.progress if s.leader is not None else None
     if s.leader is None or seen is None or seen.step is None:
         return old
-    # Within a generation steps only grow. The next one may begin further back, at the checkpoint it has loaded.
+    # Steps only grow, but that a new generation may begin further back, at the checkpoint it has loaded: in the write
+    # that names this generation.
     generation = s.status.generation if decision.generation is None else decision.generation
-    same = (s.leader.epoch, s.leader.generation) == (s.status.epoch, s.status.generation) and (
-        generation == s.status.generation
-    )
-    if old is not None and same and seen.step < old.step:
+    named = (max(s.status.epoch, decision.epoch or 0), generation)
+    begins = named == (s.leader.epoch, s.leader.generation) != (s.status.epoch, s.status.generation)
+    if old is not None and not begins and seen.step < old.step:
         return old
     return Progress.model_construct(
         step=seen.step, total_steps=seen.total_steps, steps_per_second=seen.steps_per_second
