@@ -131,7 +131,7 @@ async def test_what_cannot_be_killed_makes_the_node_unclean(open_folder: Path) -
         outside = node.process.pid
         agent = Path(f"/proc/{outside}/task/{outside}/children").read_text().split()[0]
         enter = ["nsenter", "--pid", "--target", agent, "sh", "-c", f"echo up > {mark}; exec sleep 600"]
-        intruder = subprocess.Popen(enter, start_new_session=True)
+        intruder = subprocess.Popen(enter, start_new_session=True)  # noqa: ASYNC220
         try:
             await node.until(mark.exists, "intruder")
             reason = await node.stop()
@@ -157,7 +157,9 @@ async def test_an_unknown_user_gets_a_home_and_a_name(open_folder: Path) -> None
     assert node.logged().splitlines() == ["everstep", f"{node.folder}/run/inductor /tmp"]
 
 
-@pytest.mark.skipif(not Path("/sys/fs/cgroup/memory").is_dir() or os.getuid() != 0, reason="needs a cgroup v1 of memory")
+@pytest.mark.skipif(
+    not Path("/sys/fs/cgroup/memory").is_dir() or os.getuid() != 0, reason="needs a cgroup v1 of memory"
+)
 async def test_a_rank_killed_for_memory_says_so(tmp_path: Path) -> None:
     own = next(line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
     group = Path("/sys/fs/cgroup/memory") / own.strip("/") / f"everstep-test-{os.getpid()}"

@@ -89,7 +89,8 @@ async def test_eight_ranks_of_ten_thousand_lines_a_second_cost_little(tmp_path: 
         "import sys, time\n"
         "start = time.monotonic()\n"
         f"for tick in range({seconds} * 50):\n"
-        "    sys.stdout.write(''.join(f'step {tick} {i} loss=0.123456 lr=0.001 some more words to be read\\n' for i in range(200)))\n"
+        "    lines = (f'step {tick} {i} loss=0.123456 lr=0.001 some more words to be read\\n' for i in range(200))\n"
+        "    sys.stdout.write(''.join(lines))\n"
         "    sys.stdout.flush()\n"
         "    time.sleep(max(0, start + tick / 50 - time.monotonic()))\n"
     )
@@ -101,20 +102,25 @@ async def test_eight_ranks_of_ten_thousand_lines_a_second_cost_little(tmp_path: 
         elapsed = time.monotonic() - begun
         await node.stop()
     assert node.logged().count("\n") == 8 * seconds * 10_000
-    print(f"8 ranks x 10,000 lines/s for {elapsed:.1f} s: {cpu:.2f} s of CPU, worst delay of the loop {1000 * lag:.0f} ms")
+    print(
+        f"8 ranks x 10,000 lines/s for {elapsed:.1f} s: {cpu:.2f} s of CPU, worst delay of the loop {1000 * lag:.0f} ms"
+    )
     assert cpu < 0.5 * seconds  # half a core, on a machine that the ranks keep busy too
     assert lag < 0.5
+
+
+HEAD, FRAME = "Traceback (most recent call last):", '  File "t.py", line 9, in f'
 
 
 @pytest.mark.parametrize(
     ("tail", "expected"),
     [
-        (["Traceback (most recent call last):", '  File "t.py", line 1, in <module>', "    boom()", "ValueError: boom"], "ValueError: boom"),
-        (["Traceback (most recent call last):", "  File", "KeyError: 1", "", "Traceback (most recent call last):", "  File", "RuntimeError: last"], "RuntimeError: last"),
-        (['  File "t.py", line 9, in f', "    f()", "RecursionError: too deep"], "RecursionError: too deep"),
+        ([HEAD, FRAME, "    boom()", "ValueError: boom"], "ValueError: boom"),
+        ([HEAD, FRAME, "KeyError: 1", "", HEAD, FRAME, "RuntimeError: last"], "RuntimeError: last"),
+        ([FRAME, "    f()", "RecursionError: too deep"], "RecursionError: too deep"),
         (["all is well"], "exited with code 1"),
         ([], "exited with code 1"),
     ],
-)  # fmt: skip
+)
 def test_the_cause_is_the_last_exception(tail: list[str], expected: str) -> None:
     assert cause(tuple(tail), "exited with code 1") == expected

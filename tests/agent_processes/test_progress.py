@@ -44,7 +44,7 @@ async def test_the_last_words_of_a_rank_are_heard_before_its_exit(tmp_path: Path
 
 
 async def test_garbage_is_ignored_and_noticed_once(tmp_path: Path) -> None:
-    script = "head -c 300000 /dev/urandom > $EVERSTEP_PROGRESS; echo step=7 > $EVERSTEP_PROGRESS; echo > $EVERSTEP_PROGRESS; echo step=8 > $EVERSTEP_PROGRESS"
+    script = "exec > $EVERSTEP_PROGRESS; head -c 300000 /dev/urandom; echo; echo step=7; echo; echo step=8"
     async with Node(tmp_path, ["sh", "-c", script]) as node:
         await node.start()
         await node.event("RankExited")

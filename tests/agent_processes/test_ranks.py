@@ -36,7 +36,9 @@ async def test_a_rank_knows_who_it_is_and_nothing_of_the_agent(tmp_path: Path, p
         "KEPT": "yes",
     }
     assert {name: env.get(name) for name in expected} == expected
-    assert not [name for name in env if name.startswith("EVERSTEP_POD") or name in ("EVERSTEP_NODE_NAME", "EVERSTEP_INDEX")]
+    assert not [
+        name for name in env if name.startswith("EVERSTEP_POD") or name in ("EVERSTEP_NODE_NAME", "EVERSTEP_INDEX")
+    ]
     assert env["EVERSTEP_PROGRESS"].endswith("/progress/1")
 
 
@@ -52,7 +54,8 @@ async def test_none_runs_the_command_once_per_node_with_torchruns_variables(tmp_
 
 
 async def test_exit_code_signal_and_cause_are_those_of_the_rank(tmp_path: Path, python: str) -> None:
-    script = "import os; r = os.environ['RANK']\nif r == '0': raise ValueError('boom')\nif r == '1': os.kill(os.getpid(), 11)\n"
+    script = "import os; r = os.environ['RANK']\nif r == '0': raise ValueError('boom')\n"
+    script += "os.kill(os.getpid(), 11)\n"
     async with Node(tmp_path, [sys.executable, "-c", script], procs=2, python=python) as node:
         await node.start()
         failed = await node.event("RankExited", lambda e: e["rank"] == 0)
@@ -141,5 +144,3 @@ def _alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:
         return False
-
-

@@ -60,7 +60,9 @@ def command(kind: str, run: Run) -> tuple[list[str], dict[str, str]]:
 
 def _open_mpi(kind: str, run: Run) -> tuple[list[str], dict[str, str]]:
     hosts = ",".join(f"{name}:{run.procs_per_node}" for name in run.names)
-    argv = [run.mpirun, "-np", str(run.ranks), "--host", hosts, *run.options, *run.rank_command]
+    # Else a daemon leaves its session, and the shim sees a success. Version 5 does not take it as a parameter.
+    attached = ["--leave-session-attached"] if kind == "openmpi5" else []
+    argv = [run.mpirun, "-np", str(run.ranks), "--host", hosts, *attached, *run.options, *run.rank_command]
     network = common_network(run.hosts)
     mpi = {
         # In a container, one rank may not read another's memory (process_vm_readv needs a capability).
@@ -78,7 +80,7 @@ def _open_mpi(kind: str, run: Run) -> tuple[list[str], dict[str, str]]:
                 "plm_rsh_num_concurrent": "4096",
                 # Else it looks up every host to see whether it is itself: 40 s for two when no name server answers.
                 "if_base_do_not_resolve": "1",
-                "orte_leave_session_attached": "1",  # else a daemon leaves its session, and the shim sees a success
+                "orte_leave_session_attached": "1",
                 "orte_abort_on_non_zero_status": "1",
                 # rank = node * procs + local, as everywhere else here
                 "rmaps_base_mapping_policy": "slot",
@@ -93,10 +95,10 @@ def _open_mpi(kind: str, run: Run) -> tuple[list[str], dict[str, str]]:
             "plm_ssh_agent": run.rsh,
             "plm_ssh_no_tree_spawn": "1",
             "plm_ssh_num_concurrent": "4096",
-            "prte_leave_session_attached": "1",
             "rmaps_default_mapping_policy": "slot",
             "hwloc_default_binding_policy": "none",
-            **({"prte_if_include": network} if network else {}),
+            # It never counts the loopback among its interfaces, also when told to.
+            **({"prte_if_include": network} if network and not network.startswith("127.") else {}),
         }
     env = {f"OMPI_MCA_{name}": value for name, value in mpi.items()}
     env.update({f"PRTE_MCA_{name}": value for name, value in prte.items()})
@@ -111,7 +113,7 @@ def _hydra(run: Run) -> tuple[list[str], dict[str, str]]:
     argv = [run.mpirun, "-launcher", "rsh", "-launcher-exec", run.rsh, *interface, "-hosts", hosts]
     # Each node's own environment, not the first one's: paths may differ, and its socket does outside of pods.
     argv += ["-genvnone", "-np", str(run.ranks), "-ppn", str(run.procs_per_node), *run.options, *run.rank_command]
-    return argv, {}
+    return argv, {"HYDRA_HOSTNAME_PROPAGATION": "0"}  # else ranks resolve the names of other nodes
 
 
 def common_network(addresses: Sequence[str]) -> str | None:

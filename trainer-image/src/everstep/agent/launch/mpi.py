@@ -82,12 +82,14 @@ class Session:
 
     @property
     def rank_variables(self) -> dict[str, str]:
-        """Where nodes are processes of one machine, Open MPI names the shared memory of equal local ranks equally."""
+        """Where nodes are processes of one machine, they have one host name, and Open MPI goes by that: it names the
+        shared memory of equal local ranks equally, and its hierarchical collectives wait for ever."""
         if len(set(self._layout.hosts)) == self._layout.nodes:
             return {}
         folder = self._scratch / "mpi"
         folder.mkdir(exist_ok=True)
-        return {f"OMPI_MCA_btl_{name}_backing_directory": str(folder) for name in ("vader", "sm")}
+        backing = {f"OMPI_MCA_btl_{name}_backing_directory": str(folder) for name in ("vader", "sm")}
+        return {**backing, "OMPI_MCA_coll_han_priority": "0"}
 
     async def launch(
         self, agent: Path, command: tuple[str, ...], options: tuple[str, ...], env: Mapping[str, str]
