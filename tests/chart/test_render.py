@@ -93,6 +93,14 @@ def test_a_lost_node_gives_the_operator_up_after_seconds(render: Render) -> None
     assert seconds == {"node.kubernetes.io/unreachable": 7, "node.kubernetes.io/not-ready": 7, "mine": None}
 
 
+def test_a_slow_start_is_not_taken_for_a_dead_operator(render: Render) -> None:
+    (container,) = pod(render())["containers"]
+    start = container["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] >= 120
+    assert {container[probe]["httpGet"]["path"] for probe in ("startupProbe", "livenessProbe")} == {"/healthz"}
+    assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"
+
+
 def test_requests_and_a_memory_limit_are_set(render: Render) -> None:
     resources = pod(render())["containers"][0]["resources"]
     assert set(resources["requests"]) == {"cpu", "memory"}

@@ -32,6 +32,10 @@ def test_a_job_nobody_has_looked_at_yet_is_pending() -> None:
     assert "0 of 2 ready" in text
 
 
+def test_nodes_of_a_finished_job_are_not_called_unready() -> None:
+    assert "ready" not in shown({"phase": "Succeeded", "nodes": 2, "readyNodes": 0})
+
+
 def test_empty_parts_are_left_out() -> None:
     text = shown({"phase": "Running", "nodes": 2, "readyNodes": 2})
     for word in ("last failure", "conditions", "where the time went", "progress"):

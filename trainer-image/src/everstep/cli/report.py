@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.cluster import Object
+from everstep.cli.cluster import FINISHED, Object
 from everstep.cli.terminal import duration, parse_time
 
 PHASE_STYLES = {
@@ -63,7 +63,7 @@ def _facts(job: Object, status: dict[str, Any]) -> RenderableType:
 def _rows(job: Object, status: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
     spec = job.get("spec", {})
     nodes = status.get("nodes", spec.get("numNodes", 1))
-    line = f"{status.get('readyNodes', 0)} of {nodes} ready"
+    line = str(nodes) if status.get("phase") in FINISHED else f"{status.get('readyNodes', 0)} of {nodes} ready"
     if pool := (status.get("template") or {}).get("pool"):
         line += f" in pool {pool}"
     if status.get("generation"):
