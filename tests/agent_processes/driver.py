@@ -68,7 +68,8 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
         if name == "spawn":
             return await supervisor.spawn(values["daemon"], values["argv"], values["env"])
         if name == "daemon_exited":
-            return remote[values["daemon"]].set_result(values["exit_code"])
+            waiting = remote[values["daemon"]]
+            return None if waiting.done() else waiting.set_result(values["exit_code"])
         if name == "daemon_output":
             return supervisor.daemon_output(values["daemon"], values["stream"], values["data"].encode("latin-1"))
         if name == "kill_daemon":

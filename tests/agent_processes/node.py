@@ -112,7 +112,7 @@ class Node:
         argv = [*unshare, *self._prefix, self._python, "-I", "-S", "-B", str(Path(__file__).with_name("driver.py"))]
         argv += [str(SOURCE), json.dumps(self._setup), str(commands_in), str(events_out)]
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self.process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once
                 argv,
                 env=self._environ,
                 stdin=subprocess.DEVNULL,
@@ -163,13 +163,14 @@ class Node:
             raise RuntimeError(answer["error"])
         return answer["result"]
 
-    async def event(self, kind: str, match: Callable[[Event], bool] = lambda _: True) -> Event:
-        """The first event of this kind that matches, once it has come."""
+    async def event(self, kind: str, **fields: Any) -> Event:
+        """The first event of this kind with these values, once it has come."""
 
-        def found() -> Event | None:
-            return next((e for e in self.events if e["kind"] == kind and match(e)), None)
+        def found() -> list[Event]:
+            return [e for e in self.all(kind) if fields.items() <= e.items()][:1]
 
-        return await self.until(found, f"{kind}")
+        events: list[Event] = await self.until(found, f"{kind} with {fields}")
+        return events[0]
 
     async def until(self, condition: Callable[[], Any], what: str) -> Any:
         """Looks whenever an event comes, and often enough for what events do not tell."""
@@ -183,6 +184,15 @@ class Node:
                 except TimeoutError:
                     continue
         return result
+
+    async def exits(self, count: int) -> list[Event]:
+        """Of the newest generation, once there are so many."""
+
+        def ended() -> list[Event]:
+            return [e for e in self.all("RankExited") if e["generation"] == self.generation]
+
+        await self.until(lambda: len(ended()) >= count, f"{count} exits")
+        return ended()
 
     def all(self, kind: str) -> list[Event]:
         return [e for e in self.events if e["kind"] == kind]

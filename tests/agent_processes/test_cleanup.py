@@ -36,6 +36,10 @@ if len(sys.argv) > 2: time.sleep(600)
 """
 
 
+def read(path: str) -> str:
+    return Path(path).read_text(errors="replace")
+
+
 def processes_with(word: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
@@ -58,7 +62,7 @@ async def test_a_daemonised_child_is_gone_after_stop(tmp_path: Path, python: str
         await node.until(lambda: mark.exists() and mark.read_text() and "up" in node.logged(), "daemon")
         if not running:
             await node.event("RankExited")
-        driver = {pid for pid in processes_with(str(mark)) if b"driver.py" in Path(f"/proc/{pid}/cmdline").read_bytes()}
+        driver = {pid for pid in processes_with(str(mark)) if "driver.py" in read(f"/proc/{pid}/cmdline")}
         assert set(processes_with(str(mark))) - driver
         assert await node.stop(grace=0.1) is None
         assert not set(processes_with(str(mark))) - driver
@@ -102,7 +106,7 @@ async def test_shared_memory_is_cleared(tmp_path: Path) -> None:
     async with Node(tmp_path, [sys.executable, "-c", script, str(tmp_path / "node-0" / "shm")], pod=True) as node:
         for _ in range(2):  # the second generation finds what the first did: a segment would be counted twice
             await node.start()
-            await node.event("RankExited", lambda e: e["generation"] == node.generation)
+            await node.event("RankExited", generation=node.generation)
             assert await node.stop() is None
             assert list(node.shm.iterdir()) == []
         await node.until(lambda: node.logged().count("1 segments") == 2, "two counts")
@@ -129,7 +133,7 @@ async def test_what_cannot_be_killed_makes_the_node_unclean(open_folder: Path) -
     async with Node(open_folder, ["true"], pod=True, prefix=AS_NOBODY, clean_timeout=0.5) as node:
         await node.start()
         outside = node.process.pid
-        agent = Path(f"/proc/{outside}/task/{outside}/children").read_text().split()[0]
+        agent = read(f"/proc/{outside}/task/{outside}/children").split()[0]
         enter = ["nsenter", "--pid", "--target", agent, "sh", "-c", f"echo up > {mark}; exec sleep 600"]
         intruder = subprocess.Popen(enter, start_new_session=True)  # noqa: ASYNC220
         try:
@@ -161,7 +165,7 @@ async def test_an_unknown_user_gets_a_home_and_a_name(open_folder: Path) -> None
     not Path("/sys/fs/cgroup/memory").is_dir() or os.getuid() != 0, reason="needs a cgroup v1 of memory"
 )
 async def test_a_rank_killed_for_memory_says_so(tmp_path: Path) -> None:
-    own = next(line.split(":")[2] for line in Path("/proc/self/cgroup").read_text().splitlines() if ":memory:" in line)
+    own = next(line.split(":")[2] for line in read("/proc/self/cgroup").splitlines() if ":memory:" in line)
     group = Path("/sys/fs/cgroup/memory") / own.strip("/") / f"everstep-test-{os.getpid()}"
     try:
         group.mkdir()

@@ -101,8 +101,7 @@ async def test_ranks_of_two_nodes_run_as_mpirun_numbers_them(
     async with job(tmp_path, agent, [str(mpi_program)], python=python) as members:
         for _ in range(2):  # the second generation in the same agents
             await start(members)
-            generation = members[0].generation
-            launcher = await members[0].event("LauncherExited", lambda e, g=generation: e["generation"] == g)
+            launcher = await members[0].event("LauncherExited", generation=members[0].generation)
             assert (launcher["exit_code"], launcher["message"]) == (0, "")
             await members[0].until(lambda: len(exits(members)) == 4, "four exits")
             assert {rank: e["exit_code"] for rank, e in exits(members).items()} == dict.fromkeys(range(4), 0)

@@ -14,8 +14,8 @@ async def test_a_rank_knows_who_it_is_and_nothing_of_the_agent(tmp_path: Path, p
     command = ["sh", "-c", f'env > "{tmp_path}/env-$RANK"; cat "$SM_INPUT_CONFIG_DIR/resourceconfig.json"']
     async with Node(tmp_path, command, index=1, nodes=2, procs=2, python=python, environ=environ) as node:
         await node.start(generation=7)
-        await node.event("RankExited", lambda e: e["rank"] == 2)
-        await node.event("RankExited", lambda e: e["rank"] == 3)
+        await node.event("RankExited", rank=2)
+        await node.event("RankExited", rank=3)
         env = dict(line.split("=", 1) for line in (tmp_path / "env-3").read_text().splitlines() if "=" in line)
     expected = {
         "RANK": "3",
@@ -58,8 +58,8 @@ async def test_exit_code_signal_and_cause_are_those_of_the_rank(tmp_path: Path, 
     script += "os.kill(os.getpid(), 11)\n"
     async with Node(tmp_path, [sys.executable, "-c", script], procs=2, python=python) as node:
         await node.start()
-        failed = await node.event("RankExited", lambda e: e["rank"] == 0)
-        killed = await node.event("RankExited", lambda e: e["rank"] == 1)
+        failed = await node.event("RankExited", rank=0)
+        killed = await node.event("RankExited", rank=1)
     assert (failed["exit_code"], failed["signal"], failed["message"]) == (1, None, "ValueError: boom")
     assert failed["log_tail"][0] == "Traceback (most recent call last):"
     assert (killed["exit_code"], killed["signal"], killed["oom"]) == (139, signal.SIGSEGV, False)
@@ -79,10 +79,7 @@ async def test_a_rank_that_ends_at_once_is_not_lost(tmp_path: Path) -> None:
     async with Node(tmp_path, ["true"], procs=32) as node:
         for _ in range(5):
             await node.start()
-            generation = node.generation
-            await node.until(
-                lambda g=generation: len([e for e in node.all("RankExited") if e["generation"] == g]) == 32, "all exits"
-            )
+            await node.exits(32)
             assert await node.stop() is None
 
 
@@ -122,7 +119,7 @@ async def test_signals_are_forwarded_to_every_rank(tmp_path: Path) -> None:
         await node.until(lambda: node.logged().count("up") == 2, "start of both")
         await node.call("signal", signum=int(signal.SIGUSR1))
         for rank in (0, 1):
-            await node.event("RankExited", lambda e, rank=rank: e["rank"] == rank)
+            await node.event("RankExited", rank=rank)
         await node.until(lambda: node.logged().count("got it") == 2, "answer of both")
 
 
