@@ -83,7 +83,7 @@ def main(
     console.print(watch.table())
     timings(job)
     output = cluster.all_logs(NAMESPACE, NAME)
-    console.print("\n".join(line for line in output.splitlines() if "accuracy" in line))
+    console.print("\n".join(line for line in output.splitlines() if "accuracy" in line), markup=False)
     if phase(job) != "Succeeded":
         console.print(cluster.explain(NAMESPACE, NAME))
         raise typer.Exit(1)
@@ -117,7 +117,7 @@ def follow(cluster: Cluster) -> Object:
 def timings(job: Object) -> None:
     """The operator's own account of the job's life."""
     found = job.get("status", {}).get("timings", {})
-    table = Table(title="The job's life, as status.timings tells it")
+    table = Table(title="status.timings")
     table.add_column("phase")
     table.add_column("seconds", justify="right")
     for name, seconds in found.items():

@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from e2e.images.base import BOOKWORM, FOCAL, Base
+from e2e.images import old_python
+from e2e.images.base import BOOKWORM, Base
 from e2e.images.engine import Recipe, engine
 from e2e.images.errors import ImageError
 from e2e.images.tools import cache_dir
@@ -108,16 +109,18 @@ class Image:
 def images() -> list[Image]:
     """All images, those of the project first."""
     operator = Image("docker.io/everstep/operator:0.1.0", "operator/Dockerfile")
-    return [
+    found = [
         operator,
         Image("docker.io/everstep/trainer:0.1.0", "trainer-image/Dockerfile"),
         Image("docker.io/everstep/byo:test", "e2e/images/byo/Dockerfile"),
         Image("docker.io/everstep/distroless:test", "e2e/images/distroless/Dockerfile"),
-        Image("docker.io/everstep/python38:test", "e2e/images/python38/Dockerfile", FOCAL),
         Image("docker.io/everstep/python-minimal:test", "e2e/images/python-minimal/Dockerfile"),
         Image("docker.io/everstep/root:test", "e2e/images/root/Dockerfile"),
         Image("docker.io/everstep/operator:next", "e2e/images/operator-next/Dockerfile", operator),
     ]
+    if old_python.available():
+        found.append(Image("docker.io/everstep/python38:test", "e2e/images/python38/Dockerfile"))
+    return found
 
 
 def image(short_name: str) -> Image:

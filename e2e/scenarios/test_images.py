@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from e2e.harness import Cluster, condition, python, training_job
+from e2e.images.catalogue import images
 
 
 def test_distroless_runs_in_plain_mode(cluster: Cluster, namespace: str) -> None:
@@ -34,6 +35,8 @@ def test_plain_mode_reports_the_exit_code(cluster: Cluster, namespace: str) -> N
 
 @pytest.mark.parametrize(("image", "needle"), [("python38", "3.8"), ("python-minimal", "asyncio")])
 def test_a_python_that_cannot_carry_the_agent(cluster: Cluster, namespace: str, image: str, needle: str) -> None:
+    if f"docker.io/everstep/{image}:test" not in {known.name for known in images()}:
+        pytest.skip("no Python 3.8 on this machine to make an image of")
     job = training_job("old", ["python3", "-c", "print('ran anyway')"], image=f"docker.io/everstep/{image}:test")
     cluster.apply(job, namespace=namespace)
     done = cluster.wait_phase(namespace, "old", "Succeeded", timeout=90)
