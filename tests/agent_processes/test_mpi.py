@@ -217,7 +217,9 @@ async def test_pods_need_no_name_resolution(
     """Own network, PIDs and host name each, as in a cluster whose DNS never answers."""
     resolver = tmp_path / "resolv.conf"
     resolver.write_text("nameserver 192.0.2.9\n")
-    setup = f'mount -t sysfs sysfs /sys && mount --bind {resolver} /etc/resolv.conf && hostname algo-$0 && exec "$@"'
+    # Equal PIDs and host names in every run: what MPI keeps in /tmp and /dev/shm must be each pod's own, as it is.
+    setup = "mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && export TMPDIR=$(mktemp -d) && "
+    setup += f'mount --bind {resolver} /etc/resolv.conf && hostname algo-$0 && exec "$@"'
     prefixes = [
         ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount", "sh", "-c", setup, str(i + 1)]
         for i, name in enumerate(networks)
