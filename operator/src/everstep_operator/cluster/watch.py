@@ -1,9 +1,9 @@
 """kopf as a source of events: it logs in, lists, watches, re-lists. It is given nothing else to do.
 
-It runs in a thread with an event loop of its own, for a hard reason: when `kopf.operator()` ends it cancels *every*
-task of its loop that was born after it (`run_tasks`, "hung tasks"), and it does end, by design, on some HTTP 410s and
-watch errors. In one loop with the rest, a compacted resourceVersion would cut every reconcile and every leader's
-poll short. So it dies alone and is started again at once; a process restart would cost a back-off and the whole cache.
+It runs in a thread with an event loop of its own, for a hard reason: it ends, by design, on some HTTP 410s and watch
+errors, and when it ends it cancels *every* task of its loop that was born after it (`run_tasks`, "hung tasks"). In
+one loop with the rest, a compacted resourceVersion would cut every reconcile and every leader's poll short. So it
+dies alone and is started again at once; a process restart would cost a back-off and the whole cache.
 
 kopf writes nothing: only `on.event` handlers (no finalizers, no annotations), posting off, peering off, no watch on
 namespaces and CRDs (rights we do not ask for).
@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import aiohttp
 import kopf
 import structlog
 from kubernetes.aio.client import Configuration
@@ -29,6 +31,7 @@ POD_SELECTOR = "app.kubernetes.io/managed-by=everstep"
 SERVER_TIMEOUT = 300
 BACKOFF_MAX = 5.0
 STEADY_SECONDS = 60.0
+GRACE_SECONDS = 3.0
 
 Raw = Mapping[str, Any]
 Receive = Callable[[Resource, str | None, Raw], None]
@@ -76,39 +79,56 @@ class Watch:
         if self._stop is not None:
             self._stop()
 
-    async def _thread(self, loop: asyncio.AbstractEventLoop) -> None:
-        running = asyncio.create_task(asyncio.to_thread(asyncio.run, self._kopf(loop)))
+    async def _thread(self, main: asyncio.AbstractEventLoop) -> None:
+        """One life of kopf; returns or raises when it is over. When cancelled, it is over at once."""
+        running = asyncio.create_task(asyncio.to_thread(self._live, main))
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
             self.restart()
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(asyncio.shield(running), 10)
+            await asyncio.wait((running,), timeout=GRACE_SECONDS + 1)
             raise
 
+    def _live(self, main: asyncio.AbstractEventLoop) -> None:
+        loop = asyncio.new_event_loop()
+        try:
+            loop.run_until_complete(self._kopf(main))
+        finally:
+            # Not `asyncio.run`: it would wait for every task, and kopf's watchers can swallow their cancellation until
+            # their stream says something, a minute or more. On a closed loop nobody takes another step.
+            loop.set_exception_handler(lambda *_: None)
+            loop.close()
+
     async def _kopf(self, main: asyncio.AbstractEventLoop) -> None:
-        """The life of one kopf operator, in its own thread and loop."""
+        """Until its first task ends: `kopf.operator()` would go on to wait for all others."""
         mine = asyncio.get_running_loop()
         stop = asyncio.Event()
         self._stop = lambda: _soon(mine, stop.set)
+        configuration = await self._login()
+        session = _session(configuration)
         try:
-            await kopf.operator(
-                registry=self._registry(main),
+            tasks = await kopf.spawn_tasks(
+                registry=self._registry(main, kopf.AiohttpSession(server=configuration.host, aiohttp_session=session)),
                 settings=_settings(),
                 standalone=True,
                 clusterwide=not self._namespaces,
                 namespaces=self._namespaces,
                 stop_flag=stop,
             )
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             self._stop = None
+            await session.close()
+            await _cancel_all()
+        for task in done:
+            task.result()
 
-    def _registry(self, main: asyncio.AbstractEventLoop) -> kopf.OperatorRegistry:
+    def _registry(self, main: asyncio.AbstractEventLoop, session: kopf.AiohttpSession) -> kopf.OperatorRegistry:
         registry = kopf.OperatorRegistry()  # private: the global one would add login handlers of every client it finds
 
         @kopf.on.login(registry=registry)
-        async def login(**_: Any) -> kopf.ConnectionInfo:
-            return await connection_info(await self._login())
+        async def login(**_: Any) -> kopf.AiohttpSession:
+            return session
 
         for resource in (JOBS, POOLS, PODS):
             on_event: Any = kopf.on.event(
@@ -122,6 +142,17 @@ class Watch:
             _soon(main, self._receive, mine, event["type"], event["object"])
 
         return handle
+
+
+async def _cancel_all() -> None:
+    """Every task of this loop but the caller's. Again and again: the first cancellation may be swallowed."""
+    deadline = asyncio.get_running_loop().time() + GRACE_SECONDS
+    while left := asyncio.all_tasks() - {asyncio.current_task()}:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=0.05)
+        if asyncio.get_running_loop().time() > deadline:
+            return
 
 
 def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:
@@ -157,19 +188,25 @@ class _NoDiff(kopf.DiffBaseStorage):
         return None
 
 
-async def connection_info(configuration: Configuration) -> kopf.ConnectionInfo:
-    """One login for both clients: what ours found out, in kopf's words."""
-    header: str = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization") or ""
-    scheme, _, token = header.rpartition(" ")
-    return kopf.ConnectionInfo(
-        server=configuration.host,
-        ca_path=configuration.ssl_ca_cert,
-        insecure=not configuration.verify_ssl,
-        username=configuration.username or None,
-        password=configuration.password or None,
-        scheme=scheme.capitalize() or None,
-        token=token or None,
-        certificate_path=configuration.cert_file,
-        private_key_path=configuration.key_file,
-        proxy_url=configuration.proxy,
+def _session(configuration: Configuration) -> aiohttp.ClientSession:
+    """A session with our login for kopf to use. Each request asks for the token anew: they expire."""
+
+    async def authorize(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
+        token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")
+        if token:
+            request.headers["Authorization"] = token
+        return await send(request)
+
+    context = ssl.create_default_context(cafile=configuration.ssl_ca_cert)
+    if configuration.cert_file:
+        context.load_cert_chain(configuration.cert_file, configuration.key_file)
+    if not configuration.verify_ssl:
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(limit=0, ssl=context),
+        middlewares=(authorize,),
+        proxy=configuration.proxy,
+        trust_env=True,
+        read_bufsize=2**21,  # an event is one line
     )

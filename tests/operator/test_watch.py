@@ -1,0 +1,189 @@
+"""The watch dies alone: what ends kopf by design (410, errors in the stream) costs a re-list, not the process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+from kubernetes.aio.client import Configuration
+
+from everstep_operator.cluster.resources import JOBS, PODS, POOLS, Resource
+from everstep_operator.cluster.watch import POD_SELECTOR, Watch
+
+BY_PLURAL = {resource.plural: resource for resource in (JOBS, PODS, POOLS)}
+Stream = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
+
+
+def job(name: str, version: int) -> dict[str, Any]:
+    meta = {"name": name, "namespace": "ns", "uid": name, "resourceVersion": str(version)}
+    return {"apiVersion": JOBS.api_version, "kind": "TrainingJob", "metadata": meta, "spec": {}}
+
+
+class ApiServer:
+    """Discovery, lists and watches of our kinds, and nothing else: any other request is a failure."""
+
+    def __init__(self) -> None:
+        self.jobs = [job("listed", 5)]
+        self.watches: asyncio.Queue[web.Response | Stream] = asyncio.Queue()
+        self.lists = 0
+        self.selectors: set[str] = set()
+        self.unexpected: list[str] = []
+
+    async def handle(self, request: web.Request) -> web.StreamResponse:
+        parts = request.path.strip("/").split("/")
+        plural = parts[-1]
+        if request.method != "GET":
+            self.unexpected.append(f"{request.method} {request.path}")
+        if plural in BY_PLURAL:
+            if "watch" in request.query:
+                return await self._watch(request, plural)
+            if plural == "pods":
+                self.selectors.add(request.query.get("labelSelector", ""))
+            self.lists += plural == "trainingjobs"
+            items = self.jobs if plural == "trainingjobs" else []
+            return web.json_response({"metadata": {"resourceVersion": "9"}, "items": items})
+        return web.json_response(self._discovery(request.path))
+
+    def _discovery(self, path: str) -> Any:
+        def resources(group_version: str, *names: tuple[str, str, bool]) -> Any:
+            rows = [
+                {"name": n, "kind": k, "singularName": k.lower(), "namespaced": ns, "verbs": ["list", "watch"]}
+                for n, k, ns in names
+            ]
+            return {"kind": "APIResourceList", "groupVersion": group_version, "resources": rows}
+
+        def group(name: str, version: str) -> Any:
+            one = {"groupVersion": f"{name}/{version}", "version": version}
+            return {"name": name, "versions": [one], "preferredVersion": one}
+
+        crds = ("customresourcedefinitions", "CustomResourceDefinition", False)
+        answers: dict[str, Any] = {
+            "/api": {"versions": ["v1"]},
+            "/apis": {"groups": [group("everstep.dev", "v1alpha1"), group("apiextensions.k8s.io", "v1")]},
+            "/api/v1": resources("v1", ("pods", "Pod", True), ("namespaces", "Namespace", False)),
+            "/apis/apiextensions.k8s.io/v1": resources("apiextensions.k8s.io/v1", crds),
+            "/apis/everstep.dev/v1alpha1": resources(
+                "everstep.dev/v1alpha1", ("trainingjobs", "TrainingJob", True), ("trainingpools", "TrainingPool", False)
+            ),
+        }
+        if path not in answers:
+            self.unexpected.append(path)
+        return answers.get(path, {})
+
+    async def _watch(self, request: web.Request, plural: str) -> web.StreamResponse:
+        if plural != "trainingjobs":
+            await asyncio.sleep(60)
+        behaviour = await self.watches.get()
+        if isinstance(behaviour, web.Response):
+            return behaviour
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await behaviour(request, response)
+        return response
+
+
+def event(kind: str, body: Any) -> Stream:
+    async def stream(_: web.Request, response: web.StreamResponse) -> None:
+        await response.write(json.dumps({"type": kind, "object": body}).encode() + b"\n")
+        await asyncio.sleep(0.2)
+
+    return stream
+
+
+async def endless(_: web.Request, response: web.StreamResponse) -> None:
+    await asyncio.sleep(60)
+
+
+GONE = {"kind": "Status", "code": 410, "reason": "Expired", "message": "too old"}
+BROKEN = {"kind": "Status", "code": 500, "reason": "InternalError", "message": "etcd"}
+
+
+class Seen:
+    def __init__(self, server: ApiServer, url: str) -> None:
+        self.server = server
+        self.events: asyncio.Queue[tuple[Resource, str | None, str]] = asyncio.Queue()
+        self.restarts = 0
+        configuration = Configuration()
+        configuration.host = url
+
+        async def login() -> Configuration:
+            return configuration
+
+        async def ready() -> None:
+            return None
+
+        def receive(resource: Resource, kind: str | None, raw: Any) -> None:
+            self.events.put_nowait((resource, kind, raw["metadata"]["name"]))
+
+        def restarted() -> None:
+            self.restarts += 1
+
+        self.watch = Watch(login, receive, ready=ready)
+        self.task = asyncio.create_task(self.watch.run(restarted))
+
+    async def next(self) -> tuple[Resource, str | None, str]:
+        return await asyncio.wait_for(self.events.get(), 20)
+
+
+@pytest_asyncio.fixture
+async def seen() -> AsyncIterator[Seen]:
+    server = ApiServer()
+    app = web.Application()
+    app.router.add_route("*", "/{any:.*}", server.handle)
+    running = TestServer(app)
+    await running.start_server()
+    made = Seen(server, str(running.make_url("")).rstrip("/"))
+    yield made
+    made.task.cancel()
+    await asyncio.gather(made.task, return_exceptions=True)
+    await running.close()
+    assert server.unexpected == [], "kopf did more than list and watch our kinds"
+
+
+async def test_lists_then_watches_and_asks_the_server_to_filter_pods(seen: Seen) -> None:
+    assert await seen.next() == (JOBS, None, "listed")
+    seen.server.watches.put_nowait(event("ADDED", job("new", 10)))
+    assert await seen.next() == (JOBS, "ADDED", "new")
+    seen.server.watches.put_nowait(event("DELETED", job("new", 11)))
+    assert await seen.next() == (JOBS, "DELETED", "new")
+    assert seen.server.selectors == {POD_SELECTOR}
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        lambda: web.json_response(GONE, status=410),
+        lambda: event("ERROR", BROKEN),
+    ],
+    ids=["410", "error in the stream"],
+)
+async def test_what_ends_kopf_starts_it_again_with_a_list(seen: Seen, trouble: Any) -> None:
+    await seen.next()
+    bystander = asyncio.create_task(asyncio.sleep(3600))  # a reconcile, a leader's poll
+    seen.server.watches.put_nowait(trouble())
+    seen.server.jobs.append(job("while-away", 20))
+    names = {(await seen.next())[2] for _ in range(2)}
+    assert names == {"listed", "while-away"}
+    assert seen.restarts == 1
+    assert not bystander.done(), "kopf took somebody with it"
+    bystander.cancel()
+
+
+async def test_410_in_the_stream_lists_again_without_an_end(seen: Seen) -> None:
+    await seen.next()
+    seen.server.watches.put_nowait(event("ERROR", GONE))
+    assert await seen.next() == (JOBS, None, "listed")
+    assert seen.restarts == 0
+
+
+async def test_a_suspicious_watch_can_be_started_again(seen: Seen) -> None:
+    await seen.next()
+    seen.watch.restart()
+    assert await seen.next() == (JOBS, None, "listed")
+    assert seen.restarts == 1
