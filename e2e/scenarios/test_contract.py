@@ -57,7 +57,7 @@ def test_contract_files_byte_by_byte(cluster: Cluster, namespace: str) -> None:
     cluster.apply(job, namespace=namespace)
     cluster.wait_phase(namespace, "bytes", "Succeeded")
     second = next(r for r in told(cluster.all_logs(namespace, "bytes")) if r["env"]["RANK"] == "1")
-    assert second["files"]["hyperparameters.json"] == '{"epochs": "10", "lr": "0.1"}'
+    assert second["files"]["hyperparameters.json"] == '{"epochs":"10","lr":"0.1"}'
     resource = json.loads(second["files"]["resourceconfig.json"])
     assert resource["current_host"] == "algo-2"
     assert resource["hosts"] == ["algo-1", "algo-2"]

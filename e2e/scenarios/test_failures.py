@@ -79,7 +79,7 @@ def test_nothing_of_an_old_generation_survives(cluster: Cluster, namespace: str)
     source = """
 import os, sys, time, subprocess
 shm = os.listdir('/dev/shm')
-alive = [p for p in os.listdir('/proc') if p.isdigit() and b'leftover' in open(f'/proc/{p}/cmdline', 'rb').read()]
+alive = [p for p in os.listdir('/proc') if p.isdigit() and b'remains-' + b'of-1' in open(f'/proc/{p}/cmdline', 'rb').read()]
 print('FOUND', shm, alive, flush=True)
 if os.environ['EVERSTEP_GENERATION'] == '1':
     open('/dev/shm/leftover', 'w').write('x' * 1000)
@@ -87,7 +87,7 @@ if os.environ['EVERSTEP_GENERATION'] == '1':
         os.setsid()
         if os.fork() == 0:
             deaf = 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)'
-            os.execvp('python3', ['python3', '-c', deaf, 'leftover'])
+            os.execvp('python3', ['python3', '-c', deaf, 'remains-' + 'of-1'])
         os._exit(0)
     time.sleep(1)
     sys.exit(1)

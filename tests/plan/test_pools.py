@@ -72,8 +72,18 @@ def test_a_pool_of_other_namespaces_is_passed_over() -> None:
     assert chosen(made) == "on-demand"
 
 
-def test_no_pool_allows_the_namespace() -> None:
+def test_a_pool_that_is_not_there_yet_is_waited_for_when_the_other_refuses() -> None:
     closed = pool("spot").spec(allowedNamespaces=["team-b"]).build()
     made = world(**{"spot": closed, "on-demand": None})
     made.reconcile()
+    assert made.phase == "Pending"
+    assert made.status.transitions[-1].reason == "PoolNotFound"
+
+
+def test_a_namespace_that_every_pool_refuses_is_refused_for_good() -> None:
+    closed = pool("spot").spec(allowedNamespaces=["team-b"]).build()
+    made = world(**{"spot": closed, "on-demand": closed})
+    made.reconcile()
+    assert made.phase == "Failed"
     assert made.status.transitions[-1].reason == "NamespaceNotAllowed"
+    assert not made.pods

@@ -29,7 +29,7 @@ def plan(observed: Observed, now: float) -> Plan:
     if s.phase.finished:
         actions, look = ttl.after_end(s)
         return Plan(s.status, actions=tuple(actions), requeue_at=look)
-    account = restart.settle(s)
+    account = restart.settle(s, over=end.outcome(s) is not None)
     decision = _decide(s, account)
     decision = decision.look_again(account.retry_at, s.degraded_at if not s.degraded else None)
     status, events, due = status_of(s, decision)
@@ -129,6 +129,9 @@ def _resolved_anew(s: Situation) -> Decision | None:
 
 def _resolve(s: Situation, reason: Reason) -> Decision:
     choice = pools.first(s)
+    if choice.problem is not None and choice.problem[0] is Reason.NAMESPACE_NOT_ALLOWED:
+        # Every pool that the job names exists and refuses it: nothing that will be here soon changes that.
+        return _fail(s, *choice.problem)
     if choice.problem is not None:
         return Decision(Phase.PENDING, *choice.problem, stalled=True).do(replace.refs(s.observed.ours, reason))
     plain_reason = (Reason.NO_COMMAND, Reason.NO_COMMAND.meaning) if s.spec.command is None else None

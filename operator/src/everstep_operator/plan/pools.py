@@ -52,6 +52,8 @@ def _first_of(s: Situation, names: list[str]) -> Choice:
             problems.append((Reason.NAMESPACE_NOT_ALLOWED, text))
         else:
             return Choice(pool)
+    # A pool that does not exist may come yet (GitOps applies in any order); one that refuses has decided.
+    problems.sort(key=lambda problem: problem[0] is not Reason.POOL_NOT_FOUND)
     return Choice(problem=problems[0]) if problems else Choice()
 
 

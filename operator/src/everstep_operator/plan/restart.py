@@ -39,9 +39,10 @@ class Account:
     retry_at: float | None = None
 
 
-def settle(s: Situation) -> Account:
-    """Charge what ended since the last look."""
-    restarts, failure, retry_at = s.status.restarts, None, None
+def settle(s: Situation, *, over: bool = False) -> Account:
+    """Charge what ended since the last look. `over`: the job has an outcome, so that a pod's end is no loss."""
+    restarts = before = s.status.restarts  # `before` the newest charge
+    failure, retry_at = None, None
     generation = s.status.generation
     head = s.head
     if s.leader is not None:
@@ -55,14 +56,16 @@ def settle(s: Situation) -> Account:
                 # Charges are in the order of generations: the later ones wait with this one.
                 retry_at = (entry.ended_at or s.now) + WAIT_FOR_FATE
                 break
-            restarts, failure = _charge(s, restarts, entry.id, reason), _failure_of(s, entry, reason)
+            before, restarts = restarts, _charge(s, restarts, entry.id, reason)
+            failure = _failure_of(s, entry, reason)
         generation = _generation(s, s.leader)
     elif s.plain and (broken := _plain_loss(s)) is not None:
         epoch, pod = broken
         if not restarts.last or restarts.last.token < (epoch, 1):
             reason = Reason.APPLICATION_ERROR if _failed_itself(pod) else replace.why_lost(pod)
-            restarts, failure = _charge(s, restarts, f"{epoch}.1", reason), failure_of_pod(pod, reason)
-    if not s.plain and s.phase in (Phase.RUNNING, Phase.RESTARTING) and generation >= 1:
+            before, restarts = restarts, _charge(s, restarts, f"{epoch}.1", reason)
+            failure = failure_of_pod(pod, reason)
+    if not over and not s.plain and s.phase in (Phase.RUNNING, Phase.RESTARTING) and generation >= 1:
         dead = head is None or head.ended is not None or head.deleting
         # In degraded mode nobody tells of lost pods either; one charge per generation seen keeps it from being free.
         loss = head if dead else next(iter(replace.lost(s)), None) if s.degraded else None
@@ -71,9 +74,13 @@ def settle(s: Situation) -> Account:
         newest = restarts.last.token if restarts.last is not None else (0, 0)
         if known and (dead or loss is not None) and newest < (s.status.epoch, generation):
             reason = replace.why_lost(loss)
-            restarts = _charge(s, restarts, f"{s.status.epoch}.{generation}", reason)
+            before, restarts = restarts, _charge(s, restarts, f"{s.status.epoch}.{generation}", reason)
             failure = failure_of_pod(loss, reason)
-    return Account(restarts, generation, failure, _exhausted(s, restarts), retry_at)
+    exhausted = _exhausted(s, restarts)
+    if exhausted is not None:
+        # What found the budget empty ends the job: no restart came of it, so none is counted.
+        restarts = before
+    return Account(restarts, generation, failure, exhausted, retry_at)
 
 
 def allowance(s: Situation, restarts: Restarts) -> int:
