@@ -44,10 +44,10 @@ class Sink:
         self._thread = threading.Thread(target=self._run, name=f"log-{fd}", daemon=True)
         self._thread.start()
 
-    def write(self, data: bytes) -> bool:
-        """Never blocks. False when the buffer is full and the data was not taken."""
+    def write(self, data: bytes, last: bool = False) -> bool:
+        """Never blocks. False when the buffer is full and the data was not taken; a `last` word always is."""
         with self._ready:
-            if self._size + len(data) > self._capacity:
+            if self._size + len(data) > self._capacity and not last:
                 return False
             self._pieces.append(data)
             self._size += len(data)
@@ -125,7 +125,7 @@ class Stream:
     def close(self) -> None:
         if self._fd >= 0:
             self.drain()
-            self._notice()
+            self._notice(last=True)
             self._close()
 
     def _close(self) -> None:
@@ -160,7 +160,7 @@ class Stream:
 
     def _end(self) -> None:
         self._flush_partial()
-        self._notice()
+        self._notice(last=True)
         self._close()
 
     def _feed(self, data: bytes) -> None:
@@ -194,11 +194,11 @@ class Stream:
         if not self._sink.write(tagged):
             self._dropped += lines.count(b"\n")
 
-    def _notice(self) -> bool:
+    def _notice(self, last: bool = False) -> bool:
         """Says how much is missing, where it is missing. False while there is no room even for that."""
         if self._dropped:
             text = f"… dropped {self._dropped} lines\n".encode()
-            if not self._sink.write(self._tag + text):
+            if not self._sink.write(self._tag + text, last):
                 return False
             self._dropped = 0
         return True

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
-from . import logs, oom
+from . import logs, oom, report
 from .events import Event, Progress, RankExited, RankStarted
 from .processes import Process, Processes
 from .progress import Intake, Update
@@ -28,6 +28,7 @@ class Node:
     emit: Callable[[Event], None]
     memory_counter: Path | None
     kills_before: int | None  # OOM kills when the generation began
+    failure_file: Path  # where a program may say why it failed; absent when the generation began
 
 
 class Rank:
@@ -98,6 +99,8 @@ class Rank:
             message = logs.cause(tail, message)
             if killed and "out of memory" not in message:
                 message = f"{message} (out of memory)"
+        if code != 0:
+            message = report.read_failure(self._node.failure_file) or message
         self._end(code, signum, message, tail, killed)
 
     def _end(self, code: int, signum: int | None, message: str, tail: tuple[str, ...], killed: bool = False) -> None:

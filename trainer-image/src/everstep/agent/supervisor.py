@@ -89,6 +89,7 @@ class Supervisor:
                 emit=self._emit,
                 memory_counter=self._memory_counter,
                 kills_before=oom.kills(self._memory_counter),
+                failure_file=report.forget_failure(self._place.ml / "output"),
             )
             self._contract = self._write_contract(layout)
             if config.mpi:
