@@ -79,7 +79,8 @@ def test_nothing_of_an_old_generation_survives(cluster: Cluster, namespace: str)
     source = """
 import os, sys, time, subprocess
 shm = os.listdir('/dev/shm')
-alive = [p for p in os.listdir('/proc') if p.isdigit() and b'remains-' + b'of-1' in open(f'/proc/{p}/cmdline', 'rb').read()]
+mark = b'remains-' + b'of-1'
+alive = [p for p in os.listdir('/proc') if p.isdigit() and mark in open(f'/proc/{p}/cmdline', 'rb').read()]
 print('FOUND', shm, alive, flush=True)
 if os.environ['EVERSTEP_GENERATION'] == '1':
     open('/dev/shm/leftover', 'w').write('x' * 1000)

@@ -68,3 +68,24 @@ def leave_failure(output: Path, message: str, log_tail: tuple[str, ...]) -> None
         path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         say(f"cannot write {path}: {error.strerror}")
+
+
+def forget_failure(output: Path) -> Path:
+    """Remove what an earlier generation said; the path, for the next to say something."""
+    path = output / "failure"
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        say(f"cannot remove {path}: {error.strerror}")
+    return path
+
+
+def read_failure(path: Path) -> str:
+    """What the user's program itself said about its failure: the first 1,024 characters; nothing if it did not."""
+    try:
+        with path.open("rb") as file:
+            return file.read(4 * MAX_FAILURE).decode(errors="replace")[:MAX_FAILURE].strip()
+    except OSError:
+        return ""

@@ -11,7 +11,7 @@ from collections.abc import Awaitable
 from pathlib import Path
 from typing import Callable
 
-from . import environment, gpu, logs, memory, oom
+from . import environment, gpu, logs, memory, oom, report
 from .config import Config, Place
 from .contract import Facts, contract_files, contract_folders, fitting, rank_variables, sm_environment
 from .daemons import Daemons
