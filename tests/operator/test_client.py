@@ -175,6 +175,10 @@ async def test_retry_after_is_obeyed(server: Server, client: Client) -> None:
         (status(400, "BadRequest"), errors.Invalid),
         (status(403, "Forbidden", "pods is forbidden: violates PodSecurity"), errors.Forbidden),
         (status(403, "Forbidden", 'pods "x" is forbidden: exceeded quota: q'), errors.QuotaExceeded),
+        (
+            status(403, "Forbidden", 'pods is forbidden: User "x" cannot create resource "pods" in'),
+            errors.NotAuthorized,
+        ),
         (status(403, "Forbidden", "namespace ns is being terminated"), errors.Conflict),
         (status(401, "Unauthorized"), errors.Unauthorized),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 
@@ -36,8 +37,16 @@ class Invalid(ApiError):
     """422 or 400: the body is refused and will be refused again."""
 
 
+class NotAuthorized(ApiError):
+    """403 by RBAC: our rights, never a job's fault.
+
+    An API server that has just started answers so for a moment, until it has read the roles. Taken for a verdict on
+    the pods, each restart of a control plane would fail jobs.
+    """
+
+
 class Forbidden(ApiError):
-    """403 by RBAC or admission. A used-up quota is `QuotaExceeded`: that one ends by waiting."""
+    """403 by admission. A used-up quota is `QuotaExceeded`: that one ends by waiting."""
 
 
 class QuotaExceeded(Forbidden):
@@ -77,6 +86,9 @@ class NotOurs(Exception):
         self.owner = owner
 
 
+# `pods is forbidden: User "x" cannot create resource "pods" in API group …`; admission names the object instead.
+_BY_RBAC = re.compile(r'User "[^"]*" cannot \w+ (resource|path)')
+
 _BY_CODE: dict[int, type[ApiError]] = {
     400: Invalid,
     401: Unauthorized,
@@ -99,6 +111,8 @@ def from_status(code: int, status: Any, *, retry_after: float | None = None) -> 
         return AlreadyExists(code, reason, message)
     if code == 403 and "exceeded quota" in message:  # the server gives no reason of its own for it
         return QuotaExceeded(code, reason, message)
+    if code == 403 and _BY_RBAC.search(message):
+        return NotAuthorized(code, reason, message)
     if code == 403 and "is being terminated" in message:
         # Creates in a terminating namespace. The template is not to blame, and the job is about to be deleted too.
         return Conflict(code, reason, message)

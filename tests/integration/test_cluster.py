@@ -1,0 +1,205 @@
+"""What happens around a job: strangers' objects, predecessors, restarts of either side, and nothing at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from typing import Any
+
+import pytest
+
+from e2e.cluster.controlplane import ControlPlane
+from everstep_operator.cluster.rbac import USED
+from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES
+from tests.integration.conftest import USER
+from tests.integration.inprocess import Simulation, operator
+from tests.integration.world import OperatorProcess, World, until
+
+
+async def running(world: World, name: str, simulation: Simulation) -> dict[str, Any]:
+    await world.until_phase(name, "Running", seconds=60)
+    return await world.job(name)
+
+
+async def test_a_restarted_api_server_costs_nothing(
+    control_plane: ControlPlane, operator: OperatorProcess, world: World
+) -> None:
+    await world.submit("digits", numNodes=2)
+    async with Simulation(world, "digits") as simulation:
+        await running(world, "digits", simulation)
+        control_plane.restart_apiserver()  # not in a thread: its processes die with the thread that started them
+        await world.submit("late", numNodes=1)  # the watch has to be back for this one
+        await world.until_pods("late", 1, seconds=60)
+        simulation.finish.set()
+        status = await world.until_phase("digits", "Succeeded", seconds=60)
+    assert status["epoch"] == 1
+    assert len(simulation.pods_seen) == 2
+    assert operator.running()
+
+
+async def test_a_killed_operator_goes_on_at_once(operator: OperatorProcess, world: World) -> None:
+    await world.submit("digits", numNodes=2)
+    async with Simulation(world, "digits") as simulation:
+        await running(world, "digits", simulation)
+        operator.kill()
+        simulation.finish.set()
+        await asyncio.sleep(0.2)
+        operator.start()
+        status = await world.until_phase("digits", "Succeeded", seconds=60)
+    assert status["epoch"] == 1
+    assert (status.get("restarts") or {}).get("total", 0) == 0
+
+
+async def test_sigterm_is_a_clean_end(operator: OperatorProcess, world: World) -> None:
+    await asyncio.to_thread(operator.wait_ready)
+    assert operator.stop() == 0
+    operator.start()
+
+
+async def test_applying_the_same_again_changes_nothing(world: World) -> None:
+    await world.submit("digits", numNodes=2)
+    async with Simulation(world, "digits") as simulation:
+        await running(world, "digits", simulation)
+        await asyncio.sleep(1)  # the last events of its start
+        pods = [pod["metadata"]["resourceVersion"] for pod in await world.pods("digits")]
+        path = JOBS.path(world.namespace, "digits")
+        await world._patch(path, {"metadata": {"annotations": {"team": "red"}}, "spec": {"numNodes": 2}})
+        before = (await world.job("digits"))["metadata"]["resourceVersion"]
+        await asyncio.sleep(2)
+        assert (await world.job("digits"))["metadata"]["resourceVersion"] == before
+        assert [pod["metadata"]["resourceVersion"] for pod in await world.pods("digits")] == pods
+
+
+@pytest.mark.parametrize("resource", [SERVICES, PODS, CONFIG_MAPS])
+async def test_what_belongs_to_somebody_else_is_never_adopted(world: World, resource: Any) -> None:
+    name = {"services": "digits", "pods": "digits-1", "configmaps": "digits-1"}[resource.plural]
+    specs: dict[str, dict[str, Any]] = {
+        "services": {"spec": {"ports": [{"port": 80}]}},
+        "pods": {"spec": {"containers": [{"name": "a", "image": "b"}]}},
+        "configmaps": {"data": {"mine": "yes"}},
+    }
+    body = {"metadata": {"name": name}, **specs[resource.plural]}
+    theirs = await world.client.create(resource, world.namespace, body)
+    await world.submit("digits", numNodes=2)
+
+    async def told() -> bool:
+        status = (await world.job("digits")).get("status") or {}
+        return any(c["reason"] == "NameConflict" for c in status.get("conditions", ()))
+
+    await until(told, "the user is told")
+    now = await world.client.get(resource, world.namespace, name)
+    assert now["metadata"]["uid"] == theirs["metadata"]["uid"]
+    assert now["metadata"]["resourceVersion"] == theirs["metadata"]["resourceVersion"]
+
+
+async def test_a_job_made_again_under_its_name_waits_for_its_predecessors_objects(world: World) -> None:
+    """`kubectl replace --force`: the garbage collector is slower. Here it is played by the test."""
+    old = await world.submit("digits", numNodes=2)
+    old_pods = await world.until_pods("digits", 2)
+    leftovers = [(r, item) for r in (SERVICES, SECRETS, CONFIG_MAPS) for item in await world.all(r)]
+    await world.client.delete(JOBS, world.namespace, "digits", uid=old["metadata"]["uid"])
+    new = await world.submit("digits", numNodes=2)
+    await asyncio.sleep(1)
+    assert {pod["metadata"]["uid"] for pod in await world.pods("digits")} == {p["metadata"]["uid"] for p in old_pods}
+    for resource, item in leftovers:
+        if not item["metadata"]["name"].startswith("everstep-agent"):
+            await world.client.delete(resource, world.namespace, item["metadata"]["name"], uid=item["metadata"]["uid"])
+    for pod in old_pods:
+        await world.remove(pod)
+
+    async def replaced() -> bool:
+        pods = await world.pods("digits")
+        owners = {pod["metadata"]["ownerReferences"][0]["uid"] for pod in pods}
+        return len(pods) == 2 and owners == {new["metadata"]["uid"]}
+
+    await until(replaced, "the new job has its own pods", 60)
+    for pod in await world.pods("digits"):
+        assert pod["metadata"]["ownerReferences"][0]["uid"] == new["metadata"]["uid"]
+
+
+async def test_a_template_the_server_refuses_fails_with_its_message(world: World) -> None:
+    broken = {"spec": {"volumes": [{"name": "v", "hostPath": {"path": "relative/../x", "type": "NoSuchType"}}]}}
+    tolerations = {"spec": {"tolerations": [{"key": "k", "operator": "NoSuchOperator"}]}}
+    for template in (tolerations, broken):
+        name = f"bad-{len(json.dumps(template))}"
+        await world.submit(name, podTemplate=template)
+        status = await world.until_phase(name, "Failed")
+        assert await world.pods(name) == []
+        failed = next(c for c in status["conditions"] if c["type"] == "Failed")
+        assert failed["message"]
+
+
+async def test_a_ghost_is_found_by_listing(control_plane: ControlPlane, still_world: World) -> None:
+    """A watch that was down sends no DELETED."""
+    await still_world.submit("digits", numNodes=2)
+    serving = operator(control_plane.kubeconfig, still_world, resync_seconds=3600)
+    async with Simulation(still_world, "digits") as simulation, serving as (made, _):
+        await running(still_world, "digits", simulation)
+        hearing = made.watch._receive
+        made.watch._receive = lambda *_: None
+        lost = (await still_world.pods("digits"))[1]
+        await still_world.remove(lost)
+        await asyncio.sleep(0.5)
+        assert len(made.cache.pods_of((still_world.namespace, "digits"))) == 2, "the ghost"
+        made.watch._receive = hearing
+        await made.resync.once()
+
+        async def replaced() -> bool:
+            pods = await still_world.pods("digits")
+            return len(pods) == 2 and pods[1]["metadata"]["uid"] != lost["metadata"]["uid"]
+
+        await until(replaced, "the lost pod is replaced")
+
+
+async def test_health_and_metrics(operator: OperatorProcess, world: World) -> None:
+    await asyncio.to_thread(operator.wait_ready)
+    assert operator.fetch("/healthz") == "ok"
+    await world.submit("digits")
+    await world.until_pods("digits", 1)
+    text = operator.fetch("/metrics", operator.metrics_port)
+    for name in ("everstep_reconcile_duration_seconds_count", "everstep_queue_depth", 'everstep_jobs{phase="Pending"}'):
+        assert name in text
+    assert world.namespace not in text
+    assert "digits" not in text
+
+
+async def test_a_hundred_jobs_in_one_go(world: World) -> None:
+    await asyncio.gather(*(world.submit(f"j{n}") for n in range(100)))
+    started = time.monotonic()
+
+    async def all_made() -> bool:
+        return len(await world.all(PODS)) == 100
+
+    await until(all_made, "a hundred pods", 60)
+    assert time.monotonic() - started < 60
+
+
+async def test_the_rights_used_are_those_of_the_table(control_plane: ControlPlane, world: World) -> None:
+    """Everything the operator has asked of the API server so far, from the server's own audit log."""
+    await world.submit("digits", numNodes=2)
+    await world.until_pods("digits", 2)
+    allowed = {(right.verb, right.group, right.resource) for right in USED}
+    # In this folder nothing outlives its TTL, no agent's version is an hour old, and not every test comes before this one.
+    rare = {("delete", "everstep.dev", "trainingjobs"), ("delete", "", "secrets"), ("delete", "", "configmaps")}
+    rare |= {("delete", "", "pods"), ("get", "everstep.dev", "trainingjobs"), ("get", "", "pods")}
+    rare |= {("get", "", "services"), ("get", "", "configmaps")}
+
+    async def all_used() -> bool:
+        seen = _requests(control_plane.audit_log.read_text())
+        assert seen <= allowed
+        assert allowed - seen <= rare
+        return True
+
+    await until(all_used, "each right of the table is used", 10)
+
+
+def _requests(audit_log: str) -> set[tuple[str, str, str]]:
+    seen = set()
+    for line in audit_log.splitlines():
+        entry = json.loads(line)
+        reference = entry.get("objectRef") or {}
+        if entry["user"]["username"] == USER and "resource" in reference:
+            sub = f"/{reference['subresource']}" if reference.get("subresource") else ""
+            seen.add((entry["verb"], reference.get("apiGroup", ""), reference["resource"] + sub))
+    return seen

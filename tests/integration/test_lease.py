@@ -1,0 +1,71 @@
+"""One operator acts at a time: the Lease, against a real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+
+import pytest
+
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.lease import Lease, LeaseLost
+from everstep_operator.cluster.resources import LEASES
+from tests.integration.world import World
+
+
+def lease(world: World, identity: str, name: str) -> Lease:
+    return Lease(world.client, world.namespace, name, identity, duration=2.0, renew_deadline=1.0, period=0.1)
+
+
+async def test_the_second_waits_until_the_first_is_silent(world: World) -> None:
+    first, second = lease(world, "a", "x"), lease(world, "b", "x")
+    await first.acquire()
+    holding = asyncio.create_task(first.hold())
+    waiting = asyncio.create_task(second.acquire())
+    await asyncio.sleep(3)
+    assert not waiting.done(), "taken while it was being renewed"
+    holding.cancel()  # the first is gone without a word
+    started = asyncio.get_running_loop().time()
+    await asyncio.wait_for(waiting, 10)
+    assert asyncio.get_running_loop().time() - started >= 1.5
+    with pytest.raises(LeaseLost):
+        await asyncio.wait_for(first.hold(), 5)
+
+
+async def test_a_restarted_container_goes_on_at_once(world: World) -> None:
+    await lease(world, "pod", "x").acquire()
+    await asyncio.wait_for(lease(world, "pod", "x").acquire(), 1)
+
+
+async def test_a_released_lease_is_free_at_once(world: World) -> None:
+    first = lease(world, "a", "x")
+    await first.acquire()
+    await first.release()
+    await asyncio.wait_for(lease(world, "b", "x").acquire(), 1)
+
+
+async def test_who_cannot_renew_gives_up_before_others_may_take_over(world: World) -> None:
+    first = lease(world, "a", "x")
+    await first.acquire()
+
+    async def lost(*_: object, **__: object) -> object:
+        raise errors.Unreachable("cut off", sent=True)
+
+    first.client = type("CutOff", (), {"get": lost, "replace": lost, "create": lost})()
+    started = asyncio.get_running_loop().time()
+    with pytest.raises(LeaseLost):
+        await asyncio.wait_for(first.hold(), 10)
+    assert asyncio.get_running_loop().time() - started < 2.0
+
+
+async def test_two_that_start_together(world: World) -> None:
+    name = uuid.uuid4().hex
+    leases = [lease(world, f"i{n}", name) for n in range(5)]
+    tasks = [asyncio.create_task(one.acquire()) for one in leases]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.sleep(0.5)
+    assert sum(task.done() for task in tasks) == 1
+    for task in tasks:
+        task.cancel()
+    found = await world.client.get(LEASES, world.namespace, name)
+    assert found["spec"]["holderIdentity"].startswith("i")
