@@ -53,6 +53,19 @@ async def test_a_long_line_is_split_and_the_tail_is_bounded(tmp_path: Path) -> N
     assert (len(ended["log_tail"]), max(map(len, ended["log_tail"]))) == (20, 300)
 
 
+async def test_a_line_that_takes_long_is_one_line_and_a_progress_bar_is_shown(tmp_path: Path) -> None:
+    """Of a line without an end, the last state is shown once it rests; one that goes on is left whole."""
+    script = (
+        "import sys, time\n"
+        "for i in range(25): sys.stdout.write('x'); sys.stdout.flush(); time.sleep(0.1)\n"
+        "sys.stdout.write('\\n10%\\r50%\\r'); sys.stdout.flush(); time.sleep(600)\n"
+    )
+    async with Node(tmp_path, [sys.executable, "-c", script]) as node:
+        await node.start()
+        await node.until(lambda: "50%" in node.logged(), "progress bar")
+        assert node.logged().splitlines() == ["x" * 25, "50%"]
+
+
 async def test_a_blocked_log_never_blocks_a_rank_and_says_what_it_lost(tmp_path: Path, python: str) -> None:
     """Nobody reads the agent's stdout while a rank writes 40 MB; then somebody does."""
     reader, writer = os.pipe()

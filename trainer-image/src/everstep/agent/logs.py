@@ -98,6 +98,7 @@ class Stream:
         self._partial = b""
         self._tail = b""
         self._dropped = 0
+        self._heard = 0.0
         self._flush_timer: asyncio.TimerHandle | None = None
         self._fd, self.inner = os.pipe()  # `inner` is for the child; call `opened` once it has it
         with contextlib.suppress(OSError):  # more than a user's share of pipe memory: the default will do
@@ -139,8 +140,19 @@ class Stream:
         for _ in range(_READS_PER_WAKE):
             if not self._read():
                 break
+        self._heard = self._loop.time()
         if self._partial and self._flush_timer is None:
-            self._flush_timer = self._loop.call_later(_QUIET, self._flush_partial)
+            self._flush_timer = self._loop.call_later(_QUIET, self._quiet)
+
+    def _quiet(self) -> None:
+        """Only a pipe that was silent all the while has an unfinished line: a busy one ends in the middle of a line at
+        almost any time. (One timer that looks again costs less than a new one at every read.)"""
+        self._flush_timer = None
+        wait = self._heard + _QUIET - self._loop.time()
+        if wait <= 0:
+            self._flush_partial()
+        elif self._partial:
+            self._flush_timer = self._loop.call_later(wait, self._quiet)
 
     def _read(self) -> bool:
         """Whether there may be more at once."""
