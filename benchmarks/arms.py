@@ -43,20 +43,19 @@ class Arm(Protocol):
 
 
 class Everstep:
-    """One TrainingJob, a rank per pod."""
+    """One TrainingJob, a rank per pod unless ``spec`` says otherwise."""
 
-    def __init__(self, **spec: object) -> None:
-        self._spec = spec
+    def __init__(self, command: list[str] = COMMAND, image: str = IMAGE, **spec: object) -> None:
+        self._command = command
+        self._spec = {"image": image} | spec
 
     def create(self, site: Site, tag: str, world: int, **env: str) -> None:
-        job = training_job(
-            tag,
-            COMMAND,
-            numNodes=world,
-            env=site.ear.env(tag, **env),
-            podTemplate={"spec": {"affinity": site.affinity}},
-            **self._spec,
-        )
+        fields = {
+            "numNodes": world,
+            "env": site.ear.env(tag, **env),
+            "podTemplate": {"spec": {"affinity": site.affinity}},
+        }
+        job = training_job(tag, self._command, **(fields | self._spec))
         site.cluster.request("POST", JOBS.format(namespace=site.namespace), job)
 
     def delete(self, site: Site, tag: str) -> None:
@@ -67,6 +66,9 @@ class Everstep:
 class Bare:
     """A headless service and pods, created at once by one client: the least that Kubernetes can do."""
 
+    def __init__(self, command: list[str] = COMMAND, image: str = IMAGE) -> None:
+        self._command, self._image = command, image
+
     def create(self, site: Site, tag: str, world: int, **env: str) -> None:
         base = f"/api/v1/namespaces/{site.namespace}"
         site.cluster.request("POST", f"{base}/services", service(tag))
@@ -76,7 +78,7 @@ class Bare:
 
     def pod(self, site: Site, tag: str, rank: int, world: int, **env: str) -> Object:
         place = {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": f"{tag}-0.{tag}"} | env
-        spec = pod_spec(site, tag, place)
+        spec = pod_spec(site, tag, place, self._command, self._image)
         return {
             "apiVersion": "v1",
             "kind": "Pod",
@@ -127,12 +129,12 @@ def service(tag: str) -> Object:
     return {"apiVersion": "v1", "kind": "Service", "metadata": {"name": tag}, "spec": spec}
 
 
-def pod_spec(site: Site, tag: str, env: dict[str, str]) -> Object:
+def pod_spec(site: Site, tag: str, env: dict[str, str], command: list[str] = COMMAND, image: str = IMAGE) -> Object:
     container = {
         "name": "trainer",
-        "image": IMAGE,
+        "image": image,
         "imagePullPolicy": "IfNotPresent",
-        "command": COMMAND,
+        "command": command,
         "env": site.ear.env(tag, **env),
         "resources": {"requests": {"cpu": "10m", "memory": "32Mi"}},
         "securityContext": RESTRICTED,

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from benchmarks import local, restart, scale, start
+from benchmarks import local, mpi, restart, scale, start
 from benchmarks.arms import Site
 from benchmarks.barrier import Ear
 from benchmarks.measure import RESULT, Row, show, write
 from e2e import deploy
+from e2e.cluster import backend
 from e2e.cluster.network import HOST_ADDRESS
+from e2e.harness import Cluster
 
 LOCAL: dict[str, Callable[[], Row]] = {
     "agent-overhead": local.agent_overhead,
@@ -22,18 +25,23 @@ LOCAL: dict[str, Callable[[], Row]] = {
 }
 ON_NODES: dict[str, Callable[[Site], Row]] = {
     "startup-4": start.startup_4,
-    "startup-vs-indexed-4": start.startup_vs_indexed_4,
     "restart-in-place": restart.restart_in_place,
     "restart-tenth": restart.restart_tenth,
     "pod-deleted": restart.pod_deleted,
+    "startup-vs-indexed-4": start.startup_vs_indexed_4,
+    "startup-mpi-4": mpi.startup_mpi_4,
 }
+NAMES = (*LOCAL, *ON_NODES, *scale.NAMES)
 
 
 def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all when none is named.")] = None) -> None:
     """Measure, print tables, write build/bench/main.json; exit 1 when a row misses its target."""
+    unknown = set(names or ()) - set(NAMES)
+    if unknown:
+        raise typer.BadParameter(f"no row {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     console = Console()
     done: list[Row] = []
-    for row in measured(lambda name: not names or name in names):
+    for row in measured(set(names or NAMES)):
         done.append(row)
         write([row])
         show([row], console)
@@ -43,18 +51,34 @@ def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all when 
         raise typer.Exit(1)
 
 
-def measured(wanted: Callable[[str], bool]) -> Iterator[Row]:
+def measured(wanted: set[str]) -> Iterator[Row]:
     for name, local_row in LOCAL.items():
-        if wanted(name):
+        if name in wanted:
             yield local_row()
-    with deploy.cluster() as cluster:
-        with cluster.namespace("bench") as namespace:
-            nodes = tuple(node["metadata"]["name"] for node in cluster.items("/api/v1/nodes"))[:2]
-            site = Site(cluster, namespace, Ear(HOST_ADDRESS), nodes)
-            for name, row in ON_NODES.items():
-                if wanted(name):
-                    yield row(site)
-        yield from scale.rows(cluster, wanted)
+    if wanted <= set(LOCAL):
+        return
+    with running(wanted) as cluster:
+        if wanted & set(ON_NODES):
+            with cluster.namespace("bench") as namespace:
+                nodes = tuple(node["metadata"]["name"] for node in cluster.items("/api/v1/nodes"))[:2]
+                site = Site(cluster, namespace, Ear(HOST_ADDRESS), nodes)
+                for name, row in ON_NODES.items():
+                    if name in wanted:
+                        yield row(site)
+        if wanted & set(scale.NAMES):
+            yield from scale.rows(cluster, wanted)
+
+
+@contextmanager
+def running(wanted: set[str]) -> Iterator[Cluster]:
+    """The cluster with the images that these rows need; taken down afterwards only if it was not up before."""
+    kind = backend.choose()
+    was_up = kind.is_up()
+    try:
+        yield deploy.up(only={"operator", "byo"} | ({"trainer"} if "startup-mpi-4" in wanted else set()))
+    finally:
+        if not was_up:
+            kind.down()
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.audit import AuditLog
-from benchmarks.measure import Row, alternate
+from benchmarks.measure import REPEATS, Row, alternate
 from e2e import deploy
 from e2e.cluster import backend, kwok
 from e2e.cluster.controlplane_flags import ClientLimits
@@ -23,6 +23,19 @@ from e2e.harness import JOBS, Cluster, Object, phase, training_job, wait
 NODES = 100
 RAISED = ClientLimits(1000, 2000)
 PARALLEL = 50
+SHAPES = {"1x1000": (1, 1000, 2.3), "100x10": (100, 10, 3.5)}  # jobs, pods of each, the operator's requests per pod
+MOST_WRITES = 4.7
+NAMES = (
+    "requests-per-pod-1x1000",
+    "requests-per-pod-100x10",
+    "writes-per-pod-1x1000",
+    "scale-1x1000",
+    "scale-100x10",
+    "scale-raised-1x1000",
+    "scale-raised-100x10",
+    "operator-rss-5000",
+    "operator-idle",
+)
 TOLERATION = {"key": "kwok.x-k8s.io/node", "operator": "Exists"}
 _numbers = itertools.count()
 Create = Callable[[Cluster, str, int, int], None]
@@ -136,12 +149,11 @@ def scale(cluster: Cluster, name: str, jobs: int, pods: int, floor: Create, targ
     return alternate(row, lambda: timed(cluster, ours, jobs, pods), lambda: timed(cluster, floor, jobs, pods))
 
 
-def requests(cluster: Cluster, jobs: int, pods: int, requests_row: Row, writes_row: Row | None) -> None:
+def requests(cluster: Cluster, jobs: int, pods: int, requests_row: Row, writes_row: Row) -> None:
     """One whole life: created, Running, succeeded, deleted; the requests that it took of the operator, per pod."""
     log = AuditLog(backend.local_cluster().control.audit_log)
     with started(cluster, ours, jobs, pods) as (namespace, _):
-        if writes_row is not None:
-            writes_row.samples.setdefault("ours", []).append(log.writes({namespace}) / (jobs * pods))
+        writes_row.samples.setdefault("ours", []).append(log.writes({namespace}) / (jobs * pods))
         finish(cluster, namespace)
         for number in range(jobs):
             cluster.wait_phase(namespace, f"scale-{number}", "Succeeded", timeout=300)
@@ -221,32 +233,34 @@ def _condition(kind: str) -> Object:
     return {"type": kind, "status": "True", "reason": "Completed", "message": "", "lastTransitionTime": at}
 
 
-def rows(cluster: Cluster, wanted: Callable[[str], bool], repeats: int = 5) -> Iterator[Row]:
+def rows(cluster: Cluster, wanted: set[str], repeats: int = REPEATS) -> Iterator[Row]:
     """Everything of this file, on 100 pretended nodes; control-plane limits are put back afterwards."""
     local = backend.local_cluster()
     kwok.up(local, NODES)
     try:
-        shapes = {"1x1000": (1, 1000, 2.3), "100x10": (100, 10, 3.5)}
-        for name, (jobs, pods, _) in shapes.items():
-            if wanted(f"scale-{name}"):
-                yield scale(cluster, f"scale-{name}", jobs, pods, bare, 1.1, strict=False)
-        for name, (jobs, pods, most) in shapes.items():
-            if wanted(f"requests-per-pod-{name}"):
-                per_pod = Row(f"requests-per-pod-{name}", "requests", most, absolute=True)
-                writes = Row(f"writes-per-pod-{name}", "writes", 4.7, absolute=True) if jobs == 1 else None
+        for name, (jobs, pods, most) in SHAPES.items():
+            per_pod = Row(f"requests-per-pod-{name}", "requests", most, absolute=True)
+            writes = Row(f"writes-per-pod-{name}", "writes", MOST_WRITES, absolute=True)
+            asked = [row for row in (per_pod, writes) if row.name in wanted]
+            if asked:
                 for _ in range(repeats):
                     requests(cluster, jobs, pods, per_pod, writes)
-                yield from (row for row in (per_pod, writes) if row)
-        if any(wanted(f"scale-raised-{name}") for name in shapes):
+                yield from asked
+        for name, (jobs, pods, _) in SHAPES.items():
+            if f"scale-{name}" in wanted:
+                yield scale(cluster, f"scale-{name}", jobs, pods, bare, 1.1, strict=False)
+        raised = [name for name in SHAPES if f"scale-raised-{name}" in wanted]
+        if raised:
             local.restart_controllers(RAISED)
             try:
-                for name, (jobs, pods, _) in shapes.items():
+                for name in raised:
+                    jobs, pods, _ = SHAPES[name]
                     yield scale(cluster, f"scale-raised-{name}", jobs, pods, indexed, 1.0, strict=True)
             finally:
                 local.restart_controllers()
-        if wanted("operator-rss-5000"):
+        if "operator-rss-5000" in wanted:
             yield rss_5000(cluster)
-        if wanted("operator-idle"):
+        if "operator-idle" in wanted:
             yield idle(cluster)
     finally:
         kwok.down(local)

@@ -12,9 +12,13 @@ _numbers = itertools.count()
 WORLD = 4
 
 
+def next_tag(prefix: str) -> str:
+    return f"{prefix}-{next(_numbers)}"
+
+
 def start(site: Site, arm: Arm, world: int = WORLD) -> float:
     """Seconds from just before the first request until the last rank has passed its first barrier."""
-    tag = f"start-{next(_numbers)}"
+    tag = next_tag("start")
     began = time.monotonic()
     arm.create(site, tag, world)
     try:

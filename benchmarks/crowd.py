@@ -1,0 +1,180 @@
+"""Many real agents on this machine, one of which leads: `python -m benchmarks.crowd 1200`.
+
+Real wire, real nodes, a real leader; only the users' processes are pretended. The leader has a process of its own,
+because its limit of open files is what is measured: the other agents together would need more files than one process
+may open, and are spread over as many as it takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import resource
+import secrets
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from everstep.agent import config
+from everstep.agent.client import LeaderClient
+from everstep.agent.events import Event, Layout, RankStarted
+from everstep.agent.http import Handler, Server
+from everstep.agent.leader import Leader
+from everstep.agent.leading import Leading, free_port
+from everstep.agent.main import raise_file_limit
+from everstep.agent.node import Node
+
+SOFT_LIMIT = 1024
+AGENTS_PER_PROCESS = 300  # two files each: what it listens on, and the leader's link
+TIMEOUT = 240.0
+
+
+@dataclass(frozen=True)
+class Crowd:
+    """What every process has to know."""
+
+    agents: int
+    folder: Path
+    token: bytes
+
+    def config(self, index: int) -> config.Config:
+        job = {
+            "protocol": config.PROTOCOL,
+            "job": {"namespace": "default", "name": "crowd", "uid": "crowd"},
+            "templateEpoch": 1,
+            "numNodes": self.agents,
+            "numProcPerNode": 1,
+            "command": ["true"],
+            "distribution": {"kind": "torch"},
+            "restart": {"application": 3, "maxBackoffSeconds": 60},
+            "fencing": "checkpoint",
+            "fenceTimeoutSeconds": 40,
+            "stopGraceSeconds": 5,
+            "restartGraceSeconds": 5,
+            "service": "",
+            "port": 8470,
+        }
+        pod = {"EVERSTEP_INDEX": str(index), "EVERSTEP_POD_UID": f"pod-{index}", "EVERSTEP_POD_IP": "127.0.0.1"}
+        return config.parse(job, {**pod, "EVERSTEP_EPOCH": "1"})
+
+
+class PretendedRanks:
+    """In place of a Supervisor: ranks that start at once and cost nothing."""
+
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        self._emit = emit
+        self.generations: list[int] = []
+
+    async def start(self, layout: Layout) -> None:
+        self.generations.append(layout.generation)
+        self._emit(RankStarted(layout.generation, layout.node_index, 0))
+
+    async def stop(self, grace: float) -> str | None:
+        return None
+
+    def signal(self, signum: int) -> None: ...
+    async def spawn(self, daemon: str, argv: list[str], env: dict[str, str]) -> None: ...
+    def kill_daemon(self, daemon: str) -> None: ...
+    def daemon_output(self, daemon: str, stream: str, data: bytes) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Agent:
+    """What the agent's main.py puts together."""
+
+    def __init__(self, crowd: Crowd, index: int) -> None:
+        clock = asyncio.get_running_loop().time
+        self._config = crowd.config(index)
+        place = config.Place.local(crowd.folder / "agent.pyz", crowd.folder, index)
+        place.scratch.mkdir(parents=True, exist_ok=True)
+        self._node = Node(self._config, place, f"agent-{index}", clock)
+        self.ranks = PretendedRanks(self._node.emit)
+        self._node.run_with(self.ranks, crowd.token)
+        routes: dict[str, tuple[str, Handler]] = {"/v1/link": ("POST", self._node.accept)}
+        self._leading: Leading | None = None
+        if self._config.leads:
+            raise_file_limit(self._config.num_nodes)
+            leader = Leader(self._config, "crowd", clock(), time.time(), free_port)
+            self._leading = Leading(self._config, crowd.token, self._node, leader, clock)
+            routes.update(self._leading.routes())
+        self._server = Server(crowd.token, routes, clock)
+
+    async def listen(self) -> str:
+        port = await self._server.start("127.0.0.1", 0)
+        self._node.config = replace(self._config, port=port)
+        if self._leading is not None:
+            self._leading.start(self.ranks)
+        return self._node.address
+
+
+async def _serve(crowd: Crowd, indexes: range, parent: Connection) -> None:
+    agents = [Agent(crowd, index) for index in indexes]
+    parent.send({index: await agent.listen() for index, agent in zip(indexes, agents, strict=True)})
+    await asyncio.to_thread(parent.recv)
+    parent.send([agent.ranks.generations for agent in agents])
+    await asyncio.to_thread(parent.recv)  # until the parent ends this process
+
+
+def _process(crowd: Crowd, indexes: range, parent: Connection) -> None:
+    asyncio.run(_serve(crowd, indexes, parent))
+
+
+def gather(agents: int) -> dict[str, Any]:
+    """Have so many agents join; how many of them run the leader's generation, and after how many seconds."""
+    spawn = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        crowd = Crowd(agents, Path(folder), secrets.token_bytes(32))
+        parts = [
+            range(1),
+            *(range(at, min(at + AGENTS_PER_PROCESS, agents)) for at in range(1, agents, AGENTS_PER_PROCESS)),
+        ]
+        started = []
+        try:
+            for part in parts:
+                ours, theirs = spawn.Pipe()
+                process = spawn.Process(target=_process, args=(crowd, part, theirs), daemon=True)
+                process.start()
+                started.append((process, ours))
+            addresses: dict[int, str] = {}
+            for _, pipe in started:
+                addresses |= pipe.recv()
+            began = time.monotonic()
+            generation = _lead(addresses, crowd.token)
+            seconds = time.monotonic() - began
+            joined = 0
+            for _, pipe in started:
+                pipe.send("told")
+                joined += sum(generations == [generation] for generations in pipe.recv())
+        finally:
+            for process, _ in reversed(started):  # the leader last: the others would all tell that they lost it
+                process.kill()
+                process.join()
+    return {"joined": joined, "generation": generation, "seconds": seconds}
+
+
+def _lead(addresses: dict[int, str], token: bytes) -> int:
+    """Be the operator until the generation runs, or until there is no hope; its number."""
+    client = LeaderClient(addresses[0], token)
+    client.peers(1, addresses)
+    deadline = time.monotonic() + TIMEOUT
+    state = client.state()
+    while state["phase"] != "running" and time.monotonic() < deadline:
+        state = client.state(after=f"{state['incarnation']}:{state['version']}", wait=5)
+    client.close()
+    return int(state["generation"])
+
+
+def main(agents: int) -> None:
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (SOFT_LIMIT, hard))
+    print(json.dumps(gather(agents)))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
