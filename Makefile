@@ -28,10 +28,10 @@ test-integration: venv ## the operator against a real API server
 	$(RUN) pytest tests -m "integration and not chaos" -q
 
 test-e2e: venv ## real pods on a real cluster, brought up if there is none
-	$(RUN) pytest e2e/scenarios -m "e2e and not chaos" -q
+	$(RUN) pytest e2e/scenarios tests -m "e2e and not chaos" -q
 
 test-chaos: venv ## long random sweeps
-	$(RUN) pytest tests e2e/scenarios -m chaos -q
+	$(RUN) pytest e2e/scenarios tests -m chaos -q
 
 bench: venv ## ratios against floors of the same run, build/bench/main.json
 	$(RUN) python -m benchmarks.main
@@ -48,6 +48,7 @@ images: venv ## build the trainer's, the operator's and the test images
 
 generate: venv ## CRDs and reference pages from the models
 	$(RUN) python -m everstep_operator.api.crdgen && $(RUN) python -m everstep_operator.api.docgen
+	cp crds/*.yaml charts/everstep/files/crds/
 
 fmt: venv ## format
 	$(RUN) ruff check --fix . ; $(RUN) ruff format .

@@ -143,6 +143,7 @@ def test_the_host_reaches_pods(gang: Kubectl) -> None:
         assert answer.read() == b"algo-2\n"
 
 
+@pytest.mark.chaos
 def test_a_killed_node_is_noticed_and_comes_back(cluster: LocalCluster, gang: Kubectl) -> None:
     name = cluster.nodes[-1].name
     cluster.kill_node(name)
@@ -154,6 +155,7 @@ def test_a_killed_node_is_noticed_and_comes_back(cluster: LocalCluster, gang: Ku
     gang.run("wait", "-n", NAMESPACE, "--for=condition=Ready", "pod", f"gang-{number}", "--timeout=60s")
 
 
+@pytest.mark.chaos
 def test_a_frozen_node_is_silent_until_it_is_thawed(cluster: LocalCluster, gang: Kubectl) -> None:
     name = cluster.nodes[-1].name
     address = gang.run("get", "pod", "-n", NAMESPACE, name.replace("node", "gang"), "-o", "jsonpath={.status.podIP}")
@@ -165,6 +167,7 @@ def test_a_frozen_node_is_silent_until_it_is_thawed(cluster: LocalCluster, gang:
         assert answer.status == 200
 
 
+@pytest.mark.chaos
 def test_a_partitioned_node_runs_on_unseen(cluster: LocalCluster, gang: Kubectl) -> None:
     node = cluster.nodes[-1]
     cluster.partition_node(node.name)
