@@ -180,7 +180,7 @@ async def test_the_rights_used_are_those_of_the_table(control_plane: ControlPlan
     await world.submit("digits", numNodes=2)
     await world.until_pods("digits", 2)
     allowed = {(right.verb, right.group, right.resource) for right in USED}
-    # In this folder nothing outlives its TTL, no agent's version is an hour old, and not every test comes before this one.
+    # In this folder nothing outlives its TTL and no agent's version is an hour old; not every test comes before this.
     rare = {("delete", "everstep.dev", "trainingjobs"), ("delete", "", "secrets"), ("delete", "", "configmaps")}
     rare |= {("delete", "", "pods"), ("get", "everstep.dev", "trainingjobs"), ("get", "", "pods")}
     rare |= {("get", "", "services"), ("get", "", "configmaps")}

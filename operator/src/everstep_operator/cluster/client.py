@@ -97,7 +97,7 @@ class Client:
         namespace: str | None = None,
         *,
         labels: str | None = None,
-        page: int = 500,
+        page: int = 250,
     ) -> AsyncIterator[Page]:
         """All objects, page by page. Raises `Gone` when the server has compacted the pages away: start over."""
         token = ""

@@ -107,12 +107,15 @@ class LeaderPoller:
     # --- commands
 
     async def push_peers(self, key: Key, epoch: int, addresses: Mapping[int, str]) -> bool:
-        """`POST /v1/peers`, unless this leader has had the same. False if nobody took it: the caller asks again."""
+        """`POST /v1/peers`, unless this leader has had the same. False if it refused: the caller asks again soon.
+
+        A leader that does not answer the poll is not tried: its first answer wakes the planner, and the planner us.
+        """
         polled = self._jobs.get(key)
-        if polled is None:
-            return False
+        if polled is None or not polled.view.reachable:
+            return True
         table = (polled.view.incarnation, epoch, dict(addresses))
-        if polled.pushed == table and polled.view.reachable:
+        if polled.pushed == table:
             return True
         body = {"epoch": epoch, "addresses": {str(index): address for index, address in addresses.items()}}
         if not await self._command(polled, "/v1/peers", body):
