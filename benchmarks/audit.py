@@ -32,6 +32,8 @@ class AuditLog:
         with self._path.open("rb") as log:
             log.seek(self._start)
             for line in log:
+                if not line.endswith(b"\n"):
+                    return  # being written: it has ended after what is asked about
                 event = json.loads(line)
                 target = event.get("objectRef", {})
                 yield Request(

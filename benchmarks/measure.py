@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import yaml
 from rich.console import Console
 from rich.table import Table
 
 RESULT = Path("build/bench/main.json")
+RANGES = Path(__file__).parent / "ranges.yaml"
 REPEATS = 5
 
 
@@ -75,14 +77,26 @@ def write(rows: Iterable[Row], path: Path = RESULT) -> None:
     path.write_text(json.dumps(list(kept.values()), indent=1))
 
 
+def usual() -> dict[str, tuple[float, float]]:
+    """Between what and what each row's ratio (or absolute value) was when the ranges were last taken."""
+    ranges: dict[str, list[float]] = yaml.safe_load(RANGES.read_text())["ranges"]
+    return {name: (low, high) for name, (low, high) in ranges.items()}
+
+
 def show(rows: Iterable[Row], console: Console) -> None:
+    ranges = usual()
     table = Table(title="everstep against floors of the same run (medians)")
-    for column in ("row", "ours", "floor", "unit", "ratio", "target", ""):
+    for column in ("row", "ours", "floor", "unit", "ratio", "usual", "target", ""):
         table.add_column(column, justify="left" if column in ("row", "unit", "") else "right")
     for row in rows:
         sign = "<" if row.strict else "≤"
         floor = "-" if row.floor is None else f"{row.floor:.3g}"
         verdict = "[green]holds[/green]" if row.passed else "[red]misses[/red]"
         ratio = f"{row.ratio:.3f}" if row.floor is not None else "-"
-        table.add_row(row.name, f"{row.value:.3g}", floor, row.unit, ratio, f"{sign} {row.target:g}", verdict)
+        low, high = ranges.get(row.name, (row.ratio, row.ratio))
+        range_ = f"{low:.3g}–{high:.3g}" if row.name in ranges else "-"
+        if not low <= row.ratio <= high:  # better or worse: something has changed, in everstep or in the machine
+            range_ = f"[yellow]{range_}[/yellow]"
+        target = f"{sign} {row.target:g}"
+        table.add_row(row.name, f"{row.value:.3g}", floor, row.unit, ratio, range_, target, verdict)
     console.print(table)

@@ -1,0 +1,98 @@
+"""Rows, ranges and what is read back from the audit log: the arithmetic between a measurement and a verdict."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from benchmarks import main, measure, ranges
+from benchmarks.audit import AuditLog
+from benchmarks.measure import Row, alternate
+
+
+def test_a_row_is_the_ratio_of_medians() -> None:
+    row = Row("x", "s", 1.5, {"ours": [3.0, 1.0, 100.0], "floor": [2.0, 2.0, 1.0]})
+    assert (row.value, row.floor, row.ratio) == (3.0, 2.0, 1.5)
+    assert row.passed
+
+
+def test_a_strict_target_must_be_undercut() -> None:
+    assert not Row("x", "s", 1.0, {"ours": [1.0], "floor": [1.0]}, strict=True).passed
+
+
+def test_an_absolute_row_has_no_floor() -> None:
+    row = Row("x", "MiB", 250, {"ours": [200.0]}, absolute=True)
+    assert row.floor is None
+    assert row.passed
+
+
+def test_arms_alternate_and_the_first_round_is_not_counted() -> None:
+    order: list[str] = []
+    row = Row("x", "s", 1.0)
+
+    def arm(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    alternate(row, lambda: arm("ours"), lambda: arm("floor"), repeats=2)
+    assert order == ["ours", "floor"] * 3
+    assert row.samples == {"ours": [3.0, 5.0], "floor": [4.0, 6.0]}
+
+
+def test_rows_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "main.json"
+    measure.write([Row("a", "s", 1.0, {"ours": [1.0], "floor": [1.0]})], path)
+    measure.write([Row("b", "s", 1.0, {"ours": [1.0], "floor": [2.0]})], path)
+    measure.write([Row("a", "s", 1.0, {"ours": [3.0], "floor": [1.0]})], path)
+    assert [(row["name"], row["ratio"]) for row in json.loads(path.read_text())] == [("a", 3.0), ("b", 0.5)]
+    assert set(json.loads(path.read_text())[0]) == {
+        "name", "samples", "value", "unit", "floor", "ratio", "target", "pass",
+    }  # fmt: skip
+
+
+def test_ranges_hold_every_sample_and_name_rows_that_exist() -> None:
+    slow = {"name": "x", "samples": {"ours": [2.0, 3.0], "floor": [1.0, 2.0]}}
+    quick = {"name": "x", "samples": {"ours": [1.0], "floor": [1.0]}}
+    absolute = {"name": "y", "samples": {"ours": [200.0]}}
+    found = ranges.ranges([[slow, absolute], [quick]])
+    assert found == {"x": (0.495, 3.03), "y": (198.0, 202.0)}
+    assert ranges.document(found).endswith("ranges:\n  x: [0.495, 3.03]\n  y: [198, 202]\n")
+    assert set(measure.usual()) <= set(main.NAMES)
+
+
+def test_the_table_shows_every_row() -> None:
+    console = Console(file=io.StringIO(), width=200)
+    measure.show([Row("agent-overhead", "s", 1.0, {"ours": [9.0], "floor": [1.0]})], console)
+    assert isinstance(console.file, io.StringIO)
+    assert "misses" in console.file.getvalue()
+
+
+def event(user: str, verb: str, resource: str, namespace: str = "n") -> str:
+    target = {"resource": resource, "namespace": namespace}
+    return json.dumps({"user": {"username": user}, "verb": verb, "objectRef": target}) + "\n"
+
+
+@pytest.fixture
+def audit(tmp_path: Path) -> Path:
+    path = tmp_path / "audit.log"
+    path.write_text(event("system:serviceaccount:everstep-system:everstep", "create", "pods"))
+    return path
+
+
+def test_only_what_came_later_counts(audit: Path) -> None:
+    log = AuditLog(audit)
+    operator, kubelet = "system:serviceaccount:everstep-system:everstep", "system:node:node-1"
+    with audit.open("a") as file:
+        file.write(event(operator, "create", "pods"))
+        file.write(event(operator, "watch", "pods"))
+        file.write(event(operator, "update", "leases"))
+        file.write(event(kubelet, "patch", "pods"))
+        file.write(event(kubelet, "patch", "pods", "elsewhere"))
+        file.write(event(operator, "list", "pods"))
+        file.write('{"user": {"usern')  # the server is still writing
+    assert [request.verb for request in log.of_operator()] == ["create", "list"]
+    assert log.writes({"n"}) == 2
