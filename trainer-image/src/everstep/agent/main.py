@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import dataclasses
 import os
@@ -12,18 +11,19 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from . import report
 from .auth import read_token
 from .config import Config, Place, load
 from .http import Handler, Server
-from .leader import Leader
-from .leading import Leading, free_port
 from .node import Ended, Node, Processes
 from .protocol import FAILED
 from .report import say
 from .supervisor import Supervisor
+
+if TYPE_CHECKING:
+    from .leading import Leading
 
 FILES = 65536
 
@@ -53,6 +53,10 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> Options:
+    if argv == ["run"]:  # every pod: each module less is a job that starts earlier
+        return Options()
+    import argparse
+
     parser = argparse.ArgumentParser(prog="agent.pyz", description="The agent of an everstep job.")
     parser.add_argument(
         "command", choices=["run"], help="supervise the ranks of one node; in a pod it needs no options"
@@ -108,6 +112,10 @@ class _Agent:
         leading: Leading | None = None
         routes: dict[str, tuple[str, Handler]] = {"/v1/link": ("POST", node.accept)}
         if config.leads:
+            # Only here: a module in a zipapp is compiled at every start, and a job waits for its slowest agent.
+            from .leader import Leader
+            from .leading import Leading, free_port
+
             raise_file_limit(config.num_nodes)
             leader = Leader(config, incarnation, loop.time(), time.time(), free_port)
             leading = Leading(config, self._token, node, leader, loop.time)

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Awaitable
 from pathlib import Path
-from typing import Callable
+from typing import TYPE_CHECKING, Callable
 
 from . import environment, gpu, logs, memory, oom, report
 from .config import Config, Place
@@ -25,9 +25,12 @@ from .events import (
     RankExited,
     RankStarted,
 )
-from .launch import Launcher, mpi, none, ranks_on_node, torch
+from .launch import Launcher, none, ranks_on_node, torch
 from .processes import Processes
 from .ranks import Node, Rank
+
+if TYPE_CHECKING:
+    from .launch import mpi
 
 __all__ = [
     "DaemonExited",
@@ -93,11 +96,11 @@ class Supervisor:
             )
             self._contract = self._write_contract(layout)
             if config.mpi:
-                self._session = session = mpi.Session(layout, self._place.scratch, self._mpi_hooks())
+                from .launch import mpi  # only here: a zipapp's modules are compiled at every start
+
+                self._session = session = mpi.Session(layout, self._place.scratch, self._place.agent, self._mpi_hooks())
                 if layout.node_index == 0:
-                    await session.launch(
-                        self._place.agent, config.command, config.distribution_options, {**self._base, **self._contract}
-                    )
+                    await session.launch(config.command, config.distribution_options, {**self._base, **self._contract})
                 return
             launcher: Launcher = none if config.distribution == "none" else torch
             for place in launcher.placements(layout):
@@ -248,6 +251,8 @@ class Supervisor:
         return self._place.scratch / "progress" / str(local_rank)
 
     def _mpi_hooks(self) -> mpi.Hooks:
+        from .launch import mpi
+
         return mpi.Hooks(
             processes=self._processes,
             stdout=self._stdout,
