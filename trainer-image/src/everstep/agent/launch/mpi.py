@@ -65,10 +65,13 @@ class Hooks:
 class Session:
     """One generation of an MPI job on one node."""
 
-    def __init__(self, layout: Layout, scratch: Path, hooks: Hooks) -> None:
+    def __init__(self, layout: Layout, scratch: Path, agent: Path, hooks: Hooks) -> None:
         self._layout = layout
         self._scratch = scratch
         self._hooks = hooks
+        self._this = [sys.executable, "-I", "-S", "-B", str(agent)]
+        # On every node: Open MPI's daemons get the launcher's parameters, and refuse a launch agent that is not there.
+        self._rsh_program = self._shim()
         self._server = LocalServer(scratch, self._requested)
         self._peers: dict[str, Peer] = {}  # by daemon id
         self._count = 0
@@ -91,11 +94,8 @@ class Session:
         backing = {f"OMPI_MCA_btl_{name}_backing_directory": str(folder) for name in ("vader", "sm")}
         return {**backing, "OMPI_MCA_coll_han_priority": "0"}
 
-    async def launch(
-        self, agent: Path, command: tuple[str, ...], options: tuple[str, ...], env: Mapping[str, str]
-    ) -> None:
+    async def launch(self, command: tuple[str, ...], options: tuple[str, ...], env: Mapping[str, str]) -> None:
         """Starts mpirun; only on the node of the leader."""
-        this = [sys.executable, "-I", "-S", "-B", str(agent)]
         try:
             mpirun = shutil.which("mpirun", path=env.get("PATH"))
             if mpirun is None:
@@ -110,8 +110,8 @@ class Session:
                 procs_per_node=self._layout.procs_per_node,
                 hosts=self._layout.hosts,
                 interface=interface_of(self._layout.hosts[self._layout.node_index]),
-                rsh=str(self._shim(this)),
-                rank_command=[*this, "rank", "--", *command],
+                rsh=str(self._rsh_program),
+                rank_command=[*self._this, "rank", "--", *command],
                 options=options,
             )
             argv, defaults = flavors.command(kind, run)
@@ -145,10 +145,10 @@ class Session:
         if peer is not None:
             peer.send({"stream": stream, "data": base64.b64encode(data).decode()})
 
-    def _shim(self, this: list[str]) -> Path:
+    def _shim(self) -> Path:
         """A file, since Hydra takes a path without arguments, and Open MPI splits at blanks and colons."""
         path = self._scratch / "rsh"
-        path.write_text(f'#!/bin/sh\nexec {shlex.join([*this, "rsh"])} "$@"\n')
+        path.write_text(f'#!/bin/sh\nexec {shlex.join([*self._this, "rsh"])} "$@"\n')
         path.chmod(0o700)
         return path
 
