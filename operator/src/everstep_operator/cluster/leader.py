@@ -32,6 +32,8 @@ MAX_STATE = 1 << 20
 MAX_CHALLENGE = 1 << 10
 CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 10.0  # on top of the time the leader may hold a long poll
+BACKOFF = 0.5  # seconds, doubled with each failure
+BACKOFF_FIRST = 0.1  # before the first answer: its pod's container runs, but the agent does not listen yet
 BACKOFF_MAX = 30.0
 LOST_AFTER = 2  # failed attempts in a row before the view says so: one is a restart or a lost packet
 PROGRESS_SECONDS = 10.0  # steps alone wake the planner this often; it writes them every 30 s at most
@@ -149,7 +151,8 @@ class LeaderPoller:
                 if failures == LOST_AFTER:
                     log.info("leader unreachable", job="/".join(key), address=polled.poll.address, error=str(error))
                     self._update(key, polled, replace(polled.view, reachable=False))
-                await asyncio.sleep(min(BACKOFF_MAX, 0.5 * 2.0 ** min(failures, 10)) * (0.5 + random.random() / 2))  # noqa: S311
+                least = BACKOFF_FIRST if polled.view.answered_at is None else BACKOFF
+                await asyncio.sleep(min(BACKOFF_MAX, least * 2.0 ** min(failures, 10)) * (0.5 + random.random() / 2))  # noqa: S311
                 continue
             failures = 0
             metrics.leader_polls.labels("answered").inc()
