@@ -64,3 +64,16 @@ JSON = st.recursive(
 def test_no_answer_breaks_the_operator(odd: dict[str, Any], whole: Any) -> None:
     leader_view({**STATE, **odd}, answered_at=5.0)
     leader_view(whole, answered_at=5.0)
+
+
+def test_numbers_and_text_that_nothing_can_hold() -> None:
+    raw = {
+        "ranksStartedAt": 10**400,
+        "outcome": {"result": "failed", "message": "\ud800"},
+        "ledger": [{"id": "1234567890.1"}],
+    }
+    view = leader_view(raw, answered_at=1.0)
+    assert view.ranks_started_at is None
+    assert view.outcome is not None
+    assert view.outcome.message == "?"
+    assert view.ledger == ()

@@ -123,8 +123,9 @@ def leader_view(raw: Any, *, answered_at: float, reachable: bool = True) -> Lead
 def id_order(ledger_id: str) -> tuple[int, int]:
     """("2.3" -> (2, 3)): the order of generations. Anything else sorts before all of them."""
     epoch, dot, generation = ledger_id.partition(".")
-    # isdecimal alone accepts digits of every script, and an agent could send thousands of them
-    if dot and len(ledger_id) <= 32 and ledger_id.isascii() and epoch.isdecimal() and generation.isdecimal():
+    # isdecimal alone accepts digits of every script; more than nine of them no charge can hold
+    plain = ledger_id.isascii() and epoch.isdecimal() and generation.isdecimal()
+    if dot and plain and max(len(epoch), len(generation)) <= 9:
         return int(epoch), int(generation)
     return -1, -1
 
@@ -199,7 +200,8 @@ def _list(value: Any, limit: int) -> list[Any]:
 
 
 def _text(value: Any, limit: int = MAX_TEXT) -> str:
-    return value[:limit] if isinstance(value, str) else ""
+    # JSON can spell half of a surrogate pair; such text is not UTF-8, and no status can hold it.
+    return value[:limit].encode(errors="replace").decode() if isinstance(value, str) else ""
 
 
 def _integer(value: Any) -> int | None:
@@ -214,4 +216,7 @@ def _count(value: Any) -> int | None:
 def _number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
-    return float(value) if math.isfinite(value) else None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer of hundreds of digits
+        return None

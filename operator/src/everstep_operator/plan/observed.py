@@ -250,7 +250,7 @@ def last_word(text: str) -> LastWord | None:
     """The agent's JSON in a termination log, or None: the user's program may have written there too."""
     try:
         data = json.loads(text) if text.startswith("{") else None
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     if not isinstance(data, dict) or not isinstance(data.get("result"), str):
         return None
@@ -259,8 +259,8 @@ def last_word(text: str) -> LastWord | None:
         result=clip(data["result"], 32),
         epoch=_integer(data.get("epoch"), 0),
         generation=_integer(data.get("generation"), 0),
-        rank=data["rank"] if isinstance(data.get("rank"), int) else None,
-        exit_code=data["exitCode"] if isinstance(data.get("exitCode"), int) else None,
+        rank=_int32(data.get("rank")),
+        exit_code=_int32(data.get("exitCode")),
         message=clip(data.get("message")),
         log_tail=tuple(clip(line, 512) for line in tail[-20:]) if isinstance(tail, list) else (),
     )
@@ -268,7 +268,8 @@ def last_word(text: str) -> LastWord | None:
 
 def clip(value: Any, limit: int = MAX_MESSAGE) -> str:
     """The value as text of at most `limit` characters; nothing for None."""
-    text = "" if value is None else str(value)
+    # JSON can spell half of a surrogate pair; such text is not UTF-8, and no status can hold it.
+    text = "" if value is None else str(value).encode(errors="replace").decode()
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
@@ -287,5 +288,10 @@ def timestamp(value: Any) -> float | None:
 def _integer(value: Any, default: int = -1) -> int:
     try:
         return int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):  # the last one for Infinity, which JSON spells 1e999
         return default
+
+
+def _int32(value: Any) -> int | None:
+    """Larger ones are made up, and the API server would refuse the status that tells of them."""
+    return value if isinstance(value, int) and abs(value) < 2**31 else None
