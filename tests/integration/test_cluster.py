@@ -121,7 +121,8 @@ async def test_a_job_made_again_under_its_name_waits_for_its_predecessors_object
 async def test_a_template_the_server_refuses_fails_with_its_message(world: World) -> None:
     broken = {"spec": {"volumes": [{"name": "v", "hostPath": {"path": "relative/../x", "type": "NoSuchType"}}]}}
     tolerations = {"spec": {"tolerations": [{"key": "k", "operator": "NoSuchOperator"}]}}
-    for template in (tolerations, broken):
+    misspelt: dict[str, Any] = {"spec": {"tolerationz": []}}
+    for template in (tolerations, broken, misspelt):
         name = f"bad-{len(json.dumps(template))}"
         await world.submit(name, podTemplate=template)
         status = await world.until_phase(name, "Failed")

@@ -13,7 +13,9 @@ from tests.integration.world import FakeLeader, World, until
 
 async def lead(world: World, job: dict[str, Any], pod: dict[str, Any], epoch: int = 1, template: int = 1) -> FakeLeader:
     token = job_token(KEY, job["metadata"]["uid"], template)
-    return await FakeLeader(token, world.address(pod), world.agent_port, epoch).start()
+    leader = FakeLeader(token, world.address(pod), world.agent_port, epoch)
+    leader.state["missing"] = list(range(1, job["spec"].get("numNodes", 1)))
+    return await leader.start()
 
 
 async def test_everything_a_job_needs_is_made_before_its_pods(world: World) -> None:
@@ -63,7 +65,7 @@ async def test_from_first_pod_to_success(world: World) -> None:
             "epoch": 1,
             "addresses": {str(i): f"{world.address(pod)}:{world.agent_port}" for i, pod in enumerate(pods)},
         }
-        await leader.say(phase="running", nodes=2, joined=2, ranksStartedAt=1.0)
+        await leader.say(phase="running", missing=[], nodes=2, joined=2, ranksStartedAt=1.0)
         status = await world.until_phase("digits", "Running")
         assert (status["epoch"], status["generation"]) == (1, 1)
         await leader.say(phase="ended", outcome={"result": "succeeded", "exitCode": 0, "message": ""})

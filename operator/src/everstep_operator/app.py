@@ -211,10 +211,10 @@ async def run(settings: Settings, agent_code: bytes, stop: asyncio.Event) -> Non
         metrics.is_leader.set(1)
         async with asyncio.TaskGroup() as group:
             holding = group.create_task(lease.hold())
-            operator_key = await key.load_or_create(client, settings.pod_namespace, settings.key_folder)
-            operator = Operator(settings, client, operator_key, AgentCode(agent_code))
-            running.append(operator)
-            await operator.run(stop)
+            loading = group.create_task(key.load_or_create(client, settings.pod_namespace, settings.key_folder))
+            if await _unless(stop, loading):
+                running.append(Operator(settings, client, loading.result(), AgentCode(agent_code)))
+                await running[0].run(stop)
             holding.cancel()
         await lease.release()
     finally:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from prometheus_client import REGISTRY, Counter, Gauge, Histogram
 
+from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.status import Phase, TrainingJobStatus
+
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _LONG = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1800, 3600, 21600)
 
@@ -33,3 +36,14 @@ resync_repairs = Counter(
 leaders_polled = Gauge("everstep_leaders_polled", "Jobs whose leader is polled now")
 leader_polls = Counter("everstep_leader_polls_total", "Polls of leaders, by result", ["result"])
 is_leader = Gauge("everstep_operator_leader", "1 while this process holds the Lease")
+
+
+def record(before: TrainingJob, status: TrainingJobStatus, now: float) -> None:
+    """Count what a status that has just been stored says anew."""
+    old = before.status
+    for cause in ("application", "infrastructure", "preemption"):
+        restarts.labels(cause).inc(max(0, getattr(status.restarts, cause) - getattr(old.restarts, cause)))
+    ran_before = any(transition.phase == Phase.RUNNING for transition in old.transitions)
+    created = before.metadata.creation_timestamp
+    if status.phase == Phase.RUNNING and not ran_before and created is not None:
+        time_to_running.observe(max(0.0, now - created.timestamp()))

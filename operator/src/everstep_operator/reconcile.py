@@ -18,7 +18,8 @@ from everstep.agent.auth import job_token
 from everstep_operator import metrics
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
-from everstep_operator.api.status import Phase, TrainingJobStatus
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster import errors, events
 from everstep_operator.cluster.act import Actor, Job
 from everstep_operator.cluster.cache import Cache, Key
@@ -29,7 +30,7 @@ from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.cluster.queue import WorkQueue
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.plan import plan
-from everstep_operator.plan.actions import Plan
+from everstep_operator.plan.actions import Event, Plan
 from everstep_operator.plan.leader import LeaderView
 from everstep_operator.plan.observed import Observed, PodView, Rejection, Settings
 
@@ -53,7 +54,7 @@ class Reconciler:
 
     async def reconcile(self, key: Key) -> None:
         """Look at the job once. Raises what the queue should back off from."""
-        job = self._job(key)
+        job = await self._job(key)
         if job is None:
             return
         rejection: Rejection | None = None
@@ -86,7 +87,7 @@ class Reconciler:
 
     # --- observe
 
-    def _job(self, key: Key) -> TrainingJob | None:
+    async def _job(self, key: Key) -> TrainingJob | None:
         entry = self.cache.jobs.get(key)
         if entry is None:
             self._forget(key, "")
@@ -95,7 +96,10 @@ class Reconciler:
             return TrainingJob.parse(entry.value)
         except ValidationError as error:
             # Stored before a rule existed, or by a newer version. Nothing is touched until somebody corrects it.
-            log.warning("a job that breaks the rules of the API", job="/".join(key), error=str(error))
+            about = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
+            log.warning("a job that breaks the rules of the API", job="/".join(key), error=about)
+            event = Event("Warning", Reason.SPEC_INVALID.value, f"{Reason.SPEC_INVALID.meaning} {about}")
+            await events.send(self.client, *key, entry.uid, event)
             return None
 
     async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observed:
@@ -153,7 +157,7 @@ class Reconciler:
             return None
         self.cache.jobs.put(stored)
         written = TrainingJob.parse(stored)
-        _count(job, written.status, self.clock())
+        metrics.record(job, written.status, self.clock())
         return written
 
     async def _read_again(self, key: Key, uid: str) -> None:
@@ -182,14 +186,3 @@ class Reconciler:
 
 def _target(key: Key, job: TrainingJob, confirmed: bool) -> Job:
     return Job(*key, uid=job.metadata.uid, version=job.metadata.resource_version, confirmed=confirmed)
-
-
-def _count(before: TrainingJob, status: TrainingJobStatus, now: float) -> None:
-    """Metrics of what has just been put on record."""
-    old = before.status
-    for cause in ("application", "infrastructure", "preemption"):
-        metrics.restarts.labels(cause).inc(max(0, getattr(status.restarts, cause) - getattr(old.restarts, cause)))
-    ran_before = any(transition.phase == Phase.RUNNING for transition in old.transitions)
-    created = before.metadata.creation_timestamp
-    if status.phase == Phase.RUNNING and not ran_before and old.phase != Phase.RUNNING and created is not None:
-        metrics.time_to_running.observe(max(0.0, now - created.timestamp()))

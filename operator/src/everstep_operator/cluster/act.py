@@ -30,6 +30,7 @@ from everstep_operator.plan.pods import pod_body
 log = structlog.get_logger(__name__)
 
 PUSH_AGAIN_SECONDS = 3.0
+PARALLEL_OF_ONE_JOB = 50
 
 
 class Leftover(Exception):
@@ -197,10 +198,12 @@ class Actor:
     async def _each(self, work: Iterable[Coroutine[Any, Any, None]]) -> None:
         """All of them, in parallel within the operator's limit; after the first refusal no more are begun."""
         refused: BaseException | None = None
+        # The operator's limit is handed out in turn: a job of 2,000 pods may not queue 2,000 requests before the next.
+        turn = asyncio.Semaphore(PARALLEL_OF_ONE_JOB)
 
         async def one(item: Coroutine[Any, Any, None]) -> None:
             nonlocal refused
-            async with self.requests:
+            async with turn, self.requests:
                 if refused is not None:
                     item.close()
                     return

@@ -116,8 +116,12 @@ class Client:
 
     async def create(self, resource: Resource, namespace: str | None, body: Object, *, dry_run: bool = False) -> Object:
         """Create, and return what the server made of it. Raises `AlreadyExists`, or `Unreachable` with `sent` set when
-        nobody knows; a dry run is harmless and simply repeated."""
-        query = [("fieldManager", self._field_manager), ("fieldValidation", "Ignore")]
+        nobody knows.
+
+        A dry run is harmless and simply repeated. It is strict about fields that the server does not know: it would
+        drop them in silence, and a user's misspelt toleration with them.
+        """
+        query = [("fieldManager", self._field_manager), ("fieldValidation", "Strict" if dry_run else "Ignore")]
         if dry_run:
             query.append(("dryRun", "All"))
         return await self._retried("create", resource, "POST", resource.path(namespace), query, body, blind=dry_run)

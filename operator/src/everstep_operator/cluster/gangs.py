@@ -8,36 +8,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from everstep_operator.api.job import TrainingJob
-from everstep_operator.api.reasons import Reason
-from everstep_operator.api.status import Phase
+from everstep_operator.plan import gang
 from everstep_operator.plan.observed import GangView, PodView
 
 Key = tuple[str, str]
 
-_WAITING = (None, Phase.PENDING, Phase.SCHEDULING, Phase.RESTARTING)
-
 
 def gang_view(job: TrainingJob, pods: Iterable[PodView]) -> GangView | None:
     """The job as its rivals see it; None unless it is waiting for nodes."""
-    status = job.status
-    if status.phase not in _WAITING or job.spec.suspend or not job.managed_here or job.metadata.deletion_timestamp:
-        return None
-    scheduled = sum(1 for pod in pods if pod.owner == job.metadata.uid and pod.live and pod.scheduled)
-    if status.phase == Phase.RESTARTING and scheduled >= job.spec.num_nodes:
-        return None
-    chosen = status.template.pool if status.template is not None else ""
-    pool = chosen or next((choice.name for choice in job.spec.pools), "")
-    released = [t.start.timestamp() for t in status.transitions if t.reason == Reason.GANG_RELEASED]
-    created = job.metadata.creation_timestamp
-    return GangView(
-        key=f"{job.metadata.namespace}/{job.metadata.name}",
-        uid=job.metadata.uid,
-        created=created.timestamp() if created is not None else 0.0,
-        pools=frozenset({pool} if pool else ()),
-        wanted=job.spec.num_nodes,
-        scheduled=scheduled,
-        released_at=max(released, default=None),
-    )
+    view = gang.view(job, pods) if gang.waits(job) else None
+    return view if view is not None and view.scheduled < view.wanted else None
 
 
 class Gangs:
