@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
+from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.actions import CreatePods, DeletePods, Plan
 from everstep_operator.plan.leader import Unclean
-from everstep_operator.plan.observed import ContainerEnd
+from everstep_operator.plan.observed import ContainerEnd, LastWord
+from everstep_operator.plan.replace import why_lost
 from tests.builders import job
 from tests.plan.world import World
 
@@ -90,3 +92,22 @@ def test_pods_that_the_kubelet_refuses_are_not_made_again_at_once() -> None:
     assert made.requeue_at == world.now + 10
     world.now += 10
     assert deleted(world.reconcile()) == ["digits-1"]
+
+
+def test_agents_that_fail_at_their_start_are_not_made_again_at_once() -> None:
+    world = World(job().nodes(2).build())
+    world.reconcile()
+    world.bind()
+    world.start()
+    failed = ContainerEnd(1, None, "Error", "", world.now, LastWord("left"))
+    world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], ended=failed)
+    assert deleted(world.reconcile()) == []
+    world.now += 10
+    assert deleted(world.reconcile()) == ["digits-1"]
+
+
+def test_a_pod_that_somebody_deleted_was_deleted_also_when_its_agent_has_left() -> None:
+    pod = running().pods["digits-1"]
+    left = dataclasses.replace(pod, ended=ContainerEnd(143, 15, "Error", "", None, LastWord("left")))
+    assert why_lost(dataclasses.replace(left, deleting_since=1.0)) is Reason.POD_DELETED
+    assert why_lost(left) is Reason.POD_LOST, "the agent itself failed"

@@ -14,7 +14,8 @@ from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.plan.observed import PodView
 from everstep_operator.plan.situation import Situation
 
-# A pod that the kubelet refuses ends at once; made again at once it would do so thousands of times an hour.
+# A pod that the kubelet refuses, or whose agent fails at its start, ends at once; made again at once it would do so
+# thousands of times an hour.
 RETRY_REFUSED = 10.0
 # A leader learns of a lost pod by its closed connections. So long the pod stays, as evidence of why it was lost.
 EVIDENCE = 5.0
@@ -51,8 +52,9 @@ def _deletable_at(s: Situation, pod: PodView) -> float:
     if pod.ended is None:
         return s.now
     at = s.now
-    if pod.started_at is None:
-        at = pod.created + RETRY_REFUSED
+    if pod.started_at is None or s.status.generation == 0:
+        # Before a generation has run nothing is charged, so nothing but time bounds a pod that fails at every start.
+        at = max(at, pod.created + RETRY_REFUSED)
     if is_oom(pod) and pod.index != 0 and s.leader is not None and s.phase in _RUNS:
         at = max(at, (pod.ended.finished_at or s.now) + EVIDENCE) if not _in_ledger(s, pod) else at
     return at
@@ -80,8 +82,8 @@ def why_lost(pod: PodView | None) -> Reason:
         return _DISRUPTIONS.get(pod.disruption, Reason.EVICTED)
     if pod.ended is not None and pod.ended.reason in ("Evicted", "Preempting", "Terminated", "NodeShutdown"):
         return Reason.EVICTED
-    if pod.ended is not None and pod.ended.word is not None:
-        return _WORDS.get(pod.ended.word.result, Reason.POD_LOST)
+    if pod.ended is not None and pod.ended.word is not None and (said := _WORDS.get(pod.ended.word.result)):
+        return said
     if pod.deleting:
         return Reason.POD_DELETED
     if pod.ended is not None and pod.ended.signal == 9:
