@@ -2,9 +2,8 @@
 
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,str-format"
 
-import json
+# Nothing else may be imported up here: a minimal Python lacks even json.
 import os
-import signal
 import sys
 
 CANNOT_RUN = 120
@@ -18,19 +17,27 @@ def _cannot_run(why):
     if sys.argv[1:2] == ["run"] and "--local" not in sys.argv:
         try:
             with open(TERMINATION_LOG, "w") as log:  # noqa: PTH123 - pathlib is younger than what may read this
-                log.write(json.dumps({"result": "unusable", "exitCode": CANNOT_RUN, "message": message}))
+                word = '{"result": "unusable", "exitCode": %d, "message": "%s"}'
+                log.write(word % (CANNOT_RUN, _escaped(message)))
         except (IOError, OSError):  # noqa: UP024 - two classes in Python 2
             pass
     sys.exit(CANNOT_RUN)
 
 
+def _escaped(text):
+    text = text.replace("\\", "\\\\").replace('"', '\\"')
+    return "".join(letter if " " <= letter <= "~" else " " for letter in text)
+
+
 def _start():
-    # PID 1 has no default handlers: until the agent sets its own, a TERM would be lost.
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
     version = "Python %d.%d.%d (%s)" % (tuple(sys.version_info[:3]) + (sys.executable,))  # noqa: UP031, RUF005
     if sys.version_info < (3, 9):  # noqa: UP036
         _cannot_run(version + " is too old, it needs 3.9 or newer")
     try:
+        import signal
+
+        # PID 1 has no default handlers: until the agent sets its own, a TERM would be lost.
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
         from everstep.agent.main import main
     except (ImportError, SyntaxError) as error:
         _cannot_run("%s: %s" % (version, error))  # noqa: UP031
