@@ -179,7 +179,6 @@ class Operator:
 
 def plan_settings(settings: Settings, agent: AgentCode) -> PlanSettings:
     """What plans depend on, in the planner's words."""
-    values: dict[str, Any] = {"default_image": settings.default_image} if settings.default_image else {}
     return PlanSettings(
         agent_digest=agent.digest,
         cluster_domain=settings.cluster_domain,
@@ -189,7 +188,6 @@ def plan_settings(settings: Settings, agent: AgentCode) -> PlanSettings:
         priority_classes=frozenset(settings.allowed_priority_classes),
         host_fields=frozenset(settings.allowed_host_fields),
         copied_labels=frozenset(settings.copied_labels),
-        **values,
     )
 
 

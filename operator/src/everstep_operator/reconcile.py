@@ -51,6 +51,7 @@ class Reconciler:
     settings: Settings
     operator_key: bytes = field(repr=False)
     clock: Callable[[], float] = time.time
+    _written: dict[Key, float] = field(default_factory=dict)  # when we last wrote a status, for those that may wait
 
     async def reconcile(self, key: Key) -> None:
         """Look at the job once. Raises what the queue should back off from."""
@@ -117,6 +118,7 @@ class Reconciler:
             frozen=frozen,
             settings=self.settings,
             rejection=rejection,
+            status_written_at=self._written.get(key),
         )
 
     def _pools(self, job: TrainingJob) -> dict[str, TrainingPool]:
@@ -155,6 +157,7 @@ class Reconciler:
         except (errors.Conflict, errors.NotFound):
             await self._read_again(key, job.metadata.uid)
             return None
+        self._written[key] = self.clock()
         self.cache.jobs.put(stored)
         written = TrainingJob.parse(stored)
         metrics.record(job, written.status, self.clock())
@@ -180,6 +183,7 @@ class Reconciler:
     def _forget(self, key: Key, uid: str) -> None:
         self.leaders.drop(key)
         self.gangs.update(key, None)
+        self._written.pop(key, None)
         self.frozen.forget(uid)
         self.queue.discard(key)
 

@@ -28,7 +28,6 @@ class Settings(BaseModel):
     kubeconfig: str | None = None
     """For an operator outside of a cluster; default: the pod's service account, else $KUBECONFIG."""
     cluster_domain: str = "cluster.local"
-    default_image: str | None = None
     agent_port: int = Field(8470, ge=1, le=65535)
     fence_timeout: float = Field(40.0, ge=5)
     """How long a leader that nobody renews may go on publishing checkpoints."""
