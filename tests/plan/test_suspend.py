@@ -60,3 +60,13 @@ def test_a_job_born_suspended_makes_nothing() -> None:
     made = world.reconcile()
     assert world.phase == "Suspended"
     assert made.actions == ()
+
+
+def test_a_leader_is_renewed_until_its_pod_is_gone() -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    world.edit(suspend=True)
+    assert world.reconcile().poll is not None, (
+        "unrenewed, it could not publish a last checkpoint after the fence timeout"
+    )
+    world.bury()
+    assert world.run("Suspended").reconcile().poll is None

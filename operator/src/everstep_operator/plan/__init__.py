@@ -237,7 +237,8 @@ def _tell_leader(s: Situation, decision: Decision) -> Decision:
 
 def _poll(s: Situation, account: Account, decision: Decision) -> Poll | None:
     head = s.head
-    if decision.phase.finished or s.plain or s.spec.suspend or head is None or not head.running or not head.ip:
+    # Also while it stops for a suspension: a leader that nobody renews may not publish its last checkpoint.
+    if decision.phase.finished or s.plain or head is None or not head.running or not head.ip:
         return None
     last = account.restarts.last
     allowance = 0 if decision.phase is Phase.STOPPING else restart.allowance(s, account.restarts)
