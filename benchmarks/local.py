@@ -91,7 +91,7 @@ def log_flood() -> Row:
 
 def leader_1200(agents: int = 1200) -> Row:
     """Agents joined to one leader that may open 1,024 files at first: all in one generation."""
-    row = Row("leader-1200", "agents wanted / joined", 1.0)
+    row = Row("leader-1200", "wanted/joined", 1.0)
     for _ in range(REPEATS):
         command = [sys.executable, "-m", "benchmarks.crowd", str(agents)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=400, check=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Annotated
@@ -39,7 +40,7 @@ def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all when 
     unknown = set(names or ()) - set(NAMES)
     if unknown:
         raise typer.BadParameter(f"no row {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 120)
     done: list[Row] = []
     for row in measured(set(names or NAMES)):
         done.append(row)
