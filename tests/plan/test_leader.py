@@ -69,11 +69,14 @@ def test_no_answer_breaks_the_operator(odd: dict[str, Any], whole: Any) -> None:
 def test_numbers_and_text_that_nothing_can_hold() -> None:
     raw = {
         "ranksStartedAt": 10**400,
+        "progress": {"step": 1, "stepsPerSecond": -1.0},
         "outcome": {"result": "failed", "message": "\ud800"},
         "ledger": [{"id": "1234567890.1"}],
     }
     view = leader_view(raw, answered_at=1.0)
     assert view.ranks_started_at is None
+    assert view.progress is not None
+    assert view.progress.steps_per_second is None
     assert view.outcome is not None
     assert view.outcome.message == "?"
     assert view.ledger == ()

@@ -106,6 +106,7 @@ def test_a_last_word_that_a_program_made_up_is_harmless() -> None:
     # Infinity, half of a surrogate pair and a number that no status can hold: one pod must not stop the operator.
     text = '{"result": "failed", "epoch": 1e999, "exitCode": 99999999999, "rank": 1, "message": "\\ud800"}'
     assert last_word(text) == LastWord("failed", 0, 0, 1, None, "?")
+    assert last_word('{"result": "failed", "rank": -1}') == LastWord("failed")
     assert last_word('{"result": ' + "[" * 4000) is None
 
 

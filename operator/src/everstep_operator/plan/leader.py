@@ -166,10 +166,11 @@ def _progress(raw: Any) -> Progress | None:
     data = _mapping(raw)
     if not data:
         return None
+    rate = _number(data.get("stepsPerSecond"))
     return Progress(
         _count(data.get("step")),
         _count(data.get("totalSteps")),
-        _number(data.get("stepsPerSecond")),
+        rate if rate is None or rate >= 0 else None,  # a status with a negative one would be refused, and the job stuck
         _number(data.get("at")),
     )
 

@@ -259,7 +259,7 @@ def last_word(text: str) -> LastWord | None:
         result=clip(data["result"], 32),
         epoch=_integer(data.get("epoch"), 0),
         generation=_integer(data.get("generation"), 0),
-        rank=_int32(data.get("rank")),
+        rank=_int32(data.get("rank"), least=0),
         exit_code=_int32(data.get("exitCode")),
         message=clip(data.get("message")),
         log_tail=tuple(clip(line, 512) for line in tail[-20:]) if isinstance(tail, list) else (),
@@ -292,6 +292,6 @@ def _integer(value: Any, default: int = -1) -> int:
         return default
 
 
-def _int32(value: Any) -> int | None:
-    """Larger ones are made up, and the API server would refuse the status that tells of them."""
-    return value if isinstance(value, int) and abs(value) < 2**31 else None
+def _int32(value: Any, least: int = -(2**31)) -> int | None:
+    """Others are made up, and the API server would refuse the status that tells of them."""
+    return value if isinstance(value, int) and least <= value < 2**31 else None
