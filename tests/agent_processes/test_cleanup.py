@@ -145,7 +145,11 @@ async def test_what_cannot_be_killed_makes_the_node_unclean(open_folder: Path) -
         finally:
             os.killpg(intruder.pid, signal.SIGKILL)
             intruder.wait()
-        assert await node.stop() is None
+        # The kernel hands a dead intruder over to the agent, and the agent reaps it, in their own time.
+        for _ in range(40):
+            if (left := await node.stop()) is None:
+                break
+        assert left is None
 
 
 @needs_root
