@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -68,8 +69,20 @@ def connect(running: backend.Cluster) -> Cluster:
 
 def load(running: backend.Cluster, only: Iterable[str] | None = None) -> None:
     """Build what changed, and give each node what it has not got."""
+    # From nothing, compiling the cluster's programs and installing the images' packages take turns well.
+    with ThreadPoolExecutor(1) as beside:
+        programs = beside.submit(binaries.ensure, (*binaries.LOCAL_CLUSTER, "helm") if _is_local(running) else ["helm"])
+        _load(running, only)
+        programs.result()
+
+
+def _is_local(running: backend.Cluster) -> bool:
+    return isinstance(running, LocalCluster)
+
+
+def _load(running: backend.Cluster, only: Iterable[str] | None) -> None:
     chosen = [image for image in images() if only is None or _short(image.name) in only]
-    local = isinstance(running, LocalCluster)
+    local = _is_local(running)
     keys = {image.name: image.key for image in chosen}
     blobs = golden.root() / "io.containerd.content.v1.content" / "blobs" / "sha256"
     archives: dict[str, Path] = {}
