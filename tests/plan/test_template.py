@@ -8,7 +8,7 @@ import pytest
 
 from everstep_operator.plan import template
 from everstep_operator.plan.observed import Frozen, Settings
-from everstep_operator.plan.template import NotPermitted, resolve
+from everstep_operator.plan.template import Refused, resolve
 from tests.builders import JobBuilder, job, pool
 
 
@@ -122,7 +122,8 @@ def test_shared_memory_is_half_of_the_memory() -> None:
 )
 def test_what_only_an_administrator_grants_is_refused(over: dict[str, Any], named: str) -> None:
     made = resolve(job().pod(**over).build(), epoch=1, pool=None, plain=False, settings=Settings())
-    assert isinstance(made, NotPermitted)
+    assert isinstance(made, Refused)
+    assert made.reason == "NotPermitted"
     assert named in made.message
 
 

@@ -22,7 +22,7 @@ from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.observed import Frozen
 from everstep_operator.plan.pods import pod_body
 from everstep_operator.plan.situation import HAS_RUN, Situation
-from everstep_operator.plan.template import NotPermitted
+from everstep_operator.plan.template import Refused
 
 BLOCKED = frozenset({Reason.QUOTA_EXCEEDED.value, Reason.NAME_CONFLICT.value, Reason.NOT_PERMITTED.value})
 RETRY_BLOCKED = 30.0
@@ -40,9 +40,9 @@ def new_template(
     """Resolve the whole set anew. Its pods are made once every pod of an older template is gone."""
     epoch = s.status.epoch + 1
     resolved = template.resolve(s.job, epoch=epoch, pool=pool, plain=plain, settings=s.observed.settings)
-    if isinstance(resolved, NotPermitted):
-        return Decision(Phase.FAILED, Reason.NOT_PERMITTED, resolved.message).do(
-            replace.refs(s.observed.ours, Reason.NOT_PERMITTED)
+    if isinstance(resolved, Refused):
+        return Decision(Phase.FAILED, resolved.reason, resolved.message).do(
+            replace.refs(s.observed.ours, resolved.reason)
         )
     chosen = TemplateStatus(epoch=epoch, pool=pool.metadata.name if pool else "", plain=plain)
     base = Decision(
@@ -68,8 +68,8 @@ def fill(s: Situation, decision: Decision) -> Decision:
     frozen = s.observed.frozen
     if frozen is None or frozen.epoch != s.template.epoch:
         made = template.resolve(s.job, epoch=s.template.epoch, pool=s.pool, plain=s.plain, settings=s.observed.settings)
-        if isinstance(made, NotPermitted):
-            return decision.but(phase=Phase.FAILED, reason=Reason.NOT_PERMITTED, message=made.message)
+        if isinstance(made, Refused):
+            return decision.but(phase=Phase.FAILED, reason=made.reason, message=made.message)
         frozen = made
     epoch = s.status.epoch
     if 0 in indices:

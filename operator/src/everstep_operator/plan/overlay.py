@@ -54,12 +54,17 @@ def _lists(name: str, base: list[Any], over: list[Any]) -> list[Any]:
     key = _KEYS.get(name)
     if key is None:
         return list(over)
-    merged: dict[Any, Any] = {item[key]: item for item in base}
-    for number, item in enumerate(over):
-        if not isinstance(item, Mapping) or key not in item:
-            merged[("unnamed", number)] = item  # the API server will say what is wrong with it
-        elif name in _REPLACED or item[key] not in merged:
-            merged[item[key]] = dict(item)
+    merged: dict[Any, Any] = {_named(item, key, number): item for number, item in enumerate(base)}
+    for number, item in enumerate(over, len(base)):
+        at = _named(item, key, number)
+        if name in _REPLACED or at not in merged:
+            merged[at] = item
         else:
-            merged[item[key]] = overlay(merged[item[key]], item)
+            merged[at] = overlay(merged[at], item)
     return list(merged.values())
+
+
+def _named(item: Any, key: str, number: int) -> Any:
+    """What an item merges by. One without a name stands alone: the API server will say what is wrong with it."""
+    name = item.get(key) if isinstance(item, Mapping) else None
+    return name if isinstance(name, (str, int)) else ("unnamed", number)

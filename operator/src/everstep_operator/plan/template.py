@@ -13,6 +13,7 @@ from typing import Any
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
+from everstep_operator.api.reasons import Reason
 from everstep_operator.api.scalars import parse_quantity
 from everstep_operator.plan import plain as plain_mode
 from everstep_operator.plan.agent_config import GPU, gpu_resource, job_config
@@ -25,6 +26,7 @@ from everstep_operator.plan.observed import (
 )
 from everstep_operator.plan.overlay import overlay
 from everstep_operator.plan.pods import MANAGED_BY, owner_reference
+from everstep_operator.plan.shape import misshapen
 
 AGENT = ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
 USER = 1000
@@ -42,19 +44,22 @@ _FOLDERS = ("input", "model", "output", "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
-class NotPermitted:
-    """The template asks for what the operator's configuration does not allow."""
+class Refused:
+    """No pod can come of this template: the operator's configuration does not allow it, or it is no pod's."""
 
+    reason: Reason
     message: str
 
 
 def resolve(
     job: TrainingJob, *, epoch: int, pool: TrainingPool | None, plain: bool, settings: Settings
-) -> Frozen | NotPermitted:
+) -> Frozen | Refused:
     """The template of this epoch, or why there is none."""
     over = job.spec.pod_template.spec.manifest()
+    if (message := misshapen(over)) is not None:
+        return Refused(Reason.INVALID_TEMPLATE, message)
     if (message := _forbidden(over, settings)) is not None:
-        return NotPermitted(message)
+        return Refused(Reason.NOT_PERMITTED, message)
     config = job_config(job, template_epoch=epoch, pool=pool, settings=settings, plain=plain)
     spec = overlay(_base(job, epoch, pool, plain, settings), over)
     trainer = next(c for c in spec["containers"] if c["name"] == TRAINER)
@@ -63,7 +68,7 @@ def resolve(
         trainer["volumeMounts"] = [*trainer["volumeMounts"], _mount("everstep-tmp", "/tmp")]  # noqa: S108
         spec["volumes"] = [*spec["volumes"], {"name": "everstep-tmp", "emptyDir": {}}]
     # A user's volume on one of our mount points leaves our volume without a use.
-    used = {m["name"] for c in _containers(spec) for m in c.get("volumeMounts") or ()}
+    used = [m.get("name") for c in _containers(spec) for m in c.get("volumeMounts") or ()]
     spec["volumes"] = [v for v in spec["volumes"] if not v["name"].startswith("everstep-") or v["name"] in used]
     copied = {k: v for k, v in job.metadata.labels.items() if k in settings.copied_labels}
     meta = job.spec.pod_template.metadata
