@@ -20,6 +20,8 @@ from tests.plan.world import World
         ({"containers": [{"name": "trainer", "securityContext": "x"}]}, "containers[trainer].securityContext"),
         ({"containers": [{"name": "x", "image": "y", "ports": [1]}]}, "containers[x].ports must be a list of objects"),
         ({"containers": [{"name": "x", "image": "y", "volumeMounts": "z"}]}, "containers[x].volumeMounts"),
+        ({"volumes": [{"name": "v", "projected": []}]}, "volumes[v].projected must be an object"),
+        ({"volumes": [{"name": "v", "projected": {"sources": [1]}}]}, "volumes[v].projected.sources"),
         ({"initContainers": "x"}, "initContainers must be a list"),
         ({"initContainers": [1]}, "initContainers must be a list of objects, not [1]"),
         ({"priorityClassName": ["x"]}, "priorityClassName must be a string"),

@@ -116,6 +116,10 @@ def test_shared_memory_is_half_of_the_memory() -> None:
         ({"hostPID": True}, "hostPID"),
         ({"automountServiceAccountToken": True}, "automountServiceAccountToken"),
         ({"volumes": [{"name": "root", "hostPath": {"path": "/"}}]}, "hostPath"),
+        (
+            {"volumes": [{"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}]},
+            "automountServiceAccountToken, for the serviceAccountToken in volumes ['t'],",
+        ),
         ({"containers": [{"name": "x", "image": "y", "securityContext": {"privileged": True}}]}, "privileged"),
         ({"initContainers": [{"name": "x", "image": "y", "ports": [{"hostPort": 80}]}]}, "hostPort"),
     ],
@@ -131,6 +135,12 @@ def test_what_the_configuration_allows_passes() -> None:
     builder = job().pod(serviceAccountName="trainer", hostNetwork=True)
     frozen = resolved(builder, service_accounts=frozenset({"trainer"}), host_fields=frozenset({"hostNetwork"}))
     assert frozen.pod["spec"]["hostNetwork"] is True
+
+
+def test_a_projected_token_is_allowed_where_the_automatic_one_is() -> None:
+    projected = {"name": "t", "projected": {"sources": [{"serviceAccountToken": {"path": "token"}}]}}
+    frozen = resolved(job().pod(volumes=[projected]), host_fields=frozenset({"automountServiceAccountToken"}))
+    assert projected in frozen.pod["spec"]["volumes"]
 
 
 def test_only_labels_on_the_list_are_copied() -> None:

@@ -24,6 +24,10 @@ def _read(over: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """(path, value, shape), from the outside in: what is checked first may be relied on by what follows."""
     yield "serviceAccount", over.get("serviceAccount"), _TEXT
     yield "priorityClassName", over.get("priorityClassName"), _TEXT
+    for volume in over.get("volumes") or ():
+        path = f"volumes[{volume['name']}].projected"
+        yield path, volume.get("projected"), _OBJECT
+        yield f"{path}.sources", (volume.get("projected") or {}).get("sources"), _LIST
     for kind in ("containers", "initContainers"):
         yield kind, over.get(kind), _LIST
         for number, container in enumerate(over.get(kind) or ()):

@@ -40,6 +40,7 @@ _REFERENCES = {
     "EVERSTEP_POD_IP": "status.podIP",
     "EVERSTEP_NODE_NAME": "spec.nodeName",
 }
+_AUTOMOUNT = "automountServiceAccountToken"
 _FOLDERS = ("input", "model", "output", "checkpoints")
 
 
@@ -241,14 +242,22 @@ def _forbidden(over: Mapping[str, Any], settings: Settings) -> str | None:
     priority = over.get("priorityClassName")
     if priority and not _allowed(priority, settings.priority_classes):
         return _no(f"priorityClassName {priority!r}", "priority classes")
-    asked = {n for n in ("hostNetwork", "hostPID", "hostIPC", "automountServiceAccountToken") if over.get(n)}
+    asked = {n for n in ("hostNetwork", "hostPID", "hostIPC", _AUTOMOUNT) if over.get(n)}
     asked |= {"hostPath" for v in over.get("volumes") or () if "hostPath" in v}
+    # The same token, mounted by hand.
+    projected = {v["name"] for v in over.get("volumes") or () if any("serviceAccountToken" in s for s in _sources(v))}
+    if projected and not _allowed(_AUTOMOUNT, settings.host_fields):
+        return _no(f"{_AUTOMOUNT}, for the serviceAccountToken in volumes {sorted(projected)},", "host fields")
     for container in _containers(over):
         if (container.get("securityContext") or {}).get("privileged"):
             asked.add("privileged")
         asked |= {"hostPort" for port in container.get("ports") or () if port.get("hostPort")}
     refused = sorted(name for name in asked if not _allowed(name, settings.host_fields))
     return _no(", ".join(refused), "host fields") if refused else None
+
+
+def _sources(volume: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+    return (volume.get("projected") or {}).get("sources") or ()
 
 
 def _no(what: str, which: str) -> str:
