@@ -6,6 +6,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from everstep_operator.cluster.cache import Cache, Key
 
@@ -91,6 +92,20 @@ def test_a_cluster_restored_from_a_backup_is_believed() -> None:
     listing.add(pod("digits-0", "digits", version=40, phase="Pending"))
     listing.finish()
     assert w.cache.pods_of(("ns", "digits"))[0].phase == "Pending"
+
+
+def test_an_object_that_nobody_can_read_is_passed_over() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("digits-0", "digits", version=1))
+    listing = w.cache.pods.listing(10, 1)
+    odd = pod("digits-0", "digits", version=2)
+    odd["status"] = {"conditions": ["Ready"]}
+    with capture_logs() as logs:
+        listing.add(odd)
+    listing.add(pod("digits-1", "digits", version=3))
+    assert listing.finish() == 0, "it is there, whatever is in it"
+    assert {view.index for view in w.cache.pods_of(("ns", "digits"))} == {0, 1}
+    assert [(entry["kind"], entry["name"]) for entry in logs] == [("Pod", "ns/digits-0")]
 
 
 def test_managed_fields_are_not_kept() -> None:

@@ -14,7 +14,12 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
+import structlog
+
+from everstep_operator.cluster.resources import JOBS, PODS, POOLS
 from everstep_operator.plan.observed import LABEL_JOB, PodView, pod_view
+
+log = structlog.get_logger(__name__)
 
 T = TypeVar("T")
 Key = tuple[str, str]  # namespace ("" for what has none), name
@@ -42,8 +47,9 @@ class Store(Generic[T]):
     """One kind of object. `keep` makes the value from the raw object; `noticed` hears of each change."""
 
     def __init__(
-        self, keep: Callable[[Mapping[str, Any]], T], noticed: Callable[[Key, T | None, T | None], None]
+        self, kind: str, keep: Callable[[Mapping[str, Any]], T], noticed: Callable[[Key, T | None, T | None], None]
     ) -> None:
+        self.kind = kind
         self._keep = keep
         self._noticed = noticed
         self._entries: dict[Key, Entry[T]] = {}
@@ -109,8 +115,13 @@ class Listing(Generic[T]):
         self.missed = 0
 
     def add(self, raw: Mapping[str, Any]) -> None:
-        self._seen.add(key_of(raw))
-        self.missed += self._store.put(raw)
+        """Take in one object. One that nobody can read is passed over: it must not end the list, and with it all."""
+        key = key_of(raw)
+        self._seen.add(key)
+        try:
+            self.missed += self._store.put(raw)
+        except Exception:
+            log.exception("an object that cannot be read", kind=self._store.kind, name="/".join(key))
 
     def finish(self) -> int:
         """Remove the ghosts; returns how many there were."""
@@ -134,9 +145,9 @@ class Cache:
     _pods_of: defaultdict[Key, dict[str, PodView]] = field(default_factory=lambda: defaultdict(dict))
 
     def __post_init__(self) -> None:
-        self.jobs: Store[Mapping[str, Any]] = Store(_slim, lambda key, old, new: self.touched(key))
-        self.pods: Store[tuple[str, PodView]] = Store(_pod, self._pod_noticed)
-        self.pools: Store[Mapping[str, Any]] = Store(_slim, lambda key, old, new: self.pool_changed(key[1]))
+        self.jobs: Store[Mapping[str, Any]] = Store(JOBS.kind, _slim, lambda key, old, new: self.touched(key))
+        self.pods: Store[tuple[str, PodView]] = Store(PODS.kind, _pod, self._pod_noticed)
+        self.pools: Store[Mapping[str, Any]] = Store(POOLS.kind, _slim, lambda key, old, new: self.pool_changed(key[1]))
 
     def pods_of(self, job: Key) -> tuple[PodView, ...]:
         """Every pod with this job's label, whoever owns it."""
