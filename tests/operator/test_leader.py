@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 from aiohttp import web
+from structlog.testing import capture_logs
 
 from e2e.cluster.ports import free_ports
 from everstep.agent import auth
@@ -191,6 +192,31 @@ async def test_forged_and_oversized_answers_are_no_answers(woken: Woken, forged:
     woken.poller.want(KEY, Poll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
     await reachable(woken, False)
     await runner.cleanup()
+
+
+async def test_a_surprise_is_a_failed_poll(woken: Woken, leader: FakeLeader, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as broken, capture_logs() as logs:
+        broken.setattr("everstep_operator.cluster.leader.leader_view", lambda *_, **__: 1 / 0)
+        woken.poller.want(KEY, poll(leader), TOKEN)
+        await asyncio.sleep(1)
+    assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["a bug or a surprise"], "once"
+    await reachable(woken)
+
+
+async def test_a_poll_that_has_died_is_begun_again(woken: Woken, leader: FakeLeader) -> None:
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    await reachable(woken)
+    (task,) = (t for t in asyncio.all_tasks() if t.get_name() == "leader of ns/digits")
+    task.cancel()
+    await asyncio.wait((task,))
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    await leader.say(generation=2)
+
+    async def news() -> bool:
+        view = woken.poller.view(KEY, "pod-a")
+        return view is not None and view.generation == 2
+
+    await until(news, "the second state", 5)
 
 
 async def test_a_thousand_leaders_that_do_not_exist_cost_nearly_nothing(woken: Woken) -> None:

@@ -86,11 +86,16 @@ class LeaderPoller:
         polled = self._jobs.get(key)
         if polled is not None and _who(polled.poll) == _who(poll) and polled.token == token:
             polled.poll = poll  # the next request carries the new ledger id and allowance
+            if polled.task is None or polled.task.done():  # it never ends of itself: a bug, but not the job's end
+                polled.task = self._start(key, polled)
             return
         self.drop(key)
         polled = self._jobs[key] = _Polled(poll, token)
-        polled.task = asyncio.create_task(self._run(key, polled), name=f"leader of {'/'.join(key)}")
+        polled.task = self._start(key, polled)
         metrics.leaders_polled.set(len(self._jobs))
+
+    def _start(self, key: Key, polled: _Polled) -> asyncio.Task[None]:
+        return asyncio.create_task(self._run(key, polled), name=f"leader of {'/'.join(key)}")
 
     def drop(self, key: Key) -> None:
         polled = self._jobs.pop(key, None)
@@ -145,9 +150,12 @@ class LeaderPoller:
             started = time.monotonic()
             try:
                 answer = await self._state(polled)
-            except LeaderError as error:
+                only_progress = self._update(key, polled, leader_view(answer, answered_at=self._clock()))
+            except Exception as error:
                 failures += 1
                 metrics.leader_polls.labels("failed").inc()
+                if failures == 1 and not isinstance(error, LeaderError):
+                    log.exception("a bug or a surprise", job="/".join(key), address=polled.poll.address)
                 if failures == LOST_AFTER:
                     log.info("leader unreachable", job="/".join(key), address=polled.poll.address, error=str(error))
                     self._update(key, polled, replace(polled.view, reachable=False))
@@ -156,7 +164,6 @@ class LeaderPoller:
                 continue
             failures = 0
             metrics.leader_polls.labels("answered").inc()
-            only_progress = self._update(key, polled, leader_view(answer, answered_at=self._clock()))
             # A leader that answers at once for ever (every step, or out of malice) is asked at most so often.
             pause = 1.0 if only_progress else MIN_PAUSE
             if len(self._jobs) > self._limit:
