@@ -22,7 +22,7 @@ types: venv ## mypy --strict
 	$(RUN) mypy
 
 test-unit: venv ## seconds, no root, no cluster
-	$(RUN) pytest tests $(UNIT) -n 2 -q
+	$(RUN) pytest tests $(UNIT) -n 4 -q
 
 test-integration: venv ## the operator against a real API server
 	$(RUN) pytest tests -m "integration and not chaos" -q
