@@ -55,15 +55,17 @@ class PodWatch:
         self._thread.start()
 
     def _follow(self) -> None:
-        for line in self._cluster.stream(self._path, watch="true", timeoutSeconds="900"):
-            event = json.loads(line)
-            pod = event["object"]
-            if pod.get("status", {}).get("phase") == "Running":
-                with self._reached:
-                    self.running.add(pod["metadata"]["name"])
-                    self._reached.notify_all()
-            if self._stop.is_set():
-                return
+        # A watch may end at any time, also because the server takes its reader for too slow: the next one begins with
+        # all that is there.
+        while not self._stop.is_set():
+            for line in self._cluster.stream(self._path, watch="true", timeoutSeconds="60"):
+                pod = json.loads(line)["object"]
+                if pod.get("status", {}).get("phase") == "Running":
+                    with self._reached:
+                        self.running.add(pod["metadata"]["name"])
+                        self._reached.notify_all()
+                if self._stop.is_set():
+                    return
 
     def wait(self, count: int, timeout: float = 300) -> None:
         with self._reached:
