@@ -23,7 +23,7 @@ from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster import errors, events
 from everstep_operator.cluster.act import Actor, Job
 from everstep_operator.cluster.cache import Cache, Key
-from everstep_operator.cluster.client import Client
+from everstep_operator.cluster.client import Client, Object
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.gangs import Gangs, gang_view
 from everstep_operator.cluster.leader import LeaderPoller
@@ -52,6 +52,7 @@ class Reconciler:
     operator_key: bytes = field(repr=False)
     clock: Callable[[], float] = time.time
     _written: dict[Key, float] = field(default_factory=dict)  # when we last wrote a status, for those that may wait
+    _refused: set[Key] = field(default_factory=set)  # whose users have been told of a refused status
 
     async def reconcile(self, key: Key) -> None:
         """Look at the job once. Raises what the queue should back off from."""
@@ -141,6 +142,26 @@ class Reconciler:
 
     async def _write_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> TrainingJob | None:
         """The job as stored, or None if it has changed or gone: then the next look begins with what it is now."""
+        try:
+            try:
+                stored = await self._apply_status(job, status)
+            except errors.Invalid as error:
+                # What came out of the user's pods is the likeliest to be refused, and nothing depends on it.
+                lean = status.model_copy(update={"progress": None, "last_failure": None})
+                await self._status_refused(key, job, error)
+                if lean == status:
+                    raise
+                stored = await self._apply_status(job, lean)
+        except (errors.Conflict, errors.NotFound):
+            await self._read_again(key, job.metadata.uid)
+            return None
+        self._written[key] = self.clock()
+        self.cache.jobs.put(stored)
+        written = TrainingJob.parse(stored)
+        metrics.record(job, written.status, self.clock())
+        return written
+
+    async def _apply_status(self, job: TrainingJob, status: TrainingJobStatus) -> Object:
         body = {
             "apiVersion": JOBS.api_version,
             "kind": JOBS.kind,
@@ -152,16 +173,15 @@ class Reconciler:
             },
             "status": status.manifest(),
         }
-        try:
-            stored = await self.client.apply_status(JOBS, key[0], body)
-        except (errors.Conflict, errors.NotFound):
-            await self._read_again(key, job.metadata.uid)
-            return None
-        self._written[key] = self.clock()
-        self.cache.jobs.put(stored)
-        written = TrainingJob.parse(stored)
-        metrics.record(job, written.status, self.clock())
-        return written
+        return await self.client.apply_status(JOBS, job.metadata.namespace, body)
+
+    async def _status_refused(self, key: Key, job: TrainingJob, error: errors.Invalid) -> None:
+        """The status cannot tell of it, so an event does; one, for the same is refused with every write."""
+        log.warning("a status was refused", job="/".join(key), error=error.message)
+        if key not in self._refused:
+            self._refused.add(key)
+            event = Event("Warning", Reason.STATUS_REFUSED.value, f"{Reason.STATUS_REFUSED.meaning} {error.message}")
+            await events.send(self.client, *key, job.metadata.uid, event)
 
     async def _read_again(self, key: Key, uid: str) -> None:
         """The watch is behind: ask the server itself, so that the next look is not as stale as this one."""
@@ -184,6 +204,7 @@ class Reconciler:
         self.leaders.drop(key)
         self.gangs.update(key, None)
         self._written.pop(key, None)
+        self._refused.discard(key)
         self.frozen.forget(uid)
         self.queue.discard(key)
 

@@ -39,6 +39,10 @@ class Reason(StrEnum):
         "An object that does not belong to the job has a name that it needs; delete or rename one of them.",
     )
     QUOTA_EXCEEDED = "QuotaExceeded", "The namespace's quota refuses the pods; the job waits."
+    STATUS_REFUSED = (
+        "StatusRefused",
+        "The API server refuses what the operator reports; it is reported without progress and last failure.",
+    )
     NOT_MANAGED = "NotManaged", "spec.managedBy names another controller; everstep leaves the job alone."
 
     # Progress of a job

@@ -1,0 +1,91 @@
+"""One look at a job, where the API server does not agree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from everstep_operator.api.status import Cause, LastFailure, TrainingJobStatus
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.act import Actor
+from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster.cache import Cache, Key
+from everstep_operator.cluster.frozen import FrozenTemplates
+from everstep_operator.cluster.gangs import Gangs
+from everstep_operator.cluster.leader import LeaderPoller
+from everstep_operator.cluster.queue import WorkQueue
+from everstep_operator.plan.observed import Settings
+from everstep_operator.reconcile import Reconciler
+from tests.builders import CREATED, job
+
+KEY = ("default", "digits")
+FAILURE = LastFailure(cause=Cause.APPLICATION, reason="ApplicationError", message="odd")
+
+
+class Server:
+    """Accepts everything but a status for which `refuse` has a message."""
+
+    def __init__(self) -> None:
+        self.refuse: Any = lambda status: None
+        self.statuses: list[Any] = []
+        self.created: list[Any] = []
+
+    async def apply_status(self, resource: Any, namespace: str, body: Any) -> Any:
+        self.statuses.append(body["status"])
+        if (message := self.refuse(body["status"])) is not None:
+            raise errors.Invalid(422, "Invalid", message)
+        stored = job().meta(resourceVersion=str(len(self.statuses) + 1)).manifest()
+        return {**stored, "status": body["status"]}
+
+    async def create(self, resource: Any, namespace: str, body: Any, *, dry_run: bool = False) -> Any:
+        self.created.append(body)
+        return {**body, "metadata": {"resourceVersion": "1", "uid": "u", **body["metadata"]}}
+
+    async def delete(self, *_: Any, **__: Any) -> None: ...
+
+    async def get(self, resource: Any, namespace: str, name: str) -> Any:
+        raise errors.NotFound(404, "NotFound", name)
+
+    def events(self) -> list[Any]:
+        return [body for body in self.created if body["kind"] == "Event"]
+
+
+@pytest.fixture
+def server() -> Any:
+    return Server()
+
+
+@pytest_asyncio.fixture
+async def reconciler(server: Any) -> Reconciler:
+    queue: WorkQueue[Key] = WorkQueue()
+    cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
+    leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(server)
+    actor = Actor(server, cache, leaders, AgentCode(b"code"), frozen, b"key")
+    gangs, clock = Gangs(lambda _: None), CREATED.timestamp
+    return Reconciler(server, cache, queue, leaders, frozen, gangs, actor, Settings(), b"key", clock)
+
+
+async def test_a_refused_status_is_written_without_what_came_from_the_pods_and_an_event_says_why(
+    reconciler: Reconciler, server: Any
+) -> None:
+    server.refuse = lambda status: "status.lastFailure.message: too odd" if "lastFailure" in status else None
+    for version in ("10", "20"):
+        odd = job().status(TrainingJobStatus(last_failure=FAILURE)).meta(resourceVersion=version)
+        reconciler.cache.jobs.put(odd.manifest())
+        await reconciler.reconcile(KEY)
+    assert ["lastFailure" in status for status in server.statuses] == [True, False] * 2
+    assert any(body["kind"] == "Pod" for body in server.created), "the job goes on"
+    told = [event["message"] for event in server.events() if event["reason"] == "StatusRefused"]
+    assert len(told) == 1, "once"
+    assert "status.lastFailure.message: too odd" in told[0]
+
+
+async def test_a_status_that_is_refused_whatever_is_left_out_is_told_too(reconciler: Reconciler, server: Any) -> None:
+    server.refuse = lambda status: "spec.image: too odd"
+    reconciler.cache.jobs.put(job().manifest())
+    with pytest.raises(errors.Invalid):
+        await reconciler.reconcile(KEY)
+    assert [event["reason"] for event in server.events()] == ["StatusRefused"]
+    assert [body["kind"] for body in server.created] == ["Event"], "nothing is done that is not on record"
