@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import Coroutine, Iterable, Sequence
+import time
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +32,7 @@ log = structlog.get_logger(__name__)
 
 PUSH_AGAIN_SECONDS = 3.0
 PARALLEL_OF_ONE_JOB = 50
+LEFTOVER_SECONDS = 60.0  # so long the garbage collector may take for a Secret whose owner we may not read
 
 
 class Leftover(Exception):
@@ -61,7 +63,9 @@ class Actor:
     frozen: FrozenTemplates
     operator_key: bytes = field(repr=False)
     requests: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(50))
+    clock: Callable[[], float] = time.monotonic
     _fresh: dict[tuple[str, int], Object] = field(default_factory=dict)  # ConfigMaps whose Secret is still to be made
+    _in_the_way: dict[tuple[str, int], float] = field(default_factory=dict)  # since when a Secret has been that
 
     async def carry_out(self, job: Job, actions: Sequence[act.Action]) -> tuple[Rejection | None, float | None]:
         """The refusal that stopped the list, if one did; and in how many seconds to look again, if one was put off."""
@@ -133,21 +137,26 @@ class Actor:
     async def _ensure_secret(self, job: Job, action: act.EnsureSecret) -> None:
         """We may not read Secrets. That one which exists already is ours is known from its ConfigMap, which is always
         made just before it: a ConfigMap of ours from an earlier attempt vouches for the Secret. One made in this very
-        attempt does not: the Secret is then a former job's, about to be collected, or a stranger's."""
+        attempt does not: the Secret is then a former job's, about to be collected, or, if it stays, a stranger's."""
         token = job_token(self.operator_key, job.uid, action.template)
         body = {**action.body, "data": {**(action.body.get("data") or {}), "token": base64.b64encode(token).decode()}}
         # Taken out before the request: when its result is unknown, the Secret may be ours, and the next attempt must
         # find the ConfigMap vouching for it.
-        fresh = self._fresh.pop((job.uid, action.template), None)
+        which = (job.uid, action.template)
+        fresh = self._fresh.pop(which, None)
         try:
             await self.client.create(SECRETS, job.namespace, body)
+            self._in_the_way.pop(which, None)
         except errors.AlreadyExists:
             if fresh is None:
                 return
             self.frozen.forget(job.uid)
             meta = fresh["metadata"]
             await self.client.delete(CONFIG_MAPS, job.namespace, meta["name"], uid=meta["uid"])
-            raise Leftover(f"Secret {job.namespace}/{action.name}") from None
+            what, now = f"Secret {job.namespace}/{action.name}", self.clock()
+            if now - self._in_the_way.setdefault(which, now) < LEFTOVER_SECONDS:
+                raise Leftover(what) from None
+            raise errors.NotOurs(what, "somebody else") from None
 
     async def _ensure_agent(self, job: Job, action: act.EnsureAgent) -> None:
         if action.name == self.agent.name:
