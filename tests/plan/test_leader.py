@@ -39,6 +39,17 @@ def test_a_state_is_read() -> None:
     assert view.outcome is None
 
 
+def test_an_entry_ended_before_it_was_told_whatever_the_nodes_clock_says() -> None:
+    state = {**STATE, "ledger": [{"id": "2.2", "cause": "PodLost", "endedAt": 999.0}]}
+    first = leader_view(state, answered_at=5.0)
+    assert [e.ended_at for e in first.ledger] == [5.0]
+    later = leader_view(state, answered_at=50.0, before=first)
+    assert later.ledger == first.ledger, "the limit does not move with each answer"
+    restarted = leader_view({**state, "incarnation": "a0"}, answered_at=50.0, before=first)
+    assert [e.ended_at for e in restarted.ledger] == [50.0]
+    assert [e.ended_at for e in leader_view(STATE, answered_at=5.0).ledger] == [None, 0.0]
+
+
 def test_what_is_too_much_is_cut() -> None:
     flood = {**STATE, "ledger": [{"id": f"2.{i}", "message": "x" * 10**5} for i in range(1000)], "missing": [1] * 10**5}
     view = leader_view(flood, answered_at=5.0)

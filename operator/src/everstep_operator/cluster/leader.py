@@ -150,7 +150,8 @@ class LeaderPoller:
             started = time.monotonic()
             try:
                 answer = await self._state(polled)
-                only_progress = self._update(key, polled, leader_view(answer, answered_at=self._clock()))
+                view = leader_view(answer, answered_at=self._clock(), before=polled.view)
+                only_progress = self._update(key, polled, view)
             except Exception as error:
                 failures += 1
                 metrics.leader_polls.labels("failed").inc()

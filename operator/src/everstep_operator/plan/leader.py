@@ -55,7 +55,7 @@ class Entry:
     message: str = ""
     log_tail: tuple[str, ...] = ()
     started_at: float | None = None
-    ended_at: float | None = None
+    ended_at: float | None = None  # at the latest when the operator first heard of it
 
     @property
     def order(self) -> tuple[int, int]:
@@ -96,14 +96,22 @@ class LeaderView:
     outcome: Outcome | None = None
 
 
-def leader_view(raw: Any, *, answered_at: float, reachable: bool = True) -> LeaderView:
-    """Parse `/v1/state`. Fields that are missing or of another type are as if they had not been sent."""
+def leader_view(
+    raw: Any, *, answered_at: float, reachable: bool = True, before: LeaderView | None = None
+) -> LeaderView:
+    """Parse `/v1/state`. Fields that are missing or of another type are as if they had not been sent.
+
+    `before` is the last view of this leader: an entry ended no later than when it was first told of.
+    """
     data = _mapping(raw)
+    incarnation = _text(data.get("incarnation"), 64)
+    told = before.ledger if before is not None and before.incarnation == incarnation else ()
+    ended = {entry.id: entry.ended_at for entry in told}
     phase = _text(data.get("phase"), 32)
     return LeaderView(
         reachable=reachable,
         answered_at=answered_at,
-        incarnation=_text(data.get("incarnation"), 64),
+        incarnation=incarnation,
         version=_count(data.get("version")) or 0,
         epoch=_count(data.get("epoch")) or 0,
         generation=_count(data.get("generation")) or 0,
@@ -115,7 +123,7 @@ def leader_view(raw: Any, *, answered_at: float, reachable: bool = True) -> Lead
         ranks_started_at=_number(data.get("ranksStartedAt")),
         progress=_progress(data.get("progress")),
         checkpoint=_saved(data.get("checkpoint")),
-        ledger=tuple(sorted(_entries(data.get("ledger")), key=lambda e: e.order)),
+        ledger=tuple(sorted(_entries(data.get("ledger"), ended, answered_at), key=lambda e: e.order)),
         outcome=_outcome(data.get("outcome")),
     )
 
@@ -138,7 +146,7 @@ def _has_index(item: Any) -> bool:
     return isinstance(item, Mapping) and _count(item.get("index")) is not None
 
 
-def _entries(raw: Any) -> list[Entry]:
+def _entries(raw: Any, ended: Mapping[str, float | None], answered_at: float) -> list[Entry]:
     entries = []
     for item in _list(raw, MAX_LEDGER):
         data = _mapping(item)
@@ -156,10 +164,15 @@ def _entries(raw: Any) -> list[Entry]:
                 message=_text(data.get("message")),
                 log_tail=tuple(_text(line, 512) for line in _list(data.get("logTail"), MAX_TAIL)),
                 started_at=_number(data.get("startedAt")),
-                ended_at=_number(data.get("endedAt")),
+                ended_at=_not_after(_number(data.get("endedAt")), ended.get(name) or answered_at),
             )
         )
     return entries
+
+
+def _not_after(at: float | None, limit: float) -> float | None:
+    """A node's clock may be ahead of the API server's, which dates the pods: a replacement would look like the lost."""
+    return None if at is None else min(at, limit)
 
 
 def _progress(raw: Any) -> Progress | None:
