@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import zipfile
@@ -101,6 +102,15 @@ def test_a_killed_leader_is_replaced_and_survivors_stay(tmp_path: Path) -> None:
         job.until(lambda s: s["outcome"])
         assert job.exit_codes() == [143] * 3
         assert job.word(2)["result"] == "stopped"
+
+
+def test_an_agent_that_cannot_start_has_left_and_ends_no_job(tmp_path: Path) -> None:
+    job = Laptop(tmp_path, ["true"], nodes=1)
+    with socket.create_server(("0.0.0.0", job.ports[0])), job:
+        assert job.exit_codes() == [1]
+    word = job.word(0)
+    assert (word["result"], word["exitCode"]) == ("left", 1)
+    assert "in use" in word["message"]
 
 
 def test_the_token_reaches_no_rank(tmp_path: Path) -> None:

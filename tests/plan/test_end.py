@@ -63,6 +63,12 @@ def test_a_leader_that_was_told_to_leave_does_not_end_the_job() -> None:
     world.run("Running")
 
 
+def test_an_agent_0_that_cannot_start_ends_nothing() -> None:
+    world = World(job().nodes(2).build()).run("Starting")
+    world.exit(0, 1, word=LastWord("left", message="No space left on device"))
+    world.run("Running")
+
+
 def test_exit_code_0_without_a_word_is_a_lost_pod() -> None:
     world = running()
     world.exit(1, 0)

@@ -106,6 +106,20 @@ def test_agents_that_fail_at_their_start_are_not_made_again_at_once() -> None:
     assert deleted(world.reconcile()) == ["digits-1"]
 
 
+def test_nor_are_replacements_whose_agents_fail_at_their_start() -> None:
+    world = running()
+    world.vanish(1)
+    world.reconcile()
+    world.bind()
+    world.start()
+    failed = ContainerEnd(1, None, "Error", "", world.now, LastWord("left"))
+    world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], ended=failed)
+    world.lead()
+    assert deleted(world.reconcile()) == []
+    world.now += 10
+    assert deleted(world.reconcile()) == ["digits-1"]
+
+
 def test_a_pod_that_somebody_deleted_was_deleted_also_when_its_agent_has_left() -> None:
     pod = running().pods["digits-1"]
     left = dataclasses.replace(pod, ended=ContainerEnd(143, 15, "Error", "", None, LastWord("left")))

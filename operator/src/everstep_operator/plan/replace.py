@@ -52,12 +52,17 @@ def _deletable_at(s: Situation, pod: PodView) -> float:
     if pod.ended is None:
         return s.now
     at = s.now
-    if pod.started_at is None or s.status.generation == 0:
+    if pod.started_at is None or s.status.generation == 0 or _never_joined(pod):
         # Before a generation has run nothing is charged, so nothing but time bounds a pod that fails at every start.
         at = max(at, pod.created + RETRY_REFUSED)
     if is_oom(pod) and pod.index != 0 and s.leader is not None and s.phase in _RUNS:
         at = max(at, (pod.ended.finished_at or s.now) + EVIDENCE) if not _in_ledger(s, pod) else at
     return at
+
+
+def _never_joined(pod: PodView) -> bool:
+    word = pod.ended.word if pod.ended is not None else None
+    return word is not None and word.result == "left" and word.generation == 0
 
 
 def _in_ledger(s: Situation, pod: PodView) -> bool:

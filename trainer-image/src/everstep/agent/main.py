@@ -18,7 +18,7 @@ from .auth import read_token
 from .config import Config, Place, load
 from .http import Handler, Server
 from .node import Ended, Node, Processes
-from .protocol import FAILED
+from .protocol import FAILED, LEFT
 from .report import say
 from .supervisor import Supervisor
 
@@ -93,7 +93,8 @@ def run(options: Options) -> int:
         return asyncio.run(_Agent(config, place, token).run())
     except (OSError, ValueError) as error:
         say(str(error))
-        report.leave_word(place.termination_log, {"result": FAILED, "exitCode": 1, "message": str(error)})
+        # No outcome: a full disk or a port in use is this pod's, and another pod may do better.
+        report.leave_word(place.termination_log, {"result": LEFT, "exitCode": 1, "message": str(error)})
         return 1
 
 

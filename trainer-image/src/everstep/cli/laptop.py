@@ -114,6 +114,8 @@ class Laptop:
         if result == "succeeded":
             screen.say("succeeded", "green")
             return 0
+        if result == "left":  # the agent itself; on a cluster its pod would be replaced
+            result = "failed"
         screen.say(f"{result or 'failed: the leader ended without a word'}{message} (exit code {code or 1})", "red")
         return code or 1
 
