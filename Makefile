@@ -11,7 +11,7 @@ help: ## this list
 
 .PHONY: demo test bench lint types test-unit test-integration test-e2e test-chaos
 demo: venv ## from nothing to a trained model on a cluster on this machine
-	$(RUN) python -m e2e.demo
+	UV=$(UV) $(RUN) python -m e2e.demo
 
 test: lint types test-unit test-integration test-e2e ## everything that must hold before a change lands
 

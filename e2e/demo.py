@@ -6,8 +6,8 @@ went. On a machine that cannot have a cluster the same manifest runs as local pr
 
 from __future__ import annotations
 
+import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -126,9 +126,17 @@ def timings(job: Object) -> None:
 
 
 def local() -> int:
-    """The same manifest, without any cluster."""
-    command = [sys.executable, "-m", "everstep.cli", "run", "-f", str(EXAMPLE)]
-    return subprocess.run(command, check=False).returncode
+    """The same manifest, without any cluster: its ranks need here what the trainer image has."""
+    python = Path("build/local/bin/python").absolute()
+    if not python.exists():
+        uv = os.environ.get("UV", "uv")
+        subprocess.run([uv, "venv", "--quiet", str(python.parents[1])], check=True)
+        packages = ["-e", ".[trainer]", "scikit-learn"]
+        subprocess.run([uv, "pip", "install", "--quiet", "--python", str(python), *packages], check=True)
+    # The manifest says `python`: the ranks' must be this one.
+    environment = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [str(python), "-m", "everstep.cli", "run", "-f", str(EXAMPLE)]
+    return subprocess.run(command, env=environment, check=False).returncode
 
 
 if __name__ == "__main__":
