@@ -41,10 +41,11 @@ def ranges(results: Iterable[list[dict[str, Any]]]) -> dict[str, tuple[float, fl
     }
 
 
-def document(found: dict[str, tuple[float, float]]) -> str:
+def document(found: dict[str, tuple[float, float]], runs: int) -> str:
     lines = [f"  {name}: [{low:g}, {high:g}]" for name, (low, high) in found.items()]
-    return "\n".join([f"{HEAD}ranges:", *lines]) + "\n"
+    return "\n".join([f"{HEAD}#\n# These are of {runs} run(s).\nranges:", *lines]) + "\n"
 
 
 if __name__ == "__main__":
-    sys.stdout.write(document(ranges(json.loads(Path(path).read_text()) for path in sys.argv[1:])))
+    results = [json.loads(Path(path).read_text()) for path in sys.argv[1:]]
+    sys.stdout.write(document(ranges(results), len(results)))

@@ -60,7 +60,7 @@ def test_ranges_hold_every_sample_and_name_rows_that_exist() -> None:
     absolute = {"name": "y", "samples": {"ours": [200.0]}}
     found = ranges.ranges([[slow, absolute], [quick]])
     assert found == {"x": (0.495, 3.03), "y": (198.0, 202.0)}
-    assert ranges.document(found).endswith("ranges:\n  x: [0.495, 3.03]\n  y: [198, 202]\n")
+    assert ranges.document(found, 2).endswith("ranges:\n  x: [0.495, 3.03]\n  y: [198, 202]\n")
     assert set(measure.usual()) <= set(main.NAMES)
 
 
