@@ -101,6 +101,7 @@ def main() -> None:
         folder = Path(os.environ.get("SM_MODEL_DIR", "/opt/ml/model"))
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(model.state_dict(), folder / "model.pt")
+    dist.barrier()  # gloo aborts a rank that leaves while another still ends its last step
     dist.destroy_process_group()
 
 

@@ -22,6 +22,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr, momentum=0.9)
     digits.train(parallel, options, world, optimizer.zero_grad, optimizer.step)
     digits.finish(model, world)
+    dist.barrier()  # gloo aborts a rank that leaves while another still ends its last step
     dist.destroy_process_group()
 
 

@@ -29,6 +29,7 @@ def main() -> None:
         optimizer.step()
     if rank == 0:
         print(f"y = {model.module.weight.item():.2f} x + {model.module.bias.item():.2f}", flush=True)
+    dist.barrier()  # gloo aborts a rank that leaves while another still ends its last step
     dist.destroy_process_group()
 
 
