@@ -130,9 +130,6 @@ class PoolBuilder:
     def spot(self) -> Self:
         return self.spec(capacityType="spot")
 
-    def price(self, per_hour: float) -> Self:
-        return self.spec(pricePerHour=per_hour)
-
     def namespaces(self, *names: str) -> Self:
         return self.spec(allowedNamespaces=list(names))
 

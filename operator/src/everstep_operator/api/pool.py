@@ -64,10 +64,6 @@ class TrainingPoolSpec(ApiModel):
     """Whether the provider may take the nodes back."""
     instance_type: Annotated[str, Pattern("^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 63)] | None = None
     """Name of the machine type that programs see (container contract). Default: the pool's name."""
-    price_per_hour: Annotated[float, Field(ge=0, le=1_000_000)] | None = None
-    """Price of one node for one hour, in the currency of your choice. Absent: no cost is reported."""
-    topology_label: LabelKey | None = None
-    """Node label whose values name groups of well connected nodes. Absent: nodes are equal."""
     allowed_namespaces: list[NamespaceChoice] = Field(default=[ALL], max_length=512)
     """Namespaces whose jobs may use the pool; `"*"` is all. No wall: a pod can select nodes without a pool."""
 

@@ -43,7 +43,6 @@ class Reason(StrEnum):
         "StatusRefused",
         "The API server refuses what the operator reports; it is reported without progress and last failure.",
     )
-    NOT_MANAGED = "NotManaged", "spec.managedBy names another controller; everstep leaves the job alone."
 
     # Progress of a job
     CREATED = "Created", "The job was accepted; its objects are being created."
@@ -54,15 +53,12 @@ class Reason(StrEnum):
         "The set could not be completed; its pods were given back so that another job can run.",
     )
     NEXT_POOL = "NextPool", "The pool had no capacity within its wait; the next one is tried."
-    STARTING = "Starting", "All pods have a node; images are pulled and ranks are being started."
     RUNNING = "Running", "All ranks are started."
     RESTARTING = "Restarting", "A generation ended early; the next one is being formed."
     SUSPENDED = "Suspended", "spec.suspend is true: the job's pods are stopped."
     RESUMED = "Resumed", "spec.suspend went back to false: the job starts again."
     STOPPING = "Stopping", "Pods are being stopped with their grace period."
     COMPLETED = "Completed", "All ranks ended with exit code 0."
-    EXPIRED = "Expired", "spec.ttlAfterFinished has passed: the job is deleted."
-    DELETED = "Deleted", "The job is being deleted."
 
     # Limits
     PENDING_TIMEOUT = "PendingTimeout", "No capacity for all pods within timeouts.pending."
@@ -84,11 +80,6 @@ class Reason(StrEnum):
         "A rank or its container was killed for memory; raise resources.limits.memory or use less.",
     )
     CONTAINER_KILLED = "ContainerKilled", "The trainer container was killed from outside the job."
-    IMAGE_PULL_FAILED = "ImagePullFailed", "The image cannot be pulled; check its name and imagePullSecrets."
-    CONTAINER_CREATE_FAILED = (
-        "ContainerCreateFailed",
-        "The container cannot be created: a Secret, ConfigMap or volume is missing or wrong.",
-    )
 
     # Failures of the infrastructure
     POD_LOST = "PodLost", "A pod vanished or ended without a word from its agent."
@@ -99,7 +90,6 @@ class Reason(StrEnum):
         "UncleanNode",
         "Processes or GPU memory of an old generation could not be removed; the pod is replaced.",
     )
-    LEADER_LOST = "LeaderLost", "Pod 0 was lost; a new leader takes over the survivors."
     FENCED = "Fenced", "Ranks cut off from their leader stopped."
 
     # Pre-emption, free of charge
@@ -119,6 +109,5 @@ class Reason(StrEnum):
     AGENT_REACHABLE = "AgentReachable", "The operator reads progress and failures from the leader."
 
     # Conditions that do not hold
-    NOT_STARTED = "NotStarted", "The ranks are not started yet."
     IN_PROGRESS = "InProgress", "The operator works towards the spec."
     UP_TO_DATE = "UpToDate", "Nothing is left to do for the present spec."

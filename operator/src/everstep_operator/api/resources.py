@@ -78,7 +78,6 @@ TRAINING_POOLS = Resource(
         Column("Capacity", ".spec.capacityType"),
         Column("Instance-type", ".spec.instanceType"),
         Column("GPU", ".spec.gpuResource"),
-        Column("Price/h", ".spec.pricePerHour", "number"),
         _AGE,
         Column("Namespaces", ".spec.allowedNamespaces", wide=True),
     ),
