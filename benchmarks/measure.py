@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +17,7 @@ from rich.table import Table
 RESULT = Path("build/bench/main.json")
 RANGES = Path(__file__).parent / "ranges.yaml"
 REPEATS = 5
+FEWEST = 3
 
 
 @dataclass
@@ -58,10 +61,22 @@ class Row:
 
 
 def alternate(
-    row: Row, ours: Callable[[], float], floor: Callable[[], float], repeats: int = REPEATS, warm_up: bool = True
+    row: Row,
+    ours: Callable[[], float],
+    floor: Callable[[], float],
+    repeats: int = REPEATS,
+    warm_up: bool = True,
+    seconds: float = math.inf,
+    clock: Callable[[], float] = time.monotonic,
 ) -> Row:
-    """Measure both arms in turn, so that a drift of the machine hits both. The first round only warms caches."""
+    """Measure both arms in turn, so that a drift of the machine hits both. The first round only warms caches.
+
+    After ``seconds`` no further round is begun, but three are always measured: how many there were, the row shows.
+    """
+    began = clock()
     for number in range(repeats + warm_up):
+        if number >= FEWEST + warm_up and clock() - began > seconds:
+            break
         for arm, measure in (("ours", ours), ("floor", floor)):
             sample = measure()
             if number >= warm_up:
@@ -86,7 +101,7 @@ def usual() -> dict[str, tuple[float, float]]:
 def show(rows: Iterable[Row], console: Console) -> None:
     ranges = usual()
     table = Table(title="everstep against floors of the same run (medians)")
-    for column in ("row", "ours", "floor", "unit", "ratio", "usual", "target", ""):
+    for column in ("row", "ours", "floor", "unit", "n", "ratio", "usual", "target", ""):
         table.add_column(column, justify="left" if column in ("row", "unit", "") else "right")
     for row in rows:
         sign = "<" if row.strict else "≤"
@@ -98,5 +113,6 @@ def show(rows: Iterable[Row], console: Console) -> None:
         if not low <= row.ratio <= high:  # better or worse: something has changed, in everstep or in the machine
             range_ = f"[yellow]{range_}[/yellow]"
         target = f"{sign} {row.target:g}"
-        table.add_row(row.name, f"{row.value:.3g}", floor, row.unit, ratio, range_, target, verdict)
+        count = str(len(row.samples["ours"]))
+        table.add_row(row.name, f"{row.value:.3g}", floor, row.unit, count, ratio, range_, target, verdict)
     console.print(table)

@@ -23,6 +23,7 @@ T = TypeVar("T")
 GROUP = "everstep.dev"
 JOBS = f"/apis/{GROUP}/v1alpha1/namespaces/{{namespace}}/trainingjobs"
 FINISHED = ("Succeeded", "Failed")
+CONNECTIONS = 60  # kept open; one thread more than that would shake hands for each of its requests
 
 
 class WaitTimeoutError(AssertionError):
@@ -35,7 +36,9 @@ class Cluster:
     def __init__(self, kubeconfig: Path, kubectl: Path | str = "kubectl") -> None:
         self.kubeconfig = kubeconfig
         self._kubectl = str(kubectl)
-        self._api: client.ApiClient = config.new_client_from_config(str(kubeconfig))
+        configuration = client.Configuration()
+        configuration.connection_pool_maxsize = CONNECTIONS
+        self._api: client.ApiClient = config.new_client_from_config(str(kubeconfig), client_configuration=configuration)
 
     # -- kubectl ---------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,19 @@ def test_arms_alternate_and_the_first_round_is_not_counted() -> None:
     assert row.samples == {"ours": [3.0, 5.0], "floor": [4.0, 6.0]}
 
 
+@pytest.mark.parametrize(("each", "rounds"), [(1.0, 5), (40.0, 3), (150.0, 3)])
+def test_a_long_row_stops_in_time_but_never_before_three_rounds(each: float, rounds: int) -> None:
+    now = 0.0
+
+    def arm() -> float:
+        nonlocal now
+        now += each
+        return each
+
+    row = alternate(Row("x", "s", 1.0), arm, arm, warm_up=False, seconds=200, clock=lambda: now)
+    assert [len(samples) for samples in row.samples.values()] == [rounds, rounds]
+
+
 def test_rows_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "main.json"
     measure.write([Row("a", "s", 1.0, {"ours": [1.0], "floor": [1.0]})], path)
