@@ -3,17 +3,19 @@
 SHELL := /bin/bash
 UV ?= $(shell command -v uv || echo build/uv/bin/uv)
 RUN = $(UV) run --quiet
-UNIT = -m "not integration and not e2e and not chaos"
+# torch takes 5 GB: the tests that train live in an environment of their own.
+RUN_TORCH = UV_PROJECT_ENVIRONMENT=.venv-torch $(UV) run --quiet
+UNIT = -m "not integration and not e2e and not chaos and not torch"
 
 .PHONY: help
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-.PHONY: demo test bench lint types test-unit test-integration test-e2e test-chaos
+.PHONY: demo test bench bench-checkpoint lint types test-unit test-torch test-integration test-e2e test-chaos
 demo: venv ## from nothing to a trained model on a cluster on this machine
 	UV=$(UV) $(RUN) python -m e2e.demo
 
-test: lint types test-unit test-integration test-e2e ## everything that must hold before a change lands
+test: lint types test-unit test-torch test-integration test-e2e ## everything that must hold before a change lands
 
 lint: venv ## style, import directions
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) lint-imports
@@ -23,6 +25,9 @@ types: venv ## mypy --strict
 
 test-unit: venv ## seconds, no root, no cluster
 	$(RUN) pytest tests $(UNIT) -n 4 -q
+
+test-torch: venv-torch ## the trainer library with real torch ranks, no root, no cluster
+	$(RUN_TORCH) pytest tests -m "torch and not chaos" -n 2 -q
 
 test-integration: venv ## the operator against a real API server
 	$(RUN) pytest tests -m "integration and not chaos" -q
@@ -36,7 +41,10 @@ test-chaos: venv ## long random sweeps
 bench: venv ## ratios against floors of the same run, build/bench/main.json
 	$(RUN) python -m benchmarks.main
 
-.PHONY: cluster-up cluster-down images generate fmt clean venv
+bench-checkpoint: venv-torch ## saving and restoring against plain copies, writes and reads, build/bench/checkpoint.json
+	$(RUN_TORCH) python -m benchmarks.checkpoint
+
+.PHONY: cluster-up cluster-down images generate fmt clean venv venv-torch
 cluster-up: venv ## a cluster of three nodes on this machine, images loaded, chart installed
 	$(RUN) python -m e2e.demo --only-cluster
 
@@ -54,12 +62,17 @@ fmt: venv ## format
 	$(RUN) ruff check --fix . ; $(RUN) ruff format .
 
 clean: ## what was built here (caches outside the tree stay)
-	rm -rf build dist .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf build dist .venv .venv-torch .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 venv: .venv/.synced
 
 .venv/.synced: pyproject.toml uv.lock | $(UV)
 	$(UV) sync --quiet --frozen --extra operator --extra dev && touch $@
+
+venv-torch: .venv-torch/.synced
+
+.venv-torch/.synced: pyproject.toml uv.lock | $(UV)
+	UV_PROJECT_ENVIRONMENT=.venv-torch $(UV) sync --quiet --frozen --extra operator --extra dev --extra trainer --group torch-tests && touch $@
 
 build/uv/bin/uv:
 	python3 -m venv build/uv && build/uv/bin/pip install --quiet uv
