@@ -248,11 +248,11 @@ async def test_a_daemon_is_killed_with_its_caller_and_lost_with_its_node(tmp_pat
         killed: list[str] = []
         agents[1].processes.kill_daemon = killed.append  # type: ignore[method-assign,assignment]
         call = asyncio.ensure_future(leading.spawn_on(1, "d1", ["orted"], {}))
-        await until(lambda: leading._daemons)
+        await until(lambda: leading._daemons._running)
         call.cancel()
         await until(lambda: killed == ["d1"])
         other = asyncio.ensure_future(leading.spawn_on(1, "d2", ["orted"], {}))
-        await until(lambda: leading._daemons)
+        await until(lambda: leading._daemons._running)
         await agents[1].vanish()
         assert await asyncio.wait_for(other, 5) == 255
 

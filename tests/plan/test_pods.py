@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import time
 from typing import Any
 
 from everstep.agent import config
+from everstep_operator.plan.actions import CreatePods
 from everstep_operator.plan.observed import Frozen, Settings, pod_view
 from everstep_operator.plan.pods import pod_body
 from everstep_operator.plan.template import resolve
 from tests.builders import JobBuilder, job
+from tests.plan.world import World
 
 
 def frozen(builder: JobBuilder, *, plain: bool = False) -> Frozen:
@@ -74,9 +77,52 @@ def test_a_command_in_plain_mode_runs_without_the_agent() -> None:
     assert not any(m["mountPath"].startswith("/opt/everstep") for m in container["volumeMounts"])
 
 
+def test_a_replacement_is_told_where_the_leader_is_and_differs_in_nothing_else() -> None:
+    made = frozen(job().nodes(3))
+    first, replacement = pod_body(made, 2, 5), pod_body(made, 2, 5, "10.1.0.4:8470")
+    assert environment(replacement).pop("EVERSTEP_LEADER") == "10.1.0.4:8470"
+    assert "EVERSTEP_LEADER" not in environment(first)
+    replacement["spec"]["containers"][0]["env"].pop()
+    assert replacement == first
+    assert "EVERSTEP_LEADER" not in environment(pod_body(made, 1, 5)), "the frozen template is not touched"
+
+
+def test_a_plain_pod_has_no_agent_that_could_announce_itself() -> None:
+    made = frozen(job().nodes(2).plain(), plain=True)
+    assert pod_body(made, 1, 5, "10.1.0.4:8470") == pod_body(made, 1, 5)
+
+
+def told(world: World) -> list[tuple[tuple[int, ...], str]]:
+    """Which pods are made, and which leader they hear of."""
+    return [(a.indices, a.leader) for a in world.reconcile().actions if isinstance(a, CreatePods)]
+
+
+def test_pods_hear_of_a_leader_that_is_there_before_them() -> None:
+    world = World(job().nodes(3).build())
+    assert told(world) == [((0, 1, 2), "")], "nobody leads yet"
+    world.run("Running")
+    world.vanish(2)
+    assert told(world) == [((2,), "10.0.0.0:8470")]
+
+
+def test_pods_that_are_made_with_their_leader_hear_of_none() -> None:
+    """The old leader's address may be anybody's by now."""
+    world = World(job().nodes(3).build()).run("Running")
+    world.vanish(0)
+    world.vanish(1)
+    assert told(world) == [((0, 1), "")]
+
+
+def test_pods_do_not_hear_of_a_leader_that_leaves() -> None:
+    world = World(job().nodes(3).build()).run("Running")
+    world.vanish(1)
+    world.pods["digits-0"] = dataclasses.replace(world.pods["digits-0"], deleting_since=world.now)
+    assert all(leader == "" for _, leader in told(world))
+
+
 def test_two_thousand_bodies_are_quickly_made() -> None:
     made = frozen(job().nodes(2000))
     before = time.thread_time()
     for index in range(2000):
-        pod_body(made, index, 1)
+        pod_body(made, index, 1, "10.1.0.4:8470")
     assert time.thread_time() - before < 0.2

@@ -177,7 +177,7 @@ class World:
             assert f"{self.job.metadata.name}-{action.frozen.epoch}" in self.config_maps, "pods before their template"
             self.requests += len(action.indices) - 1
             for index in action.indices:
-                self._create(pod_body(action.frozen, index, action.epoch))
+                self._create(pod_body(action.frozen, index, action.epoch, action.leader))
         elif isinstance(action, DeletePods):
             self.requests += len(action.pods) - 1
             for ref in action.pods:

@@ -198,7 +198,7 @@ class Actor:
         await self._each(self._create_pod(job, action, index) for index in action.indices)
 
     async def _create_pod(self, job: Job, action: act.CreatePods, index: int) -> None:
-        made, _ = await self._ensure(PODS, job, pod_body(action.frozen, index, action.epoch))
+        made, _ = await self._ensure(PODS, job, pod_body(action.frozen, index, action.epoch, action.leader))
         self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
 
     async def _delete_pod(self, job: Job, pod: act.PodRef) -> None:

@@ -65,8 +65,8 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class CreatePods:
-    """Create these pods in parallel. `frozen` is the template they come from; `pods.pod_body(frozen, index, epoch)`
-    makes one body at a time, so that thousands of them never exist together.
+    """Create these pods in parallel. `frozen` is the template they come from; `pods.pod_body(frozen, index, epoch,
+    leader)` makes one body at a time, so that thousands of them never exist together.
 
     AlreadyExists: success if the object's controller is this job, else a `Conflict` rejection.
     """
@@ -74,6 +74,7 @@ class CreatePods:
     indices: tuple[int, ...]
     epoch: int
     frozen: Frozen
+    leader: str = ""  # ip:port of the leader that already runs, for them to announce themselves to
 
 
 @dataclass(frozen=True, slots=True)

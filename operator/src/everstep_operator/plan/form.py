@@ -151,8 +151,16 @@ def _make(s: Situation, frozen: Frozen, indices: Iterable[int], epoch: int) -> l
         # By the template's name, not today's: a job that began under another version goes on with that agent.
         actions.append(EnsureAgent(_agent_of(frozen), settings.agent_digest))
     actions.append(EnsureTemplate(name, t, template.config_map(job, frozen)))
-    actions.append(CreatePods(chosen, epoch, frozen))
+    actions.append(CreatePods(chosen, epoch, frozen, _running_leader(s, chosen, epoch)))
     return actions
+
+
+def _running_leader(s: Situation, indices: Iterable[int], epoch: int) -> str:
+    """Where these pods can announce themselves: the kubelet reports a new pod's address about a second late."""
+    head = s.head
+    if s.plain or head is None or 0 in indices or not head.running or not head.live or head.epoch != epoch:
+        return ""
+    return f"{head.ip}:{s.observed.settings.agent_port}" if head.ip else ""
 
 
 def _agent_of(frozen: Frozen) -> str:

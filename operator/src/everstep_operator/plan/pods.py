@@ -1,11 +1,12 @@
 """The body of one pod, from the frozen template alone: whatever was edited or upgraded since, a replacement is like the
-pod that it replaces.
+pod that it replaces. All that it gets besides is the address of a leader that runs already.
 
 Called once for each of thousands of pods, so it copies only the few objects that differ and shares the rest.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep_operator.plan import plain
@@ -19,7 +20,10 @@ from everstep_operator.plan.observed import (
     Frozen,
 )
 
+LEADER = "EVERSTEP_LEADER"
 MANAGED_BY = {"app.kubernetes.io/managed-by": "everstep"}
+
+Environment = list[Mapping[str, Any]]  # of a container, as manifests have it
 
 
 def pod_name(job: str, index: int) -> str:
@@ -27,8 +31,11 @@ def pod_name(job: str, index: int) -> str:
     return f"{job}-{index}"
 
 
-def pod_body(frozen: Frozen, index: int, epoch: int) -> dict[str, Any]:
-    """What to POST. Shares objects with `frozen`: read it, do not change it."""
+def pod_body(frozen: Frozen, index: int, epoch: int, leader: str = "") -> dict[str, Any]:
+    """What to POST. Shares objects with `frozen`: read it, do not change it.
+
+    `leader`: ip:port of the leader to which the pod's agent shall announce itself; empty where there is none yet.
+    """
     about = frozen.job["job"]
     name: str = about["name"]
     metadata = frozen.pod.get("metadata") or {}
@@ -54,14 +61,18 @@ def pod_body(frozen: Frozen, index: int, epoch: int) -> dict[str, Any]:
     annotations = dict(metadata.get("annotations") or {})
     if frozen.job.get("plain"):
         annotations |= plain.pod_annotations(frozen.job, index)
-        containers = frozen.pod["spec"]["containers"]
-        body["spec"]["containers"] = [
-            {**c, "env": plain.environment(frozen.job, index, c.get("env") or [])} if c["name"] == TRAINER else c
-            for c in containers
-        ]
+        body["spec"]["containers"] = _with_env(frozen, lambda env: plain.environment(frozen.job, index, env))
+    elif leader:
+        body["spec"]["containers"] = _with_env(frozen, lambda env: [*env, {"name": LEADER, "value": leader}])
     if annotations:
         body["metadata"]["annotations"] = annotations
     return body
+
+
+def _with_env(frozen: Frozen, change: Callable[[Environment], Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+    """The containers, with another environment for the trainer."""
+    containers = frozen.pod["spec"]["containers"]
+    return [{**c, "env": change(c.get("env") or [])} if c["name"] == TRAINER else c for c in containers]
 
 
 def owner_reference(name: str, uid: str) -> dict[str, Any]:

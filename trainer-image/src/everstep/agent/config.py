@@ -46,6 +46,7 @@ class Config:
     pod_uid: str
     pod_ip: str
     node_name: str
+    leader: str = ""  # ip:port of the leader that ran when this pod was made; empty: there was none
 
     @property
     def leads(self) -> bool:
@@ -155,6 +156,7 @@ def parse(data: Any, environ: Mapping[str, str]) -> Config:
         pod_uid=environ.get("EVERSTEP_POD_UID", ""),
         pod_ip=environ.get("EVERSTEP_POD_IP", ""),
         node_name=environ.get("EVERSTEP_NODE_NAME", ""),
+        leader=environ.get("EVERSTEP_LEADER", ""),
     )
 
 

@@ -14,7 +14,14 @@ GROUP = "homogeneousCluster"
 MAX_VARIABLE = 128 * 1024 - 1  # Linux MAX_ARG_STRLEN less the final NUL: a longer `name=value` makes every exec fail
 
 # What an operator's agent must know and a rank need not. Epoch and generation come back in `rank_variables`.
-AGENT_VARIABLES = ("EVERSTEP_INDEX", "EVERSTEP_EPOCH", "EVERSTEP_POD_UID", "EVERSTEP_POD_IP", "EVERSTEP_NODE_NAME")
+AGENT_VARIABLES = (
+    "EVERSTEP_INDEX",
+    "EVERSTEP_EPOCH",
+    "EVERSTEP_POD_UID",
+    "EVERSTEP_POD_IP",
+    "EVERSTEP_NODE_NAME",
+    "EVERSTEP_LEADER",
+)
 
 
 @dataclass(frozen=True)

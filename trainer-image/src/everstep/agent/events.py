@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Union
+from typing import Any, Union
+
+from .protocol import Exit
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,32 @@ class Layout:
     @property
     def nodes(self) -> int:
         return len(self.hosts)
+
+    def to_json(self) -> dict[str, Any]:
+        """The leader's `start` message, the same for every node."""
+        return {
+            "type": "start",
+            "epoch": self.epoch,
+            "generation": self.generation,
+            "layout": {"hosts": self.hosts, "ports": self.ports, "procsPerNode": self.procs_per_node},
+            "masterAddr": self.master_addr,
+            "masterPort": self.master_port,
+        }
+
+    @classmethod
+    def from_json(cls, message: Mapping[str, Any], index: int) -> Layout:
+        """For node `index`."""
+        layout = message["layout"]
+        return cls(
+            epoch=int(message["epoch"]),
+            generation=int(message["generation"]),
+            hosts=tuple(str(h) for h in layout["hosts"]),
+            ports=tuple(int(p) for p in layout["ports"]),
+            node_index=index,
+            procs_per_node=int(layout["procsPerNode"]),
+            master_addr=str(message["masterAddr"]),
+            master_port=int(message["masterPort"]),
+        )
 
 
 @dataclass(frozen=True)
@@ -44,6 +73,9 @@ class RankExited:
     message: str
     log_tail: tuple[str, ...]
 
+    def to_exit(self) -> Exit:
+        return Exit(self.rank, self.exit_code, self.signal, self.oom, self.message, tuple(self.log_tail))
+
 
 @dataclass(frozen=True)
 class LauncherExited:
@@ -53,6 +85,9 @@ class LauncherExited:
     exit_code: int
     message: str
     log_tail: tuple[str, ...]
+
+    def to_exit(self) -> Exit:
+        return Exit(None, self.exit_code, message=self.message, log_tail=tuple(self.log_tail), launcher=True)
 
 
 @dataclass(frozen=True)

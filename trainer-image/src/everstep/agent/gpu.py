@@ -27,13 +27,18 @@ def ask(call, *args):
     except n.NVMLError:
         return None
 devices = []
+text = lambda v: v.decode() if isinstance(v, bytes) else v
 for i in range(n.nvmlDeviceGetCount()):
-    h = n.nvmlDeviceGetHandleByIndex(i)
-    text = lambda v: v.decode() if isinstance(v, bytes) else v
+    try:
+        h = n.nvmlDeviceGetHandleByIndex(i)
+        uuid, name = text(n.nvmlDeviceGetUUID(h)), text(n.nvmlDeviceGetName(h))
+    except n.NVMLError as error:  # it has fallen off the bus: the others still answer
+        devices.append({"index": i, "error": str(error)})
+        continue
     memory = ask(n.nvmlDeviceGetMemoryInfo, h)
     remapped = ask(n.nvmlDeviceGetRemappedRows, h)
     devices.append({
-        "index": i, "uuid": text(n.nvmlDeviceGetUUID(h)), "name": text(n.nvmlDeviceGetName(h)),
+        "index": i, "uuid": uuid, "name": name,
         "memory_used": memory.used if memory else 0, "memory_total": memory.total if memory else 0,
         "ecc_errors": ask(n.nvmlDeviceGetTotalEccErrors, h, 1, 0) or 0,
         "remap_failed": bool(remapped and remapped[3]),
@@ -46,17 +51,27 @@ print(json.dumps(devices))
 @dataclass(frozen=True)
 class Device:
     index: int
-    uuid: str
-    name: str
-    memory_used: int  # bytes
-    memory_total: int
-    ecc_errors: int  # uncorrected, since the driver was loaded
-    remap_failed: bool  # no spare memory rows left: the device must be replaced
-    pids: tuple[int, ...]  # as this PID namespace sees them; processes of other containers are not shown
+    uuid: str = ""  # empty, like all that follows, for a device that does not answer
+    name: str = ""
+    memory_used: int = 0  # bytes
+    memory_total: int = 0
+    ecc_errors: int = 0  # uncorrected, since the driver was loaded
+    remap_failed: bool = False  # no spare memory rows left: the device must be replaced
+    pids: tuple[int, ...] = ()  # as this PID namespace sees them; processes of other containers are not shown
+    error: str = ""  # the driver's, in place of an answer
 
     @property
-    def healthy(self) -> bool:
-        return self.ecc_errors == 0 and not self.remap_failed
+    def problem(self) -> str:
+        """Why it is not healthy; empty if it is. XIDs are not among it: the driver tells them only as they happen."""
+        if self.error:
+            return self.error
+        if self.remap_failed:
+            return "no spare memory rows are left"
+        return f"{self.ecc_errors} uncorrected memory errors" if self.ecc_errors else ""
+
+
+class NoAnswer(Exception):
+    """The driver did not answer in time."""
 
 
 def count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
@@ -74,15 +89,19 @@ def count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 async def devices(processes: Processes, env: Mapping[str, str], python: str = "") -> list[Device] | None:
-    """Every GPU and its health; None when it cannot be told: no nvidia-ml-py in the image, no driver, or no answer."""
+    """Every GPU and its health; None when it cannot be told: no nvidia-ml-py in the image, or no driver.
+
+    Raises NoAnswer after TIMEOUT."""
     try:
         answer = await processes.run([python or sys.executable, "-c", _QUERY], env, timeout=TIMEOUT)
     except OSError:
         return None
-    if answer is None or answer[0] != 0:
+    if answer is None:
+        raise NoAnswer(f"the GPU driver did not answer within {TIMEOUT:g} s")
+    if answer[0] != 0:
         return None
     try:
-        return [Device(**{**found, "pids": tuple(found["pids"])}) for found in json.loads(answer[1])]
+        return [Device(**{**found, "pids": tuple(found.get("pids", ()))}) for found in json.loads(answer[1])]
     except (ValueError, TypeError, KeyError):
         return None
 

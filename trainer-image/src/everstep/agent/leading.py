@@ -1,13 +1,13 @@
-"""The leader's hands: dials the agents, carries out what leader.py decides, and answers the operator."""
+"""The leader's hands: answers the operator, carries out what leader.py decides, and keeps the lease."""
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import contextlib
 import os
 import random
 import socket
+from collections.abc import Coroutine
 from typing import Any, Callable
 
 from . import protocol
@@ -16,51 +16,26 @@ from .config import Config
 from .fencing import Lease, answers_tls, api_server
 from .http import Handler, HttpError, Request, Response
 from .leader import Leader
-from .link import DIAL_SECONDS, Channel, Link, LinkClosed, Refused, dial, encode
-from .node import Node, Processes, layout_to
+from .links import Links, Loopback
+from .node import Node, Processes
+from .remote import RemoteDaemons
 from .report import say
 
 MAX_WAIT = 30.0
 MERGE_SECONDS = 0.02  # a thousand agents that join are not a thousand answers
-DIALS_AT_ONCE = 128
-REDIAL_SECONDS = (0.1, 2.0)
 LINGER_SECONDS = 10.0  # for the operator to fetch the outcome, if it was polling
-
-
-class Loopback:
-    """The leader's link to its own node. Delivery is deferred, as on a network: no state machine is entered twice."""
-
-    def __init__(self, deliver: Callable[[dict[str, Any]], None], crash: Callable[[BaseException], None]) -> None:
-        self._deliver: Callable[[dict[str, Any]], None] | None = deliver
-        self._crash = crash
-
-    def send(self, message: dict[str, Any]) -> None:
-        asyncio.get_running_loop().call_soon(self._arrive, message)
-
-    def close(self) -> None:
-        self._deliver = None
-
-    def _arrive(self, message: dict[str, Any]) -> None:
-        try:
-            if self._deliver is not None:
-                self._deliver(message)
-        except Exception as error:
-            self._crash(error)
 
 
 class Leading:
     def __init__(self, config: Config, token: bytes, node: Node, leader: Leader, clock: Callable[[], float]) -> None:
         self._config = config
-        self._token = token
         self._node = node
         self._leader = leader
         self._clock = clock
+        self._links = Links(config, token, self)
+        self._daemons = RemoteDaemons(self._links)
         self._processes: Processes | None = None
         self._lease = Lease(config.fence_timeout, clock())
-        self._links: dict[int, Channel] = {}
-        self._dials: dict[int, asyncio.Task[None]] = {}
-        self._slots = asyncio.Semaphore(DIALS_AT_ONCE)
-        self._daemons: dict[str, tuple[int, asyncio.Future[int]]] = {}
         self._changed = asyncio.Event()
         self._version = leader.version
         self._phase = leader.phase
@@ -73,17 +48,22 @@ class Leading:
         return {
             "/v1/state": ("GET", self._state),
             "/v1/peers": ("POST", self._peers),
+            "/v1/announce": ("POST", self._announce),
             "/v1/stop": ("POST", self._stop),
         }
 
     def start(self, processes: Processes) -> None:
         self._processes = processes
         crash = self._node.crash
-        self._links[0] = Loopback(self._node.handle, crash)
-        self._node.attach(Loopback(lambda message: self._arrived(0, self._links.get(0), message), crash))
-        self._keep(self._heartbeats())
-        self._keep(self._renew_lease())
+        self._links.own(Loopback(self._node.handle, crash))
+        self._node.attach(Loopback(lambda message: self.arrived(0, message), crash))
+        self.keep(self._heartbeats())
+        self.keep(self._renew_lease())
         self._pump()
+
+    async def spawn_on(self, index: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:
+        """For this node's launcher; see RemoteDaemons.spawn."""
+        return await self._daemons.spawn(index, daemon, argv, env)
 
     # ---- the operator's requests
 
@@ -123,6 +103,21 @@ class Leading:
                 raise HttpError(400, f"not an index and its address: {key[:20]!r}: {str(address)[:80]!r}")
             table[int(key)] = address
         self._leader.peers(self._clock(), table)
+        self._pump()
+        return Response.of({"epoch": self._leader.epoch})
+
+    async def _announce(self, request: Request) -> Response:
+        """A replacement says where it is, before the operator can know: the kubelet reports addresses late."""
+        body = request.json()
+        self._same_epoch(body)
+        index, uid, address = body.get("index"), body.get("uid"), body.get("address")
+        if not isinstance(index, int) or isinstance(index, bool) or not 0 < index < self._config.num_nodes:
+            raise HttpError(400, "index must be that of a node, and not the leader's")
+        if not isinstance(uid, str) or not 0 < len(uid) <= 64:
+            raise HttpError(400, "uid must be the pod's")
+        if not isinstance(address, str) or not protocol.is_address(address):
+            raise HttpError(400, "address must be ip:port")
+        self._leader.announced(self._clock(), index, uid, address)
         self._pump()
         return Response.of({"epoch": self._leader.epoch})
 
@@ -168,114 +163,47 @@ class Leading:
 
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Dial):
-            self._stop_dialling(command.index)
-            if command.address:
-                task = self._keep(self._dial(command.index, command.address))
-                self._dials[command.index] = task
+            self._links.dial(command.index, command.address)
         elif isinstance(command, Hangup):
-            self._drop(command.index)
+            self._links.drop(command.index)
+            self._daemons.lost(command.index)
         elif isinstance(command, Start):
-            self._broadcast(self._links, layout_to(command.layout))
+            self._links.send_all(command.layout.to_json())
         elif isinstance(command, StopRanks):
             stop = {"type": "stop", "generation": command.generation, "graceSeconds": command.grace}
-            self._broadcast(command.indexes, stop)
+            self._links.send(command.indexes, stop)
         elif isinstance(command, End):
             outcome = command.outcome
             say(f"{outcome.result}: {outcome.message}")
             end = {"type": "end", "result": outcome.result, "exitCode": outcome.exit_code, "message": outcome.message}
-            self._broadcast(self._links, end)
+            self._links.send_all(end)
 
-    def _broadcast(self, indexes: Any, message: dict[str, Any]) -> None:
-        payload: bytes | None = None  # encoded once: a layout of a thousand nodes is 20 KB, a thousand times
-        for index in list(indexes):
-            channel = self._links.get(index)
-            if isinstance(channel, Link):
-                payload = payload or encode(message)
-                channel.send_payload(payload)
-            elif channel is not None:
-                channel.send(message)
+    # ---- what happens on the links
 
-    # ---- links
-
-    async def _dial(self, index: int, address: str) -> None:
-        least, most = REDIAL_SECONDS
-        pause = least
-        while True:
-            link = await self._try(index, address)
-            if link is not None:
-                break
-            await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311 - spreads load, hides nothing
-            pause = min(2 * pause, most)
-        self._dials.pop(index, None)
-        await self._read(index, *link)
-
-    async def _try(self, index: int, address: str) -> tuple[Link, protocol.Hello] | None:
-        """A link and the hello on it, or None when it has to be tried again."""
-        async with self._slots:
-            try:
-                link = await dial(address, self._token, epoch=self._leader.epoch, index=index, uid=self._config.job_uid)
-            except Refused as error:
-                if error.epoch is not None and error.epoch > self._leader.epoch:
-                    say(f"node {index} follows a leader of epoch {error.epoch}: this one is superseded")
-                    self._leader.hold(self._clock(), f"superseded by epoch {error.epoch}", superseded=True)
-                    self._pump()
-                return None
-            except (OSError, asyncio.TimeoutError, ValueError, asyncio.IncompleteReadError):
-                return None
-            try:
-                message = await asyncio.wait_for(link.receive(), DIAL_SECONDS)
-                hello = protocol.Hello.from_json(message)
-                if message["type"] == "hello" and hello.index == index and protocol.is_address(hello.address):
-                    return link, hello
-            except (LinkClosed, ValueError, asyncio.TimeoutError):
-                pass
-            except asyncio.CancelledError:
-                link.close()
-                raise
-            link.close()
-            return None
-
-    async def _read(self, index: int, link: Link, hello: protocol.Hello) -> None:
-        self._drop(index)
-        self._links[index] = link
+    def joined(self, hello: protocol.Hello) -> None:
+        self._daemons.lost(hello.index)  # whoever was there before is gone
         self._leader.hello(self._clock(), hello)
         self._pump()
-        try:
-            while True:
-                self._arrived(index, link, await link.receive())
-        except LinkClosed as error:
-            why = str(error)
-        except (ValueError, KeyError, TypeError) as error:
-            why = f"its agent sent what nobody understands: {error}"
-        finally:
-            link.close()
-        if self._links.get(index) is link:
-            self._drop(index)
-            self._leader.link_lost(self._clock(), index, why)
-            self._pump()
 
-    def _drop(self, index: int) -> None:
-        channel = self._links.pop(index, None)
-        if channel is not None:
-            channel.close()
-        for daemon, (where, waiter) in list(self._daemons.items()):
-            if where == index:
-                self._daemon_exited(daemon, 255, waiter)
+    def lost(self, index: int, why: str) -> None:
+        self._daemons.lost(index)
+        self._leader.link_lost(self._clock(), index, why)
+        self._pump()
 
-    def _stop_dialling(self, index: int) -> None:
-        task = self._dials.pop(index, None)
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
+    def superseded(self, index: int, epoch: int) -> None:
+        say(f"node {index} follows a leader of epoch {epoch}: this one is superseded")
+        self._leader.hold(self._clock(), f"superseded by epoch {epoch}", superseded=True)
+        self._pump()
 
-    def _arrived(self, index: int, channel: Channel | None, message: dict[str, Any]) -> None:
+    def arrived(self, index: int, message: dict[str, Any]) -> None:
         """One message of a node. Malformed ones raise, which ends the link."""
-        if channel is None or self._links.get(index) is not channel:
-            return
         now, leader, kind = self._clock(), self._leader, message["type"]
         leader.seen(now, index)
         if kind == "beat":
             ranks = [protocol.RankProgress.from_json(r) for r in message["ranks"]]
             leader.beat(now, int(message["epoch"]), int(message["generation"]), ranks)
+            if "gpus" in message:
+                leader.gpus(index, protocol.gpus_from_json(message["gpus"]))
         elif kind == "report":
             leader.report(now, index, protocol.Report.from_json(message))
         elif kind == "hello":
@@ -284,43 +212,19 @@ class Leading:
             say(f"node {index} was told to stop")
             leader.leaving(now, index)
         elif kind == "output":
-            if self._processes is not None and self._daemons.get(message["daemon"], (-1,))[0] == index:
-                data = base64.b64decode(message["data"])
-                self._processes.daemon_output(message["daemon"], str(message["stream"]), data)
+            if self._processes is not None:
+                self._daemons.output(index, message, self._processes)
             return
         elif kind == "exit":
-            where, waiter = self._daemons.get(message["daemon"], (-1, None))
-            if where == index and waiter is not None:
-                self._daemon_exited(message["daemon"], int(message["exitCode"]), waiter)
+            self._daemons.exited(index, message)
             return
         self._pump()
-
-    # ---- MPI daemons on other nodes
-
-    async def spawn_on(self, index: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:
-        """Runs a launcher's daemon on node `index` until it exits; 255, as ssh says, when the node is out of reach."""
-        channel = self._links.get(index)
-        if channel is None:
-            return 255
-        waiter: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._daemons[daemon] = (index, waiter)
-        channel.send({"type": "spawn", "daemon": daemon, "argv": argv, "env": env})
-        try:
-            return await waiter
-        finally:
-            if self._daemons.pop(daemon, None) is not None:  # cancelled: the daemon still runs
-                channel.send({"type": "kill", "daemon": daemon})
-
-    def _daemon_exited(self, daemon: str, code: int, waiter: asyncio.Future[int]) -> None:
-        del self._daemons[daemon]
-        if not waiter.done():
-            waiter.set_result(code)
 
     # ---- time
 
     async def _heartbeats(self) -> None:
         while True:
-            self._broadcast(self._links, {"type": "ping", "age": self._lease.age(self._clock())})
+            self._links.send_all({"type": "ping", "age": self._lease.age(self._clock())})
             await asyncio.sleep(self._config.heartbeat)
 
     async def _renew_lease(self) -> None:
@@ -349,9 +253,7 @@ class Leading:
 
     async def linger(self) -> None:
         """After the end: until every agent was told, and the operator too if it was there lately."""
-        links = [link for link in self._links.values() if isinstance(link, Link)]
-        if links:
-            await asyncio.wait([asyncio.ensure_future(link.flushed()) for link in links], timeout=LINGER_SECONDS)
+        await self._links.flushed(LINGER_SECONDS)
         polled = self._polled_at
         if self._leader.outcome is not None and polled is not None and self._clock() - polled < 2 * MAX_WAIT:
             with contextlib.suppress(asyncio.TimeoutError):
@@ -362,10 +264,10 @@ class Leading:
             self._timer.cancel()
         for task in list(self._tasks):
             task.cancel()
-        for link in self._links.values():
-            link.close()
+        self._links.close()
 
-    def _keep(self, work: Any) -> asyncio.Task[None]:
+    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs `work` until `close`; a mistake in it ends the agent."""
         task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._done)

@@ -11,24 +11,15 @@ import json
 from typing import Any, Protocol
 
 from . import auth
+from .caller import Refused, ask, connect, encode
 from .http import keep_alive
 
 MAX_FRAME = 1024 * 1024
 MAX_UNSENT = 4 * 1024 * 1024  # bytes that a slow peer may leave in our memory before it is dropped
-DIAL_SECONDS = 5.0
 
 
 class LinkClosed(Exception):
     """The link is over; the message says why."""
-
-
-class Refused(Exception):
-    """The agent answered a dial with something else than a link. `epoch` is the newest that it knows, if it said so."""
-
-    def __init__(self, status: int, message: str, epoch: int | None = None) -> None:
-        super().__init__(f"{status} {message}")
-        self.status = status
-        self.epoch = epoch
 
 
 class Channel(Protocol):
@@ -36,10 +27,6 @@ class Channel(Protocol):
 
     def send(self, message: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
-
-
-def encode(message: dict[str, Any]) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode()
 
 
 class Link:
@@ -128,56 +115,17 @@ class Link:
 
 async def dial(address: str, token: bytes, *, epoch: int, index: int, uid: str) -> Link:
     """A link to the agent at `address` ("ip:port"). Raises OSError, asyncio.TimeoutError, or Refused."""
-    host, _, port = address.rpartition(":")
-    connect = asyncio.open_connection(host.strip("[]"), int(port))
-    reader, writer = await asyncio.wait_for(connect, DIAL_SECONDS)
+    reader, writer = await connect(address)
     try:
-        body = encode({"epoch": epoch, "index": index, "uid": uid})
-        return await asyncio.wait_for(_upgrade(reader, writer, address, token, body), DIAL_SECONDS)
+        about = {"epoch": epoch, "index": index, "uid": uid}
+        upgrade = ("Connection: Upgrade", "Upgrade: everstep")
+        answer = await ask((reader, writer), address, token, "/v1/link", about, *upgrade)
+        if answer.status != 101:
+            newest = answer.field("epoch")
+            why = str(answer.field("error"))[:200]
+            raise Refused(answer.status, why, newest if isinstance(newest, int) else None)
     except BaseException:
         writer.transport.abort()
         raise
-
-
-async def _upgrade(
-    reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str, token: bytes, body: bytes
-) -> Link:
-    writer.write(f"GET /v1/challenge HTTP/1.1\r\nHost: {address}\r\n\r\n".encode())
-    status, _, answer = await _read_response(reader)
-    nonce = _field(answer, "nonce")
-    if status != 200 or not isinstance(nonce, str) or not auth.is_nonce(nonce):
-        raise Refused(status, "no challenge")
-    client = auth.new_nonce()
-    headers = auth.request_headers(token, "POST", "/v1/link", nonce, client, body)
-    lines = ["POST /v1/link HTTP/1.1", f"Host: {address}", f"Content-Length: {len(body)}"]
-    lines += ["Connection: Upgrade", "Upgrade: everstep", *(f"{k}: {v}" for k, v in headers.items()), "", ""]
-    writer.write("\r\n".join(lines).encode() + body)
-    status, given, answer = await _read_response(reader)
-    if not auth.same(auth.response_mac(token, status, client, answer), given.get(auth.MAC_HEADER.lower(), "")):
-        # Without a MAC of its own, anybody on the way could have said it: it proves nothing about epochs.
-        raise Refused(status, "the answer is not authentic")
-    if status != 101:
-        epoch = _field(answer, "epoch")
-        raise Refused(status, str(_field(answer, "error"))[:200], epoch if isinstance(epoch, int) else None)
     keep_alive(writer)
-    return Link(reader, writer, auth.link_key(token, nonce, client), auth.TO_AGENT)
-
-
-async def _read_response(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], bytes]:
-    try:
-        head = await reader.readuntil(b"\r\n\r\n")
-        lines = head[:-4].decode("latin-1").split("\r\n")
-        status = int(lines[0].split(" ")[1])
-        headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
-        length = min(int(headers.get("content-length", "0")), 64 * 1024)
-        return status, headers, await reader.readexactly(length)
-    except (ValueError, IndexError, asyncio.LimitOverrunError, asyncio.IncompleteReadError) as error:
-        raise Refused(0, "the answer is not HTTP") from error
-
-
-def _field(body: bytes, name: str) -> Any:
-    try:
-        data = json.loads(body)
-    except ValueError:
-        return None
-    return data.get(name) if isinstance(data, dict) else None
+    return Link(reader, writer, auth.link_key(token, answer.nonce, answer.client), auth.TO_AGENT)

@@ -10,6 +10,7 @@ import secrets
 import signal
 import sys
 import time
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from .auth import read_token
 from .config import Config, Place, load
 from .http import Handler, Server
 from .node import Ended, Node, Processes
+from .processes import undumpable
 from .protocol import FAILED, LEFT
 from .report import say
 from .supervisor import Supervisor
@@ -37,6 +39,7 @@ class Options:
     epoch: int = 1
     address: str = ""
     port: int = 0
+    leader: str = ""
 
 
 def main(argv: list[str]) -> int:
@@ -66,10 +69,11 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--epoch", type=int, default=1)
     parser.add_argument("--address", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8470)
+    parser.add_argument("--leader", default="", metavar="IP:PORT", help="a leader that runs already")
     given = parser.parse_args(argv)
     if given.local is None:
         return Options()
-    return Options(given.local.absolute(), given.index, given.epoch, given.address, given.port)
+    return Options(given.local.absolute(), given.index, given.epoch, given.address, given.port, given.leader)
 
 
 def run(options: Options) -> int:
@@ -84,7 +88,9 @@ def run(options: Options) -> int:
             "EVERSTEP_POD_UID": f"local-{options.index}-{os.getpid()}",
             "EVERSTEP_POD_IP": options.address,
             "EVERSTEP_NODE_NAME": "localhost",
+            "EVERSTEP_LEADER": options.leader,
         }
+    undumpable()  # before the token is in memory
     try:
         config, token = load(place.job, environ), read_token(place.token)
         place.scratch.mkdir(parents=True, exist_ok=True)
@@ -104,7 +110,7 @@ class _Agent:
         self._place = place
         self._token = token
         self._signals = 0
-        self._leaves: list[asyncio.Task[None]] = []
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
         config, loop = self._config, asyncio.get_running_loop()
@@ -131,6 +137,14 @@ class _Agent:
         say(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
         if leading is not None:
             leading.start(processes)
+        elif config.leader:
+            from .announce import announce
+
+            self._keep(announce(config.leader, self._token, node))
+        if processes.has_gpus:
+            from .health import watch
+
+            self._keep(watch(processes.gpus, node.gpus))
         ended = await node.ended
         await node.finish(ended.result)
         self._leave_word(node, leading, ended)
@@ -171,7 +185,10 @@ class _Agent:
             grace = min(grace, 2.0 if self._signals == 2 else 0.0)
         else:
             say(f"told to stop: the ranks have {grace:g} s")
-        self._leaves.append(asyncio.get_running_loop().create_task(node.leave(grace)))
+        self._keep(node.leave(grace))
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
 
 
 async def _nowhere(index: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:

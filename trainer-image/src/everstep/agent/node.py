@@ -20,7 +20,7 @@ from .events import DaemonExited, DaemonOutput, Event, LauncherExited, Layout, P
 from .fencing import FenceFile, Lease
 from .http import HttpError, Request, Response
 from .link import Channel, Link, LinkClosed
-from .protocol import FAILED, FENCED_RESULT, LEFT, UNCLEAN, Exit, Hello, RankProgress, Report
+from .protocol import FAILED, FENCED_RESULT, LEFT, UNCLEAN, Exit, Gpu, Hello, RankProgress, Report, gpus_to_json
 from .report import say
 
 MERGE_SECONDS = 0.02  # ranks start together: one report for all of them
@@ -68,6 +68,8 @@ class Node:
         self._clean = True
         self._unclean = ""
         self._progress: dict[int, RankProgress] = {}
+        self._gpus: tuple[Gpu, ...] = ()
+        self._gpus_told: tuple[Gpu, ...] = ()  # on the present link
         self._starting: asyncio.Task[None] | None = None
         self._stopping: asyncio.Task[None] | None = None
         self._stop_at = 0.0  # when the stop under way will KILL
@@ -83,6 +85,11 @@ class Node:
     def address(self) -> str:
         host = self.config.pod_ip
         return f"[{host}]:{self.config.port}" if ":" in host else f"{host}:{self.config.port}"
+
+    @property
+    def linked(self) -> bool:
+        """A leader has dialled, and is still there."""
+        return self._channel is not None
 
     @property
     def exits(self) -> list[Exit]:
@@ -142,7 +149,9 @@ class Node:
             generation=self.order[1],
             clean=self._clean,
             unclean=self._unclean,
+            gpus=self._gpus,
         )
+        self._gpus_told = self._gpus
         channel.send(hello.to_json())
 
     def handle(self, message: dict[str, Any]) -> None:
@@ -153,7 +162,7 @@ class Node:
             self._lease.renew(self._heard, float(message["age"]))
             self._look_at_lease()
         elif kind == "start":
-            self._start(layout_from(message, self.config.index))
+            self._start(Layout.from_json(message, self.config.index))
         elif kind == "stop":
             # A leader may stop what an older one started, but a late word must not stop a newer generation.
             if (self.epoch, int(message["generation"])) >= self.order:
@@ -231,11 +240,15 @@ class Node:
                 event.rank, event.step, event.total, event.phase, dict(event.metrics)
             )
         elif isinstance(event, (RankExited, LauncherExited)):
-            end = exit_of(event)
+            end = event.to_exit()
             self._exits.append(end)
             if end.rank is not None:
                 self._started.add(end.rank)
             self._report_soon(0)
+
+    def gpus(self, gpus: tuple[Gpu, ...]) -> None:
+        """What is known of the devices now; the leader hears of it with the next beat."""
+        self._gpus = gpus
 
     # ---- leaving
 
@@ -295,14 +308,16 @@ class Node:
 
     def _beat(self, channel: Channel) -> None:
         changed, self._progress = list(self._progress.values()), {}
-        channel.send(
-            {
-                "type": "beat",
-                "epoch": self.order[0],
-                "generation": self.order[1],
-                "ranks": [p.to_json() for p in changed],
-            }
-        )
+        beat: dict[str, Any] = {
+            "type": "beat",
+            "epoch": self.order[0],
+            "generation": self.order[1],
+            "ranks": [p.to_json() for p in changed],
+        }
+        if self._gpus_told != self._gpus:
+            self._gpus_told = self._gpus
+            beat["gpus"] = gpus_to_json(self._gpus)
+        channel.send(beat)
 
     def _look_at_lease(self) -> None:
         expired = self._lease.expired(self._clock())
@@ -363,35 +378,3 @@ class Node:
             self._unclean = f"the agent failed: {task.exception()!r}"
             say(self._unclean)
             self._report_soon(0)
-
-
-def exit_of(event: RankExited | LauncherExited) -> Exit:
-    if isinstance(event, LauncherExited):
-        return Exit(None, event.exit_code, message=event.message, log_tail=tuple(event.log_tail), launcher=True)
-    return Exit(event.rank, event.exit_code, event.signal, event.oom, event.message, tuple(event.log_tail))
-
-
-def layout_to(layout: Layout) -> dict[str, Any]:
-    """The `start` message, the same for every node."""
-    return {
-        "type": "start",
-        "epoch": layout.epoch,
-        "generation": layout.generation,
-        "layout": {"hosts": layout.hosts, "ports": layout.ports, "procsPerNode": layout.procs_per_node},
-        "masterAddr": layout.master_addr,
-        "masterPort": layout.master_port,
-    }
-
-
-def layout_from(message: dict[str, Any], index: int) -> Layout:
-    layout = message["layout"]
-    return Layout(
-        epoch=int(message["epoch"]),
-        generation=int(message["generation"]),
-        hosts=tuple(str(h) for h in layout["hosts"]),
-        ports=tuple(int(p) for p in layout["ports"]),
-        node_index=index,
-        procs_per_node=int(layout["procsPerNode"]),
-        master_addr=str(message["masterAddr"]),
-        master_port=int(message["masterPort"]),
-    )

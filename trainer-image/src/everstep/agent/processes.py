@@ -15,6 +15,7 @@ from typing import Callable
 
 _SHELLS = frozenset(("sh", "bash", "dash", "ash", "busybox", "zsh", "ksh"))
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -198,6 +199,14 @@ class Processes:
         if prctl is None:
             return None
         return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def undumpable() -> None:
+    """Keeps what runs as the same user out of this process: no /proc/<pid>/mem or environ, no ptrace, no core file.
+    A program that is executed from here is an ordinary one again, so ranks can be debugged."""
+    prctl = _prctl()
+    if prctl is not None:
+        prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def _prctl() -> Callable[..., int] | None:

@@ -10,6 +10,7 @@ from typing import Any
 MESSAGE_CHARS = 1024
 TAIL_LINES = 20
 TAIL_CHARS = 400
+MAX_GPUS = 64  # of a node; eight devices cut into seven slices each are 56
 TAILS_PER_REPORT = 8  # a node may have a hundred ranks, and all of them may fail: the first ones tell why
 
 # Causes of an ended generation.
@@ -124,6 +125,30 @@ class Report:
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """One device of a node, as its driver describes it."""
+
+    uuid: str
+    name: str
+    problem: str = ""  # why it is not healthy
+
+    def to_json(self) -> dict[str, Any]:
+        return {"uuid": self.uuid[:64], "name": self.name[:64], "problem": self.problem[:128]}
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Gpu:
+        return cls(_text(data.get("uuid"))[:64], _text(data.get("name"))[:64], _text(data.get("problem"))[:128])
+
+
+def gpus_to_json(gpus: tuple[Gpu, ...]) -> list[dict[str, Any]]:
+    return [gpu.to_json() for gpu in gpus[:MAX_GPUS]]
+
+
+def gpus_from_json(value: Any) -> tuple[Gpu, ...]:
+    return tuple(Gpu.from_json(gpu) for gpu in _objects(value)[:MAX_GPUS])
+
+
+@dataclass(frozen=True)
 class Hello:
     """An agent's first word on a link."""
 
@@ -135,6 +160,7 @@ class Hello:
     generation: int = 0
     clean: bool = True
     unclean: str = ""
+    gpus: tuple[Gpu, ...] = ()  # empty, too, until the driver has answered: a beat tells then
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -148,6 +174,7 @@ class Hello:
             "generation": self.generation,
             "clean": self.clean,
             "unclean": self.unclean[:MESSAGE_CHARS],
+            "gpus": gpus_to_json(self.gpus),
         }
 
     @classmethod
@@ -155,12 +182,13 @@ class Hello:
         return cls(
             index=_integer(data.get("index")),
             pod_uid=_text(data.get("podUid"))[:64],
-            address=_text(data.get("address"))[:256],
+            address=canonical(_text(data.get("address"))[:256]),
             incarnation=_text(data.get("incarnation"))[:64],
             epoch=_integer(data.get("epoch")),
             generation=_integer(data.get("generation")),
             clean=data.get("clean") is True,
             unclean=_text(data.get("unclean")),
+            gpus=gpus_from_json(data.get("gpus", [])),
         )
 
 
@@ -277,6 +305,12 @@ def host_of(address: str) -> str:
 
 def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
+
+
+def canonical(address: str) -> str:
+    """An ip:port as agents write it. Of an IPv6 address there are two spellings, and both must be the same place."""
+    host, colon, port = address.rpartition(":")
+    return f"[{host}]:{port}" if colon and ":" in host and not host.startswith("[") else address
 
 
 def is_address(text: Any) -> bool:

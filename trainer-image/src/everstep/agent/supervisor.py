@@ -169,9 +169,13 @@ class Supervisor:
         if self._session is not None:
             self._session.daemon_output(daemon, stream, data)
 
+    @property
+    def has_gpus(self) -> bool:
+        return self._gpus > 0
+
     async def gpus(self) -> list[gpu.Device] | None:
-        """The GPUs and their health; None when there are none or the image cannot tell."""
-        return await gpu.devices(self._processes, self._base) if self._gpus else None
+        """The GPUs and their health; None when the image cannot tell. Raises gpu.NoAnswer."""
+        return await gpu.devices(self._processes, self._base)
 
     def log(self, text: str) -> None:
         """A line of the agent's own, to stderr, that never waits for whoever reads it."""
@@ -201,11 +205,16 @@ class Supervisor:
     async def _wait_for_gpus(self, deadline: float) -> str | None:
         """A killed process holds its GPU until the driver has torn its context down: seconds, with much memory."""
         while True:
-            pids = await gpu.device_processes(self._processes, self._base)
-            if not pids:
-                return None
+            try:
+                pids = await gpu.device_processes(self._processes, self._base)
+            except gpu.NoAnswer as error:
+                left = str(error)
+            else:
+                if not pids:
+                    return None
+                left = f"GPU still used by processes {', '.join(map(str, pids[:8]))}"
             if time.monotonic() > deadline:
-                return f"GPU still used by processes {', '.join(map(str, pids[:8]))}"
+                return left
             await asyncio.sleep(0.2)
 
     def _write_contract(self, layout: Layout) -> dict[str, str]:

@@ -1,0 +1,84 @@
+"""One generation of ranks, from its start until nothing is left of it: what failed first, and who is how far."""
+
+from __future__ import annotations
+
+from . import causes
+from .causes import Failure
+from .config import Config
+from .launch import ranks_on_node
+from .protocol import LedgerEntry, Report
+
+SETTLE = 0.2  # seconds in which the link of a vanished pod breaks after its peers' connections did
+MAX_FAILURES = 256  # all ranks of a large job may fail at once
+
+
+class Generation:
+    def __init__(self, config: Config, order: tuple[int, int], now: float) -> None:
+        self.order = order  # (epoch, generation)
+        self.started_at = now
+        self.failures: list[Failure] = []
+        self.grace = 0.0  # seconds, of the stop
+        self.stop_deadline = 0.0
+        self._config = config
+        self._ranks = ranks_on_node(config.distribution, config.num_proc_per_node)
+        self._counted: set[tuple[int, int | None, bool]] = set()  # (node, rank, launcher) that failed
+        self._started: set[int] = set()  # nodes whose ranks are all started
+        self._done: set[int] = set()  # nodes whose ranks all exited with 0
+
+    @property
+    def started(self) -> bool:
+        return len(self._started) == self._config.num_nodes
+
+    @property
+    def done(self) -> bool:
+        return len(self._done) == self._config.num_nodes
+
+    def look_at(self, now: float, index: int, report: Report) -> list[Failure]:
+        """Takes a node's snapshot in; the failures in it that are new."""
+        if report.started >= self._ranks:
+            self._started.add(index)
+        ranks = {e.rank for e in report.exits if e.ok and e.rank is not None}
+        launcher = index > 0 or not self._config.mpi or any(e.launcher and e.ok for e in report.exits)
+        if len(ranks) >= self._ranks and launcher:
+            self._done.add(index)
+        new = []
+        for end in report.exits:
+            key = (index, end.rank, end.launcher)
+            if not end.ok and key not in self._counted:
+                self._counted.add(key)
+                new.append(causes.of_exit(now, index, end))
+        return new
+
+    def fail(self, failure: Failure) -> None:
+        if len(self.failures) < MAX_FAILURES or failure.exit is None:
+            self.failures.append(failure)
+
+    @property
+    def settled_at(self) -> float:
+        """When the root cause may be named. Only a failure that looks like an echo is worth waiting for its cause."""
+        first = self.failures[0].at
+        waits = self._config.num_nodes > 1 and causes.root(self.failures).echo
+        return first + SETTLE if waits else first
+
+    @property
+    def ran(self) -> float:
+        """Seconds from its start to its first failure."""
+        return self.failures[0].at - self.started_at
+
+    def entry(self, now: float, wall_offset: float) -> LedgerEntry:
+        """Its line in the ledger, now that it is over; `wall_offset` makes times of day of the leader's times."""
+        failure = causes.root(self.failures)
+        end = failure.exit
+        return LedgerEntry(
+            epoch=self.order[0],
+            generation=self.order[1],
+            cause=failure.cause,
+            index=failure.index,
+            rank=end.rank if end else None,
+            exit_code=end.exit_code if end else None,
+            signal=end.signal if end else None,
+            message=failure.message,
+            log_tail=end.log_tail if end else (),
+            started_at=self.started_at + wall_offset,
+            ended_at=now + wall_offset,
+        )

@@ -1,0 +1,57 @@
+"""The health of a node's GPUs over time: asks the driver now and then, and tells what has changed."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Awaitable, Iterable, Mapping
+from typing import Callable
+
+from .gpu import Device, NoAnswer
+from .protocol import Gpu
+
+EVERY = 60.0  # seconds between two questions, each of which starts a process
+SLOWEST = 600.0  # where nobody can answer, or the driver hangs: its callers may never end
+LOST = "the driver does not show it any more"
+
+
+async def watch(
+    probe: Callable[[], Awaitable[list[Device] | None]],
+    tell: Callable[[tuple[Gpu, ...]], None],
+    every: float = EVERY,
+) -> None:
+    """For ever. `probe` is Supervisor.gpus; `tell` hears of all devices whenever one of them has changed."""
+    known: dict[str, Gpu] = {}
+    told: tuple[Gpu, ...] = ()
+    pause = every
+    while True:
+        now: tuple[Gpu, ...] = told
+        try:
+            devices = await probe()
+        except NoAnswer as error:
+            devices = None
+            now = tuple(dataclasses.replace(gpu, problem=str(error)) for gpu in known.values())
+        if devices is None:
+            pause = min(2 * pause, SLOWEST)
+        else:
+            pause = every
+            now = judged(devices, known)
+            known.update((gpu.uuid, gpu) for gpu in now if gpu.uuid)
+        if now != told:
+            told = now
+            tell(now)
+        await asyncio.sleep(pause)
+
+
+def judged(devices: Iterable[Device], known: Mapping[str, Gpu]) -> tuple[Gpu, ...]:
+    """What was found, and of what was known before but not found, that it is lost.
+
+    A device that does not answer cannot say which one it is: its error is told of the one that is missed.
+    """
+    found = [Gpu(d.uuid, d.name, d.problem) for d in devices if d.uuid]
+    errors = [d.error for d in devices if not d.uuid]
+    here = {gpu.uuid for gpu in found}
+    lost = [gpu for uuid, gpu in known.items() if uuid not in here]
+    missed = [dataclasses.replace(gpu, problem=errors[i] if i < len(errors) else LOST) for i, gpu in enumerate(lost)]
+    nameless = [Gpu("", "", error) for error in errors[len(lost) :]]
+    return (*found, *missed, *nameless)

@@ -1,0 +1,157 @@
+"""The leader's links to the nodes: dials them until they answer, reads what they say, and drops who is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Coroutine, Iterable
+from typing import Any, Callable, Protocol
+
+from . import protocol
+from .caller import Refused, encode
+from .config import Config
+from .link import Channel, Link, LinkClosed, dial
+
+DIALS_AT_ONCE = 128
+HELLO_SECONDS = 5.0
+REDIAL_SECONDS = (0.1, 2.0)
+
+
+class Listener(Protocol):
+    """Who hears of what happens on the links; see leading.Leading."""
+
+    def joined(self, hello: protocol.Hello) -> None: ...
+    def arrived(self, index: int, message: dict[str, Any]) -> None: ...
+    def lost(self, index: int, why: str) -> None: ...
+    def superseded(self, index: int, epoch: int) -> None: ...
+    def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]: ...
+
+
+class Loopback:
+    """The leader's link to its own node. Delivery is deferred, as on a network: no state machine is entered twice."""
+
+    def __init__(self, deliver: Callable[[dict[str, Any]], None], crash: Callable[[BaseException], None]) -> None:
+        self._deliver: Callable[[dict[str, Any]], None] | None = deliver
+        self._crash = crash
+
+    def send(self, message: dict[str, Any]) -> None:
+        asyncio.get_running_loop().call_soon(self._arrive, message)
+
+    def close(self) -> None:
+        self._deliver = None
+
+    def _arrive(self, message: dict[str, Any]) -> None:
+        try:
+            if self._deliver is not None:
+                self._deliver(message)
+        except Exception as error:
+            self._crash(error)
+
+
+class Links:
+    def __init__(self, config: Config, token: bytes, listener: Listener) -> None:
+        self._config = config
+        self._token = token
+        self._listener = listener
+        self._channels: dict[int, Channel] = {}
+        self._dials: dict[int, asyncio.Task[None]] = {}
+        self._slots = asyncio.Semaphore(DIALS_AT_ONCE)
+
+    def get(self, index: int) -> Channel | None:
+        return self._channels.get(index)
+
+    def own(self, channel: Channel) -> None:
+        """The leader's own node needs no dialling."""
+        self._channels[0] = channel
+
+    def send(self, indexes: Iterable[int], message: dict[str, Any]) -> None:
+        """To those of the nodes that are there."""
+        payload: bytes | None = None  # encoded once: a layout of a thousand nodes is 20 KB, a thousand times
+        for index in list(indexes):
+            channel = self._channels.get(index)
+            if isinstance(channel, Link):
+                payload = payload or encode(message)
+                channel.send_payload(payload)
+            elif channel is not None:
+                channel.send(message)
+
+    def send_all(self, message: dict[str, Any]) -> None:
+        self.send(self._channels, message)
+
+    def dial(self, index: int, address: str) -> None:
+        """Until a link stands; instead of any other address. An empty one: no more dialling."""
+        task = self._dials.pop(index, None)
+        if task is not None and task is not asyncio.current_task():
+            task.cancel()
+        if address:
+            self._dials[index] = self._listener.keep(self._dial(index, address))
+
+    def drop(self, index: int) -> None:
+        channel = self._channels.pop(index, None)
+        if channel is not None:
+            channel.close()
+
+    async def flushed(self, seconds: float) -> None:
+        """Until all that was sent has left, at most so long."""
+        links = [channel for channel in self._channels.values() if isinstance(channel, Link)]
+        if links:
+            await asyncio.wait([asyncio.ensure_future(link.flushed()) for link in links], timeout=seconds)
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+
+    async def _dial(self, index: int, address: str) -> None:
+        pause, most = REDIAL_SECONDS
+        while True:
+            link = await self._try(index, address)
+            if link is not None:
+                break
+            await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311 - spreads load, hides nothing
+            pause = min(2 * pause, most)
+        self._dials.pop(index, None)
+        await self._read(index, *link)
+
+    async def _try(self, index: int, address: str) -> tuple[Link, protocol.Hello] | None:
+        """A link and the hello on it, or None when it has to be tried again."""
+        config = self._config
+        async with self._slots:
+            try:
+                link = await dial(address, self._token, epoch=config.epoch, index=index, uid=config.job_uid)
+            except Refused as error:
+                if error.epoch is not None and error.epoch > config.epoch:
+                    self._listener.superseded(index, error.epoch)
+                return None
+            except (OSError, asyncio.TimeoutError, ValueError, asyncio.IncompleteReadError):
+                return None
+            try:
+                message = await asyncio.wait_for(link.receive(), HELLO_SECONDS)
+                hello = protocol.Hello.from_json(message)
+                if message["type"] == "hello" and hello.index == index and protocol.is_address(hello.address):
+                    return link, hello
+            except (LinkClosed, ValueError, asyncio.TimeoutError):
+                pass
+            except asyncio.CancelledError:
+                link.close()
+                raise
+            link.close()
+            return None
+
+    async def _read(self, index: int, link: Link, hello: protocol.Hello) -> None:
+        self.drop(index)
+        self._channels[index] = link
+        self._listener.joined(hello)
+        try:
+            while True:
+                message = await link.receive()
+                if self._channels.get(index) is link:
+                    self._listener.arrived(index, message)
+        except LinkClosed as error:
+            why = str(error)
+        except (ValueError, KeyError, TypeError) as error:
+            why = f"its agent sent what nobody understands: {error}"
+        finally:
+            link.close()
+        if self._channels.get(index) is link:
+            self.drop(index)
+            self._listener.lost(index, why)
