@@ -172,6 +172,9 @@ def test_a_silent_leader_degrades_the_job_to_pod_status() -> None:
     world.leader_reachable = False
     world.run("Running", limit=40)
     assert world.status.is_true(ConditionType.DEGRADED)
+    ready = world.status.condition(ConditionType.READY)
+    assert ready is not None
+    assert ready.message == "all pods run; nobody tells of their ranks"
     world.leader_reachable = True
     world.reconcile()
     assert not world.status.is_true(ConditionType.DEGRADED)

@@ -165,7 +165,8 @@ def _advance(s: Situation, account: Account) -> Decision:
 def _where(s: Situation, account: Account) -> Decision:
     """The phase of a job that goes on."""
     if _ranks_run(s):
-        return Decision(Phase.RUNNING, Reason.RUNNING, "all ranks are started")
+        known = "all pods run; nobody tells of their ranks" if s.degraded else "all ranks are started"
+        return Decision(Phase.RUNNING, Reason.RUNNING, known)
     if s.phase in HAS_RUN:
         return Decision(Phase.RESTARTING, *_why_restarting(s, account))
     if s.open is not None and s.phase is Phase.PENDING and not s.live:
