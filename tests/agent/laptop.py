@@ -83,11 +83,19 @@ class Laptop:
             for index in range(self.nodes):
                 print(f"--- agent {index}", self.log(index), sep="\n")
 
-    def start(self, index: int, epoch: int = 1) -> None:
+    def start(self, index: int, epoch: int = 1, leader: str = "", **environ: str) -> None:
+        """`leader`: to which the agent announces itself, so that it needs no `introduce`."""
         argv = [self.python, "-I", "-S", "-B", str(self.base / "agent.pyz"), "run", "--local", str(self.base)]
         argv += ["--index", str(index), "--epoch", str(epoch), "--port", str(self.ports[index])]
+        argv += ["--leader", leader] if leader else []
         with (self.base / f"log-{index}").open("ab") as log:
-            self.agents[index] = subprocess.Popen(argv, stdout=log, stderr=log)
+            self.agents[index] = subprocess.Popen(argv, stdout=log, stderr=log, env={**os.environ, **environ})
+
+    def kill(self, index: int) -> None:
+        """As if the pod's machine were gone: no last word, and the pod's successor has another address."""
+        self.agents[index].kill()
+        self.agents[index].wait()
+        self.ports[index] = free_port()
 
     def client(self) -> LeaderClient:
         def connect() -> LeaderClient | None:

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import pytest
 
+from everstep.agent.announce import announce
+from everstep.agent.caller import SECONDS
 from everstep.agent.events import DaemonExited, DaemonOutput, Progress
 from everstep.agent.fencing import Lease, answers_tls, client_hello
 from everstep.agent.leader import Leader
+from everstep.agent.protocol import Gpu
 
-from .fakes import Agent, gang, introduce, local, until
+from .fakes import TOKEN, Agent, gang, introduce, local, until
 
 
 def leader_of(agents: list[Agent]) -> Leader:
@@ -53,6 +56,24 @@ async def test_progress_reaches_the_leader(tmp_path: Path) -> None:
         assert (progress["step"], progress["totalSteps"], progress["metrics"]) == (12, 100, {"loss": 0.5})
 
 
+async def test_a_gpu_that_fails_is_told_by_a_beat_and_by_the_next_hello(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        assert leader.state()["gpus"] is None
+        agents[1].node.gpus((Gpu("GPU-1", "H100"), Gpu("GPU-2", "H100", "3 uncorrected memory errors")))
+        await until(lambda: leader.state()["gpus"])
+        sick = {"index": 1, "uuid": "GPU-2", "name": "H100", "problem": "3 uncorrected memory errors"}
+        assert leader.state()["gpus"] == {"models": {"H100": 2}, "unhealthy": 1, "devices": [sick]}
+        newer = Agent(tmp_path, local(2, epoch=2))
+        await newer.listen()
+        introduce(newer, [agents[1]])
+        assert newer.leader is not None
+        await until(lambda: newer.leader and newer.leader.phase == "running")
+        assert newer.leader.state()["gpus"]["devices"] == [sick]
+        await newer.vanish()
+
+
 async def test_an_agent_that_vanishes_ends_the_generation(tmp_path: Path) -> None:
     async with gang(tmp_path, 2) as agents:
         leader = leader_of(agents)
@@ -68,6 +89,46 @@ async def test_an_agent_that_vanishes_ends_the_generation(tmp_path: Path) -> Non
         await until(lambda: leader.phase == "running")
         assert successor.processes.generations == [(1, 2)]
         await successor.vanish()
+
+
+async def test_a_replacement_joins_by_its_own_word_and_stops_announcing(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        await agents[1].vanish()
+        successor = Agent(tmp_path, local(2, 1, pod_uid="b"))
+        await successor.listen()
+        word = asyncio.ensure_future(announce(agents[0].address, TOKEN, successor.node))
+        await until(lambda: leader.phase == "running" and leader.generation == 2)
+        await asyncio.wait_for(word, 2 * SECONDS)
+        assert leader.state()["ledger"][0]["cause"] == "PodLost"
+        await successor.vanish()
+
+
+async def test_a_leader_of_another_epoch_wants_no_announcement(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        stranger = Agent(tmp_path, local(2, 1, epoch=2, pod_uid="b"))
+        await stranger.listen()
+        await asyncio.wait_for(announce(agents[0].address, TOKEN, stranger.node), 5)
+        assert not stranger.node.linked
+        assert (leader.phase, leader.generation) == ("running", 1)
+        await stranger.vanish()
+
+
+async def test_an_announcement_without_the_token_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep.agent.announce.PATIENCE", 0.3)
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        heard: list[object] = []
+        leader.announced = lambda *args: heard.append(args)  # type: ignore[method-assign]
+        stranger = Agent(tmp_path, local(2, 1, pod_uid="b"))
+        await stranger.listen()
+        await asyncio.wait_for(announce(agents[0].address, b"wrong" * 8, stranger.node), 5)
+        assert heard == []
+        await stranger.vanish()
 
 
 async def test_a_leader_of_a_higher_epoch_takes_over_survivors(tmp_path: Path) -> None:
@@ -171,6 +232,32 @@ async def test_strict_fencing_stops_a_leader_without_a_lease(tmp_path: Path) -> 
         await until(lambda: leader.phase == "forming")
         assert leader.state()["ledger"][0]["cause"] == "Fenced"
         assert not any(a.processes.running for a in agents)
+
+
+async def test_an_answer_of_the_api_server_keeps_a_lease_that_no_operator_renews(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without one, strict fencing stops the ranks: see the test above."""
+    asked: list[float] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readexactly(len(client_hello()))
+        asked.append(asyncio.get_running_loop().time())
+        writer.write(b"\x15\x03\x01\x00\x02\x02\x28")  # an alert: it does not like the greeting
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    host, port = server.sockets[0].getsockname()[:2]
+    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", host)
+    monkeypatch.setenv("KUBERNETES_SERVICE_PORT", str(port))
+    begun = asyncio.get_running_loop().time()
+    async with gang(tmp_path, 2, fence_timeout=4.0, fencing="strict") as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        await until(lambda: asked and asked[-1] - begun > 4.0, "it is asked for longer than the lease lasts")
+        assert (leader.phase, leader.generation, leader.held) == ("running", 1, "")
+        assert not any(fence(a)["fenced"] for a in agents)
+    server.close()
 
 
 def test_a_lease_is_as_old_as_the_renewal_of_who_renews_it() -> None:

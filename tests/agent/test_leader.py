@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.agent.commands import Dial
-from everstep.agent.protocol import Exit, RankProgress
+from everstep.agent.protocol import Exit, Gpu, RankProgress
 
 from .bench import Bench, running
 
@@ -241,6 +241,114 @@ def test_a_new_address_is_tried_before_the_old_pod_is_given_up() -> None:
     assert bench.phase == "running"
     bench.leader.peers(bench.now, {1: "10.0.0.1:8470"})  # the table was an old one
     assert bench.take()[-1] == Dial(1, "")
+
+
+def announce(bench: Bench, pod: str, address: str) -> Bench:
+    """The agent of node 1's pod `pod`, as Bench.join names it."""
+    bench.leader.announced(bench.now, 1, f"1-{pod}", address)
+    return bench
+
+
+def lost() -> Bench:
+    """Node 1 is gone; its old address is dialled."""
+    bench = running()
+    bench.leader.peers(bench.now, {1: "10.0.0.1:8470"})
+    bench.leader.link_lost(bench.now, 1)
+    bench.clean(0)
+    bench.take()
+    return bench
+
+
+def test_a_replacement_that_announces_itself_is_dialled_at_once() -> None:
+    bench = announce(lost(), "b", "10.0.0.77:8470")
+    assert bench.take() == [Dial(1, "10.0.0.77:8470")]
+    bench.join(1, pod="b", address="10.0.0.77:8470")
+    assert bench.phase == "starting"
+    bench.leader.peers(bench.now, {1: "10.0.0.77:8470"})  # the operator knows it now, too
+    assert not [c for c in bench.take() if isinstance(c, Dial)]
+
+
+def test_an_announcement_that_is_repeated_is_dialled_anew() -> None:
+    """The first dial may have met an agent that was not ready, and wait now for seconds."""
+    bench = announce(announce(lost(), "b", "10.0.0.77:8470"), "b", "10.0.0.77:8470")
+    assert bench.take() == [Dial(1, "10.0.0.77:8470")] * 2
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_an_announcement_of_a_pod_that_has_joined_is_late_and_displaces_nobody(linked: bool) -> None:
+    bench = running()
+    if not linked:
+        bench.leader.link_lost(bench.now, 1)
+    bench.take()
+    announce(bench, "a", "10.0.0.66:8470")
+    assert not [c for c in bench.take() if isinstance(c, Dial)]
+    assert (bench.phase == "running") == linked
+
+
+def test_a_dead_pods_late_announcement_does_not_lead_astray_from_its_successor() -> None:
+    bench = lost().join(1, pod="b", address="10.0.0.77:8470")
+    bench.take()
+    announce(bench, "a", "10.0.0.1:8470")
+    assert bench.take() == []
+    assert bench.phase == "starting"
+
+
+def test_a_live_link_stays_until_the_announced_pod_answers() -> None:
+    """Its predecessor may be cut off from the API server, and still train."""
+    bench = announce(running(), "b", "10.0.0.77:8470")
+    assert bench.take()[-1] == Dial(1, "10.0.0.77:8470")
+    assert bench.phase == "running"
+    bench.join(1, pod="b", address="10.0.0.77:8470").clean(0)
+    assert bench.ledger == [("1.1", "PodLost", 1)]
+
+
+def test_a_later_table_wins_over_an_announcement() -> None:
+    bench = announce(lost(), "b", "10.0.0.77:8470")
+    bench.leader.peers(bench.now, {1: "10.0.0.78:8470"})
+    assert bench.take()[-1] == Dial(1, "10.0.0.78:8470")
+
+
+def test_after_the_end_nobody_is_dialled() -> None:
+    bench = Bench().join(0)
+    bench.leader.stop(bench.now, "enough")
+    bench.take()
+    announce(bench, "b", "10.0.0.77:8470")
+    bench.leader.peers(bench.now, {1: "10.0.0.78:8470"})
+    assert bench.take() == []
+
+
+def test_two_spellings_of_an_address_are_one_place() -> None:
+    bench = Bench().join(0).join(1, address="[fd00::1]:8470")
+    bench.take()
+    bench.leader.peers(bench.now, {1: "fd00::1:8470"})
+    assert bench.take() == [Dial(1, "")]
+    announce(bench, "b", "fd00::1:8470")
+    assert bench.take() == [Dial(1, "[fd00::1]:8470")]
+
+
+def test_of_gpus_the_state_tells_numbers_and_names_the_sick() -> None:
+    well = Gpu("GPU-1", "H100")
+    bench = Bench(nodes=3).join(0, gpus=(well, Gpu("GPU-2", "H100"))).join(1, gpus=(Gpu("GPU-3", "A10"),))
+    assert bench.leader.state()["gpus"] == {"models": {"H100": 2, "A10": 1}, "unhealthy": 0, "devices": []}
+    before = bench.leader.version
+    bench.leader.gpus(0, (well, Gpu("GPU-2", "H100", "2 uncorrected memory errors")))
+    assert bench.leader.version > before
+    sick = {"index": 0, "uuid": "GPU-2", "name": "H100", "problem": "2 uncorrected memory errors"}
+    assert bench.leader.state()["gpus"] == {"models": {"H100": 2, "A10": 1}, "unhealthy": 1, "devices": [sick]}
+    bench.leader.link_lost(bench.now, 0)
+    assert bench.leader.state()["gpus"]["models"] == {"A10": 1}
+
+
+def test_a_state_names_a_bounded_number_of_sick_gpus() -> None:
+    bench = Bench(nodes=20)
+    for index in range(20):
+        bench.join(index, gpus=tuple(Gpu(f"GPU-{index}-{i}", f"model {index}", "no spare rows") for i in range(8)))
+    gpus = bench.leader.state()["gpus"]
+    assert (gpus["unhealthy"], len(gpus["devices"]), len(gpus["models"])) == (160, 32, 8)
+
+
+def test_a_job_without_gpus_has_nothing_to_say_of_them() -> None:
+    assert running().leader.state()["gpus"] is None
 
 
 def test_without_a_lease_strict_fencing_stops_and_waits() -> None:

@@ -47,6 +47,10 @@ class World(RuleBasedStateMachine):
         self.granted = ALLOWANCE
 
     def obey(self) -> None:
+        for node, agent in enumerate(self.agents):
+            assert bool(self.leader._members[node].joined) == agent.linked or self.leader.phase == "ended", (
+                "nothing but its own link makes a node joined, or lost"
+            )
         commands: list[Command] = self.leader.take()
         for command in commands:
             assert self.outcome is None, "a command after the end"
@@ -152,6 +156,18 @@ class World(RuleBasedStateMachine):
     def replace(self, node: int) -> None:
         self.cut(node)
         self.agents[node] = Agent(pod=self.agents[node].pod + 1)
+
+    @rule(node=index, pod=st.integers(0, 3), host=st.integers(0, 9))
+    def announce(self, node: int, pod: int, host: int) -> None:
+        """By any pod that was, is or will be, from anywhere: late, twice, out of order."""
+        self.leader.announced(self.now, node, f"{node}-{pod}", f"10.0.0.{host}:8470")
+        self.obey()
+
+    @rule(node=index, host=st.integers(0, 9))
+    def table(self, node: int, host: int) -> None:
+        self.leader.peers(self.now, {node: f"10.0.0.{host}:8470"})
+        assert self.leader.phase == "ended" or self.leader._members[node].address in ("", f"10.0.0.{host}:8470")
+        self.obey()
 
     # What the operator and time do
 

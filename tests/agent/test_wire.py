@@ -10,14 +10,16 @@ from pathlib import Path
 import pytest
 
 from everstep.agent import auth, http
+from everstep.agent.caller import Refused
 from everstep.agent.client import LeaderClient, LeaderError, NotAuthentic
-from everstep.agent.link import Link, LinkClosed, Refused, dial
+from everstep.agent.link import Link, LinkClosed, dial
 
 from .fakes import TOKEN, Agent, gang, until
 
 ENDPOINTS = [
     ("GET", "/v1/state", b""),
     ("POST", "/v1/peers", b'{"epoch": 1, "addresses": {}}'),
+    ("POST", "/v1/announce", b'{"epoch": 1, "index": 1, "uid": "u", "address": "10.0.0.1:1"}'),
     ("POST", "/v1/stop", b'{"reason": "evil"}'),
     ("POST", "/v1/link", b'{"epoch": 9, "index": 0, "uid": "job-uid"}'),
     ("GET", "/v1/nothing", b""),
@@ -121,6 +123,12 @@ async def test_strangers_cannot_crowd_out_a_known_callers_nonce(agents: list[Age
         ("POST", "/v1/peers", b'{"epoch": 2, "addresses": {}}', 409),
         ("POST", "/v1/peers", b'{"epoch": 1, "addresses": {"7": "10.0.0.1:1"}}', 400),
         ("POST", "/v1/peers", b'{"epoch": 1, "addresses": {"1": "nowhere"}}', 400),
+        ("POST", "/v1/announce", b'{"epoch": 2, "index": 1, "uid": "u", "address": "10.0.0.1:1"}', 409),
+        ("POST", "/v1/announce", b'{"epoch": 1, "index": 0, "uid": "u", "address": "10.0.0.1:1"}', 400),
+        ("POST", "/v1/announce", b'{"epoch": 1, "index": 2, "uid": "u", "address": "10.0.0.1:1"}', 400),
+        ("POST", "/v1/announce", b'{"epoch": 1, "index": true, "uid": "u", "address": "10.0.0.1:1"}', 400),
+        ("POST", "/v1/announce", b'{"epoch": 1, "index": 1, "uid": "", "address": "10.0.0.1:1"}', 400),
+        ("POST", "/v1/announce", b'{"epoch": 1, "index": 1, "uid": "u", "address": "nowhere"}', 400),
         ("GET", "/v1/state?wait=nan", b"", 400),
         ("GET", "/v1/state?charged=x&allowance=1", b"", 400),
         ("GET", "/v1/state?allowance=-1", b"", 400),

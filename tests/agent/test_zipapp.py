@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -104,6 +105,31 @@ def test_a_killed_leader_is_replaced_and_survivors_stay(tmp_path: Path) -> None:
         assert job.word(2)["result"] == "stopped"
 
 
+def test_a_replacement_announces_itself_and_nobody_has_to_introduce_it(tmp_path: Path) -> None:
+    with Laptop(tmp_path, ["sleep", "60"], nodes=3) as job:
+        job.until(lambda s: s["phase"] == "running")
+        job.kill(1)
+        job.until(lambda s: s["phase"] == "forming")
+        job.start(1, leader=f"127.0.0.1:{job.ports[0]}")
+        state = job.until(lambda s: s["phase"] == "running")
+        assert (state["generation"], state["missing"]) == (2, [])
+
+
+def test_an_announcement_that_nobody_hears_harms_nobody(tmp_path: Path) -> None:
+    """The leader is gone by then: what becomes of the job is the next one's business."""
+    with Laptop(tmp_path, ["sleep", "60"]) as job:
+        job.until(lambda s: s["phase"] == "running")
+        nobody = f"127.0.0.1:{job.ports[0]}"
+        job.kill(0)
+        job.kill(1)
+        job.start(1, leader=nobody)
+        until(lambda: "agent 1 of 2" in job.log(1), "the agent is up")
+        job.start(0, epoch=2)
+        job.introduce(epoch=2)
+        assert job.until(lambda s: s["phase"] == "running")["epoch"] == 2
+        assert job.agents[1].poll() is None
+
+
 def test_an_agent_that_cannot_start_has_left_and_ends_no_job(tmp_path: Path) -> None:
     job = Laptop(tmp_path, ["true"], nodes=1)
     with socket.create_server(("0.0.0.0", job.ports[0])), job:
@@ -111,6 +137,31 @@ def test_an_agent_that_cannot_start_has_left_and_ends_no_job(tmp_path: Path) -> 
     word = job.word(0)
     assert (word["result"], word["exitCode"]) == ("left", 1)
     assert "in use" in word["message"]
+
+
+LOOK = """
+import ctypes, os
+for name in ("environ", "mem"):
+    try:
+        open(f"/proc/{os.getppid()}/{name}", "rb").read(1)
+        print(name, "is open")
+    except PermissionError:
+        print(name, "is closed")
+print("ranks can be debugged:", ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))
+"""
+
+
+def test_a_rank_can_read_neither_the_agents_memory_nor_its_environment(tmp_path: Path) -> None:
+    """Though it is of the same user. Where that is root, it is one without capabilities, as in a pod."""
+    python = tmp_path / "python"
+    drop = "setpriv --inh-caps=-all --bounding-set=-all" if os.getuid() == 0 else ""
+    python.write_text(f'#!/bin/sh\nexec {drop} {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    with Laptop(tmp_path / "job", [sys.executable, "-c", LOOK], nodes=1, python=str(python)) as job:
+        assert job.exit_codes() == [0]
+    assert "environ is closed" in job.log(0)
+    assert "mem is closed" in job.log(0)
+    assert "ranks can be debugged: 1" in job.log(0)
 
 
 def test_the_token_reaches_no_rank(tmp_path: Path) -> None:
