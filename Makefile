@@ -6,6 +6,8 @@ RUN = $(UV) run --quiet
 # torch takes 5 GB: the tests that train live in an environment of their own.
 RUN_TORCH = UV_PROJECT_ENVIRONMENT=.venv-torch $(UV) run --quiet
 UNIT = -m "not integration and not e2e and not chaos and not torch"
+# Where compiled modules may not be kept, each process compiles a thousand of them anew: half of a run of the tests.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: help
 help: ## this list
@@ -67,7 +69,7 @@ clean: ## what was built here (caches outside the tree stay)
 venv: .venv/.synced
 
 .venv/.synced: pyproject.toml uv.lock | $(UV)
-	$(UV) sync --quiet --frozen --extra operator --extra dev && touch $@
+	$(UV) sync --quiet --frozen --compile-bytecode --extra operator --extra dev && touch $@
 
 venv-torch: .venv-torch/.synced
 
