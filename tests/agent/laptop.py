@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -47,9 +47,18 @@ class Laptop:
     """Use as a context manager; leaves no process behind."""
 
     def __init__(
-        self, base: Path, command: list[str], nodes: int = 2, procs: int = 1, python: str = sys.executable, **job: Any
+        self,
+        base: Path,
+        command: list[str],
+        nodes: int = 2,
+        procs: int = 1,
+        python: str = sys.executable,
+        environ: Mapping[str, str] | None = None,
+        **job: Any,
     ) -> None:
+        """`environ`: what every agent, and so every rank, finds in its environment besides this process's own."""
         self.base, self.nodes, self.python = base, nodes, python
+        self.environ = {**os.environ, **(environ or {})}
         self.ports = [free_port() for _ in range(nodes)]
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         base.mkdir(parents=True, exist_ok=True)
@@ -83,13 +92,13 @@ class Laptop:
             for index in range(self.nodes):
                 print(f"--- agent {index}", self.log(index), sep="\n")
 
-    def start(self, index: int, epoch: int = 1, leader: str = "", **environ: str) -> None:
+    def start(self, index: int, epoch: int = 1, leader: str = "") -> None:
         """`leader`: to which the agent announces itself, so that it needs no `introduce`."""
         argv = [self.python, "-I", "-S", "-B", str(self.base / "agent.pyz"), "run", "--local", str(self.base)]
         argv += ["--index", str(index), "--epoch", str(epoch), "--port", str(self.ports[index])]
         argv += ["--leader", leader] if leader else []
         with (self.base / f"log-{index}").open("ab") as log:
-            self.agents[index] = subprocess.Popen(argv, stdout=log, stderr=log, env={**os.environ, **environ})
+            self.agents[index] = subprocess.Popen(argv, stdout=log, stderr=log, env=self.environ)
 
     def kill(self, index: int) -> None:
         """As if the pod's machine were gone: no last word, and the pod's successor has another address."""

@@ -16,11 +16,12 @@ from typing import Any
 
 async def main(source: str, setup: dict[str, Any], commands: int, events: int) -> None:
     sys.path.insert(0, source)
+    from everstep.agent import gpu, health
     from everstep.agent import supervisor as module
     from everstep.agent.config import Place, parse
     from everstep.agent.supervisor import DaemonOutput, Layout, Supervisor
 
-    module.CLEAN_TIMEOUT = setup["clean_timeout"]
+    module.CLEAN_TIMEOUT, gpu.TIMEOUT = setup["clean_timeout"], setup["gpu_timeout"]
     loop = asyncio.get_running_loop()
     remote: dict[str, asyncio.Future[int]] = {}
 
@@ -58,6 +59,8 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(commands, "rb"))
     send("Ready", pid=os.getpid())
 
+    tasks = set()
+
     async def call(command: dict[str, Any]) -> Any:
         name, values = command["call"], command["values"]
         if name == "start":
@@ -76,6 +79,16 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             return supervisor.kill_daemon(values["daemon"])
         if name == "signal":
             return supervisor.signal(values["signum"])
+        if name == "gpus":
+            devices = await supervisor.gpus()
+            return None if devices is None else [dataclasses.asdict(d) for d in devices]
+        if name == "watch":
+
+            def tell(gpus: Any) -> None:
+                send("Gpus", gpus=[g.to_json() for g in gpus])
+
+            tasks.add(asyncio.ensure_future(health.watch(supervisor.gpus, tell, values["every"])))
+            return None
         if name == "lag":  # the longest time in which the loop did nothing else
             worst, deadline = 0.0, loop.time() + values["seconds"]
             while loop.time() < deadline:
@@ -93,7 +106,6 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
         else:
             send("Answer", id=command["id"], result=result)
 
-    tasks = set()
     while True:
         line = await reader.readline()
         if not line:

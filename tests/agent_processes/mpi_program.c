@@ -20,7 +20,7 @@ int main(int argc, char **argv) {
     fclose(progress);
     fflush(stdout);
     if (rank == size - 1) {
-        if (!strcmp(what, "exit")) exit(3);
+        if (!strcmp(what, "exit")) exit(7);
         if (!strcmp(what, "kill")) raise(SIGKILL);
         if (!strcmp(what, "abort")) MPI_Abort(MPI_COMM_WORLD, 7);
     }

@@ -67,6 +67,7 @@ class Node:
         prefix: Sequence[str] = (),
         stdout: int | None = None,
         clean_timeout: float = 30.0,
+        gpu_timeout: float = 10.0,
     ) -> None:
         self.events: list[Event] = []
         self.generation = 0
@@ -81,6 +82,7 @@ class Node:
             "scratch": str(self.folder / "run"),
             "shm": str(self.shm) if pod else "",
             "clean_timeout": clean_timeout,
+            "gpu_timeout": gpu_timeout,
             "ml": str(self.folder / "ml"),
             "environ": {"EVERSTEP_INDEX": str(index), "EVERSTEP_EPOCH": "1"},
             "job": {

@@ -15,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.agent.laptop import Laptop
+
 from .node import Event, Node
 
 
@@ -117,7 +119,7 @@ async def test_ranks_of_two_nodes_run_as_mpirun_numbers_them(
 @pytest.mark.parametrize(
     ("what", "code", "signum", "message"),
     [
-        ("exit", 3, None, "exited with code 3"),
+        ("exit", 7, None, "exited with code 7"),
         ("kill", 137, 9, "killed by SIGKILL"),
     ],
 )
@@ -133,6 +135,28 @@ async def test_the_first_cause_is_the_failed_rank(
         assert set(exits(members)) == {3}
         await stop(members)
         assert set(exits(members)) == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "signum", "message"),
+    [
+        ("exit", 7, None, "exited with code 7"),
+        ("kill", 137, 9, "killed by SIGKILL"),
+    ],
+)
+def test_the_leaders_ledger_names_the_failed_rank_of_another_node(
+    tmp_path: Path, mpi_program: Path, what: str, code: int, signum: int | None, message: str
+) -> None:
+    """Between agents as they are. mpirun, beside the leader, tells its own code for either end."""
+    restart = {"application": 0, "maxBackoffSeconds": 0}
+    command, mpi = [str(mpi_program), what], {"kind": "mpi", "options": []}
+    with Laptop(tmp_path, command, procs=2, distribution=mpi, restart=restart, restartGraceSeconds=1) as leader:
+        state = leader.until(lambda s: s["outcome"])
+        (entry,) = state["ledger"]
+        assert (entry["cause"], entry["index"], entry["rank"]) == ("Application", 1, 3)
+        assert (entry["exitCode"], entry["signal"], entry["message"]) == (code, signum, message)
+        assert (state["outcome"]["result"], state["outcome"]["exitCode"]) == ("failed", code)
+        assert leader.exit_codes() == [code] * 2
 
 
 async def test_an_abort_tells_its_code(tmp_path: Path, agent: Path, mpi_program: Path) -> None:

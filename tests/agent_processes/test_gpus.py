@@ -1,0 +1,152 @@
+"""A node's GPUs, asked for in processes of their own: their health as it changes, and what a sick driver cannot do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agent.laptop import Laptop
+
+from .node import Node
+
+FAKE = Path(__file__).with_name("fake_nvml")
+A = {"uuid": "GPU-a", "name": "H100"}
+B = {"uuid": "GPU-b", "name": "H100", "ecc": 0}
+WELL = [{**A, "problem": ""}, {"uuid": "GPU-b", "name": "H100", "problem": ""}]
+
+
+class Driver:
+    """What the fake library reads: its devices, from one question to the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "nvml.json"
+        self.is_now(A, B)
+
+    def is_now(self, *devices: dict[str, Any]) -> None:
+        self._write(list(devices))
+
+    def hangs(self) -> None:
+        self._write("hang")
+
+    def _write(self, state: object) -> None:
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(state))
+        fresh.replace(self._path)
+
+    @property
+    def environ(self) -> dict[str, str]:
+        return {
+            "NVIDIA_VISIBLE_DEVICES": "GPU-a,GPU-b",
+            "PYTHONPATH": str(FAKE),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "FAKE_NVML": str(self._path),
+        }
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Driver:
+    return Driver(tmp_path)
+
+
+async def told(node: Node, gpus: list[dict[str, str]]) -> None:
+    """Once the newest word on the devices is this."""
+    await node.until(lambda: [e["gpus"] for e in node.all("Gpus")][-1:] == [gpus], f"{gpus}")
+
+
+async def test_what_changes_about_a_device_is_told_once(tmp_path: Path, driver: Driver, python: str) -> None:
+    async with Node(tmp_path, ["true"], environ=driver.environ, python=python) as node:
+        await node.call("watch", every=0.05)
+        await told(node, WELL)
+        driver.is_now(A, {**B, "ecc": 2})
+        await told(node, [WELL[0], {**WELL[1], "problem": "2 uncorrected memory errors"}])
+        driver.is_now(A, {**B, "ecc": 2, "remap_failed": True})
+        await told(node, [WELL[0], {**WELL[1], "problem": "no spare memory rows are left"}])
+        assert len(node.all("Gpus")) == 3
+
+
+@pytest.mark.parametrize(
+    ("devices", "problem"),
+    [
+        ([A, {"lost": True}], "GPU is lost"),
+        ([A], "the driver does not show it any more"),
+    ],
+)
+async def test_a_device_that_falls_off_the_bus_is_missed_by_its_name(
+    tmp_path: Path, driver: Driver, devices: list[dict[str, Any]], problem: str
+) -> None:
+    async with Node(tmp_path, ["true"], environ=driver.environ) as node:
+        await node.call("watch", every=0.05)
+        await told(node, WELL)
+        driver.is_now(*devices)
+        await told(node, [WELL[0], {**WELL[1], "problem": problem}])
+        driver.is_now(A, B)  # somebody has reset it
+        await told(node, WELL)
+
+
+async def test_a_device_that_was_lost_before_the_job_is_told_without_a_name(tmp_path: Path, driver: Driver) -> None:
+    driver.is_now(A, {"lost": True})
+    async with Node(tmp_path, ["true"], environ=driver.environ) as node:
+        await node.call("watch", every=0.05)
+        await told(node, [WELL[0], {"uuid": "", "name": "", "problem": "GPU is lost"}])
+
+
+async def test_a_driver_that_hangs_costs_one_killed_process_and_is_told(tmp_path: Path, driver: Driver) -> None:
+    async with Node(tmp_path, ["true"], environ=driver.environ, gpu_timeout=1.0) as node:
+        await node.call("watch", every=0.05)
+        await told(node, WELL)
+        driver.hangs()
+        silent = "the GPU driver did not answer within 1 s"
+        await told(node, [{**gpu, "problem": silent} for gpu in WELL])
+        worst, _ = await node.call("lag", seconds=1.5)
+        assert worst < 0.5, "the agent waited for the driver itself"
+        driver.is_now(A, B)
+        await told(node, WELL)
+
+
+async def test_a_node_whose_driver_hangs_is_not_clean(tmp_path: Path, driver: Driver) -> None:
+    """Nobody can say whether the killed ranks have given their memory back."""
+    async with Node(tmp_path, ["sleep", "60"], environ=driver.environ, gpu_timeout=0.3, clean_timeout=1.0) as node:
+        await node.start()
+        driver.hangs()
+        assert await node.stop() == "the GPU driver did not answer within 0.3 s"
+        driver.is_now(A, {**B, "pids": [4711]})
+        await node.start()
+        assert await node.stop() == "GPU still used by processes 4711"
+        driver.is_now(A, B)
+        await node.start()
+        assert await node.stop() is None
+
+
+async def test_without_the_library_nothing_is_known_and_nothing_fails(tmp_path: Path, driver: Driver) -> None:
+    environ = {**driver.environ, "PYTHONPATH": str(tmp_path)}
+    async with Node(tmp_path, ["true"], environ=environ) as node:
+        if await node.call("gpus") is not None:
+            pytest.skip("this Python has nvidia-ml-py, and a driver")
+        await node.start()
+        assert await node.stop() is None
+
+
+def test_the_leader_hears_of_every_nodes_devices(tmp_path: Path, driver: Driver) -> None:
+    driver.is_now(A, {**B, "ecc": 1})
+    with Laptop(tmp_path, ["sleep", "60"], environ=driver.environ) as job:
+        gpus = job.until(lambda s: s["gpus"] and s["gpus"]["unhealthy"] == 2, "both nodes' devices")["gpus"]
+        assert gpus["models"] == {"H100": 4}
+        assert [(d["index"], d["uuid"], d["problem"]) for d in gpus["devices"]] == [
+            (index, "GPU-b", "1 uncorrected memory errors") for index in range(2)
+        ]
+
+
+def test_without_gpus_nobody_asks(tmp_path: Path, driver: Driver) -> None:
+    """No process, not even once."""
+    (tmp_path / "bin").mkdir()
+    asked = tmp_path / "asked"
+    (tmp_path / "bin/pynvml.py").write_text(f"open({str(asked)!r}, 'w')")
+    environ = {"NVIDIA_VISIBLE_DEVICES": "void", "PYTHONPATH": str(tmp_path / "bin")}
+    with Laptop(tmp_path / "job", ["sleep", "60"], environ=environ) as job:
+        assert job.until(lambda s: s["phase"] == "running")["gpus"] is None
+        job.client().stop("enough")
+        assert job.exit_codes() == [143, 143]
+    assert not asked.exists()
