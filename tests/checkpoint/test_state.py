@@ -1,0 +1,248 @@
+"""What objects are to a checkpoint: names that do not depend on wrappers, and a way back without loss."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: E402
+
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from everstep.checkpoint.format import Tensor  # noqa: E402
+from everstep.checkpoint.rng import Rng  # noqa: E402
+from everstep.checkpoint.state.flat import Flat, bind, fingerprint, flatten  # noqa: E402
+from everstep.checkpoint.state.kinds import PerRank, Saved, dtype_name  # noqa: E402
+from everstep.checkpoint.values import Refused  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Net(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """A tied weight, a buffer, a submodule and an extra state: each is a special case somewhere."""
+
+    def __init__(self, width: int = 4) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, width)
+        self.body = nn.Sequential(nn.Linear(width, width), nn.BatchNorm1d(width))
+        self.head = nn.Linear(width, 8, bias=False)
+        self.head.weight = self.embed.weight
+        self.seen = 0
+
+    def forward(self, tokens: Any) -> Any:
+        self.seen += 1
+        return self.head(self.body(self.embed(tokens)))
+
+    def get_extra_state(self) -> dict[str, Any]:
+        return {"seen": self.seen, "history": [torch.tensor([self.seen])]}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"] + int(state["history"][0]) * 0
+
+
+def trained(seed: int, steps: int = 3) -> tuple[Net, Any, Any]:
+    torch.manual_seed(seed)
+    net = Net()
+    decay = [p for p in net.parameters() if p.ndim > 1]
+    rest = [p for p in net.parameters() if p.ndim <= 1]
+    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": rest}], lr=0.01)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(torch.randint(0, 8, (6,))).square().mean().backward()
+        optimizer.step()
+        scheduler.step()
+    return net, optimizer, scheduler
+
+
+def restore(flat: Flat, objects: dict[str, object], *, rank: int = 0) -> list[str]:
+    """Loads a flat state as a restore does, without files; returns what does not fit."""
+    saved = Saved(
+        "", {n: Tensor(dtype_name(t.dtype), tuple(t.shape), ()) for n, t in flat.tensors.items()}, flat.values
+    )
+    copies = {name: tensor.clone() for name, tensor in flat.tensors.items()}
+    problems: list[str] = []
+    kinds = bind(objects, rank=rank)
+    targets = [kind.targets(saved.below(kind.prefix), problems) for kind in kinds]
+    if not problems:
+        for kind, found in zip(kinds, targets, strict=True):
+            for name, target in found.items():
+                target.copy_(copies[name])
+            kind.load(saved.below(kind.prefix), found)
+    return problems
+
+
+def equal(one: Flat, other: Flat) -> bool:
+    return (
+        one.values == other.values
+        and one.tensors.keys() == other.tensors.keys()
+        and all(torch.equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
+    )
+
+
+def objects(seed: int, steps: int) -> dict[str, object]:
+    net, optimizer, scheduler = trained(seed, steps)
+    return {"model": net, "optimizer": optimizer, "scheduler": scheduler}
+
+
+@pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "used"])
+def test_model_optimizer_and_scheduler_come_back_bit_for_bit(steps: int) -> None:
+    before = objects(1, 3)
+    flat = flatten(before, rank=0)
+    after = objects(2, steps)
+    assert restore(flat, after) == []
+    assert equal(flatten(after, rank=0), flat)
+    # And they go on alike, so nothing that counts was left out.
+    for each in (before, after):
+        torch.manual_seed(7)
+        net: Any = each["model"]
+        optimizer: Any = each["optimizer"]
+        optimizer.zero_grad()
+        net(torch.randint(0, 8, (6,))).square().mean().backward()
+        optimizer.step()
+    assert equal(flatten(before, rank=0), flatten(after, rank=0))
+
+
+def test_names_are_those_of_torch() -> None:
+    net, _, _ = trained(1)
+    names = set(flatten({"model": net}, rank=0).tensors)
+    theirs = {f"model.{name}" for name in get_model_state_dict(net) if not name.endswith("_extra_state")}
+    assert names == theirs | {"model._extra_state.history.[0]"}
+
+
+def test_a_compiled_module_has_the_names_of_the_plain_one() -> None:
+    net, optimizer, _ = trained(1)
+    plain = flatten({"model": net, "optimizer": optimizer}, rank=0)
+    assert equal(flatten({"model": torch.compile(net), "optimizer": optimizer}, rank=0), plain)
+    other, other_optimizer, _ = trained(2)
+    assert restore(plain, {"model": torch.compile(other), "optimizer": other_optimizer}) == []
+    assert equal(flatten({"model": other, "optimizer": other_optimizer}, rank=0), plain)
+
+
+def test_looking_at_an_optimizer_changes_nothing() -> None:
+    net, optimizer, _ = trained(1, steps=0)
+    flatten({"model": net, "optimizer": optimizer}, rank=0)
+    assert not optimizer.state, "torch's own get_optimizer_state_dict would have taken a step"
+
+
+def test_state_of_more_bits_than_its_parameter_keeps_them() -> None:
+    def make(seed: int) -> dict[str, object]:
+        torch.manual_seed(seed)
+        net = nn.Linear(3, 3).bfloat16()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9)
+        for param in net.parameters():
+            optimizer.state[param]["momentum_buffer"] = torch.rand(param.shape, dtype=torch.float32)
+        return {"model": net, "optimizer": optimizer}
+
+    flat = flatten(make(1), rank=0)
+    after = make(2)
+    assert restore(flat, after) == []
+    assert equal(flatten(after, rank=0), flat)
+
+
+def test_stages_of_a_pipeline_have_names_of_the_whole_model() -> None:
+    whole = nn.ModuleDict({str(i): nn.Linear(2, 2) for i in range(4)})
+    optimizer = torch.optim.Adam(whole.parameters())
+    for param in whole.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    flat = flatten({"model": whole, "optimizer": optimizer}, rank=0)
+    for held in (["0", "1"], ["2"], ["3", "0"]):
+        stages = [nn.ModuleDict({name: nn.Linear(2, 2)}) for name in held]
+        own = torch.optim.Adam([p for stage in stages for p in stage.parameters()])
+        assert restore(flat, {"model": stages, "optimizer": own}) == []
+        mine = flatten({"model": stages, "optimizer": own}, rank=0)
+        assert all(torch.equal(tensor, flat.tensors[name]) for name, tensor in mine.tensors.items())
+        assert len(mine.tensors) == len(held) * 8
+
+
+def test_plain_values_come_back_in_place() -> None:
+    weights, history, best = torch.rand(3), {"loss": [0.5, 0.25]}, [1, 2]
+    flat = flatten({"weights": weights, "history": history, "best": best}, rank=0)
+    kept = weights.clone()
+    flat.tensors["weights"] = kept
+    weights.zero_()
+    history["loss"] = []
+    best.clear()
+    assert restore(flat, {"weights": weights, "history": history, "best": best}) == []
+    assert torch.equal(weights, kept)
+    assert (history, best) == ({"loss": [0.5, 0.25]}, [1, 2])
+
+
+def test_an_object_may_hold_tensors_that_a_fresh_one_does_not() -> None:
+    class Average:
+        def __init__(self, shadow: list[Any]) -> None:
+            self.shadow = shadow
+
+        def state_dict(self) -> dict[str, Any]:
+            return {"shadow": self.shadow, "decay": 0.9}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            self.shadow = state["shadow"]
+
+    flat = flatten({"ema": Average([torch.rand(2), torch.rand(3)])}, rank=0)
+    fresh = Average([])
+    assert restore(flat, {"ema": fresh}) == []
+    assert equal(flatten({"ema": fresh}, rank=0), flat)
+
+
+def test_generators_draw_what_they_would_have_drawn() -> None:
+    def draw() -> list[Any]:
+        return [random.random(), np.random.rand(), torch.rand(1).item()]
+
+    flat = flatten({"rng": PerRank(Rng())}, rank=3)
+    assert set(flat.values) == {"rank.3.rng.generators"}
+    expected = draw()
+    draw()
+    assert restore(flat, {"rng": PerRank(Rng())}, rank=3) == []
+    assert draw() == expected
+
+
+def test_what_does_not_fit_is_named_before_anything_is_touched() -> None:
+    net, optimizer, _ = trained(1)
+    flat = flatten({"model": net, "optimizer": optimizer}, rank=0)
+    wide = Net(width=5)
+    before = {name: tensor.clone() for name, tensor in wide.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    problems = restore(flat, {"model": wide})
+    assert "model.body.0.weight has shape [4, 4] in the checkpoint, [5, 5] here" in problems
+    assert all(torch.equal(wide.state_dict()[name], tensor) for name, tensor in before.items())
+    assert restore(flat, {"model": Net().bfloat16()})[0].endswith("is float32 in the checkpoint, bfloat16 here")
+    assert restore(flat, {"model": nn.Linear(1, 1)})[0] == "model.weight is not in the checkpoint"
+    with torch.device("meta"):
+        assert "meta device" in restore(flat, {"model": Net()})[0]
+
+
+def test_what_cannot_be_saved_is_refused_by_name() -> None:
+    with pytest.raises(Refused, match=r"hook"):
+        flatten({"hook": {"f": print}}, rank=0)
+    with pytest.raises(CheckpointError, match=r"rank"):
+        flatten({"rank": 1}, rank=0)
+    with pytest.raises(CheckpointError, match=r"sparse"):
+        flatten({"sparse": torch.eye(2).to_sparse()}, rank=0)
+
+
+def test_an_object_that_follows_the_step_is_told_it() -> None:
+    class Follower:
+        step = 0
+
+        def trained(self, step: int) -> None:
+            self.step = step
+
+        def state_dict(self) -> dict[str, int]:
+            return {"step": self.step}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.step = state["step"]
+
+    assert flatten({"sampler": Follower()}, rank=0, step=7).values == {"sampler.step": 7}
+
+
+def test_a_fingerprint_tells_models_apart_and_not_the_order_of_their_names() -> None:
+    tensors = [(name, each.dtype, each.shape) for name, each in Net().state_dict().items() if hasattr(each, "dtype")]
+    assert fingerprint(tensors) == fingerprint(reversed(tensors))
+    assert fingerprint(tensors) != fingerprint(tensors[1:])

@@ -1,0 +1,96 @@
+"""All objects of a run as one flat state: `{name: tensor}` and `{name: value}`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.state import names
+from everstep.checkpoint.state.kinds import Kind, PerRank, Stateful, Stepped, dtype_name, is_tensor
+from everstep.checkpoint.state.modules import Modules
+from everstep.checkpoint.state.optimizers import OptimizerObject
+from everstep.checkpoint.state.plain import StatefulObject, Value
+from everstep.checkpoint.values import pack
+
+RANK = "rank"
+
+
+@dataclass(frozen=True)
+class Flat:
+    """Tensors (or DTensors), detached, on any device, sharing the objects' storage; values packed for the manifest."""
+
+    tensors: dict[str, torch.Tensor]
+    values: dict[str, object]
+
+
+def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None, allow_pickle: bool = False) -> Flat:
+    """The state of all objects at this moment.
+
+    `step`: how many steps are trained, for objects that follow it. Refused for a value that cannot be saved,
+    CheckpointError for an object that cannot.
+    """
+    if step is not None:
+        for each in objects.values():
+            inner = each.inner if isinstance(each, PerRank) else each
+            if isinstance(inner, Stepped):
+                inner.trained(step)
+    flat = Flat({}, {})
+    for kind in bind(objects, rank=rank):
+        for name, leaf in kind.leaves():
+            if name in flat.tensors or name in flat.values:
+                raise CheckpointError(f"{name}: two objects have a state of this name")
+            if not is_tensor(leaf):
+                flat.values[name] = pack(leaf, name, allow_pickle=allow_pickle)
+            elif leaf.layout != torch.strided or leaf.is_quantized:
+                raise CheckpointError(f"{name}: a tensor that is sparse or quantized cannot be saved")
+            else:
+                flat.tensors[name] = leaf
+    return flat
+
+
+def bind(objects: Mapping[str, object], *, rank: int) -> list[Kind]:
+    """Each object as the kind it is; modules first, optimizers next, since a restore loads them in this order."""
+    if RANK in objects:
+        raise CheckpointError(f"an object cannot be called {RANK!r}: what is each rank's own is saved under this name")
+    prefixes = {name: _prefix(name, each, rank) for name, each in objects.items()}
+    modules = {name: Modules(prefixes[name], found) for name, each in objects.items() if (found := _modules(each))}
+    known = {id(param): name for each in modules.values() for name, param in each.parameters()}
+    optimizers: list[Kind] = []
+    others: list[Kind] = []
+    for name, each in objects.items():
+        inner = each.inner if isinstance(each, PerRank) else each
+        if name in modules:
+            continue
+        if isinstance(inner, torch.optim.Optimizer):
+            optimizers.append(OptimizerObject(prefixes[name], inner, known))
+        elif isinstance(inner, Stateful):
+            others.append(StatefulObject(prefixes[name], inner))
+        else:
+            others.append(Value(prefixes[name], inner))
+    return [*modules.values(), *optimizers, *others]
+
+
+def fingerprint(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> str:
+    """A hash of what a model is: names, dtypes and whole shapes of its tensors, in any order."""
+    lines = sorted(f"{name} {dtype_name(dtype)} {list(shape)}" for name, dtype, shape in tensors)
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+def _prefix(name: str, each: object, rank: int) -> str:
+    own = names.segment(name)
+    return names.join(RANK, str(rank), own) if isinstance(each, PerRank) else own
+
+
+def _modules(each: Any) -> Sequence[nn.Module]:
+    inner = each.inner if isinstance(each, PerRank) else each
+    if isinstance(inner, nn.Module):
+        return [inner]
+    if isinstance(inner, list | tuple) and inner and all(isinstance(one, nn.Module) for one in inner):
+        return inner
+    return []

@@ -1,0 +1,143 @@
+"""What every kind of object offers: its leaves for a save, its targets for a restore, and a way to take them in."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format import Manifest, Tensor
+from everstep.checkpoint.state import names
+from everstep.checkpoint.values import unpack
+
+Leaf = TypeVar("Leaf")
+
+
+class StateMismatch(CheckpointError):
+    """The checkpoint is good, but not of these objects; nothing was touched. Each problem names what does not fit."""
+
+    def __init__(self, problems: list[str]) -> None:
+        shown = problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])
+        super().__init__("the checkpoint does not fit the objects that were given: " + "; ".join(shown))
+        self.problems = problems
+
+
+class PerRank:
+    """Wraps an object whose state is each rank's own, as a data loader's: saved under the rank, restored to that rank.
+
+    At another number of ranks nobody can say whose state it should be: the object is left as it is, and the result of
+    the restore names it.
+    """
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+
+@runtime_checkable
+class Stepped(Protocol):
+    """An object whose state follows the step, as a sampler's, and is told which one before its state is taken."""
+
+    def trained(self, step: int) -> None: ...
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    def state_dict(self) -> Any: ...
+    def load_state_dict(self, state: Any) -> Any: ...
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What a checkpoint holds below `prefix`; names are relative to it, "" is the object itself. Values are packed."""
+
+    prefix: str
+    tensors: Mapping[str, Tensor]
+    values: Mapping[str, object]
+    allow_pickle: bool = False
+
+    @classmethod
+    def of(cls, manifest: Manifest, *, allow_pickle: bool = False) -> Saved:
+        return cls("", manifest.tensors, manifest.values, allow_pickle)
+
+    def below(self, name: str) -> Saved:
+        """The part of it below a name."""
+        return Saved(
+            names.join(self.prefix, name),
+            _below(self.tensors, name),
+            _below(self.values, name),
+            self.allow_pickle,
+        )
+
+    def full(self, name: str) -> str:
+        return names.join(self.prefix, name)
+
+    def value(self, name: str) -> Any:
+        """The value of this name, unpacked. Refused when it cannot be."""
+        return unpack(self.values[name], self.full(name), allow_pickle=self.allow_pickle)
+
+    def nested(self, tensors: Mapping[str, torch.Tensor]) -> Any:
+        """The nested state: values from here, and `tensors` by their full names."""
+        leaves: dict[str, Any] = {name: self.value(name) for name in self.values}
+        leaves.update({name: tensors[self.full(name)] for name in self.tensors})
+        return names.nest(leaves)
+
+    def __bool__(self) -> bool:
+        return bool(self.tensors or self.values)
+
+
+def _below(leaves: Mapping[str, Leaf], name: str) -> dict[str, Leaf]:
+    start = f"{name}."
+    return {
+        each.removeprefix(start) if each != name else "": leaf
+        for each, leaf in leaves.items()
+        if each == name or each.startswith(start)
+    }
+
+
+class Kind(Protocol):
+    """An object that was given by name, seen as one of the kinds that a checkpoint knows."""
+
+    prefix: str
+    exclusive: bool  # what the checkpoint has below the prefix must be wanted by some rank
+
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        """Full names with tensors (detached, sharing the object's storage) and plain values."""
+        ...
+
+    def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
+        """By full name, the tensors that the checkpoint's bytes are to be copied into. The object is not touched.
+
+        `saved` is what lies below the object's prefix. What does not fit is added to `problems`.
+        """
+        ...
+
+    def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Takes in the values, and the targets that are filled by now."""
+        ...
+
+
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def misfit(saved: Tensor, tensor: torch.Tensor) -> str | None:
+    """Why the saved tensor cannot be copied into this one bit for bit."""
+    if saved.shape != tuple(tensor.shape):
+        return f"has shape {list(saved.shape)} in the checkpoint, {list(tensor.shape)} here"
+    if saved.dtype != dtype_name(tensor.dtype):
+        return f"is {saved.dtype} in the checkpoint, {dtype_name(tensor.dtype)} here"
+    if tensor.device.type == "meta":
+        return "is on the meta device: give it memory first (to_empty)"
+    return None
+
+
+def fresh(saved: Tensor) -> torch.Tensor:
+    """A new tensor in main memory for the whole of a saved one."""
+    return torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))

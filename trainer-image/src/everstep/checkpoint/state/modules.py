@@ -1,0 +1,120 @@
+"""Modules: parameters, buffers and extra state by their fully qualified names, whatever wraps the module.
+
+The names are those of `torch.distributed.checkpoint.state_dict`, so that plain, DDP, FSDP2 and compiled modules fit
+each other; not through it, because its checks cost a save milliseconds for each thousand parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.state import names
+from everstep.checkpoint.state.kinds import Saved, fresh, is_tensor, misfit
+
+
+class Modules:
+    """One module, or several whose names do not overlap (the stages of a pipeline that this rank holds)."""
+
+    exclusive = True
+
+    def __init__(self, prefix: str, modules: Sequence[nn.Module]) -> None:
+        self.prefix = prefix
+        self._modules = modules
+        for module in modules:
+            if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+                raise CheckpointError(f"{prefix}: FullyShardedDataParallel is not supported; use fully_shard (FSDP2)")
+
+    def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Names below the prefix and parameters; one that is tied has its first name."""
+        for module in self._modules:
+            plain = unwrapped(module)
+            for name, parameter in module.named_parameters():
+                yield names.of_module(plain(name)), parameter
+
+    def leaves(self) -> Iterator[tuple[str, Any]]:
+        for _, name, value in self._entries():
+            yield from names.walk(value, is_tensor, names.join(self.prefix, name))
+
+    def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for _, name, value in self._entries():
+            full = saved.full(name)
+            if not is_tensor(value):
+                found.update({saved.full(each): fresh(tensor) for each, tensor in _subtree(saved.tensors, name)})
+            elif name not in saved.tensors:
+                problems.append(f"{full} is not in the checkpoint")
+            elif why := misfit(saved.tensors[name], value):
+                problems.append(f"{full} {why}")
+            else:
+                found[full] = value
+        return found
+
+    def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+        for module in self._modules:
+            own = {_address(each) for each in (*module.parameters(), *module.buffers())}
+            rest: dict[str, Any] = {}
+            for key, name, value in _entries(module):
+                if not is_tensor(value):
+                    extra = saved.below(name)
+                    if extra:
+                        rest[key] = extra.nested(tensors)
+                elif saved.full(name) in tensors and _address(value) not in own:
+                    # A hook made this tensor, or took it apart: the module itself knows how to take it back.
+                    rest[key] = tensors[saved.full(name)]
+            # Everything else is in place; the call lets the module's own hooks see that a state was loaded.
+            module.load_state_dict(rest, strict=False)
+
+    def _entries(self) -> Iterator[tuple[str, str, Any]]:
+        for module in self._modules:
+            yield from _entries(module)
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
+    """Keys of the module's state_dict, names below the prefix, values."""
+    plain = unwrapped(module)
+    for key, value in module.state_dict().items():
+        yield key, names.of_module(plain(key)), value
+
+
+def unwrapped(module: nn.Module) -> Callable[[str], str]:
+    """How a name within the module is called when nothing wraps it or any module inside."""
+    inner = {name: attribute for name, each in module.named_modules() if (attribute := _wrapped(each))}
+    if not inner:
+        return lambda name: name
+
+    def plain(name: str) -> str:
+        kept: list[str] = []
+        path = ""
+        for piece in name.split("."):
+            if inner.get(path) != piece:
+                kept.append(piece)
+            path = f"{path}.{piece}" if path else piece
+        return ".".join(kept)
+
+    return plain
+
+
+def _wrapped(module: nn.Module) -> str | None:
+    """The attribute under which a wrapper holds what it wraps."""
+    if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        return "module"
+    if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+        return "_orig_mod"
+    return None
+
+
+def _subtree(tensors: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+    return [(each, tensor) for each, tensor in tensors.items() if each == name or each.startswith(f"{name}.")]
+
+
+def _address(tensor: torch.Tensor) -> tuple[int, int]:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Tensors without elements share the address 0: there is nothing to copy in any of them.
+    return local.data_ptr(), local.numel()

@@ -1,0 +1,104 @@
+"""Names of tensors and values: the path of a nested state, joined by dots.
+
+A key that is text is itself, with `%`, `.`, `/` (and `#`, `[`, `(` at its beginning) as `%` and two hex digits, and an
+empty one as `%`; an integer key is `#5`, an item of a list `[5]`, of a tuple `(5)`. So a name alone says where its leaf
+belongs, and the nested state comes back with its own types. Pure: any leaf will do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+_ESCAPED = re.compile(r"[%./]|^[#\[(]")
+_ESCAPE = re.compile(r"%([0-9A-F]{2})")
+_ITEM = re.compile(r"\[(\d+)\]|\((\d+)\)|#(-?\d+)", re.ASCII)
+
+
+def segment(key: str) -> str:
+    """A key that is text, as a segment of a name."""
+    return _ESCAPED.sub(lambda found: f"%{ord(found[0]):02X}", key) or "%"
+
+
+def join(*segments: str) -> str:
+    """Segments as a name; empty ones (the object itself) are left out."""
+    return ".".join(each for each in segments if each)
+
+
+def of_module(name: str) -> str:
+    """The fully qualified name of a module's parameter: it is a path already, each piece a key."""
+    return ".".join(map(segment, name.split(".")))
+
+
+def walk(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a nested state with their names.
+
+    A dictionary is entered when all its keys are text, or when a leaf for which `is_leaf` holds is somewhere in it and
+    all its keys are integers; a list or a tuple when such a leaf is in it. Anything else is one leaf, an empty
+    container too.
+    """
+    pairs = None if is_leaf(value) else _children(value, is_leaf)
+    if pairs is None:
+        yield name, value
+        return
+    for piece, child in pairs:
+        yield from walk(child, is_leaf, join(name, piece))
+
+
+def _children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]] | None:
+    if isinstance(value, dict) and value:
+        if all(type(key) is str for key in value):
+            return [(segment(key), child) for key, child in value.items()]
+        if all(type(key) is int for key in value) and _holds(value, is_leaf):
+            return [(f"#{key}", child) for key, child in value.items()]
+    elif type(value) is list and _holds(value, is_leaf):
+        return [(f"[{i}]", child) for i, child in enumerate(value)]
+    elif type(value) is tuple and _holds(value, is_leaf):
+        return [(f"({i})", child) for i, child in enumerate(value)]
+    return None
+
+
+def _holds(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
+    if is_leaf(value):
+        return True
+    children: Sequence[Any] = ()
+    if isinstance(value, dict):
+        children = list(value.values())
+    elif isinstance(value, list | tuple):
+        children = value
+    return any(_holds(child, is_leaf) for child in children)
+
+
+def nest(leaves: Mapping[str, Any]) -> Any:
+    """The nested state whose leaves walk() gave these names; ValueError when they fit no state."""
+    if "" in leaves:
+        if len(leaves) > 1:
+            raise ValueError(f"one name is a value and holds others: {sorted(leaves)[1]!r}")
+        return leaves[""]
+    groups: dict[str, dict[str, Any]] = {}
+    for name, leaf in leaves.items():
+        first, _, rest = name.partition(".")
+        groups.setdefault(first, {})[rest] = leaf
+    return _container({piece: nest(below) for piece, below in groups.items()})
+
+
+def _container(children: dict[str, Any]) -> Any:
+    found = [_ITEM.fullmatch(piece) for piece in children]
+    if not any(found):
+        return {_unescaped(piece): child for piece, child in children.items()}
+    kinds = {each.lastindex if each else 0 for each in found}
+    if len(kinds) != 1:
+        raise ValueError(f"names of one container are of two kinds: {sorted(children)}")
+    kind = kinds.pop() or 0
+    items = {int(each[kind]): child for each, child in zip(found, children.values(), strict=True) if each}
+    if kind == 3:
+        return items
+    if sorted(items) != list(range(len(children))):
+        raise ValueError(f"items of a list are missing: there are {sorted(children)}")
+    ordered = [items[i] for i in range(len(items))]
+    return ordered if kind == 1 else tuple(ordered)
+
+
+def _unescaped(piece: str) -> str:
+    return "" if piece == "%" else _ESCAPE.sub(lambda found: chr(int(found[1], 16)), piece)
