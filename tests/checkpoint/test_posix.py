@@ -1,0 +1,247 @@
+"""A folder keeps what the stores promise, and says clearly what it cannot."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
+from everstep.checkpoint.store.base import check_name, open_store
+from everstep.checkpoint.store.files import Files
+from everstep.checkpoint.store.posix import PosixStore
+
+PART = "data/a/1/00000.part"
+
+
+class Failing(Files):
+    """One kind of call fails with an error of the system, `times` times; calls are counted."""
+
+    def __init__(self, call: str, number: int, times: int = 10**6) -> None:
+        self.count = 0
+
+        def fail(*_: Any) -> Any:
+            self.count += 1
+            if self.count <= times:
+                raise OSError(number, os.strerror(number))
+            return real(*_)
+
+        real: Callable[..., Any] = getattr(Files, call).__get__(self)
+        setattr(self, call, fail)
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_is_put_is_read(tmp_path: Path) -> None:
+    store = open_store(tmp_path / "deep" / "store")
+    store.put(PART, [b"abc", memoryview(b"defg")], 7)
+    assert store.read(PART) == b"abcdefg"
+    into = bytearray(3)
+    store.read_into(PART, 2, memoryview(into))
+    assert into == b"cde"
+
+
+def test_a_store_is_opened_by_path_or_url(tmp_path: Path) -> None:
+    assert open_store(f"file://{tmp_path}").url == open_store(tmp_path).url == str(tmp_path)
+    with pytest.raises(ValueError, match="no store serves"):
+        open_store("nothing-serves-this://bucket")
+
+
+def test_a_name_that_is_used_is_not_put_again(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    store.put(PART, [b"one"], 3)
+    with pytest.raises(StoreError, match="File exists"):
+        store.put(PART, [b"two"], 3)
+    assert store.read(PART) == b"one"
+
+
+def test_a_read_beyond_the_end_is_damage(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    store.put(PART, [b"abc"], 3)
+    with pytest.raises(Damaged, match="ends at byte 3, 2 bytes too early"):
+        store.read_into(PART, 1, memoryview(bytearray(4)))
+
+
+def test_what_is_not_there_is_missing(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path / "nowhere")
+    with pytest.raises(Missing, match="nowhere/latest"):
+        store.read("latest")
+    with pytest.raises(Missing):
+        store.read_into("data/x", 0, memoryview(bytearray(1)))
+    assert list(store.list("")) == []
+    store.delete(["data/x"])
+    assert store.sweep("", 1e12) == 0
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../b", "a//b", ".hidden", "a/.new-1", "a/", "a\n", "ä"])
+def test_a_name_that_leads_out_of_the_store_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="not the name"):
+        check_name(name)
+    for call in (PosixStore(tmp_path).read, lambda each: PosixStore(tmp_path).delete([each])):
+        with pytest.raises(ValueError, match="not the name"):
+            call(name)
+
+
+def test_of_many_writers_one_is_first(tmp_path: Path) -> None:
+    results: list[tuple[bool, bytes]] = []
+    start = threading.Barrier(8)
+
+    def write(data: bytes) -> None:
+        start.wait()
+        results.append((PosixStore(tmp_path).put_if_absent("manifests/x.json", data), data))
+
+    threads = [threading.Thread(target=write, args=(bytes([i]) * 100,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    ((_, winner),) = [each for each in results if each[0]]
+    assert everything(tmp_path) == {"manifests/x.json": winner}
+
+
+def test_without_links_exclusive_creation_decides(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path, files=Failing("link", errno.EOPNOTSUPP))
+    assert store.put_if_absent("manifests/x", b"first")
+    assert not store.put_if_absent("manifests/x", b"second")
+    assert everything(tmp_path) == {"manifests/x": b"first"}
+
+
+def test_a_link_whose_answer_was_lost_is_one_s_own(tmp_path: Path) -> None:
+    class Lossy(Files):
+        def link(self, old: Path, new: Path) -> None:
+            super().link(old, new)
+            raise FileExistsError(errno.EEXIST, "the client asked twice")
+
+    assert PosixStore(tmp_path, files=Lossy()).put_if_absent("manifests/x", b"first")
+
+
+def test_a_replaced_object_is_never_seen_half(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    store.replace("latest", b"a" * 10_000)
+    stop = threading.Event()
+
+    def replace() -> None:
+        while not stop.is_set():
+            store.replace("latest", b"b" * 10_000)
+            store.replace("latest", b"a" * 10_000)
+
+    thread = threading.Thread(target=replace)
+    thread.start()
+    try:
+        seen = {store.read("latest") for _ in range(300)}
+    finally:
+        stop.set()
+        thread.join()
+    assert seen <= {b"a" * 10_000, b"b" * 10_000}
+
+
+def test_objects_are_listed_by_the_beginning_of_their_names(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    for name in ("data/a/1/x", "data/a/12/y", "data/b/1/x", "latest"):
+        store.replace(name, b"12")
+    (tmp_path / "data" / "a" / ".new-1").touch()
+    assert {(entry.name, entry.size) for entry in store.list("data/a/1")} == {("data/a/1/x", 2), ("data/a/12/y", 2)}
+    assert {entry.name for entry in store.list("")} == {"data/a/1/x", "data/a/12/y", "data/b/1/x", "latest"}
+
+
+def test_the_last_file_takes_the_folders_of_its_step_and_attempt_along(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    for name in ("data/a/1/x", "data/a/2/x"):
+        store.replace(name, b"")
+    store.delete(["data/a/1/x"])
+    assert sorted(path.name for path in tmp_path.glob("data/*/*")) == ["2"]
+    store.delete(["data/a/2/x"])
+    assert list(tmp_path.rglob("*")) == [tmp_path / "data"]
+
+
+def test_sweep_removes_old_temporary_files_only(tmp_path: Path) -> None:
+    store = PosixStore(tmp_path)
+    store.replace("manifests/x", b"")
+    for name, age in (("old", 100.0), ("young", 300.0)):
+        path = tmp_path / "manifests" / f".new-{name}"
+        path.touch()
+        os.utime(path, (age, age))
+    assert store.sweep("", 200.0) == 1
+    assert {path.name for path in (tmp_path / "manifests").iterdir()} == {"x", ".new-young"}
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+@pytest.mark.parametrize("call", ["make_folder", "create", "write", "sync"])
+def test_a_full_disk_is_told_as_such_and_leaves_what_was_there(tmp_path: Path, call: str, number: int) -> None:
+    PosixStore(tmp_path).put(PART, [b"good"], 4)
+    before = everything(tmp_path)
+    store = PosixStore(tmp_path, files=Failing(call, number))
+    with pytest.raises(Full, match=os.strerror(number)):
+        store.put("data/a/2/00000.part", [b"new"], 3)
+    with pytest.raises(Full, match=os.strerror(number)):
+        store.put_if_absent("manifests/x", b"new")
+    assert everything(tmp_path) == before
+
+
+@pytest.mark.parametrize("call", ["create", "write", "sync", "sync_folder", "link", "rename"])
+def test_a_failing_disk_leaves_what_was_there(tmp_path: Path, call: str) -> None:
+    store = PosixStore(tmp_path)
+    store.put(PART, [b"good"], 4)
+    store.replace("latest", b"good")
+    failing = PosixStore(tmp_path, files=Failing(call, errno.EIO))
+    for write in (
+        lambda: failing.put("data/a/2/00000.part", [b"new"], 3),
+        lambda: failing.put_if_absent("manifests/x", b"new"),
+        lambda: failing.replace("latest", b"new"),
+    ):
+        try:
+            write()
+        except StoreError as error:
+            assert "Input/output error" in str(error)  # noqa: PT017 (not every write makes every call)
+    assert store.read(PART) == b"good"
+    assert store.read("latest") == (b"good" if call in ("create", "write", "rename") else b"new")
+
+
+@pytest.mark.parametrize("call", ["sync", "sync_folder"])
+def test_a_failed_fsync_is_not_repeated(tmp_path: Path, call: str) -> None:
+    files = Failing(call, errno.EIO, times=1)
+    with pytest.raises(StoreError, match="Input/output"):
+        PosixStore(tmp_path, files=files).put(PART, [b"data"], 4)
+    assert files.count == 1
+
+
+def test_an_error_of_a_slow_network_mount_may_pass(tmp_path: Path) -> None:
+    with pytest.raises(StoreError) as caught:
+        PosixStore(tmp_path, files=Failing("write", errno.ETIMEDOUT)).put(PART, [b"data"], 4)
+    assert caught.value.may_pass
+
+
+def test_a_short_write_is_continued(tmp_path: Path) -> None:
+    class Short(Files):
+        def write(self, descriptor: int, data: bytes | memoryview) -> int:
+            return super().write(descriptor, memoryview(data)[:3])
+
+    PosixStore(tmp_path, files=Short()).put(PART, [b"abcdefg", b"hi"], 9)
+    assert PosixStore(tmp_path).read(PART) == b"abcdefghi"
+
+
+def test_another_size_than_promised_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="4 bytes were promised, 3 came"):
+        PosixStore(tmp_path).put(PART, [b"abc"], 4)
+    assert everything(tmp_path) == {}
+
+
+def test_a_folder_that_was_removed_a_moment_ago_is_made_again(tmp_path: Path) -> None:
+    class Racing(Files):
+        removed = False
+
+        def make_folder(self, path: Path) -> None:
+            super().make_folder(path)
+            if path.name == "a" and not self.removed:
+                self.removed = True
+                path.rmdir()
+
+    PosixStore(tmp_path, files=Racing()).put(PART, [b"abc"], 3)
+    assert PosixStore(tmp_path).read(PART) == b"abc"

@@ -1,0 +1,121 @@
+"""Plain values come back with their type and their bits, or are refused with their path."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections import Counter, OrderedDict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from everstep.checkpoint.values import Refused, pack, unpack
+
+scalars = st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False)
+names = st.text() | st.integers() | st.booleans() | st.tuples(st.integers())
+plain = st.recursive(
+    scalars | st.complex_numbers(allow_nan=False),
+    lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(names, inner),
+    max_leaves=12,
+)
+
+
+def carried(value: object, **options: bool) -> Any:
+    """Through the text of a manifest and back."""
+    return unpack(json.loads(json.dumps(pack(value, "v", **options), allow_nan=False)), "v", **options)
+
+
+def same(one: object, other: object) -> bool:
+    """Equal with equal types all the way down, and floats with equal bits."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, float) and isinstance(other, float):
+        return struct.pack("d", one) == struct.pack("d", other)
+    if isinstance(one, dict) and isinstance(other, dict):
+        return same(list(one.items()), list(other.items()))
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+@given(plain)
+def test_plain_values_come_back_with_their_types(value: object) -> None:
+    assert same(carried(value), value)
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.nan, math.inf, -math.inf, -0.0, 5e-324, 0.1], ids=repr)
+def test_floats_are_exact(value: float) -> None:
+    assert struct.pack("d", carried(value)) == struct.pack("d", value)
+
+
+ODD = [2**53, -(2**64), True, "\ud800", {"dict": 1}, OrderedDict(b=1, a=2), Counter("aab"), {1, 2}, frozenset("x")]
+
+
+@pytest.mark.parametrize("value", ODD, ids=repr)
+def test_values_that_json_cannot_hold_come_back(value: object) -> None:
+    assert same(carried(value), value)
+
+
+def test_an_int_may_have_any_size() -> None:
+    assert carried(10**5000) == 10**5000
+
+
+@pytest.mark.parametrize("dtype", ["f4", ">f8", "i8", "u1", "?", "c16", "M8[s]", "U3"])
+def test_arrays_come_back_with_dtype_shape_and_bits(dtype: str) -> None:
+    array = numpy.arange(6).astype(dtype).reshape(2, 3)
+    back = carried(array)
+    assert (back.dtype, back.shape, back.tobytes()) == (array.dtype, array.shape, array.tobytes())
+    back[0, 0] = back[1, 1]  # it can be written to
+    assert type(carried(array[1, 2])) is type(array[1, 2])
+    assert carried(array[1, 2]) == array[1, 2]
+
+
+def test_an_array_is_saved_in_row_major_order_whatever_its_own() -> None:
+    array = numpy.asfortranarray(numpy.arange(6).reshape(2, 3))
+    assert (carried(array) == array).all()
+    assert carried(numpy.zeros((0, 3))).shape == (0, 3)
+
+
+def test_the_state_of_a_generator_comes_back() -> None:
+    state = numpy.random.default_rng(1).bit_generator.state
+    assert carried(state) == state
+
+
+@pytest.mark.parametrize("value", [object(), Path("x"), numpy.array([object()]), lambda: 0, type("Own", (dict,), {})()])
+def test_anything_else_is_refused_with_its_path(value: object) -> None:
+    with pytest.raises(Refused, match=r"^optimizer\['groups'\]\[1\]: .* without pickle"):
+        pack({"groups": [1, value]}, "optimizer")
+
+
+def test_pickle_is_allowed_at_both_ends_or_not_at_all() -> None:
+    packed = pack(Path("x"), allow_pickle=True)
+    assert unpack(packed, allow_pickle=True) == Path("x")
+    with pytest.raises(Refused, match="allow_pickle"):
+        unpack(packed, "v")
+    with pytest.raises(Refused, match="allow_pickle"):
+        unpack({"tuple": [packed]}, "v")
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [{}, {"a": 1, "b": 2}, {"unknown": 1}, {"int": "zz"}, {"float": "00"}, {"bytes": "?"}, {"tuple": 3}, {"dict": [1]},
+     {"numpy.ndarray": {"dtype": "O", "shape": [1], "data": ""}},
+     {"numpy.ndarray": {"dtype": "f4", "shape": [3], "data": ""}}],
+    ids=str,
+)  # fmt: skip
+def test_what_nobody_packed_is_refused(packed: object) -> None:
+    with pytest.raises(Refused):
+        unpack(packed, "v")
+
+
+@pytest.mark.torch
+def test_torch_s_names_of_things_come_back() -> None:
+    torch = pytest.importorskip("torch")
+    for value in (torch.bfloat16, torch.device("cuda:1"), torch.Size([2, 3])):
+        assert carried(value) == value
+        assert type(carried(value)) is type(value)

@@ -1,0 +1,61 @@
+"""What can be wrong with a checkpoint or its store; every error says where and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CheckpointError(Exception):
+    """Anything that everstep.checkpoint refuses or cannot do."""
+
+
+class Damaged(CheckpointError):
+    """The bytes of `name` are not what was written."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name}: {why}")
+        self.name = name
+        self.why = why
+
+
+class Incomplete(CheckpointError):
+    """Nobody wrote these elements: `region` is a (start, stop) for each dimension of `tensor`."""
+
+    def __init__(self, tensor: str, region: Sequence[tuple[int, int]]) -> None:
+        where = ", ".join(f"{start}:{stop}" for start, stop in region)
+        super().__init__(f"{tensor}[{where}] was written by nobody")
+        self.tensor = tensor
+        self.region = tuple(region)
+
+
+class Conflict(CheckpointError):
+    """Two writers of one checkpoint disagree about `name`, or both wrote it."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(f"{name}: {why}")
+        self.name = name
+        self.why = why
+
+
+class StoreError(CheckpointError):
+    """A store did not do `what` at `where`; `may_pass`: the same call may succeed later."""
+
+    def __init__(self, what: str, where: str, *, may_pass: bool = False) -> None:
+        super().__init__(f"{where}: {what}")
+        self.what = what
+        self.where = where
+        self.may_pass = may_pass
+
+
+class Missing(StoreError):
+    """There is no object of this name."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__("there is no such object", where)
+
+
+class Full(StoreError):
+    """No space or quota is left; earlier checkpoints are as they were."""
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(why, where, may_pass=True)

@@ -1,0 +1,269 @@
+"""What a manifest says and how it is written: one line of JSON and one line with its checksum.
+
+Pure: no store, no clock. docs/checkpoints.md is the same for who writes a reader in another language.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from everstep.checkpoint.checksum import ALGORITHMS, DEFAULT, digest, width
+from everstep.checkpoint.errors import Conflict, Damaged, Incomplete
+from everstep.checkpoint.keys import Attempt, Key
+
+__all__ = [
+    "ALIGN", "CHUNK", "FORMAT", "HEADER", "Attempt", "Chunk", "Conflict", "Damaged", "Incomplete", "Key", "Manifest",
+    "Part", "Shard", "Tensor", "aligned", "chunk_lengths", "decode", "encode", "itemsize", "part_header",
+]  # fmt: skip
+
+FORMAT = 1
+MAGIC = b"EVERSTEP"
+HEADER = 4096  # bytes before the first tensor of a part
+ALIGN = 64  # bytes; every shard begins at a multiple
+CHUNK = 8 << 20  # bytes at most
+
+_HEX = frozenset("0123456789abcdef")
+
+_ITEMSIZE = {
+    "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
+    "float16": 2, "bfloat16": 2, "float32": 4, "float64": 8, "complex32": 4, "complex64": 8, "complex128": 16,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e4m3fnuz": 1, "float8_e5m2fnuz": 1, "float8_e8m0fnu": 1,
+    "float4_e2m1fn_x2": 1,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Bytes [offset, offset + length) of the file of `parts[part]`; `sum` in hex."""
+
+    part: int
+    offset: int
+    length: int
+    sum: str
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The box [offsets, offsets + sizes) of a tensor; its chunks, one after the other, are its row-major bytes."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """`dtype` as torch prints it without "torch."; `shape` of the whole tensor in elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    shards: tuple[Shard, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A file of raw tensor bytes: its name in the store, its size in bytes, the checksum of its header in hex."""
+
+    name: str
+    size: int
+    header: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one node wrote (`nodes` is 1), or a whole checkpoint. `values` are packed (see values.py)."""
+
+    key: Key
+    world: int
+    nodes: int
+    model: str
+    checksum: str
+    created: float
+    parts: tuple[Part, ...]
+    tensors: dict[str, Tensor]
+    values: dict[str, object]
+
+
+def itemsize(dtype: str) -> int:
+    """Bytes of one element; ValueError for a dtype that the format does not know."""
+    size = _ITEMSIZE.get(dtype)
+    if size is None:
+        raise ValueError(f"the format knows no tensors of {dtype}")
+    return size
+
+
+def aligned(offset: int) -> int:
+    """The first offset at or after this one where a shard may begin."""
+    return -(-offset // ALIGN) * ALIGN
+
+
+def chunk_lengths(size: int) -> list[int]:
+    """How `size` bytes of a shard are cut: whole chunks and a rest."""
+    return [min(CHUNK, size - start) for start in range(0, size, CHUNK)]
+
+
+def part_header(key: Key, rank: int, checksum: str = DEFAULT) -> bytes:
+    """The first HEADER bytes of a part: enough to tell what a stray file is."""
+    fields = {
+        "format": FORMAT,
+        "attempt": str(key.attempt),
+        "step": key.step,
+        "rank": rank,
+        "checksum": checksum,
+    }
+    return (MAGIC + _line(fields)).ljust(HEADER, b"\0")
+
+
+def encode(manifest: Manifest) -> bytes:
+    """The bytes of the manifest; ValueError when it contradicts itself."""
+    _check(manifest)
+    first = _line(_plain(manifest))
+    return first + f"{manifest.checksum} {digest(manifest.checksum, first)}\n".encode()
+
+
+def decode(data: bytes, name: str) -> Manifest:
+    """The manifest that encode() gave `data`; `name` is for the message. Damaged for anything else."""
+    first, newline, second = data.partition(b"\n")
+    algorithm = second.split(b" ")[0].decode("ascii", "replace")
+    if not newline or algorithm not in ALGORITHMS:
+        raise Damaged(name, "is no manifest: its second line is missing or names no known checksum")
+    if second != f"{algorithm} {digest(algorithm, first + newline)}\n".encode():
+        raise Damaged(name, "its first line does not have the checksum that its second line says")
+    # From here on it is what somebody wrote; an error is a writer's mistake or another format.
+    try:
+        fields = json.loads(first)
+        if fields["format"] != FORMAT:
+            raise Damaged(name, f"has format {fields['format']}; this version of everstep reads format {FORMAT}")
+        manifest = _typed(fields)
+        _check(manifest)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(name, f"has a checksum that holds but no manifest of format {FORMAT}: {error!r}") from error
+    return manifest
+
+
+def _line(fields: dict[str, Any]) -> bytes:
+    # Keys are sorted so that equal manifests are equal bytes, whoever writes them.
+    return json.dumps(fields, separators=(",", ":"), sort_keys=True, allow_nan=False).encode() + b"\n"
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "attempt": str(manifest.key.attempt),
+        "step": manifest.key.step,
+        "world": manifest.world,
+        "nodes": manifest.nodes,
+        "model": manifest.model,
+        "checksum": manifest.checksum,
+        "created": manifest.created,
+        "parts": [{"name": part.name, "size": part.size, "header": part.header} for part in manifest.parts],
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": tensor.shape,
+                "shards": [
+                    {
+                        "offsets": shard.offsets,
+                        "sizes": shard.sizes,
+                        "chunks": [(each.part, each.offset, each.length, each.sum) for each in shard.chunks],
+                    }
+                    for shard in tensor.shards
+                ],
+            }
+            for name, tensor in manifest.tensors.items()
+        },
+        "values": manifest.values,
+    }
+
+
+def _typed(fields: dict[str, Any]) -> Manifest:
+    return Manifest(
+        key=Key(Attempt.parse(fields["attempt"]), _number(fields["step"])),
+        world=_number(fields["world"]),
+        nodes=_number(fields["nodes"]),
+        model=_text(fields["model"]),
+        checksum=_text(fields["checksum"]),
+        created=_seconds(fields["created"]),
+        parts=tuple(
+            Part(_text(each["name"]), _number(each["size"]), _text(each["header"])) for each in fields["parts"]
+        ),
+        tensors={
+            name: Tensor(_text(each["dtype"]), _numbers(each["shape"]), tuple(_shard(box) for box in each["shards"]))
+            for name, each in fields["tensors"].items()
+        },
+        values=dict(fields["values"].items()),
+    )
+
+
+def _shard(fields: dict[str, Any]) -> Shard:
+    chunks = tuple(
+        Chunk(_number(part), _number(offset), _number(length), _text(sum_))
+        for part, offset, length, sum_ in fields["chunks"]
+    )
+    return Shard(_numbers(fields["offsets"]), _numbers(fields["sizes"]), chunks)
+
+
+def _number(value: object) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"not a number of something: {value!r}")
+    return value
+
+
+def _numbers(values: list[object]) -> tuple[int, ...]:
+    return tuple(_number(each) for each in values)
+
+
+def _seconds(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"not a time: {value!r}")
+    return float(value)
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"not a text: {value!r}")
+    return value
+
+
+def _check(manifest: Manifest) -> None:
+    """A reader trusts these: it computes addresses and sizes from them. ValueError says what does not hold."""
+    if manifest.checksum not in ALGORITHMS:
+        raise ValueError(f"no such checksum: {manifest.checksum}")
+    if not (manifest.world >= 1 and manifest.nodes >= 1):
+        raise ValueError(f"a checkpoint of {manifest.world} ranks on {manifest.nodes} nodes")
+    names = [part.name for part in manifest.parts]
+    if len(set(names)) != len(names):
+        raise ValueError("two parts have the same name")
+    digits = width(manifest.checksum)
+    for part in manifest.parts:
+        inside = part.name.removeprefix(manifest.key.data_prefix)
+        if inside == part.name or not inside or inside.startswith(".") or "/" in inside:
+            raise ValueError(f"{part.name} is not a file of {manifest.key.data_prefix}")
+        if part.size < HEADER or not _is_sum(part.header, digits):
+            raise ValueError(f"{part.name} has {part.size} bytes and a header with sum {part.header}")
+    for name, tensor in manifest.tensors.items():
+        _check_tensor(name, tensor, manifest.parts, digits)
+
+
+def _check_tensor(name: str, tensor: Tensor, parts: tuple[Part, ...], digits: int) -> None:
+    size = itemsize(tensor.dtype)
+    for shard in tensor.shards:
+        if not len(shard.offsets) == len(shard.sizes) == len(tensor.shape):
+            raise ValueError(f"{name} has {len(tensor.shape)} dimensions, a shard has others")
+        for offset, length, extent in zip(shard.offsets, shard.sizes, tensor.shape, strict=True):
+            if offset < 0 or length < 0 or offset + length > extent:
+                raise ValueError(f"a shard of {name} reaches beyond its shape {tensor.shape}")
+        if sum(chunk.length for chunk in shard.chunks) != prod(shard.sizes) * size:
+            raise ValueError(f"the chunks of a shard of {name} have another size than the shard")
+        for chunk in shard.chunks:
+            if not (0 <= chunk.part < len(parts) and 0 < chunk.length <= CHUNK and _is_sum(chunk.sum, digits)):
+                raise ValueError(f"a chunk of {name} is not possible: {chunk}")
+            if not HEADER <= chunk.offset <= parts[chunk.part].size - chunk.length:
+                raise ValueError(f"a chunk of {name} is outside of its part: {chunk}")
+
+
+def _is_sum(text: str, digits: int) -> bool:
+    return len(text) == digits and _HEX.issuperset(text)

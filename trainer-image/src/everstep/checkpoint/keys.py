@@ -1,0 +1,87 @@
+"""How a checkpoint is named: by the attempt that wrote it and its step, so that names sort as they are chosen."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+MANIFESTS = "manifests/"
+DATA = "data/"
+
+_ATTEMPT = re.compile(r"(\d{10})\.(\d{10})", re.ASCII)
+_KEY = re.compile(r"(\d{10}\.\d{10})-(\d{12})", re.ASCII)
+
+
+@dataclass(frozen=True, order=True)
+class Attempt:
+    """The ordered fencing token of a run: both numbers below 10**10."""
+
+    epoch: int
+    generation: int
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.epoch < 10**10 and 0 <= self.generation < 10**10):
+            raise ValueError(f"an attempt is two numbers of at most ten digits, not {self.epoch} and {self.generation}")
+
+    def __str__(self) -> str:
+        return f"{self.epoch:010d}.{self.generation:010d}"
+
+    @classmethod
+    def parse(cls, text: str) -> Attempt:
+        """The attempt that str() gave `text`; ValueError for anything else."""
+        found = _ATTEMPT.fullmatch(text)
+        if not found:
+            raise ValueError(f"not an attempt: {text!r}")
+        return cls(int(found[1]), int(found[2]))
+
+
+@dataclass(frozen=True, order=True)
+class Key:
+    """A checkpoint. The greatest is the newest: a later attempt wins whatever the steps are."""
+
+    attempt: Attempt
+    step: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.step < 10**12:
+            raise ValueError(f"a step is a number of at most twelve digits, not {self.step}")
+
+    def __str__(self) -> str:
+        return f"{self.attempt}-{self.step:012d}"
+
+    @classmethod
+    def parse(cls, text: str) -> Key:
+        """The key that str() gave `text`; ValueError for anything else."""
+        found = _KEY.fullmatch(text)
+        if not found:
+            raise ValueError(f"not a checkpoint's key: {text!r}")
+        return cls(Attempt.parse(found[1]), int(found[2]))
+
+    @classmethod
+    def of_manifest(cls, name: str) -> Key:
+        """The key of a manifest's name in the store; ValueError for any other name."""
+        if not (name.startswith(MANIFESTS) and name.endswith(".json")):
+            raise ValueError(f"not a manifest's name: {name!r}")
+        return cls.parse(name[len(MANIFESTS) : -len(".json")])
+
+    @classmethod
+    def of_data(cls, name: str) -> Key:
+        """The key whose data the file `name` of the store is; ValueError for any other name."""
+        parts = name.split("/")
+        if len(parts) != 4 or f"{parts[0]}/" != DATA:
+            raise ValueError(f"not the name of data: {name!r}")
+        return cls.parse(f"{parts[1]}-{parts[2]}")
+
+    @property
+    def manifest_name(self) -> str:
+        return f"{MANIFESTS}{self}.json"
+
+    @property
+    def data_prefix(self) -> str:
+        return f"{DATA}{self.attempt}/{self.step:012d}/"
+
+    def part_name(self, rank: int) -> str:
+        return f"{self.data_prefix}{rank:05d}.part"
+
+    def node_name(self, node: int) -> str:
+        return f"{self.data_prefix}{node:05d}.json"

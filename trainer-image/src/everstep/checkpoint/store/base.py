@@ -1,0 +1,97 @@
+"""What every store promises. The commit rule is built on these promises alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
+
+__all__ = ["Damaged", "Entry", "Full", "Missing", "Store", "StoreError", "check_name", "open_store"]
+
+# Names are made by keys.py or are lease ids; anything else is a mistake or a manifest that wants out of its store.
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """An object: `size` in bytes, `modified` in seconds since 1970 by the store's clock."""
+
+    name: str
+    size: int
+    modified: float
+
+
+class Store(Protocol):
+    """Named, immutable objects of bytes, and a few small ones that are replaced.
+
+    Errors of every call: StoreError, of which Full is a place without room. A call that fails leaves what was there.
+    Every call that waits for a network has a timeout, and bounded retries where repeating it is safe.
+    """
+
+    @property
+    def url(self) -> str:
+        """What open_store() was given, made absolute."""
+        ...
+
+    def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+        """Write `size` bytes under a name that was never used; durable when this returns, with all its directories."""
+        ...
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """Write a small object, atomically and durably. False: somebody was first, and nothing has changed."""
+        ...
+
+    def replace(self, name: str, data: bytes) -> None:
+        """Write a small object, whatever was there. Readers see the old or the new one; a power loss may lose it.
+
+        For messages between running processes and for what nobody believes: node manifests, hints, leases.
+        """
+        ...
+
+    def read(self, name: str) -> bytes:
+        """A small object. Missing."""
+        ...
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset`. Missing; Damaged if there are fewer. Safe to call from threads."""
+        ...
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        """The objects whose names begin with `prefix`, at any depth, in no order."""
+        ...
+
+    def delete(self, names: Iterable[str]) -> None:
+        """Remove objects; those that are absent are fine."""
+        ...
+
+    def sweep(self, prefix: str, before: float) -> int:
+        """Remove what calls that died left behind and nobody can read: unfinished uploads, temporary files.
+
+        Only those under `prefix` that were begun before the time `before`; returns how many.
+        """
+        ...
+
+
+def check_name(name: str) -> str:
+    """`name` itself; ValueError unless it is a relative path of plain segments of which none begins with a dot."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"not the name of an object: {name!r}")
+    return name
+
+
+def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
+    """The store at a folder's path or at a URL. ValueError for a URL that no store serves.
+
+    `options` go to the store of that kind. Only the module that serves `url` is imported.
+    """
+    text = os.fspath(url)
+    scheme, found, path = text.partition("://")
+    if not found or scheme == "file":
+        from everstep.checkpoint.store.posix import PosixStore
+
+        return PosixStore(path if found else text, **options)
+    raise ValueError(f"no store serves {scheme}://")

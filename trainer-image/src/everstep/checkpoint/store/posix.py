@@ -1,0 +1,236 @@
+"""A folder: local disk, NFS, a mounted volume. Durable means: the data and every directory entry that leads to it.
+
+There is no timeout: a call into a file system that hangs cannot be taken back. Saving happens in another process than
+training for this reason too; a network mount's own options (`soft`, `timeo`) turn a hang into an error.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
+from everstep.checkpoint.store.base import Entry, check_name
+from everstep.checkpoint.store.files import Files
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_MAY_PASS = {errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EBUSY, errno.ENFILE, errno.EMFILE}
+_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+
+_TEMPORARY = ".new-"  # no name of an object begins with a dot
+
+
+class PosixStore:
+    """Objects are files under one folder, which is made when the first one is written."""
+
+    def __init__(self, folder: str | os.PathLike[str], *, files: Files | None = None) -> None:
+        self._root = Path(folder).absolute()
+        self._files = files or Files()
+        self._anchored = False
+
+    @property
+    def url(self) -> str:
+        return str(self._root)
+
+    def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+        path = self._path(name)
+        with _errors(f"write {name}", self.url):
+            self._make_folders(path.parent)
+            # Under its own name at once: no manifest speaks of it before it is durable.
+            self._write(path, data, size, durable=True)
+            self._sync_folders(path.parent)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        path = self._path(name)
+        with _errors(f"write {name}", self.url):
+            self._make_folders(path.parent)
+            new = path.with_name(_TEMPORARY + secrets.token_hex(8))
+            self._write(new, [data], len(data), durable=True)
+            try:
+                first = self._link(new, path)
+                if first:
+                    self._sync_folders(path.parent)
+            finally:
+                with suppress(OSError):
+                    self._files.remove(new)
+        return first
+
+    def replace(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+        with _errors(f"write {name}", self.url):
+            self._make_folders(path.parent)
+            new = path.with_name(_TEMPORARY + secrets.token_hex(8))
+            self._write(new, [data], len(data), durable=False)
+            self._files.rename(new, path)
+
+    def read(self, name: str) -> bytes:
+        with _errors(f"read {name}", self.url, name):
+            return self._path(name).read_bytes()
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+        rest = into.cast("B")
+        with _errors(f"read {name}", self.url, name):
+            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                while rest:
+                    count = os.preadv(descriptor, [rest], offset)
+                    if not count:
+                        raise Damaged(name, f"ends at byte {offset}, {len(rest)} bytes too early")
+                    offset, rest = offset + count, rest[count:]
+            finally:
+                os.close(descriptor)
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        folder = self._root / prefix.rpartition("/")[0]
+        with _errors(f"list {prefix}", self.url):
+            for path, status in _walk(folder):
+                name = path.relative_to(self._root).as_posix()
+                if name.startswith(prefix) and not path.name.startswith("."):
+                    yield Entry(name, status.st_size, status.st_mtime)
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            path = self._path(name)
+            with _errors(f"remove {name}", self.url):
+                with suppress(FileNotFoundError):
+                    self._files.remove(path)
+                self._remove_empty(path.parent)
+
+    def sweep(self, prefix: str, before: float) -> int:
+        count = 0
+        folder = self._root / prefix.rpartition("/")[0]
+        with _errors(f"sweep {prefix}", self.url):
+            for path, status in _walk(folder):
+                if path.name.startswith(_TEMPORARY) and status.st_mtime < before:
+                    with suppress(FileNotFoundError):
+                        self._files.remove(path)
+                        count += 1
+        return count
+
+    def _path(self, name: str) -> Path:
+        return self._root / check_name(name)
+
+    def _remove_empty(self, folder: Path) -> None:
+        # Folders of one attempt or step go with their last file; those that every attempt uses stay.
+        while len(folder.relative_to(self._root).parts) > 1:
+            try:
+                if not _is_empty(folder):
+                    return
+                self._files.remove_folder(folder)
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                    return
+                raise
+            folder = folder.parent
+
+    def _make_folders(self, folder: Path) -> None:
+        while True:
+            try:
+                self._files.make_folder(folder)
+            except FileExistsError:
+                return
+            except FileNotFoundError:
+                # A parent is not there yet, or was removed with its last file a moment ago.
+                self._make_folders(folder.parent)
+            else:
+                return
+
+    def _write(self, path: Path, data: Iterable[bytes | memoryview], size: int, *, durable: bool) -> None:
+        descriptor = self._files.create(path)
+        try:
+            try:
+                count = 0
+                for piece in data:
+                    rest = memoryview(piece).cast("B")
+                    count += len(rest)
+                    while rest:
+                        rest = rest[self._files.write(descriptor, rest) :]
+                if count != size:
+                    raise ValueError(f"{path}: {size} bytes were promised, {count} came")
+                if durable:
+                    self._files.sync(descriptor)
+            finally:
+                os.close(descriptor)
+        except BaseException:
+            # Room for who comes next; the file has no meaning, and after a failed fsync no bytes to rely on.
+            with suppress(OSError):
+                self._files.remove(path)
+            raise
+
+    def _link(self, new: Path, path: Path) -> bool:
+        try:
+            self._files.link(new, path)
+        except FileExistsError:
+            # NFS repeats a request whose answer was lost: then it is our own link that is in the way.
+            return new.stat().st_ino == path.stat().st_ino
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            return self._create_whole(path, new.read_bytes())
+        return True
+
+    def _create_whole(self, path: Path, data: bytes) -> bool:
+        # Exclusive creation decides who is first; a reader may see a beginning, whose checksum does not hold.
+        try:
+            self._write(path, [data], len(data), durable=True)
+        except FileExistsError:
+            return False
+        return True
+
+    def _sync_folders(self, folder: Path) -> None:
+        """Every entry that leads to `folder`'s files becomes durable, also one whose maker died before he synced it."""
+        self._files.sync_folder(folder)
+        if folder != self._root:
+            self._sync_folders(folder.parent)
+        elif not self._anchored:
+            self._anchor()
+
+    def _anchor(self) -> None:
+        # Once, since nobody here removes the store's own folder: the entries that lead to it, up to its mount point.
+        for folder in self._root.parents:
+            if folder.stat().st_dev != self._root.stat().st_dev:
+                break
+            # A folder that this user may not read was not made by this user's run.
+            with suppress(PermissionError):
+                self._files.sync_folder(folder)
+        self._anchored = True
+
+
+@contextmanager
+def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
+    """OSError becomes an error of the store; with `name`, that of an object which is read."""
+    try:
+        yield
+    except OSError as error:
+        if name and error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+            raise Missing(f"{url}/{name}") from error
+        why = f"could not {what}: {os.strerror(error.errno) if error.errno else error}"
+        if error.errno in _NO_ROOM:
+            raise Full(url, why) from error
+        raise StoreError(why, url, may_pass=error.errno in _MAY_PASS) from error
+
+
+def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """All files below; those that vanish meanwhile are left out."""
+    try:
+        entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    for entry in entries:
+        path = Path(entry.path)
+        if entry.is_dir(follow_symlinks=False):
+            yield from _walk(path)
+        else:
+            with suppress(FileNotFoundError):
+                yield path, entry.stat(follow_symlinks=False)
+
+
+def _is_empty(folder: Path) -> bool:
+    with os.scandir(folder) as entries:
+        return next(entries, None) is None

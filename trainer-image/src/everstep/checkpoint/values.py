@@ -1,0 +1,176 @@
+"""Plain values as tagged JSON: what is packed is unpacked with the same type and the same bits, without pickle.
+
+None, bool, str, ints that a double holds and finite floats are themselves, a list is a list; everything else is an
+object with one key, its tag. So an unknown tag is refused, never taken for a dictionary of the user.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import pickle
+import struct
+import sys
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+from everstep.checkpoint.errors import CheckpointError
+
+# Greater ones would be rounded by readers whose numbers are doubles.
+_EXACT = 2**53
+
+# Bool, integers, floats, complex, dates, bytes and text of a fixed width: their bytes are the whole value.
+_PLAIN_KINDS = "biufcmMSU"
+
+_PAIRS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "Counter": lambda pairs: Counter(dict(pairs)),
+}
+_ITEMS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+class Refused(CheckpointError):
+    """The value at `path` cannot be saved, or not be restored, without pickle."""
+
+    def __init__(self, path: str, why: str) -> None:
+        super().__init__(f"{path or 'the value'}: {why}")
+        self.path = path
+
+
+def pack(value: Any, path: str = "", *, allow_pickle: bool = False) -> object:
+    """What json can write for `value`; `path` names it in messages. Refused for a type without a tag."""
+    kind = type(value)
+    if value is None or kind in (bool, str):
+        return value
+    if kind is int:
+        return value if abs(value) < _EXACT else {"int": f"{value:x}"}
+    if kind is float:
+        return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
+    if kind is list:
+        return [pack(each, f"{path}[{i}]", allow_pickle=allow_pickle) for i, each in enumerate(value)]
+    return _tagged(value, path, allow_pickle)
+
+
+def unpack(packed: Any, path: str = "", *, allow_pickle: bool = False) -> Any:
+    """The value that pack() was given. Refused for a tag that is unknown, damaged, or a pickle that is not allowed."""
+    if packed is None or isinstance(packed, bool | str | int | float):
+        return packed
+    if isinstance(packed, list):
+        return [unpack(each, f"{path}[{i}]", allow_pickle=allow_pickle) for i, each in enumerate(packed)]
+    if not (isinstance(packed, dict) and len(packed) == 1):
+        raise Refused(path, "is not a packed value: an object has exactly one key, its tag")
+    ((tag, content),) = packed.items()
+    if tag == "pickle" and not allow_pickle:
+        raise Refused(path, "was saved with allow_pickle=True and can only be restored so, from a store that you trust")
+    try:
+        return _untagged(tag, content, path, allow_pickle)
+    except (ValueError, TypeError, KeyError, AttributeError, ImportError, struct.error) as error:
+        raise Refused(path, f"what is tagged {tag!r} cannot be read: {error}") from error
+
+
+def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
+    name = type(value).__name__
+
+    def inner(each: Any, where: str) -> object:
+        return pack(each, f"{path}[{where}]", allow_pickle=allow_pickle)
+
+    if type(value) in (dict, OrderedDict, Counter):
+        return {name: [[inner(key, f"key {key!r}"), inner(each, repr(key))] for key, each in value.items()]}
+    if type(value) is tuple:
+        return {name: [inner(each, str(i)) for i, each in enumerate(value)]}
+    if type(value) in (set, frozenset):
+        # Sorted, so that equal sets of two ranks are equal bytes.
+        return {name: sorted((inner(each, repr(each)) for each in value), key=json.dumps)}
+    if type(value) is bytes:
+        return {name: _base64(value)}
+    if type(value) is complex:
+        return {name: struct.pack(">dd", value.real, value.imag).hex()}
+    known = _of_numpy(value) or _of_torch(value)
+    if known:
+        return known
+    if allow_pickle:
+        return {"pickle": _base64(pickle.dumps(value))}
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    raise Refused(path, f"a {kind} cannot be saved without pickle; save its state_dict(), or pass allow_pickle=True")
+
+
+def _untagged(tag: str, content: Any, path: str, allow_pickle: bool) -> Any:
+    def inner(each: Any) -> Any:
+        return unpack(each, f"{path}.{tag}", allow_pickle=allow_pickle)
+
+    if tag in _PAIRS:
+        return _PAIRS[tag]([(inner(key), inner(value)) for key, value in content])
+    if tag in _ITEMS:
+        return _ITEMS[tag]([inner(each) for each in content])
+    match tag:
+        case "int":
+            return int(content, 16)
+        case "float":
+            return struct.unpack(">d", bytes.fromhex(content))[0]
+        case "complex":
+            return complex(*struct.unpack(">dd", bytes.fromhex(content)))
+        case "bytes":
+            return base64.b64decode(content, validate=True)
+        case "numpy.ndarray" | "numpy.scalar":
+            return _to_numpy(tag, content)
+        case "torch.dtype" | "torch.device" | "torch.Size":
+            return _to_torch(tag, content)
+        case "pickle":
+            return pickle.loads(base64.b64decode(content, validate=True))  # noqa: S301 (the caller has allowed it)
+    raise Refused(path, f"the format knows no values that are tagged {tag!r}")
+
+
+def _base64(data: bytes) -> str:
+    return base64.b64encode(data).decode()
+
+
+def _of_numpy(value: Any) -> dict[str, object] | None:
+    # Nobody holds an array of a library that is not loaded; so packing costs no import.
+    numpy = sys.modules.get("numpy")
+    if numpy is None or not (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
+        return None
+    if value.dtype.kind not in _PLAIN_KINDS:
+        return None
+    tag = "numpy.ndarray" if type(value) is numpy.ndarray else "numpy.scalar"
+    return {tag: {"dtype": value.dtype.str, "shape": list(value.shape), "data": _base64(value.tobytes())}}
+
+
+def _to_numpy(tag: str, content: dict[str, Any]) -> Any:
+    import numpy
+
+    dtype = numpy.dtype(content["dtype"])
+    if dtype.kind not in _PLAIN_KINDS:
+        raise ValueError(f"no plain dtype: {dtype}")
+    # A copy, because an array over bytes could not be written to.
+    array = numpy.frombuffer(base64.b64decode(content["data"], validate=True), dtype).reshape(content["shape"]).copy()
+    return array if tag == "numpy.ndarray" else array[()]
+
+
+def _of_torch(value: Any) -> dict[str, object] | None:
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    if isinstance(value, torch.dtype):
+        return {"torch.dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"torch.device": str(value)}
+    if isinstance(value, torch.Size):
+        return {"torch.Size": list(value)}
+    return None
+
+
+def _to_torch(tag: str, content: Any) -> Any:
+    import torch
+
+    match tag:
+        case "torch.dtype":
+            found = getattr(torch, content)
+            if not isinstance(found, torch.dtype):
+                raise ValueError(f"no dtype of torch: {content}")
+            return found
+        case "torch.device":
+            return torch.device(content)
+    return torch.Size(content)
