@@ -11,10 +11,10 @@ import signal
 import subprocess
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from e2e.cluster import backend, binaries, golden
+from e2e.cluster import backend, binaries, golden, network_policy
 from e2e.cluster.local import LocalCluster
 from e2e.harness import Cluster, Object, wait
 from e2e.images.catalogue import images
@@ -98,9 +98,9 @@ def _load(running: backend.Cluster, only: Iterable[str] | None) -> None:
             archive.unlink(missing_ok=True)
 
 
-def install(found: Cluster, **values: str) -> None:
-    """`helm upgrade --install`, wait for the operator, then the pools. Idempotent."""
-    settings = [f"--set-string={key}={value}" for key, value in values.items()]
+def install(found: Cluster, **values: object) -> None:
+    """`helm upgrade --install` with these values, wait for the operator, then the pools. Idempotent."""
+    settings = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
     # The tag of a development image does not change with its content: its key makes the operator's pod a new one.
     key = next(image.key for image in images() if image.name == OPERATOR_IMAGE)
     helm(
@@ -192,6 +192,20 @@ def another_agent(found: Cluster) -> Iterator[None]:
         yield
     finally:
         install(found)
+
+
+@contextmanager
+def network_policies(found: Cluster) -> Iterator[None]:
+    """NetworkPolicies hold for the time of the block, the operator's own among them."""
+    running = backend.choose()
+    # Elsewhere the cluster's own network enforces them, or does not: a test that needs it looks for itself.
+    enforced = network_policy.enforced(running) if isinstance(running, LocalCluster) else nullcontext()
+    with enforced:
+        install(found, **{"networkPolicy.enabled": True})
+        try:
+            yield
+        finally:
+            install(found)
 
 
 def agent_of(pod: Object) -> str:

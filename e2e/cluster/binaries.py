@@ -95,6 +95,7 @@ PROGRAMS = {
         Program("coredns", "coredns", "github.com/coredns/coredns"),
         Program("helm", "helm", "helm.sh/helm/v3/cmd/helm", _helm_stamps()),
         Program("kwok", "kwok", "sigs.k8s.io/kwok/cmd/kwok", (f"sigs.k8s.io/kwok/pkg/consts.Version={KWOK_VERSION}",)),
+        Program("kube-router", "kube-router", "github.com/cloudnativelabs/kube-router/cmd/kube-router"),
         Program("kind", "kind", "sigs.k8s.io/kind"),
         Program("versitygw", "versitygw", "github.com/versity/versitygw/cmd/versitygw"),
     )

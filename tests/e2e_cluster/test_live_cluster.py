@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.cluster import oci, packages
+from e2e.cluster import network_policy, oci, packages
 from e2e.cluster.kubectl import Kubectl, Object, is_ready
 from e2e.cluster.local import LocalCluster
 from e2e.cluster.waiting import until
@@ -141,6 +141,39 @@ def test_the_host_reaches_pods(gang: Kubectl) -> None:
     address = gang.run("get", "pod", "-n", NAMESPACE, "gang-2", "-o", "jsonpath={.status.podIP}")
     with urllib.request.urlopen(f"http://{address}:8080", timeout=5) as answer:
         assert answer.read() == b"algo-2\n"
+
+
+def _rules(cluster: LocalCluster) -> list[str]:
+    """Filter rules and IP sets of all nodes, without what kube-proxy changes by itself at any time."""
+    found = []
+    for node in cluster.nodes:
+        command = [*node.inside(), "sh", "-c", "iptables-save -t filter; ipset list -name"]
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        found += [
+            f"{node.name} {line.split(' [')[0]}" for line in lines if line[:1] != "#" and "KUBE-SERVICES" not in line
+        ]
+    return found
+
+
+def test_policies_hold_while_they_are_asked_for_and_leave_nothing(cluster: LocalCluster, gang: Kubectl) -> None:
+    last = len(cluster.nodes)
+    deny = {"podSelector": {"matchLabels": {"closed": "yes"}}, "policyTypes": ["Ingress"]}
+    named = {"apiVersion": "networking.k8s.io/v1", "kind": "NetworkPolicy", "metadata": {"name": "first-is-closed"}}
+    gang.run("label", "-n", NAMESPACE, "pod", "gang-1", "closed=yes")
+    gang.run("apply", "-n", NAMESPACE, "-f", "-", stdin=json.dumps({**named, "spec": deny}))
+
+    def reached(number: int) -> bool:
+        script = f"timeout 5 wget -qO- http://algo-{number}.gang:8080 || true"
+        return _inside(gang, f"gang-{last}", script) == f"algo-{number}"
+
+    packages.ensure(network_policy.PACKAGES)
+    before = _rules(cluster)
+    assert reached(1), "nobody enforces policies by default"
+    with network_policy.enforced(cluster):
+        until(lambda: not reached(1), "gang-1 is closed", 10)
+        assert reached(2)
+    assert reached(1)
+    assert _rules(cluster) == before
 
 
 @pytest.mark.chaos
