@@ -86,6 +86,7 @@ class Simulation:
 
     world: World
     job: str
+    nodes: tuple[str, ...] = ()  # where pod 0, pod 1 … run; default: all on one
     finish: asyncio.Event = field(default_factory=asyncio.Event)
     leaders: dict[str, FakeLeader] = field(default_factory=dict)
     pods_seen: set[tuple[str, str]] = field(default_factory=set)
@@ -119,7 +120,8 @@ class Simulation:
             if "deletionTimestamp" in meta:
                 await self.world.remove(pod)
             elif pod["status"]["phase"] == "Pending":
-                await self.world.run(pod)
+                index = int(meta["labels"]["everstep.dev/index"])
+                await self.world.run(pod, self.nodes[index] if self.nodes else "n1")
         zero = next((pod for pod in pods if pod["metadata"]["labels"]["everstep.dev/index"] == "0"), None)
         for uid in [uid for uid in self.leaders if zero is None or uid != zero["metadata"]["uid"]]:
             await self.leaders.pop(uid).stop()

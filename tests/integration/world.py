@@ -20,8 +20,9 @@ from aiohttp import web
 
 from e2e.cluster.ports import free_ports
 from everstep.agent import auth
+from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
-from everstep_operator.cluster.resources import JOBS, PODS, Resource
+from everstep_operator.cluster.resources import JOBS, NODES, PODS, Resource
 
 T = TypeVar("T")
 OWN_NAMESPACE = "everstep-system"
@@ -160,7 +161,21 @@ class World:
     def address(self, pod: Mapping[str, Any]) -> str:
         return f"127.{self.network}.1.{int(pod['metadata']['labels']['everstep.dev/index']) + 1}"
 
+    async def join(self, node: str) -> None:
+        """There is such a node now, if there was none."""
+        with contextlib.suppress(errors.AlreadyExists):
+            await self.client.create(NODES, None, {"metadata": {"name": node}, "status": _node_status("True")})
+
+    async def beat(self, node: str, *, ready: str = "True") -> None:
+        """The node's kubelet reports, with something new of no interest."""
+        await self._patch(NODES.path(None, node) + "/status", {"status": _node_status(ready)})
+
+    async def leave(self, node: str) -> None:
+        """The Node object is removed."""
+        await self.client.delete(NODES, None, node, uid=None)
+
     async def bind(self, pod: Mapping[str, Any], node: str = "n1") -> None:
+        await self.join(node)
         name = pod["metadata"]["name"]
         body = {
             "apiVersion": "v1",
@@ -172,10 +187,10 @@ class World:
             "create", "x", "POST", f"{PODS.path(self.namespace, name)}/binding", (), body, "application/json"
         )
 
-    async def run(self, pod: Mapping[str, Any]) -> None:
+    async def run(self, pod: Mapping[str, Any], node: str = "n1") -> None:
         """Bound, image pulled, container started."""
         if not pod["spec"].get("nodeName"):
-            await self.bind(pod)
+            await self.bind(pod, node)
         now = _now()
         state = {"name": "trainer", "ready": True, "restartCount": 0, "image": "i", "imageID": "i", "started": True}
         state["state"] = {"running": {"startedAt": now}}
@@ -206,6 +221,11 @@ class World:
 
     async def _patch(self, path: str, body: Any) -> None:
         await self.client._send("patch", "x", "PATCH", path, (), body, "application/merge-patch+json")
+
+
+def _node_status(ready: str) -> dict[str, Any]:
+    condition = {"type": "Ready", "status": ready, "reason": "Said", "lastHeartbeatTime": _now()}
+    return {"conditions": [condition], "nodeInfo": {"bootID": os.urandom(4).hex()}}
 
 
 def _now() -> str:

@@ -123,3 +123,61 @@ def test_any_order_of_news_ends_in_the_newest(order: list[int]) -> None:
     for version in order:
         w.cache.pods.put(pod("digits-0", "digits", version=version, phase=f"p{version}"))
     assert w.cache.pods_of(("ns", "digits"))[0].phase == "p7"
+
+
+def node(name: str, *, version: int, heartbeat: str = "", ready: str = "True") -> Any:
+    condition = {"type": "Ready", "status": ready, "reason": "r", "lastHeartbeatTime": heartbeat}
+    return {
+        "metadata": {"name": name, "uid": name, "resourceVersion": str(version)},
+        "status": {"conditions": [condition], "images": [{"names": ["x" * 1000]}] * 50},
+    }
+
+
+def bound(name: str, job: str, on: str | None, *, version: int) -> Any:
+    made = pod(name, job, version=version)
+    made["spec"]["nodeName"] = on
+    return made
+
+
+def test_a_node_touches_the_jobs_with_pods_on_it_and_no_other() -> None:
+    w = Watched()
+    w.cache.nodes.put(node("n1", version=1))
+    w.cache.pods.put(bound("a-0", "a", "n1", version=2))
+    w.cache.pods.put(bound("a-1", "a", "n1", version=3))
+    w.cache.pods.put(bound("b-0", "b", "n2", version=4))
+    w.touched.clear()
+    w.cache.nodes.put(node("n1", version=5, ready="Unknown"))
+    assert w.touched == [("ns", "a")]
+    w.cache.nodes.remove(("", "n1"), "n1")
+    assert w.touched == [("ns", "a")] * 2
+
+
+def test_a_heartbeat_touches_nobody() -> None:
+    w = Watched()
+    w.cache.nodes.put(node("n1", version=1, heartbeat="10:00"))
+    w.cache.pods.put(bound("a-0", "a", "n1", version=2))
+    w.touched.clear()
+    assert w.cache.nodes.put(node("n1", version=3, heartbeat="10:05"))
+    assert w.touched == []
+
+
+def test_who_is_on_a_node_is_forgotten_with_the_pods() -> None:
+    w = Watched()
+    w.cache.pods.put(bound("a-0", "a", None, version=1))
+    assert w.cache.jobs_on("n1") == ()
+    w.cache.pods.put(bound("a-0", "a", "n1", version=2))
+    w.cache.pods.put(bound("a-1", "a", "n1", version=3))
+    w.cache.pods.put(bound("a-0", "a", "n1", version=4))
+    w.cache.pods.remove(("ns", "a-0"), "u1")
+    assert w.cache.jobs_on("n1") == (("ns", "a"),)
+    w.cache.pods.remove(("ns", "a-1"), "u1")
+    assert w.cache.jobs_on("n1") == ()
+    assert not w.cache._pods_on
+
+
+def test_of_a_node_little_is_kept() -> None:
+    w = Watched()
+    w.cache.nodes.put(node("n1", version=1))
+    entry = w.cache.nodes.get(("", "n1"))
+    assert entry is not None
+    assert len(repr(entry)) < 300

@@ -15,6 +15,7 @@ from everstep_operator.cluster.cache import Cache, Key
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.gangs import Gangs
 from everstep_operator.cluster.leader import LeaderPoller
+from everstep_operator.cluster.nodes import Nodes
 from everstep_operator.cluster.queue import WorkQueue
 from everstep_operator.plan.observed import Settings
 from everstep_operator.reconcile import Reconciler
@@ -64,7 +65,9 @@ async def reconciler(server: Any) -> Reconciler:
     leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(server)
     actor = Actor(server, cache, leaders, AgentCode(b"code"), frozen, b"key")
     gangs, clock = Gangs(lambda _: None), CREATED.timestamp
-    return Reconciler(server, cache, queue, leaders, frozen, gangs, actor, Settings(), b"key", clock)
+    return Reconciler(
+        server, cache, queue, leaders, frozen, gangs, Nodes(server, cache), actor, Settings(), b"key", clock
+    )
 
 
 async def test_a_refused_status_is_written_without_what_came_from_the_pods_and_an_event_says_why(

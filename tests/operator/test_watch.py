@@ -13,10 +13,10 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import Configuration
 
-from everstep_operator.cluster.resources import JOBS, PODS, POOLS, Resource
+from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, Resource
 from everstep_operator.cluster.watch import POD_SELECTOR, Watch
 
-BY_PLURAL = {resource.plural: resource for resource in (JOBS, PODS, POOLS)}
+BY_PLURAL = {resource.plural: resource for resource in (JOBS, PODS, POOLS, NODES)}
 Stream = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
@@ -66,7 +66,9 @@ class ApiServer:
         answers: dict[str, Any] = {
             "/api": {"versions": ["v1"]},
             "/apis": {"groups": [group("everstep.dev", "v1alpha1"), group("apiextensions.k8s.io", "v1")]},
-            "/api/v1": resources("v1", ("pods", "Pod", True), ("namespaces", "Namespace", False)),
+            "/api/v1": resources(
+                "v1", ("pods", "Pod", True), ("nodes", "Node", False), ("namespaces", "Namespace", False)
+            ),
             "/apis/apiextensions.k8s.io/v1": resources("apiextensions.k8s.io/v1", crds),
             "/apis/everstep.dev/v1alpha1": resources(
                 "everstep.dev/v1alpha1", ("trainingjobs", "TrainingJob", True), ("trainingpools", "TrainingPool", False)

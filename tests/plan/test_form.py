@@ -37,6 +37,22 @@ def test_a_stalled_set_is_given_back_as_a_whole() -> None:
     assert len(action.pods) == 4
 
 
+def test_nodes_that_are_being_made_are_waited_for_and_asked_about_only_before_a_release() -> None:
+    world = partly_placed()
+    world.scale_up_at = world.now
+    assert world.asked_for_room == 0
+    world.now += gang.PATIENCE
+    made = world.reconcile()
+    assert world.phase == "Scheduling"
+    assert world.asked_for_room == 1
+    assert made.requeue_at == world.scale_up_at + gang.SCALE_UP
+    world.now = made.requeue_at
+    world.reconcile()
+    assert world.phase == "Pending", "the promise was not kept"
+    world.reconcile()
+    assert world.asked_for_room == 2, "what is decided is not asked about"
+
+
 def test_a_release_is_finished_by_the_next_operator() -> None:
     world = partly_placed()
     before = dict(world.pods)

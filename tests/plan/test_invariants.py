@@ -89,6 +89,10 @@ class Chaos(RuleBasedStateMachine):
     def vanish(self, index: int) -> None:
         self.world.vanish(index)
 
+    @rule(index=NODES)
+    def remove_node(self, index: int) -> None:
+        self.world.remove_node(index)
+
     @rule(index=NODES, code=st.sampled_from([0, 1, 120, 127]))
     def exit(self, index: int, code: int) -> None:
         self.world.exit(index, code)
@@ -161,6 +165,8 @@ class Chaos(RuleBasedStateMachine):
             return
         phase = self.world.status.phase
         if phase is not None and phase.finished:
+            if self.world.status.transitions[-1].reason == "StartFailed":
+                return  # five in a row: the faults looked like an agent that cannot start
             # Only a plain set can end by itself here, when all its containers happen to exit with 0.
             assert phase is Phase.SUCCEEDED, self.world.status
             assert self.plain

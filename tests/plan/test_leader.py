@@ -50,6 +50,16 @@ def test_an_entry_ended_before_it_was_told_whatever_the_nodes_clock_says() -> No
     assert [e.ended_at for e in leader_view(STATE, answered_at=5.0).ledger] == [None, 0.0]
 
 
+def test_a_generation_runs_since_the_operator_was_told_whatever_the_nodes_clock_says() -> None:
+    first = leader_view(STATE, answered_at=5.0)
+    assert first.running_since == 5.0
+    assert leader_view(STATE, answered_at=50.0, before=first).running_since == 5.0
+    assert leader_view({**STATE, "generation": 4}, answered_at=50.0, before=first).running_since == 50.0
+    assert leader_view({**STATE, "incarnation": "a0"}, answered_at=50.0, before=first).running_since == 50.0
+    stopping = leader_view({**STATE, "phase": "stopping"}, answered_at=50.0, before=first)
+    assert stopping.running_since is None
+
+
 def test_what_is_too_much_is_cut() -> None:
     flood = {**STATE, "ledger": [{"id": f"2.{i}", "message": "x" * 10**5} for i in range(1000)], "missing": [1] * 10**5}
     view = leader_view(flood, answered_at=5.0)
@@ -79,14 +89,13 @@ def test_no_answer_breaks_the_operator(odd: dict[str, Any], whole: Any) -> None:
 
 def test_numbers_and_text_that_nothing_can_hold() -> None:
     raw = {
-        "ranksStartedAt": 10**400,
-        "progress": {"step": 1, "stepsPerSecond": -1.0},
+        "progress": {"step": 1, "stepsPerSecond": -1.0, "at": 10**400},
         "outcome": {"result": "failed", "message": "\ud800"},
         "ledger": [{"id": "1234567890.1"}],
     }
     view = leader_view(raw, answered_at=1.0)
-    assert view.ranks_started_at is None
     assert view.progress is not None
+    assert view.progress.at is None
     assert view.progress.steps_per_second is None
     assert view.outcome is not None
     assert view.outcome.message == "?"

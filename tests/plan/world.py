@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.status import TrainingJobStatus
-from everstep_operator.plan import plan
+from everstep_operator.plan import form, plan
 from everstep_operator.plan.actions import (
     Action,
     CreatePods,
@@ -25,6 +25,7 @@ from everstep_operator.plan.actions import (
     StopLeader,
 )
 from everstep_operator.plan.leader import Entry, LeaderView, Outcome, Progress, Unclean
+from everstep_operator.plan.node import NodeView
 from everstep_operator.plan.observed import ContainerEnd, GangView, LastWord, Observed, PodView, Rejection, Settings
 from everstep_operator.plan.pods import pod_body
 from everstep_operator.plan.template import frozen_view
@@ -78,6 +79,9 @@ class World:
         self.answered_at: float | None = None
         self.gangs: tuple[GangView, ...] = ()
         self.pools: dict[str, object] = {}
+        self.nodes: dict[str, NodeView] = {}  # in which something is wrong
+        self.scale_up_at = 0.0  # an autoscaler's word, for whoever asks
+        self.asked_for_room = 0
         self.settings = Settings()
         self.events: list[Event] = []
         self.statuses: list[TrainingJobStatus] = []
@@ -107,6 +111,7 @@ class World:
             settings=self.settings,
             rejection=rejection,
             status_written_at=self.written_at,
+            nodes=self.nodes,
         )
 
     def view(self) -> LeaderView | None:
@@ -127,7 +132,7 @@ class World:
             phase="ended" if leader.outcome else leader.phase,
             missing=missing,
             unclean=self.unclean,
-            ranks_started_at=leader.started_at,
+            running_since=leader.started_at if leader.phase == "running" else None,
             progress=Progress(leader.step, 1000, 1.0) if leader.generation else None,
             ledger=tuple(leader.ledger),
             outcome=leader.outcome,
@@ -135,7 +140,7 @@ class World:
 
     def reconcile(self, *, pods: dict[str, PodView] | None = None, die_after: int | None = None) -> Plan:
         """Observe, plan, write, act. `die_after`: how many actions follow the status write before it is killed."""
-        made = plan(self.observe(pods=pods), self.now)
+        made = self._plan(self.observe(pods=pods))
         rejection = self._carry_out(made, die_after)
         if rejection is not None:
             made = plan(self.observe(pods=pods, rejection=rejection), self.now)
@@ -144,6 +149,13 @@ class World:
         if made.poll is not None and self.leader is not None and self.leader_reachable:
             self.leader.charged, self.leader.budget = made.poll.charged, made.poll.allowance
         return made
+
+    def _plan(self, observed: Observed) -> Plan:
+        made = plan(observed, self.now)
+        if form.asks_for_room(observed, made) is None:
+            return made
+        self.asked_for_room += 1
+        return plan(dataclasses.replace(observed, scale_up_at=self.scale_up_at), self.now)
 
     def _carry_out(self, made: Plan, die_after: int | None) -> Rejection | None:
         if made.changed:
@@ -181,8 +193,12 @@ class World:
         elif isinstance(action, DeletePods):
             self.requests += len(action.pods) - 1
             for ref in action.pods:
-                assert ref.grace_seconds is None, "nothing is forced: a forced pod may still run"
                 pod = self.pods.get(ref.name)
+                if ref.grace_seconds is not None:
+                    assert pod is None or pod.uid != ref.uid or self._removed(pod.node), "a forced pod may still run"
+                    if pod is not None and pod.uid == ref.uid:
+                        del self.pods[ref.name]
+                    continue
                 if pod is not None and pod.uid == ref.uid and not pod.deleting:
                     self.pods[ref.name] = dataclasses.replace(pod, deleting_since=self.now)
         elif isinstance(action, EnsureTemplate):
@@ -220,7 +236,10 @@ class World:
         taken = sum(1 for p in self.pods.values() if p.scheduled and p.ended is None)
         for name, pod in sorted(self.pods.items()):
             if pod.live and not pod.scheduled and taken < self.capacity:
-                self.pods[name] = dataclasses.replace(pod, scheduled_at=self.now, node=f"node-{taken}")
+                node = f"node-{taken}"
+                while self._removed(node):
+                    node += "-new"
+                self.pods[name] = dataclasses.replace(pod, scheduled_at=self.now, node=node)
                 taken += 1
 
     def start(self) -> None:
@@ -231,8 +250,11 @@ class World:
                 self.pods[name] = dataclasses.replace(pod, started_at=self.now, ip=ip, phase="Running")
 
     def bury(self) -> None:
-        """Pods that were told to go are gone."""
-        self.pods = {name: p for name, p in self.pods.items() if not p.deleting}
+        """Pods that were told to go are gone, where there is a kubelet to say so."""
+        self.pods = {name: p for name, p in self.pods.items() if not p.deleting or self._removed(p.node)}
+
+    def _removed(self, node: str | None) -> bool:
+        return node is not None and node in self.nodes and self.nodes[node].gone_since is not None
 
     def lead(self) -> None:
         """What agent 0 does about all this."""
@@ -297,6 +319,12 @@ class World:
         name = f"{self.job.metadata.name}-{index}"
         if (pod := self.pods.get(name)) is not None and not pod.deleting:
             self.pods[name] = dataclasses.replace(pod, deleting_since=self.now, disruption=disruption)
+
+    def remove_node(self, index: int) -> None:
+        """The Node object under this pod is gone; its machine, and the pod's ranks, may go on."""
+        pod = self.pods.get(f"{self.job.metadata.name}-{index}")
+        if pod is not None and pod.node is not None:
+            self.nodes[pod.node] = NodeView(pod.node, gone_since=self.now)
 
     def vanish(self, index: int) -> None:
         self.pods.pop(f"{self.job.metadata.name}-{index}", None)

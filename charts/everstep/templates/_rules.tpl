@@ -29,7 +29,7 @@ and never reads one.
   verbs: [create, get, list, delete]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  verbs: [create, list]
 {{- end -}}
 
 {{- /* What has no namespace. */ -}}
@@ -37,6 +37,9 @@ and never reads one.
 - apiGroups: [everstep.dev]
   resources: [trainingpools]
   verbs: [list, watch]
+- apiGroups: [""]
+  resources: [nodes]
+  verbs: [get, list, watch]
 {{- end -}}
 
 {{- /* In the operator's own namespace: its leader election, and the key from which job tokens are derived. */ -}}

@@ -31,8 +31,9 @@ from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.gangs import Gangs
 from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.cluster.lease import Lease, LeaseLost
+from everstep_operator.cluster.nodes import Nodes
 from everstep_operator.cluster.queue import WorkQueue
-from everstep_operator.cluster.resources import JOBS, PODS, POOLS, Resource
+from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, Resource
 from everstep_operator.cluster.resync import Resync
 from everstep_operator.cluster.watch import Raw, Watch
 from everstep_operator.plan.observed import Settings as PlanSettings
@@ -62,7 +63,7 @@ class Operator:
         actor = Actor(client, self.cache, self.leaders, agent, self.frozen, operator_key)
         actor.requests = asyncio.Semaphore(settings.parallel_creates)
         self.reconciler = Reconciler(
-            client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, actor,
+            client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, Nodes(client, self.cache), actor,
             plan_settings(settings, agent), operator_key,
         )  # fmt: skip
         self.watch = Watch(
@@ -72,7 +73,9 @@ class Operator:
             client, self.cache, self.frozen, agent, settings.watch_namespaces, settings.resync_seconds,
             deaf=self.watch.restart, wake=self.queue.add,
         )  # fmt: skip
-        self._stores = {JOBS: self.cache.jobs, PODS: self.cache.pods, POOLS: self.cache.pools}
+        self._stores = {
+            JOBS: self.cache.jobs, PODS: self.cache.pods, POOLS: self.cache.pools, NODES: self.cache.nodes
+        }  # fmt: skip
         self._draining = False
 
     async def run(self, stop: asyncio.Event) -> None:

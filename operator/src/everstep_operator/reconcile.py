@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import structlog
 from pydantic import ValidationError
@@ -27,9 +27,10 @@ from everstep_operator.cluster.client import Client, Object
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.gangs import Gangs, gang_view
 from everstep_operator.cluster.leader import LeaderPoller
+from everstep_operator.cluster.nodes import Nodes
 from everstep_operator.cluster.queue import WorkQueue
 from everstep_operator.cluster.resources import JOBS
-from everstep_operator.plan import plan
+from everstep_operator.plan import form, plan
 from everstep_operator.plan.actions import Event, Plan
 from everstep_operator.plan.leader import LeaderView
 from everstep_operator.plan.observed import Observed, PodView, Rejection, Settings
@@ -47,11 +48,13 @@ class Reconciler:
     leaders: LeaderPoller
     frozen: FrozenTemplates
     gangs: Gangs
+    nodes: Nodes
     actor: Actor
     settings: Settings
     operator_key: bytes = field(repr=False)
     clock: Callable[[], float] = time.time
     _written: dict[Key, float] = field(default_factory=dict)  # when we last wrote a status, for those that may wait
+    _scale_up: dict[Key, float] = field(default_factory=dict)  # when a node was last promised to a pod of the job
     _refused: set[Key] = field(default_factory=set)  # whose users have been told of a refused status
 
     async def reconcile(self, key: Key) -> None:
@@ -62,7 +65,7 @@ class Reconciler:
         rejection: Rejection | None = None
         for _ in range(2):  # what is refused is planned for once more; a refusal of that too waits for the next look
             observed = await self._observe(key, job, rejection)
-            made = plan(observed, self.clock())
+            made = await self._plan(key, observed)
             if made.status is None:
                 self._forget(key, job.metadata.uid)
                 return
@@ -86,6 +89,18 @@ class Reconciler:
             self.queue.add_after(key, again)
         if made.requeue_at is not None:
             self.queue.add_after(key, max(0.1, made.requeue_at - self.clock()))
+
+    async def _plan(self, key: Key, observed: Observed) -> Plan:
+        """Nodes are not given back while an autoscaler makes more of them. It is asked only then, and its word kept."""
+        made = plan(observed, self.clock())
+        pod = form.asks_for_room(observed, made)
+        if pod is None:
+            return made
+        promised = min(self.clock(), await events.scale_up_at(self.client, key[0], pod.uid))
+        if promised <= (observed.scale_up_at or 0.0):
+            return made
+        self._scale_up[key] = promised
+        return plan(replace(observed, scale_up_at=promised), self.clock())
 
     # --- observe
 
@@ -120,6 +135,8 @@ class Reconciler:
             settings=self.settings,
             rejection=rejection,
             status_written_at=self._written.get(key),
+            nodes=await self.nodes.under(pods),
+            scale_up_at=self._scale_up.get(key),
         )
 
     def _pools(self, job: TrainingJob) -> dict[str, TrainingPool]:
@@ -204,6 +221,7 @@ class Reconciler:
         self.leaders.drop(key)
         self.gangs.update(key, None)
         self._written.pop(key, None)
+        self._scale_up.pop(key, None)
         self._refused.discard(key)
         self.frozen.forget(uid)
         self.queue.discard(key)

@@ -61,7 +61,7 @@ class TrainingPoolSpec(ApiModel):
     gpu_resource: LabelKey = "nvidia.com/gpu"
     """Resource name that counts GPUs on these nodes."""
     capacity_type: Literal["spot", "on-demand"] = "on-demand"
-    """Whether the provider may take the nodes back."""
+    """Whether the provider may take the nodes back. Pods have it as label `everstep.dev/capacity-type`."""
     instance_type: Annotated[str, Pattern("^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 63)] | None = None
     """Name of the machine type that programs see (container contract). Default: the pool's name."""
     allowed_namespaces: list[NamespaceChoice] = Field(default=[ALL], max_length=512)

@@ -73,6 +73,11 @@ class Reason(StrEnum):
         "Pods were lost more often than restart.infrastructure allows in one window.",
     )
 
+    START_FAILED = (
+        "StartFailed",
+        "The agent of a pod fails at its start; the message says which pod, and has the agent's own words.",
+    )
+
     # Failures of the program
     APPLICATION_ERROR = "ApplicationError", "A rank ended with an exit code other than 0."
     OUT_OF_MEMORY = (
@@ -85,7 +90,9 @@ class Reason(StrEnum):
     POD_LOST = "PodLost", "A pod vanished or ended without a word from its agent."
     POD_DELETED = "PodDeleted", "Someone deleted a pod of the job."
     EVICTED = "Evicted", "The cluster evicted a pod (drain, pressure, disruption)."
-    NODE_LOST = "NodeLost", "A node stopped answering."
+    NODE_LOST = "NodeLost", "A node stopped answering, or was removed with the job's pods on it."
+    NODE_NOT_READY = "NodeNotReady", "A node under the job's pods is not Ready."
+    NODE_DRAINING = "NodeDraining", "A node under the job's pods is cordoned or about to be removed."
     UNCLEAN_NODE = (
         "UncleanNode",
         "Processes or GPU memory of an old generation could not be removed; the pod is replaced.",
@@ -110,4 +117,5 @@ class Reason(StrEnum):
 
     # Conditions that do not hold
     IN_PROGRESS = "InProgress", "The operator works towards the spec."
+    NODES_HEALTHY = "NodesHealthy", "Every node under the job's pods is Ready and takes pods again."
     UP_TO_DATE = "UpToDate", "Nothing is left to do for the present spec."

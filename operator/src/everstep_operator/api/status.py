@@ -60,6 +60,7 @@ class ConditionType(StrEnum):
     STALLED = "Stalled"
     PLAIN_MODE = "PlainMode"
     DEGRADED = "Degraded"
+    NODES_HEALTHY = "NodesHealthy"
 
 
 class Condition(StatusModel):
@@ -170,6 +171,15 @@ def _bounded(charges: list[Charge]) -> list[Charge]:
     return charges
 
 
+class StartFailures(StatusModel):
+    """Agents that failed at their start, since ranks last ran."""
+
+    count: Annotated[int, Field(ge=1), Whole]
+    """Attempts in a row in which one did. Pods that fail together are one attempt."""
+    made: Time
+    """When the newest pod of the last such attempt was created: a failure of an older pod has been counted."""
+
+
 class LastFailure(StatusModel):
     """The last thing that went wrong, for a reader who has one minute."""
 
@@ -240,6 +250,7 @@ class TrainingJobStatus(StatusModel):
     """Pods whose trainer container runs."""
     progress: Progress | None = None
     restarts: Restarts = Restarts()
+    start_failures: StartFailures | None = None
     last_failure: LastFailure | None = None
     transitions: list[Transition] = Field(default_factory=list, max_length=MAX_TRANSITIONS)
     """The phases so far, the newest last."""

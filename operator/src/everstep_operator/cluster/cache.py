@@ -9,14 +9,15 @@ A watch that was down sends no DELETED for what vanished meanwhile: `Listing` fi
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 import structlog
 
-from everstep_operator.cluster.resources import JOBS, PODS, POOLS
+from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS
+from everstep_operator.plan.node import NodeView, node_view
 from everstep_operator.plan.observed import LABEL_JOB, PodView, pod_view
 
 log = structlog.get_logger(__name__)
@@ -143,16 +144,27 @@ class Cache:
     touched: Callable[[Key], None]
     pool_changed: Callable[[str], None]
     _pods_of: defaultdict[Key, dict[str, PodView]] = field(default_factory=lambda: defaultdict(dict))
+    _pods_on: defaultdict[str, Counter[Key]] = field(default_factory=lambda: defaultdict(Counter))  # by node and job
 
     def __post_init__(self) -> None:
         self.jobs: Store[Mapping[str, Any]] = Store(JOBS.kind, _slim, lambda key, old, new: self.touched(key))
         self.pods: Store[tuple[str, PodView]] = Store(PODS.kind, _pod, self._pod_noticed)
         self.pools: Store[Mapping[str, Any]] = Store(POOLS.kind, _slim, lambda key, old, new: self.pool_changed(key[1]))
+        self.nodes: Store[NodeView] = Store(NODES.kind, node_view, self._node_noticed)
 
     def pods_of(self, job: Key) -> tuple[PodView, ...]:
         """Every pod with this job's label, whoever owns it."""
         found = self._pods_of.get(job)
         return tuple(found.values()) if found else ()
+
+    def jobs_on(self, node: str) -> tuple[Key, ...]:
+        """The jobs with a pod that is bound to this node."""
+        return tuple(self._pods_on.get(node, ()))
+
+    def _node_noticed(self, key: Key, old: NodeView | None, new: NodeView | None) -> None:
+        if old != new:  # a kubelet writes its node's status every few minutes, to say nothing new
+            for job in self.jobs_on(key[1]):
+                self.touched(job)
 
     def _pod_noticed(self, key: Key, old: tuple[str, PodView] | None, new: tuple[str, PodView] | None) -> None:
         namespace, name = key
@@ -160,8 +172,20 @@ class Cache:
             self._forget_pod((namespace, old[0]), name)
         if new is not None:
             self._pods_of[(namespace, new[0])][name] = new[1]
+        if old is not None and old[1].node:
+            self._leave_node(old[1].node, (namespace, old[0]))
+        if new is not None and new[1].node:
+            self._pods_on[new[1].node][(namespace, new[0])] += 1
         for job in {side[0] for side in (old, new) if side is not None and old != new}:
             self.touched((namespace, job))
+
+    def _leave_node(self, node: str, job: Key) -> None:
+        jobs = self._pods_on[node]
+        jobs[job] -= 1
+        if jobs[job] <= 0:
+            del jobs[job]
+        if not jobs:
+            del self._pods_on[node]
 
     def _forget_pod(self, job: Key, name: str) -> None:
         pods = self._pods_of.get(job, {})

@@ -97,6 +97,7 @@ class Client:
         namespace: str | None = None,
         *,
         labels: str | None = None,
+        fields: str | None = None,
         page: int = 250,
     ) -> AsyncIterator[Page]:
         """All objects, page by page. Raises `Gone` when the server has compacted the pages away: start over."""
@@ -104,6 +105,7 @@ class Client:
         while True:
             query = [("limit", str(page))]
             query += [("labelSelector", labels)] if labels else []
+            query += [("fieldSelector", fields)] if fields else []
             query += [("continue", token)] if token else []
             answer = await self._retried("list", resource, "GET", resource.path(namespace), query)
             meta = answer.get("metadata") or {}

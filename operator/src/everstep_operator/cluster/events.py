@@ -1,4 +1,7 @@
-"""Kubernetes Events about a job. They are sent after the status is stored: no event tells what did not happen."""
+"""Kubernetes Events: those about a job, and what node autoscalers say about its pods.
+
+Ours are sent after the status is stored: no event tells what did not happen.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,17 @@ import secrets
 import structlog
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.client import Client
+from everstep_operator.cluster.client import Client, Object
 from everstep_operator.cluster.resources import EVENTS, JOBS
 from everstep_operator.plan.actions import Event
+from everstep_operator.plan.observed import timestamp
 
 log = structlog.get_logger(__name__)
 
 COMPONENT = "everstep-operator"
 MAX_MESSAGE = 1024  # the API server refuses longer ones
+# Reasons of events by which an autoscaler says that a node is being made for a pod: Cluster Autoscaler's, Karpenter's.
+SCALE_UP = frozenset({"TriggeredScaleUp", "Nominated"})
 
 
 async def send(client: Client, namespace: str, name: str, uid: str, event: Event) -> None:
@@ -46,3 +52,24 @@ async def send(client: Client, namespace: str, name: str, uid: str, event: Event
         await client.create(EVENTS, namespace, body)
     except (errors.ApiError, errors.Unreachable) as error:
         log.warning("an event was not stored", reason=event.reason, error=str(error))
+
+
+async def scale_up_at(client: Client, namespace: str, pod_uid: str) -> float:
+    """When an autoscaler last said that it makes a node for this pod (Unix seconds); 0 if it never has.
+
+    One list of one pod's events. To watch all events of a cluster would cost more than everything else together.
+    """
+    latest = 0.0
+    fields = f"involvedObject.kind=Pod,involvedObject.uid={pod_uid}"
+    async for page in client.list(EVENTS, namespace, fields=fields):
+        for item in page.items:
+            if item.get("reason") in SCALE_UP:
+                latest = max(latest, _last_seen(item))
+    return latest
+
+
+def _last_seen(item: Object) -> float:
+    """Repeated events are one object; which of its times is kept up depends on the sender's library."""
+    series = item.get("series") or {}
+    times = (series.get("lastObservedTime"), item.get("lastTimestamp"), item.get("eventTime"))
+    return max((at for text in times if (at := timestamp(text)) is not None), default=0.0)

@@ -28,8 +28,9 @@ USED: frozenset[Right] = frozenset(
         *_rights("jobs", "", "services", "create", "get"),
         *_rights("jobs", "", "secrets", "create", "delete"),  # never get: a token is derived, not read
         *_rights("jobs", "", "configmaps", "create", "get", "list", "delete"),
-        *_rights("jobs", "", "events", "create"),
+        *_rights("jobs", "", "events", "create", "list"),
         *_rights("cluster", "everstep.dev", "trainingpools", "list", "watch"),
+        *_rights("cluster", "", "nodes", "get", "list", "watch"),
         *_rights("own", "coordination.k8s.io", "leases", "create", "get", "update"),
         *_rights("own", "", "secrets", "create"),
     ]

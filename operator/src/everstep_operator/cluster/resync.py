@@ -23,7 +23,7 @@ from everstep_operator.cluster.agentcode import ALL, AgentCode
 from everstep_operator.cluster.cache import Cache, Store
 from everstep_operator.cluster.client import Client, Object
 from everstep_operator.cluster.frozen import FrozenTemplates
-from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, POOLS, Resource
+from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS, POOLS, Resource
 from everstep_operator.cluster.watch import POD_SELECTOR
 
 log = structlog.get_logger(__name__)
@@ -81,6 +81,7 @@ class Resync:
             (POOLS, self.cache.pools, None),
             (JOBS, self.cache.jobs, None),
             (PODS, self.cache.pods, POD_SELECTOR),
+            (NODES, self.cache.nodes, None),
         ):
             repaired += await self._compare(resource, store, labels)
         if repaired and not first and before == self._events:

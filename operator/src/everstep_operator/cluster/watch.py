@@ -23,7 +23,7 @@ import structlog
 from kubernetes.aio.client import Configuration
 
 from everstep_operator import metrics
-from everstep_operator.cluster.resources import JOBS, PODS, POOLS, Resource
+from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, Resource
 
 log = structlog.get_logger(__name__)
 
@@ -130,7 +130,7 @@ class Watch:
         async def login(**_: Any) -> kopf.AiohttpSession:
             return session
 
-        for resource in (JOBS, POOLS, PODS):
+        for resource in (JOBS, POOLS, PODS, NODES):
             on_event: Any = kopf.on.event(
                 resource.group, resource.version, resource.plural, id=resource.plural, registry=registry
             )

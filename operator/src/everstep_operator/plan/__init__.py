@@ -8,12 +8,25 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase
-from everstep_operator.plan import end, form, plain, pools, replace, restart, suspend, timeouts, ttl
+from everstep_operator.plan import (
+    end,
+    form,
+    node_trouble,
+    plain,
+    pools,
+    replace,
+    restart,
+    starts,
+    suspend,
+    timeouts,
+    ttl,
+)
 from everstep_operator.plan.actions import CreatePods, DryRun, Plan, Poll, PushPeers, StopLeader
 from everstep_operator.plan.decision import Decision, reason_of
 from everstep_operator.plan.observed import Observed, Rejection
 from everstep_operator.plan.restart import Account
 from everstep_operator.plan.situation import FORMING, HAS_RUN, Situation
+from everstep_operator.plan.starts import Starts
 from everstep_operator.plan.status import status_of
 
 __all__ = ["Observed", "Plan", "plan"]
@@ -30,7 +43,11 @@ def plan(observed: Observed, now: float) -> Plan:
         actions, look = ttl.after_end(s)
         return Plan(s.status, actions=tuple(actions), requeue_at=look)
     account = restart.settle(s, over=end.outcome(s) is not None)
-    decision = _decide(s, account)
+    begun = starts.settle(s)
+    decision = _decide(s, account, begun)
+    if not decision.phase.finished:
+        buried, later = node_trouble.bury(s)
+        decision = decision.do(buried).look_again(later)
     decision = decision.look_again(account.retry_at, s.degraded_at if not s.degraded else None)
     status, events, due = status_of(s, decision)
     looks = [*decision.requeue, *([due] if due is not None else [])]
@@ -47,17 +64,30 @@ def plan(observed: Observed, now: float) -> Plan:
     )
 
 
-def _decide(s: Situation, account: Account) -> Decision:
+def _decide(s: Situation, account: Account, begun: Starts) -> Decision:
     """The first policy that has something to say wins; what was charged is on record whoever does."""
     if s.spec.suspend:
         return suspend.suspend(s).but(generation=account.generation)
     if suspend.resuming(s):
         return _resolve(s, Reason.RESUMED)
-    decision = _ended(s, account) or _refused(s) or _gave_up(s, account) or _resolved_anew(s) or _advance(s, account)
+    decision = (
+        _ended(s, account)
+        or _refused(s)
+        or _gave_up(s, account, begun)
+        or _resolved_anew(s)
+        or _advance(s, account, begun)
+    )
     if decision.generation is None:
         decision = decision.but(generation=account.generation)
+    failure = decision.last_failure or account.last_failure
+    if failure is None and begun.fresh:
+        failure = restart.failure_of_pod(begun.failed, Reason.START_FAILED)
+        failure = failure.model_copy(update={"message": begun.message})
+    in_a_row = decision.phase is not Phase.RUNNING and decision.template is None
     return decision.but(
-        restarts=decision.restarts or account.restarts, last_failure=decision.last_failure or account.last_failure
+        restarts=decision.restarts or account.restarts,
+        last_failure=failure,
+        start_failures=begun.record if in_a_row else None,
     )
 
 
@@ -98,10 +128,12 @@ def _blocked(s: Situation, refused: Rejection) -> Decision:
     return waiting.look_again(s.now + form.RETRY_BLOCKED)
 
 
-def _gave_up(s: Situation, account: Account) -> Decision | None:
+def _gave_up(s: Situation, account: Account, begun: Starts) -> Decision | None:
     """A budget or a limit of time is used up."""
     if account.exhausted is not None:
         return _fail(s, *account.exhausted)
+    if begun.exhausted:
+        return _fail(s, Reason.START_FAILED, begun.message)
     expired = timeouts.expired(s)
     if expired is None:
         return None
@@ -141,11 +173,13 @@ def _resolve(s: Situation, reason: Reason) -> Decision:
     )
 
 
-def _advance(s: Situation, account: Account) -> Decision:
+def _advance(s: Situation, account: Account, begun: Starts) -> Decision:
     """Keep the set whole and say where it is."""
     if (released := form.release(s)) is not None:
         return released.do(replace.refs(s.stale, Reason.STOPPING))
     decision = _where(s, account).but(restarts=account.restarts)
+    if begun.message and decision.phase in (Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING):
+        decision = decision.but(reason=Reason.START_FAILED, message=begun.message)
     decision = decision.do(replace.refs(s.stale, Reason.STOPPING))
     if s.plain:
         broken = [p for p in s.current.values() if restart.dead_set(account.restarts, p)]
@@ -200,7 +234,7 @@ def _ranks_run(s: Situation) -> bool:
         return True
     # The generation that broke may still be what an older answer tells of.
     newer = leader.generation > s.status.generation
-    return newer or (leader.ranks_started_at or 0.0) >= s.since({Phase.RESTARTING})
+    return newer or (leader.running_since or 0.0) >= s.since({Phase.RESTARTING})
 
 
 def _why_restarting(s: Situation, account: Account) -> tuple[Reason, str]:
@@ -241,6 +275,8 @@ def _poll(s: Situation, account: Account, decision: Decision) -> Poll | None:
     # Also while it stops for a suspension: a leader that nobody renews may not publish its last checkpoint.
     if decision.phase.finished or s.plain or head is None or not head.running or not head.ip:
         return None
+    if head.gone_since is not None:
+        return None  # should it still run somewhere, it shall not go on in our name
     last = account.restarts.last
     allowance = 0 if decision.phase is Phase.STOPPING else restart.allowance(s, account.restarts)
     address = f"{head.ip}:{s.observed.settings.agent_port}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Condition, ConditionType, Phase
+from everstep_operator.plan import node_trouble
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.situation import Situation, utc
 
@@ -73,4 +74,9 @@ def _wishes(s: Situation, decision: Decision) -> dict[ConditionType, _Wish]:
         and (phase is Phase.RUNNING or s.status.is_true(ConditionType.DEGRADED))
     ):
         wishes[ConditionType.DEGRADED] = (False, Reason.AGENT_REACHABLE, "")
+    old = s.status.condition(ConditionType.NODES_HEALTHY)
+    if not finished and (wrong := node_trouble.trouble(s)) is not None:
+        wishes[ConditionType.NODES_HEALTHY] = (False, *wrong)
+    elif not finished and old is not None and old.status == "False":
+        wishes[ConditionType.NODES_HEALTHY] = (True, Reason.NODES_HEALTHY, "")
     return wishes

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from everstep_operator.api.reasons import Reason
-from everstep_operator.api.status import LastFailure, Phase, Restarts, TemplateStatus
+from everstep_operator.api.status import LastFailure, Phase, Restarts, StartFailures, TemplateStatus
 from everstep_operator.plan.actions import Action
 
 _BY_NAME = {reason.value: reason for reason in Reason}
@@ -19,7 +19,7 @@ def reason_of(name: str) -> Reason:
 
 @dataclass(frozen=True)
 class Decision:
-    """Where the job is now and what follows. Fields left at None keep what the status says."""
+    """Where the job is now and what follows. Fields left at None keep what the status says, unless said otherwise."""
 
     phase: Phase
     reason: Reason
@@ -33,6 +33,7 @@ class Decision:
     plain_reason: tuple[Reason, str] | None = None
     restarts: Restarts | None = None
     last_failure: LastFailure | None = None
+    start_failures: StartFailures | None = None  # this one is none, not "as it was"
     requeue: tuple[float, ...] = field(default=())
 
     def but(self, **fields: Any) -> Decision:

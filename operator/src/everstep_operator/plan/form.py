@@ -11,15 +11,17 @@ from everstep_operator.plan import gang, replace, restart, template
 from everstep_operator.plan.actions import (
     Action,
     CreatePods,
+    DeletePods,
     DeleteStale,
     DryRun,
     EnsureAgent,
     EnsureSecret,
     EnsureService,
     EnsureTemplate,
+    Plan,
 )
 from everstep_operator.plan.decision import Decision
-from everstep_operator.plan.observed import Frozen
+from everstep_operator.plan.observed import Frozen, Observed, PodView
 from everstep_operator.plan.pods import pod_body
 from everstep_operator.plan.situation import HAS_RUN, Situation
 from everstep_operator.plan.template import Refused
@@ -98,6 +100,14 @@ def release(s: Situation) -> Decision | None:
     return Decision(Phase.PENDING, Reason.GANG_RELEASED, message, again=True).do(
         replace.refs(s.live, Reason.GANG_RELEASED)
     )
+
+
+def asks_for_room(observed: Observed, made: Plan) -> PodView | None:
+    """The pod to ask an autoscaler's word about before this plan is carried out: it gives a set's nodes back, and is
+    to be made again if a node is on its way (`Observed.scale_up_at`)."""
+    if not made.changed or not any(isinstance(a, DeletePods) and a.why == Reason.GANG_RELEASED for a in made.actions):
+        return None
+    return next((pod for pod in observed.ours if pod.live and not pod.scheduled), None)
 
 
 def hold_until(s: Situation) -> float | None:

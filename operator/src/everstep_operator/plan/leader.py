@@ -89,7 +89,7 @@ class LeaderView:
     joined: int = 0
     missing: tuple[int, ...] = ()
     unclean: tuple[Unclean, ...] = ()
-    ranks_started_at: float | None = None
+    running_since: float | None = None  # when the operator was first told that this generation runs (its own clock)
     progress: Progress | None = None
     checkpoint: Saved | None = None
     ledger: tuple[Entry, ...] = ()
@@ -101,26 +101,33 @@ def leader_view(
 ) -> LeaderView:
     """Parse `/v1/state`. Fields that are missing or of another type are as if they had not been sent.
 
-    `before` is the last view of this leader: an entry ended no later than when it was first told of.
+    `before` is the last view of this leader: an entry ended no later than when it was first told of, and a generation
+    runs since it was first told to run. The leader's own clock may be hours off.
     """
     data = _mapping(raw)
     incarnation = _text(data.get("incarnation"), 64)
-    told = before.ledger if before is not None and before.incarnation == incarnation else ()
-    ended = {entry.id: entry.ended_at for entry in told}
+    if before is not None and before.incarnation != incarnation:
+        before = None
+    ended = {entry.id: entry.ended_at for entry in (before.ledger if before is not None else ())}
     phase = _text(data.get("phase"), 32)
+    generation = _count(data.get("generation")) or 0
+    running_since = None
+    if phase == "running":
+        known = before.running_since if before is not None and before.generation == generation else None
+        running_since = answered_at if known is None else known
     return LeaderView(
         reachable=reachable,
         answered_at=answered_at,
         incarnation=incarnation,
         version=_count(data.get("version")) or 0,
         epoch=_count(data.get("epoch")) or 0,
-        generation=_count(data.get("generation")) or 0,
+        generation=generation,
         phase=phase if phase in PHASES else "forming",
         nodes=_count(data.get("nodes")) or 0,
         joined=_count(data.get("joined")) or 0,
         missing=tuple(i for i in map(_count, _list(data.get("missing"), MAX_LIST)) if i is not None),
         unclean=tuple(_unclean(item) for item in _list(data.get("unclean"), MAX_LIST) if _has_index(item)),
-        ranks_started_at=_number(data.get("ranksStartedAt")),
+        running_since=running_since,
         progress=_progress(data.get("progress")),
         checkpoint=_saved(data.get("checkpoint")),
         ledger=tuple(sorted(_entries(data.get("ledger"), ended, answered_at), key=lambda e: e.order)),

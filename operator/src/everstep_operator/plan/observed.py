@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from everstep_operator.plan.leader import LeaderView
+from everstep_operator.plan.node import NodeView
 
 if TYPE_CHECKING:
     from everstep_operator.api.job import TrainingJob
@@ -27,6 +28,7 @@ LABEL_GROUP = "everstep.dev/group"
 LABEL_INDEX = "everstep.dev/index"
 LABEL_EPOCH = "everstep.dev/epoch"
 LABEL_TEMPLATE = "everstep.dev/template"
+LABEL_CAPACITY = "everstep.dev/capacity-type"
 
 MAX_MESSAGE = 1024
 MAX_TERMINATION_LOG = 4096
@@ -79,6 +81,7 @@ class PodView:
     waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
     waiting_message: str = ""
     disruption: str | None = None  # reason of a true DisruptionTarget condition
+    gone_since: float | None = None  # when its node was found to be removed from the cluster (`Observed.ours`)
 
     @property
     def scheduled(self) -> bool:
@@ -94,8 +97,8 @@ class PodView:
 
     @property
     def live(self) -> bool:
-        """Ranks may run in it now or later, and nobody has asked it to leave."""
-        return self.ended is None and not self.deleting
+        """Ranks may run in it now or later, nobody has asked it to leave, and its node exists."""
+        return self.ended is None and not self.deleting and self.gone_since is None
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,13 +174,19 @@ class Observed:
     settings: Settings = field(default_factory=Settings)
     rejection: Rejection | None = None
     status_written_at: float | None = None  # of the observed status; None: unknown, long ago
-    scale_up_at: float | None = None  # a node autoscaler last said that it is making room for one of the pods
+    nodes: Mapping[str, NodeView] = field(default_factory=dict)  # those under the pods, as far as they are known
+    scale_up_at: float | None = None  # a node autoscaler last said that it is making room for the pods (0: never has)
 
     @cached_property
     def ours(self) -> tuple[PodView, ...]:
         """The job's own pods by index; an object of another UID is never adopted."""
         uid = self.job.metadata.uid
-        return tuple(sorted((p for p in self.pods if p.owner == uid), key=lambda p: (p.index, p.created, p.uid)))
+        mine = (self._on_its_node(p) for p in self.pods if p.owner == uid)
+        return tuple(sorted(mine, key=lambda p: (p.index, p.created, p.uid)))
+
+    def _on_its_node(self, pod: PodView) -> PodView:
+        node = self.nodes.get(pod.node) if pod.node else None
+        return pod if node is None or node.gone_since is None else replace(pod, gone_since=node.gone_since)
 
 
 def pod_view(raw: Mapping[str, Any]) -> PodView:

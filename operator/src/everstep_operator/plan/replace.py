@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from everstep_operator.api.reasons import Reason
+from everstep_operator.plan import starts
 from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.plan.observed import PodView
 from everstep_operator.plan.situation import Situation
 
-# A pod that the kubelet refuses, or whose agent fails at its start, ends at once; made again at once it would do so
-# thousands of times an hour.
+# A pod that the kubelet refuses ends at once; made again at once it would do so thousands of times an hour.
 RETRY_REFUSED = 10.0
 # A leader learns of a lost pod by its closed connections. So long the pod stays, as evidence of why it was lost.
 EVIDENCE = 5.0
@@ -30,17 +30,18 @@ def missing(s: Situation) -> tuple[int, ...]:
 def lost(s: Situation) -> list[PodView]:
     """Pods of the set in which nothing will ever run again (agent mode; the job has no outcome)."""
     unclean = _unclean(s)
-    return [p for p in s.current.values() if p.ended is not None or p.deleting or p.uid in unclean]
+    return [p for p in s.current.values() if not p.live or p.uid in unclean]
 
 
 def to_delete(s: Situation) -> tuple[list[PodView], float | None]:
     """(lost pods whose objects are to go now, when to look again at those that may stay for a moment)."""
     now_, later = [], []
+    attempt = starts.next_attempt(starts.settle(s).record)
     for pod in lost(s):
-        if pod.deleting:
-            # A pod on a dead node stays like this until something proves that the node is dead (node loss).
+        if pod.deleting or (pod.ended is None and pod.gone_since is not None):
+            # A pod on a dead node stays like this until something proves that the node is dead (node_trouble.bury).
             continue
-        at = _deletable_at(s, pod)
+        at = attempt if starts.failed_at_start(s, pod) else _deletable_at(s, pod)
         if at <= s.now:
             now_.append(pod)
         else:
@@ -52,17 +53,12 @@ def _deletable_at(s: Situation, pod: PodView) -> float:
     if pod.ended is None:
         return s.now
     at = s.now
-    if pod.started_at is None or s.status.generation == 0 or _never_joined(pod):
+    if pod.started_at is None or s.status.generation == 0:
         # Before a generation has run nothing is charged, so nothing but time bounds a pod that fails at every start.
         at = max(at, pod.created + RETRY_REFUSED)
     if is_oom(pod) and pod.index != 0 and s.leader is not None and s.phase in _RUNS:
         at = max(at, (pod.ended.finished_at or s.now) + EVIDENCE) if not _in_ledger(s, pod) else at
     return at
-
-
-def _never_joined(pod: PodView) -> bool:
-    word = pod.ended.word if pod.ended is not None else None
-    return word is not None and word.result == "left" and word.generation == 0
 
 
 def _in_ledger(s: Situation, pod: PodView) -> bool:
@@ -87,6 +83,8 @@ def why_lost(pod: PodView | None) -> Reason:
         return _DISRUPTIONS.get(pod.disruption, Reason.EVICTED)
     if pod.ended is not None and pod.ended.reason in ("Evicted", "Preempting", "Terminated", "NodeShutdown"):
         return Reason.EVICTED
+    if pod.ended is None and pod.gone_since is not None:
+        return Reason.NODE_LOST
     if pod.ended is not None and pod.ended.word is not None and (said := _WORDS.get(pod.ended.word.result)):
         return said
     if pod.deleting:
@@ -97,8 +95,8 @@ def why_lost(pod: PodView | None) -> Reason:
 
 
 def refs(pods: Iterable[PodView], why: Reason, *, grace: int | None = None) -> DeletePods | None:
-    """Delete those that nobody has asked to go yet."""
-    found = tuple(PodRef(p.name, p.uid, grace) for p in pods if not p.deleting)
+    """Delete those that nobody has asked to go yet. Who is on a removed node does not hear it: `node_trouble.bury`."""
+    found = tuple(PodRef(p.name, p.uid, grace) for p in pods if p.live or (p.ended is not None and not p.deleting))
     return DeletePods(found, why.value) if found else None
 
 

@@ -66,7 +66,7 @@ def settle(s: Situation, *, over: bool = False) -> Account:
             before, restarts = restarts, _charge(s, restarts, f"{epoch}.1", reason)
             failure = failure_of_pod(pod, reason)
     if not over and not s.plain and s.phase in (Phase.RUNNING, Phase.RESTARTING) and generation >= 1:
-        dead = head is None or head.ended is not None or head.deleting
+        dead = head is None or not head.live
         # In degraded mode nobody tells of lost pods either; one charge per generation seen keeps it from being free.
         loss = head if dead else next(iter(replace.lost(s)), None) if s.degraded else None
         # A pod 0 of an older epoch is a late read: its end is on record since the epoch was raised.
@@ -170,7 +170,7 @@ def _plain_loss(s: Situation) -> tuple[int, PodView | None] | None:
         return epoch, min(failed, key=lambda p: (p.ended.finished_at or s.now if p.ended else s.now, p.index))
     if s.phase is Phase.RUNNING and replace.missing(s):
         return epoch, None
-    if s.phase in (Phase.STARTING, Phase.RUNNING) and (going := [p for p in pods if p.deleting and not p.ended]):
+    if s.phase in (Phase.STARTING, Phase.RUNNING) and (going := [p for p in pods if not p.live and not p.ended]):
         return epoch, going[0]
     return None
 

@@ -6,7 +6,16 @@ pods, messages) is written with the next change that matters, else every 30 s.
 
 from __future__ import annotations
 
-from everstep_operator.api.status import MAX_TRANSITIONS, Phase, Progress, Timings, TrainingJobStatus, Transition
+from everstep_operator.api.reasons import Reason
+from everstep_operator.api.status import (
+    MAX_TRANSITIONS,
+    ConditionType,
+    Phase,
+    Progress,
+    Timings,
+    TrainingJobStatus,
+    Transition,
+)
 from everstep_operator.plan.actions import Event
 from everstep_operator.plan.conditions import conditions
 from everstep_operator.plan.decision import Decision
@@ -40,6 +49,7 @@ def status_of(s: Situation, decision: Decision) -> tuple[TrainingJobStatus, tupl
             "ready_nodes": s.ready,
             "progress": _progress(s, decision),
             "restarts": decision.restarts or old.restarts,
+            "start_failures": decision.start_failures,
             "last_failure": decision.last_failure or old.last_failure,
             "transitions": _transitions(s, decision) if moved else old.transitions,
             "timings": _timings(s) if moved else old.timings,
@@ -57,7 +67,19 @@ def status_of(s: Situation, decision: Decision) -> tuple[TrainingJobStatus, tupl
     event = Event("Warning" if warns else "Normal", decision.reason.value, said[:1024])
     # Another attempt at the same thing is no news.
     news = moved and changed_phase and not (decision.again and s.open and s.open.reason == decision.reason)
-    return new, (event,) if news else (), None
+    return new, (*((event,) if news else ()), *_besides(s, new)), None
+
+
+def _besides(s: Situation, new: TrainingJobStatus) -> list[Event]:
+    """Events of what may go wrong in any phase."""
+    events = []
+    before, nodes = (status.condition(ConditionType.NODES_HEALTHY) for status in (s.status, new))
+    if nodes is not None and nodes.status == "False" and (before is None or before.reason != nodes.reason):
+        events.append(Event("Warning", nodes.reason, nodes.message[:1024]))
+    failure = new.last_failure
+    if failure is not None and failure.reason == Reason.START_FAILED and failure != s.status.last_failure:
+        events.append(Event("Warning", failure.reason, failure.message[:1024]))
+    return events
 
 
 def _moves(s: Situation, decision: Decision) -> bool:

@@ -18,6 +18,7 @@ from everstep_operator.api.scalars import parse_quantity
 from everstep_operator.plan import plain as plain_mode
 from everstep_operator.plan.agent_config import GPU, gpu_resource, job_config
 from everstep_operator.plan.observed import (
+    LABEL_CAPACITY,
     LABEL_JOB,
     LABEL_TEMPLATE,
     TRAINER,
@@ -73,7 +74,10 @@ def resolve(
     spec["volumes"] = [v for v in spec["volumes"] if not v["name"].startswith("everstep-") or v["name"] in used]
     copied = {k: v for k, v in job.metadata.labels.items() if k in settings.copied_labels}
     meta = job.spec.pod_template.metadata
-    pod = {"metadata": {"labels": {**copied, **meta.labels}, "annotations": dict(meta.annotations)}, "spec": spec}
+    labels = {**copied, **meta.labels}
+    if pool is not None:
+        labels[LABEL_CAPACITY] = pool.spec.capacity_type
+    pod = {"metadata": {"labels": labels, "annotations": dict(meta.annotations)}, "spec": spec}
     return Frozen(epoch=epoch, pod=pod, job=config)
 
 

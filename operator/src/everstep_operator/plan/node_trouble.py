@@ -1,0 +1,60 @@
+"""What is wrong with the nodes under a job's pods, and pods whose Node object is gone.
+
+Of a NotReady or cordoned node the job only tells: it may come back, and whoever drains it evicts the pods. A node that
+was removed from the cluster does not come back, and nobody will ever report the end of its pods: they are lost, and
+their objects are deleted by force so that replacements can be made. Kubernetes itself takes about a minute for that.
+"""
+
+from __future__ import annotations
+
+from everstep_operator.api.reasons import Reason
+from everstep_operator.plan.actions import DeletePods, PodRef
+from everstep_operator.plan.agent_config import RESTART_GRACE
+from everstep_operator.plan.node import NodeView
+from everstep_operator.plan.situation import Situation
+
+# After an agent has fenced itself: its ranks have `RESTART_GRACE` to end, and the agent some seconds to kill the rest.
+_DYING = RESTART_GRACE + 5.0
+
+
+def trouble(s: Situation) -> tuple[Reason, str] | None:
+    """(reason, message) of the worst that is wrong with a node under a pod that may still run."""
+    found = []
+    for pod in s.current.values():
+        node = s.observed.nodes.get(pod.node) if pod.node and pod.ended is None else None
+        if node is not None and (wrong := _wrong(node)) is not None:
+            found.append((*wrong, pod.index, f"{pod.name} is on {node.name}"))
+    if not found:
+        return None
+    worst, reason, what, _, where = min(found)
+    others = sum(1 for other in found if other[0] == worst) - 1
+    more = f", and {others} more pods are on such nodes" if others else ""
+    return reason, f"{where}, {what}{more}"
+
+
+def bury(s: Situation) -> tuple[DeletePods | None, float | None]:
+    """(pods to delete by force now, when to look again at those that may not go yet).
+
+    With `fencing: strict` no rank of a lost pod may run beside its replacement: its machine may be up, only cut off,
+    and its agent takes one fence timeout to stop them. Otherwise the fencing token keeps such ranks from publishing.
+    """
+    strict = s.spec.restart.fencing == "strict" and not s.plain
+    wait = s.observed.settings.fence_timeout + _DYING if strict else 0.0
+    due = [
+        (pod.gone_since + wait, pod)
+        for pod in s.observed.ours
+        if pod.gone_since is not None and (pod.ended is None or pod.deleting)
+    ]
+    now_ = tuple(PodRef(pod.name, pod.uid, 0) for at, pod in due if at <= s.now)
+    later = min((at for at, _ in due if at > s.now), default=None)
+    return (DeletePods(now_, Reason.NODE_LOST.value) if now_ else None), later
+
+
+def _wrong(node: NodeView) -> tuple[int, Reason, str] | None:
+    if node.gone_since is not None:
+        return 0, Reason.NODE_LOST, "which is no longer in the cluster"
+    if not node.ready:
+        return 1, Reason.NODE_NOT_READY, f"which is not Ready ({node.not_ready_because})"
+    if node.cordoned or node.leaving or node.deleting:
+        return 2, Reason.NODE_DRAINING, f"which is being drained ({node.leaving or 'cordoned'})"
+    return None

@@ -1,0 +1,78 @@
+"""Agents that fail at every start: an unreadable configuration, a port in use, a container killed before it joins.
+
+No generation has run, so no budget pays; without a limit of its own such a job would make pods until a timeout, and
+say no more than "Starting". Attempts are told apart by the creation times of pods alone (the API server's clock).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from everstep_operator.api.status import StartFailures
+from everstep_operator.plan import plain
+from everstep_operator.plan.observed import PodView
+from everstep_operator.plan.situation import FORMING, Situation, utc
+
+LIMIT = 5  # attempts in a row
+BACKOFF = 10.0  # seconds between the pods of one attempt and the next, doubled with each
+BACKOFF_MAX = 60.0
+# Pods of one attempt are made within a few seconds, those of the next `BACKOFF` after them at the earliest.
+_TOGETHER = BACKOFF / 2
+_TOLD_TO_LEAVE = 143
+
+
+@dataclass(frozen=True)
+class Starts:
+    """What is on record after this look."""
+
+    record: StartFailures | None = None
+    failed: PodView | None = None  # the first of those that lie there now
+    fresh: bool = False  # counted in this look
+
+    @property
+    def exhausted(self) -> bool:
+        return self.record is not None and self.record.count >= LIMIT
+
+    @property
+    def message(self) -> str:
+        """Which pod, where, how often, and what its agent said."""
+        pod, end = self.failed, self.failed.ended if self.failed is not None else None
+        if pod is None or end is None or self.record is None:
+            return ""
+        said = (end.word.message if end.word else end.message) or f"{end.reason}, exit code {end.exit_code}"
+        times = f"{self.record.count} of {LIMIT} times in a row"
+        return f"{pod.name} on {pod.node}: the agent failed at its start ({times}): {said}"
+
+
+def settle(s: Situation) -> Starts:
+    """Count what failed since the last look. Pods that fail together are one failure."""
+    known = s.status.start_failures
+    if s.plain:
+        return Starts()
+    failed = [pod for pod in s.current.values() if failed_at_start(s, pod)]
+    first = min(failed, key=lambda p: (p.ended.finished_at or s.now if p.ended else s.now, p.index), default=None)
+    counted_until = known.made.timestamp() + _TOGETHER if known is not None else float("-inf")
+    if not any(pod.created > counted_until for pod in failed):
+        return Starts(known, first)
+    made = max(pod.created for pod in s.current.values())
+    count = 1 if known is None else known.count + 1
+    return Starts(StartFailures(count=count, made=utc(made)), first, fresh=True)
+
+
+def next_attempt(record: StartFailures | None) -> float:
+    """When the failed pods of the last attempt may be made again, all of them together."""
+    if record is None:
+        return 0.0
+    return record.made.timestamp() + min(BACKOFF_MAX, BACKOFF * 2.0 ** (record.count - 1))
+
+
+def failed_at_start(s: Situation, pod: PodView) -> bool:
+    """The container ended by itself before its agent has joined a generation."""
+    end = pod.ended
+    if end is None or pod.deleting or pod.disruption is not None or end.exit_code in (None, 0, _TOLD_TO_LEAVE):
+        return False
+    if s.phase in FORMING and plain.switch([pod]) is not None:
+        return False  # it runs without the agent next
+    if end.word is None:
+        return s.status.generation == 0
+    return end.word.result == "left" and end.word.generation == 0

@@ -1,0 +1,174 @@
+"""Nodes and node autoscalers, as a real API server tells of them."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from e2e.cluster.controlplane import ControlPlane
+from everstep_operator.app import Operator
+from everstep_operator.cluster.resources import EVENTS, NODES
+from everstep_operator.plan.gang import PATIENCE_ALONE
+from tests.integration.conftest import USER
+from tests.integration.inprocess import Simulation, operator
+from tests.integration.world import World, until
+
+LATER = PATIENCE_ALONE + 60
+
+
+async def running(world: World, simulation: Simulation) -> list[dict[str, Any]]:
+    """The pods of the simulation's job, once its ranks run."""
+    await world.submit(simulation.job, numNodes=len(simulation.nodes))
+    await world.until_phase(simulation.job, "Running")
+    return await world.pods(simulation.job)
+
+
+async def healthy(world: World, job: str) -> dict[str, Any] | None:
+    conditions: list[dict[str, Any]] = (await world.job(job))["status"]["conditions"]
+    return next((c for c in conditions if c["type"] == "NodesHealthy"), None)
+
+
+async def test_a_job_tells_of_a_node_that_is_not_ready(world: World) -> None:
+    bad = f"{world.namespace}-bad"
+    async with Simulation(world, "digits", ("n1", bad)) as simulation:
+        await running(world, simulation)
+        assert await healthy(world, "digits") is None
+        await world.beat(bad, ready="Unknown")
+
+        async def told() -> dict[str, Any] | None:
+            return await healthy(world, "digits")
+
+        found = await until(told, "the condition")
+        assert found is not None
+        assert (found["status"], found["reason"]) == ("False", "NodeNotReady")
+        assert found["message"].startswith(f"digits-1 is on {bad}, which is not Ready")
+
+        async def event() -> bool:
+            return any(e["reason"] == "NodeNotReady" for e in await world.all(EVENTS))
+
+        await until(event, "the event")
+
+
+async def test_a_pod_whose_node_was_removed_is_replaced(world: World) -> None:
+    """No kubelet will ever confirm its end, and nobody here collects it but the operator."""
+    gone = f"{world.namespace}-gone"
+    async with Simulation(world, "digits", ("n1", gone)) as simulation:
+        before = await running(world, simulation)
+        await world.leave(gone)
+
+        async def replaced() -> bool:
+            pods = await world.pods("digits")
+            assert len(pods) == 2
+            assert pods[0]["metadata"]["uid"] == before[0]["metadata"]["uid"], "the other one stays"
+            return bool(pods[1]["metadata"]["uid"] != before[1]["metadata"]["uid"])
+
+        await until(replaced, "another pod")
+
+
+async def test_a_node_removed_while_the_operator_was_away_is_noticed(
+    control_plane: ControlPlane, still_world: World
+) -> None:
+    world, gone = still_world, f"{still_world.namespace}-gone"
+    async with Simulation(world, "digits", ("n1", gone)) as simulation:
+        async with operator(control_plane.kubeconfig, world):
+            before = await running(world, simulation)
+        await world.leave(gone)
+        async with operator(control_plane.kubeconfig, world):
+
+            async def replaced() -> bool:
+                pods = await world.pods("digits")
+                return before[1]["metadata"]["uid"] not in {pod["metadata"]["uid"] for pod in pods}
+
+            await until(replaced, "the lost pod is forced out")
+            simulation.finish.set()
+            status = await world.until_phase("digits", "Succeeded")
+    assert status["epoch"] == 1, "it was not the leader's"
+
+
+async def test_heartbeats_of_nodes_reconcile_nothing(control_plane: ControlPlane, still_world: World) -> None:
+    world, name = still_world, f"{still_world.namespace}-a"
+    async with (
+        operator(control_plane.kubeconfig, world, resync_seconds=3600) as (made, _),
+        Simulation(world, "digits", (name,)) as simulation,
+    ):
+        await running(world, simulation)
+        looks: list[object] = []
+        made.cache.touched = looks.append
+        for _ in range(20):
+            await world.beat(name)
+        newest = int((await world.client.get(NODES, None, name))["metadata"]["resourceVersion"])
+
+        async def heard() -> bool:
+            entry = made.cache.nodes.get(("", name))
+            return entry is not None and entry.version >= newest
+
+        await until(heard, "the last heartbeat")
+        assert looks == []
+        await world.beat(name, ready="False")
+
+        async def looked() -> bool:
+            return looks == [(world.namespace, "digits")]
+
+        await until(looked, "a change that matters")
+
+
+async def partly_placed(world: World, made: Operator) -> dict[str, Any]:
+    """A set of which one pod has a node; returns the other one. Its patience is over, as the operator sees it."""
+    await world.submit("digits", numNodes=2)
+    first, second = await world.until_pods("digits", 2)
+    await world.bind(first)
+    await world.until_phase("digits", "Scheduling")
+    made.reconciler.clock = lambda: time.time() + LATER
+    return second
+
+
+async def promise(world: World, pod: dict[str, Any], *, ago: float) -> None:
+    """What Cluster Autoscaler says when it makes a node for a pod; `ago` by the operator's clock."""
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + LATER - ago))
+    about = {"kind": "Pod", "namespace": world.namespace, **{k: pod["metadata"][k] for k in ("name", "uid")}}
+    body = {
+        "metadata": {"name": f"scale-up-{ago:.0f}"},
+        "involvedObject": about,
+        "reason": "TriggeredScaleUp",
+        "type": "Normal",
+        "lastTimestamp": stamp,
+        "source": {"component": "cluster-autoscaler"},
+    }
+    await world.client.create(EVENTS, world.namespace, body)
+
+
+async def test_a_set_that_no_node_is_made_for_is_given_back(control_plane: ControlPlane, still_world: World) -> None:
+    async with operator(control_plane.user_kubeconfig(USER), still_world) as (made, _):
+        pod = await partly_placed(still_world, made)
+        await promise(still_world, pod, ago=3600)
+        made.queue.add((still_world.namespace, "digits"))
+        status = await still_world.until_phase("digits", "Pending")
+        assert status["transitions"][-1]["reason"] == "GangReleased"
+
+
+async def test_a_set_is_kept_while_an_autoscaler_makes_a_node_for_it(
+    control_plane: ControlPlane, still_world: World
+) -> None:
+    async with operator(control_plane.user_kubeconfig(USER), still_world) as (made, client):
+        pod = await partly_placed(still_world, made)
+        assert ("list", "", "events") not in client.used, "nobody watches events"
+        await promise(still_world, pod, ago=100)
+        key = (still_world.namespace, "digits")
+        made.queue.add(key)
+
+        async def asked() -> bool:
+            return key in made.reconciler._scale_up
+
+        await until(asked, "the autoscaler's word is known")
+        for _ in range(3):
+            made.queue.add(key)
+            await until_idle(made)
+        assert (await still_world.job("digits"))["status"]["phase"] == "Scheduling"
+        assert len(await still_world.until_pods("digits", 2)) == 2
+
+
+async def until_idle(made: Operator) -> None:
+    async def idle() -> bool:
+        return made.queue.depth == 0 and made.queue.in_work == 0
+
+    await until(idle, "the operator has looked")

@@ -1,0 +1,40 @@
+"""Of a Node only that is kept which a plan could act upon: a heartbeat changes nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from everstep_operator.plan.node import NodeView, node_view
+
+
+def node(*, ready: str = "True", reason: str = "KubeletReady", **spec: Any) -> dict[str, Any]:
+    condition = {"type": "Ready", "status": ready, "reason": reason, "lastHeartbeatTime": "2026-01-01T00:00:00Z"}
+    return {"metadata": {"name": "n1", "labels": {"a": "b"}}, "spec": spec, "status": {"conditions": [condition]}}
+
+
+def test_a_heartbeat_changes_nothing() -> None:
+    later = node()
+    later["metadata"]["resourceVersion"] = "9"
+    later["status"]["conditions"][0]["lastHeartbeatTime"] = "2026-01-01T00:05:00Z"
+    later["status"]["images"] = [{"names": ["pulled/since"]}]
+    assert node_view(later) == node_view(node()) == NodeView("n1")
+
+
+def test_a_node_that_is_not_ready_says_why() -> None:
+    lost = node_view(node(ready="Unknown", reason="NodeStatusUnknown"))
+    assert (lost.ready, lost.not_ready_because) == (False, "NodeStatusUnknown")
+    assert not node_view({"metadata": {"name": "new"}}).ready, "one that has not reported yet"
+
+
+def test_a_cordon_and_the_taints_of_those_who_remove_nodes() -> None:
+    assert node_view(node(unschedulable=True)).cordoned
+    taints = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}, {"key": "karpenter.sh/disrupted"}]
+    assert node_view(node(taints=taints)).leaving == "karpenter.sh/disrupted"
+    assert node_view(node(taints=taints[:1])) == NodeView("n1"), "what keeps others away is no drain"
+
+
+@pytest.mark.parametrize("odd", [{}, {"metadata": None, "spec": None, "status": None}, node(taints=[{}])])
+def test_odd_nodes_raise_nothing(odd: Any) -> None:
+    node_view(odd)
