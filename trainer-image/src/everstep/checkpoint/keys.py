@@ -7,6 +7,9 @@ from dataclasses import dataclass
 
 MANIFESTS = "manifests/"
 DATA = "data/"
+ATTEMPTS = "attempts/"
+LEASES = "leases/"
+HINT = "latest"
 
 _ATTEMPT = re.compile(r"(\d{10})\.(\d{10})", re.ASCII)
 _KEY = re.compile(r"(\d{10}\.\d{10})-(\d{12})", re.ASCII)

@@ -94,4 +94,14 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
         from everstep.checkpoint.store.posix import PosixStore
 
         return PosixStore(path if found else text, **options)
-    raise ValueError(f"no store serves {scheme}://")
+    if scheme == "s3":
+        from everstep.checkpoint.store.s3 import S3Store
+
+        return S3Store(text, **options)
+    import fsspec
+
+    if scheme not in fsspec.available_protocols():
+        raise ValueError(f"no store serves {scheme}://")
+    from everstep.checkpoint.store.objects import ObjectStore
+
+    return ObjectStore(text, **options)

@@ -1,0 +1,46 @@
+"""Attempts where no operator gives them: each run claims the next one, and no run takes one that is over."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.keys import ATTEMPTS, DATA, MANIFESTS, Attempt, Key
+from everstep.checkpoint.store.base import Store
+
+
+class Superseded(CheckpointError):
+    """The store holds checkpoints of a later attempt: nothing that this one saves would ever be chosen."""
+
+
+def claim(store: Store) -> Attempt:
+    """An attempt greater than every other that has claimed, saved or committed in this store; nobody else gets it."""
+    greatest = _greatest(store)
+    attempt = Attempt(greatest.epoch, greatest.generation + 1) if greatest else Attempt(0, 1)
+    while not store.put_if_absent(f"{ATTEMPTS}{attempt}", b""):
+        attempt = Attempt(attempt.epoch, attempt.generation + 1)
+    return attempt
+
+
+def check(store: Store, attempt: Attempt) -> None:
+    """Superseded if something greater than `attempt`, which was given to this run, is in the store already."""
+    greatest = _greatest(store)
+    if greatest is not None and greatest > attempt:
+        raise Superseded(
+            f"{store.url} belongs to attempt {greatest}, this run is attempt {attempt}: another run has used this "
+            "store, or is using it; give each job a place of its own"
+        )
+
+
+def _greatest(store: Store) -> Attempt | None:
+    found: set[Attempt] = set()
+    for entry in store.list(ATTEMPTS):
+        with suppress(ValueError):
+            found.add(Attempt.parse(entry.name.removeprefix(ATTEMPTS)))
+    for entry in store.list(MANIFESTS):
+        with suppress(ValueError):
+            found.add(Key.of_manifest(entry.name).attempt)
+    for entry in store.list(DATA):
+        with suppress(ValueError):
+            found.add(Key.of_data(entry.name).attempt)
+    return max(found, default=None)

@@ -1,0 +1,98 @@
+"""Which checkpoints there are, and whether one is good. A name promises nothing: what is read is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from threading import local
+
+from everstep.checkpoint.checksum import digest
+from everstep.checkpoint.errors import Damaged, Missing
+from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, decode
+from everstep.checkpoint.keys import HINT, MANIFESTS, Key
+from everstep.checkpoint.store.base import Store
+
+
+def candidates(store: Store) -> list[Key]:
+    """All that was committed, greatest first, good or not.
+
+    The hint adds what a stale listing (a network mount's cache) does not show yet; it is never believed instead.
+    """
+    keys = set()
+    for entry in store.list(MANIFESTS):
+        with suppress(ValueError):  # whoever put another file there
+            keys.add(Key.of_manifest(entry.name))
+    hinted = _hinted(store)
+    if hinted is not None and hinted not in keys:
+        with suppress(Missing, Damaged):
+            keys.add(read_manifest(store, hinted).key)
+    return sorted(keys, reverse=True)
+
+
+def _hinted(store: Store) -> Key | None:
+    try:
+        return Key.of_manifest(store.read(HINT).decode())
+    except (Missing, ValueError):
+        return None
+
+
+def read_manifest(store: Store, key: Key) -> Manifest:
+    """The manifest of `key`; Missing, or Damaged when it does not hold or is that of another checkpoint."""
+    manifest = decode(store.read(key.manifest_name), key.manifest_name)
+    if manifest.key != key:
+        raise Damaged(key.manifest_name, f"is the manifest of {manifest.key}")
+    return manifest
+
+
+def read_chunk(store: Store, manifest: Manifest, chunk: Chunk, into: memoryview) -> None:
+    """Fill `into`, of `chunk.length` bytes, and verify what came. Missing, Damaged."""
+    name = manifest.parts[chunk.part].name
+    store.read_into(name, chunk.offset, into)
+    if digest(manifest.checksum, into) != chunk.sum:
+        raise Damaged(name, f"bytes {chunk.offset} to {chunk.offset + chunk.length} are not those that were written")
+
+
+def verify(
+    store: Store, key: Key, *, threads: int = 4, on_bytes: Callable[[int], None] = lambda count: None
+) -> Manifest:
+    """Read all of a checkpoint and check every checksum; its manifest. Missing, Damaged.
+
+    Takes `threads` times 8 MiB; `on_bytes` is called from the threads with the bytes that have been verified since.
+    """
+    manifest = read_manifest(store, key)
+    _check_sizes(store, manifest)
+    own = local()
+
+    def check(chunk: Chunk) -> None:
+        if not hasattr(own, "buffer"):
+            own.buffer = memoryview(bytearray(CHUNK))
+        read_chunk(store, manifest, chunk, own.buffer[: chunk.length])
+        on_bytes(chunk.length)
+
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="verify")
+    try:
+        for _ in pool.map(check, _all_chunks(manifest)):
+            pass
+    finally:
+        # The first bad chunk decides; the others need not be read.
+        pool.shutdown(cancel_futures=True)
+    return manifest
+
+
+def _check_sizes(store: Store, manifest: Manifest) -> None:
+    sizes = {entry.name: entry.size for entry in store.list(manifest.key.data_prefix)}
+    for part in manifest.parts:
+        if part.name not in sizes:
+            raise Missing(f"{store.url}/{part.name}")
+        if sizes[part.name] != part.size:
+            raise Damaged(part.name, f"has {sizes[part.name]} bytes, {part.size} were written")
+
+
+def _all_chunks(manifest: Manifest) -> Iterator[Chunk]:
+    """The headers too, in the order in which they lie in the parts."""
+    chunks = [Chunk(number, 0, HEADER, part.header) for number, part in enumerate(manifest.parts)]
+    for tensor in manifest.tensors.values():
+        for shard in tensor.shards:
+            chunks.extend(shard.chunks)
+    yield from sorted(chunks, key=lambda chunk: (chunk.part, chunk.offset))
