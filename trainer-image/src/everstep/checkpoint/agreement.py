@@ -1,0 +1,127 @@
+"""All ranks save at the same step, and none of them waits for the others at any other.
+
+Decisions are numbered. Decision *i* is made by rank 0 one step before its boundary and left on the board; every rank
+reads it when it reaches the boundary, and learns there which step the next boundary is (about a second of steps later).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from everstep.checkpoint.board import AgreementLost, Board
+
+PERIOD = 1.0  # seconds between two boundaries
+MOST_CALLS = 100  # between two boundaries: a run that slows down suddenly still asks soon
+
+_PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class Decision:
+    """`save`: at this boundary. `next`: the step of the next one. `replan`: make the plan anew first. `deadline`: the
+    save is of no use after it (seconds since 1970)."""
+
+    save: bool
+    next: int
+    replan: bool = False
+    deadline: float | None = None
+
+
+class Pace:
+    """How far apart a run's steps are, in steps and in seconds."""
+
+    def __init__(self) -> None:
+        self.stride = 1  # steps from one call to the next
+        self._seconds: float | None = None  # from one call to the next, without saves
+        self._last: tuple[int, float] | None = None
+        self._calls = 1
+
+    def tick(self, step: int, now: float) -> None:
+        """A step was made."""
+        if self._last is not None and step > self._last[0]:
+            self.stride = step - self._last[0]
+            took = now - self._last[1]
+            # Slower counts at once, faster gradually: a boundary that is too early costs one small read.
+            self._seconds = took if self._seconds is None or took > self._seconds else 0.7 * self._seconds + 0.3 * took
+        self._last = (step, now)
+
+    def pause(self, now: float) -> None:
+        """What came since the last tick was a save, no step."""
+        if self._last is not None:
+            self._last = (self._last[0], now)
+
+    def ahead(self) -> int:
+        """How many steps after one boundary the next one is."""
+        calls = 1 if self._seconds is None else int(PERIOD / max(self._seconds, 1e-9))
+        self._calls = max(1, min(calls, 2 * self._calls, MOST_CALLS))
+        return self._calls * self.stride
+
+
+Choose = Callable[[int, int], Decision]
+
+
+class Agreement:
+    """One rank's view. `patience`: seconds that a rank waits for rank 0 at a boundary."""
+
+    def __init__(self, board: Board, rank: int, patience: float) -> None:
+        self.boundary = 0
+        self._board = board
+        self._rank = rank
+        self._patience = patience
+        self._number = 0
+        self._pace = Pace()
+        self._made: Decision | None = None
+
+    @property
+    def leads(self) -> bool:
+        return self._rank == 0
+
+    def arrive(self, step: int, choose: Choose, waiting: Callable[[float], None]) -> Decision | None:
+        """The decision of a boundary that this step has reached; None between boundaries.
+
+        Rank 0 decides through `choose(step, steps ahead)`, here if it could not before. Others call `waiting(seconds)`
+        now and then while they wait for it. AgreementLost.
+        """
+        if self.leads:
+            self._pace.tick(step, time.monotonic())
+            if step >= self.boundary and self._made is None:
+                self._decide(step, choose)
+        if step < self.boundary:
+            return None
+        decision = self._made if self.leads else Decision(**self._await(f"d/{self._number}", waiting))
+        assert decision is not None
+        self._made = None
+        self._number += 1
+        self.boundary = decision.next
+        return decision
+
+    def prepare(self, step: int, choose: Choose) -> None:
+        """Rank 0 after its step: decides about the boundary that the next step reaches."""
+        if self.leads:
+            self._pace.pause(time.monotonic())
+            if self._made is None and step + self._pace.stride >= self.boundary:
+                self._decide(step + self._pace.stride, choose)
+
+    def answer(self, name: str, decide: Callable[[], Any], waiting: Callable[[float], None]) -> Any:
+        """What rank 0 decides about something that all ranks come to; by JSON."""
+        if not self.leads:
+            return self._await(name, waiting)
+        decided = decide()
+        self._board.leave(name, decided)
+        return decided
+
+    def _decide(self, step: int, choose: Choose) -> None:
+        self._made = choose(step, self._pace.ahead())
+        self._board.leave(f"d/{self._number}", asdict(self._made))
+
+    def _await(self, name: str, waiting: Callable[[float], None]) -> Any:
+        began = time.monotonic()
+        while (waited := time.monotonic() - began) < self._patience:
+            found = self._board.read(name, max(0.001, min(_PATIENCE, self._patience - waited)))
+            if found is not None:
+                return found
+            waiting(time.monotonic() - began)
+        raise AgreementLost(f"rank 0 has not decided in {self._patience:g} s whether to save ({name})")

@@ -1,0 +1,106 @@
+"""Where ranks leave each other small messages without a collective: torch's TCPStore; a dictionary for one process."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import secrets
+import time
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from everstep.checkpoint.errors import CheckpointError
+
+
+class AgreementLost(CheckpointError):
+    """Rank 0 cannot be reached, or has not decided in time: this rank cannot know what the others save."""
+
+
+class Board(Protocol):
+    """Messages by name; each is left once and stays. Both may raise AgreementLost."""
+
+    def leave(self, name: str, message: Any) -> None:
+        """Leaves a message (anything that JSON can write)."""
+        ...
+
+    def read(self, name: str, timeout: float = 0.0) -> Any:
+        """The message, waiting for it at most so many seconds; None if there is none by then."""
+        ...
+
+    def count(self, name: str, more: int = 0) -> int:
+        """Adds to the counter of this name (zero at first) and says what it is then."""
+        ...
+
+
+class Alone:
+    """The board of a run with one process."""
+
+    def __init__(self) -> None:
+        self._messages: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}
+
+    def leave(self, name: str, message: Any) -> None:
+        self._messages[name] = message
+
+    def read(self, name: str, timeout: float = 0.0) -> Any:
+        return self._messages.pop(name, None)
+
+    def count(self, name: str, more: int = 0) -> int:
+        self._counts[name] = self._counts.get(name, 0) + more
+        return self._counts[name]
+
+
+class Shared:
+    """The board of a run with several: a TCPStore that rank 0 hosts at a port of its own.
+
+    Names begin with a secret that is told by one broadcast, since a TCPStore asks nobody who they are.
+    """
+
+    def __init__(self, store: dist.TCPStore, secret: str) -> None:
+        self._store = store
+        self._secret = secret
+
+    @classmethod
+    def open(cls, group: dist.ProcessGroup, timeout: float) -> Shared:
+        """Collective over `group` (gloo): all ranks of the run. `timeout` in seconds, to connect."""
+        limit = datetime.timedelta(seconds=timeout)
+        told: list[Any] = [None]
+        if dist.get_rank() == 0:
+            host = os.environ.get("MASTER_ADDR") or "localhost"
+            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
+            told = [(host, store.port, secrets.token_hex(16))]
+        dist.broadcast_object_list(told, src=0, group=group)
+        host, port, secret = told[0]
+        if dist.get_rank() != 0:
+            store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        return cls(store, secret)
+
+    def leave(self, name: str, message: Any) -> None:
+        try:
+            self._store.set(f"{self._secret}/{name}", json.dumps(message))
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+    def read(self, name: str, timeout: float = 0.0) -> Any:
+        full = f"{self._secret}/{name}"
+        until = time.monotonic() + timeout
+        try:
+            if timeout and not self._store.check([full]):
+                self._store.wait([full], datetime.timedelta(seconds=timeout))
+            return json.loads(self._store.get(full)) if timeout or self._store.check([full]) else None
+        except RuntimeError as error:
+            if timeout and time.monotonic() >= until - 0.01:
+                return None
+            raise _lost(error) from error
+
+    def count(self, name: str, more: int = 0) -> int:
+        try:
+            return int(self._store.add(f"{self._secret}/{name}", more))
+        except RuntimeError as error:
+            raise _lost(error) from error
+
+
+def _lost(error: RuntimeError) -> AgreementLost:
+    return AgreementLost(f"rank 0, which decides when to save, cannot be reached: {str(error).splitlines()[0]}")

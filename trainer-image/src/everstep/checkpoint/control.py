@@ -1,0 +1,208 @@
+"""How a rank speaks with its node's writer: JSON lines over a Unix socket that only our user may open.
+
+A rank's line with an `id` gets one answer with the same `id`: `{"id": 1, "ok": …}` or `{"id": 1, "error": …}`. Lines
+without an `id` are reports of the writer (events.py) and come at any time. The socket lies in a directory of mode 0700,
+has mode 0600, and both ends look at the other's user.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint import slots
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.keys import Attempt
+
+PROTOCOL = 1
+SOCKET = "control"
+LOG = "writer.log"
+MAX_LINE = 1 << 20
+START_TIMEOUT = 30.0
+ANSWER_TIMEOUT = 60.0
+
+
+class WriterLost(CheckpointError):
+    """The node's writer does not answer; what it had not stored yet may still be in the slots."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """What a writer must know of a run; every rank of a node says the same. Times in seconds."""
+
+    url: str
+    options: Mapping[str, Any]
+    attempt: str
+    node: int
+    nodes: int
+    world: int
+    ranks: tuple[int, ...]  # of this node, in the order of local ranks
+    slots: int = 2
+    keep_last: int = 3
+    keep_every: int | None = None
+    commit_timeout: float = 1800.0
+    stall_after: float = 60.0
+    fence: str | None = None
+
+    def __post_init__(self) -> None:
+        Attempt.parse(self.attempt)
+        object.__setattr__(self, "ranks", tuple(self.ranks))
+
+
+def user_of(peer: socket.socket) -> int:
+    """The user at the other end of a Unix socket."""
+    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(user)
+
+
+@contextlib.contextmanager
+def short(path: Path) -> Any:
+    """A name of `path` that fits a socket's address (108 bytes), however deep its directory is."""
+    descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{descriptor}/{path.name}"
+    finally:
+        os.close(descriptor)
+
+
+class Link:
+    """A rank's end. Not thread-safe."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._peer = peer
+        self._rest = b""
+        self._calls = 0
+        self._reports: deque[dict[str, Any]] = deque()
+
+    @classmethod
+    def connect(cls, directory: Path) -> Link:
+        """Raises OSError when no writer listens there, WriterLost when it is not ours."""
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            with short(directory / SOCKET) as name:
+                peer.connect(name)
+            if user_of(peer) != os.geteuid():
+                raise WriterLost(f"the writer of {directory} is a process of user {user_of(peer)}")
+        except BaseException:
+            peer.close()
+            raise
+        peer.setblocking(False)
+        return cls(peer)
+
+    def call(self, verb: str, timeout: float = ANSWER_TIMEOUT, **fields: Any) -> Any:
+        """The writer's answer. CheckpointError: it refused and says why. WriterLost: it is gone or says nothing."""
+        self._calls += 1
+        until = time.monotonic() + timeout
+        self._send(json.dumps({"id": self._calls, "verb": verb, **fields}).encode() + b"\n", until)
+        while True:
+            for line in self._receive(until):
+                if line.get("id") == self._calls:
+                    if "error" in line:
+                        raise CheckpointError(str(line["error"]))
+                    return line["ok"]
+            if time.monotonic() >= until:
+                raise WriterLost(f"the writer did not answer {verb} in {timeout:g} s")
+
+    def tell(self, verb: str, **fields: Any) -> None:
+        """Like call(), but does not wait for the answer; what goes wrong comes as a report."""
+        self._calls += 1
+        line = json.dumps({"id": self._calls, "verb": verb, **fields}).encode() + b"\n"
+        self._send(line, time.monotonic() + ANSWER_TIMEOUT)
+
+    def reports(self, timeout: float = 0.0) -> list[dict[str, Any]]:
+        """What the writer has said by itself, waiting at most so long for something. WriterLost when it is gone."""
+        if not self._reports:
+            self._receive(time.monotonic() + timeout)
+        found = list(self._reports)
+        self._reports.clear()
+        return found
+
+    def close(self) -> None:
+        self._peer.close()
+
+    def _send(self, data: bytes, until: float) -> None:
+        while data:
+            try:
+                data = data[self._peer.send(data) :]
+            except BlockingIOError:
+                if not select.select([], [self._peer], [], max(0.0, until - time.monotonic()))[1]:
+                    raise WriterLost("the writer does not read what it is told") from None
+            except OSError as error:
+                raise WriterLost(f"the writer is gone: {error}") from error
+
+    def _receive(self, until: float) -> list[dict[str, Any]]:
+        """Answers among what has come, after waiting for something; reports are put aside."""
+        select.select([self._peer], [], [], max(0.0, until - time.monotonic()))
+        answers: list[dict[str, Any]] = []
+        while True:
+            try:
+                data = self._peer.recv(1 << 16)
+            except BlockingIOError:
+                return answers
+            except OSError as error:
+                raise WriterLost(f"the writer is gone: {error}") from error
+            if not data:
+                if self._reports or answers:  # its last words first
+                    return answers
+                raise WriterLost("the writer is gone")
+            *lines, self._rest = (self._rest + data).split(b"\n")
+            for line in lines:
+                said = json.loads(line)
+                (answers if "id" in said else self._reports).append(said)
+
+
+def start(directory: Path, linger: float) -> subprocess.Popen[bytes]:
+    """A writer in a session of its own, without torch, CUDA or any open file of ours."""
+    root = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
+    slots.secure(directory)
+    with (directory / LOG).open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "everstep.checkpoint.writer", str(directory), f"--linger={linger:g}"],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            cwd="/",
+            env=environment,
+            start_new_session=True,
+        )
+
+
+def join(directory: Path, config: Config, local: int, linger: float, timeout: float = START_TIMEOUT) -> Link:
+    """Connects this rank to its node's writer. Local rank 0 starts one where none runs; one that outlived an earlier
+    attempt goes on, so that what it still stores is not disturbed."""
+    until = time.monotonic() + timeout
+    child: subprocess.Popen[bytes] | None = None
+    while True:
+        try:
+            link = Link.connect(directory)
+        except OSError as error:
+            if local == 0 and (child is None or child.poll() is not None):
+                if child is not None and child.returncode != 0:
+                    raise WriterLost(f"the writer ended with {child.returncode}: {_tail(directory)}") from error
+                child = start(directory, linger)
+            if time.monotonic() >= until:
+                raise WriterLost(f"no writer answers in {directory} after {timeout:g} s: {_tail(directory)}") from error
+            time.sleep(0.01)
+            continue
+        link.call("hello", max(1.0, until - time.monotonic()), protocol=PROTOCOL, local=local, config=vars(config))
+        return link
+
+
+def _tail(directory: Path) -> str:
+    with contextlib.suppress(OSError):
+        lines = (directory / LOG).read_text(errors="replace").splitlines()
+        return " | ".join(lines[-3:]) or "it said nothing"
+    return "it left no log"

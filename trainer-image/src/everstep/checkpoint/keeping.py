@@ -1,0 +1,97 @@
+"""What the writer does with a filled slot: sum, store, commit on node 0, and remove what is not to be kept."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint import commit, fence, retention
+from everstep.checkpoint.candidates import verify
+from everstep.checkpoint.control import Config
+from everstep.checkpoint.format import Manifest
+from everstep.checkpoint.persist import Progress, store_slot, sum_slot
+from everstep.checkpoint.slots import Claim, Slot, Slots
+from everstep.checkpoint.store.base import Store, open_store
+
+
+class Save:
+    """One filled slot on its way. `doing` is for messages; `told`: when somebody was told that it stalls."""
+
+    def __init__(self, slot: Slot, claim: Claim, config: Config) -> None:
+        self.slot = slot
+        self.claim = claim
+        self.config = config
+        self.progress = Progress()
+        self.doing = "waiting for its turn"
+        self.needs_slot = True
+        self.committed = False
+        self.told = 0.0
+
+
+class Keeper:
+    """Stores slots, one after the other; waits for commits beside that."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._stores: dict[str, Store] = {}
+        # Two pools: work of the first waits for work of the second.
+        self._saves = ThreadPoolExecutor(4, "save")
+        self._pieces = ThreadPoolExecutor(4, "piece")
+        self._turn = asyncio.Lock()
+        self._tidying = asyncio.Lock()
+
+    async def keep(self, save: Save) -> dict[str, Any]:
+        """Figures of the save once it is durable: `bytes` (on node 0 of all nodes), `seconds`, `at`."""
+        began = time.monotonic()
+        loop = asyncio.get_running_loop()
+        async with self._turn:
+            manifest = await loop.run_in_executor(self._saves, partial(self._store, save))
+            save.needs_slot = False
+        if save.claim.node == 0:
+            save.doing = "waiting for the other nodes"
+            manifest = await loop.run_in_executor(self._saves, partial(self._commit, save))
+            save.committed = True
+        return {
+            "bytes": sum(part.size for part in manifest.parts),
+            "seconds": time.monotonic() - began,
+            "at": time.time(),
+        }
+
+    async def tidy(self, save: Save) -> None:
+        """Retention after a commit: nothing goes before the new one was read back and found good."""
+        async with self._tidying:
+            await asyncio.get_running_loop().run_in_executor(self._saves, partial(self._prune, save))
+
+    def _store(self, save: Save) -> Manifest:
+        slot, config = save.slot, save.config
+        save.doing = "summing"
+        manifest = slot.manifest() or sum_slot(self._slots, slot, self._pieces, save.progress)
+        save.doing = "writing to the store"
+        store_slot(self._at(config), slot, save.claim.node, manifest, self._pieces, save.progress)
+        slot.store(save.claim.key)
+        return manifest
+
+    def _commit(self, save: Save) -> Manifest:
+        path, key = save.config.fence, save.claim.key
+        return commit.commit(
+            self._at(save.config),
+            key,
+            save.claim.nodes,
+            fenced=lambda: None if path is None else fence.fenced(key.attempt, Path(path)),
+            timeout=save.config.commit_timeout,
+            on_wait=save.progress.check,
+        )
+
+    def _prune(self, save: Save) -> None:
+        config, store, key = save.config, self._at(save.config), save.claim.key
+        verify(store, key, threads=2, on_bytes=lambda count: save.progress.check())
+        retention.prune(store, [key], keep_last=config.keep_last, keep_every=config.keep_every)
+
+    def _at(self, config: Config) -> Store:
+        if config.url not in self._stores:
+            self._stores[config.url] = open_store(config.url, **config.options)
+        return self._stores[config.url]

@@ -1,0 +1,304 @@
+"""When to save: rank 0 decides, all ranks follow, and everybody learns how it ended."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+from everstep.checkpoint.agreement import Agreement, Decision
+from everstep.checkpoint.auto import Trigger
+from everstep.checkpoint.board import AgreementLost, Board
+from everstep.checkpoint.control import WriterLost
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.events import Event, Events, Metrics
+from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.save import Node, Replan, Saver
+
+_log = logging.getLogger("everstep.checkpoint")
+
+Policy = Literal["skip", "wait", "queue"]
+
+_POLL = 1.0  # seconds
+_MARGIN = 1.2  # a store is not always as fast as it was
+_FAREWELL = 10.0
+
+
+class SaveFailed(CheckpointError):
+    """The last save is not in the store; earlier ones are as they were."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """`saves`: whether a save was begun. `seconds` until it is (or would be) in the store, None when nothing was
+    measured yet."""
+
+    saves: bool
+    seconds: float | None
+
+
+@dataclass
+class Pilot:
+    """One rank's session between its restore and its end. Single-threaded."""
+
+    saver: Saver
+    node: Node
+    agreement: Agreement
+    board: Board
+    trigger: Trigger
+    attempt: Attempt
+    events: Events
+    metrics: Metrics
+    policy: Policy
+    timeout: float
+    commit_timeout: float
+
+    def __post_init__(self) -> None:
+        self._pending: dict[int, Key] = {}  # saves whose end is not known yet, by number
+        self._number = 0  # saves decided so far
+        self._explicit = 0
+        self._last: Key | None = None
+        self._failure: str | None = None  # of the newest save that has ended
+        self._notes = 0  # read so far
+        self._asked: tuple[float | None] | None = None  # a save that somebody asked for, and its deadline
+        self._replan = False
+        self._wish: tuple[float | None] | None = None  # this rank's own request, not told yet
+
+    # ---- every step
+
+    def step(self, step: int) -> None:
+        """See Checkpointer.step."""
+        if self.saver.copying:
+            self._guard(self.saver.announce)
+        if self._wish is not None:
+            wish, self._wish = self._wish, None
+            self._note({"kind": "asked", "deadline": wish[0]})
+        decision = self.agreement.arrive(step, self._choose, self._waiting)
+        if decision is not None:
+            if decision.save:
+                self._take(step, decision.replan)
+            if not self.agreement.leads:
+                self._learn()
+        self.agreement.prepare(step, self._choose)
+
+    def save(self, step: int, deadline: float | None) -> Forecast:
+        """See Checkpointer.save."""
+        self._explicit += 1
+        told = self.agreement.answer(f"x/{self._explicit}", lambda: self._forecast(step, deadline), self._waiting)
+        if told["saves"]:
+            self._take(step, told["replan"])
+        return Forecast(told["saves"], told["seconds"])
+
+    def request(self, deadline: float | None) -> None:
+        """See Checkpointer.request."""
+        self._wish = (None if deadline is None else time.time() + deadline,)
+
+    def wait(self, timeout: float | None) -> None:
+        """See Checkpointer.wait."""
+        limit = self.commit_timeout + self.timeout if timeout is None else timeout
+        until = time.monotonic() + limit
+        if self.saver.copying:
+            self._guard(lambda: self.saver.announce(wait=True))
+        while self._pending and (left := until - time.monotonic()) > 0:
+            if self.agreement.leads:
+                self._poll(min(_POLL, left))
+                self._read_notes()
+            else:
+                number = next(iter(self._pending))
+                self._end(number, self.board.read(f"r/{number}", min(_POLL, left)))
+        if self._pending:
+            raise SaveFailed(f"not in the store after {limit:g} s: {', '.join(map(str, self._pending.values()))}")
+        if self._failure is not None:
+            raise SaveFailed(self._failure)
+
+    def close(self, wait: bool) -> None:
+        """The end of the session; without `wait` it is left at once, and the writer goes on alone."""
+        if not wait:
+            return
+        try:
+            self.wait(None)
+        finally:
+            self._say_goodbye()
+
+    # ---- rank 0's choices
+
+    def _choose(self, step: int, ahead: int) -> Decision:
+        """What happens at the boundary that is reached with this step."""
+        now = time.monotonic()
+        self._poll(0.0)
+        self._read_notes()
+        save, deadline = False, None
+        due = self.trigger.due(step, now)
+        if (due or self._asked or self._replan) and self._may_begin(step, due):
+            save, deadline = True, self._asked[0] if self._asked else None
+            self._asked = None
+            self.trigger.start(step, now)
+        following = step + max(1, ahead)
+        limit = self.trigger.limit(step)
+        decision = Decision(
+            save=save,
+            next=following if limit is None else min(following, limit),
+            replan=save and self._replan,
+            deadline=deadline,
+        )
+        if save:
+            self._replan = False
+        return decision
+
+    def _may_begin(self, step: int, due: bool) -> bool:
+        if self._last is not None and step <= self._last.step:
+            return False
+        if not self._pending or (self.policy == "queue" and len(self._pending) < 2):
+            return True
+        if self.policy == "wait" or self._asked:
+            self._finish_pending()
+            return not self._pending
+        if due:
+            self.metrics.skipped += 1
+            self.trigger.start(step, time.monotonic())
+            waiting = next(iter(self._pending.values()))
+            self.events.emit(Event("stalled", waiting, "is still being stored: the next save is skipped"))
+        return False
+
+    def _forecast(self, step: int, deadline: float | None) -> dict[str, Any]:
+        began = time.monotonic()
+        bandwidth = self.metrics.bandwidth
+        seconds = None
+        if bandwidth:
+            # What is being stored comes first.
+            seconds = (1 + len(self._pending)) * self.saver.bytes / bandwidth + (self.trigger.cost or 0.0)
+        fits = deadline is None or seconds is None or seconds * _MARGIN <= deadline
+        fits = fits and (self._last is None or step > self._last.step)
+        if fits and self._pending:
+            self._finish_pending(self.commit_timeout if deadline is None else deadline)
+            fits = not self._pending and (deadline is None or time.monotonic() - began < deadline)
+        told = {"saves": fits, "seconds": seconds, "replan": fits and self._replan}
+        if fits:
+            self._replan = False
+            self.trigger.start(step, time.monotonic())
+        return told
+
+    def _finish_pending(self, timeout: float | None = None) -> None:
+        until = time.monotonic() + (self.commit_timeout if timeout is None else timeout)
+        while self._pending and (left := until - time.monotonic()) > 0:
+            self._poll(min(_POLL, left))
+            self._read_notes()
+
+    def _read_notes(self) -> None:
+        """What other ranks have to say."""
+        there = self.board.count("notes")
+        while self._notes < there:
+            self._notes += 1
+            note = self.board.read(f"n/{self._notes}", 5.0)  # it is counted before it is left
+            if note is None:
+                continue
+            if note["kind"] == "asked":
+                self._asked = (note["deadline"],)
+            elif note["number"] in self._pending:
+                key = self._pending[note["number"]]
+                self._replan |= note["replan"]
+                self._guard(partial(self.saver.drop, key, note["why"]))
+                self._end(note["number"], {"failed": note["why"]})
+
+    def _poll(self, timeout: float) -> None:
+        """What the writer of node 0 has to say about its saves."""
+        try:
+            reports = self.node.reports(timeout)
+        except WriterLost as error:
+            self._alarm(f"{error}; a new one will look at what it left")
+            return
+        for report in reports:
+            self._hear(report)
+
+    # ---- a save
+
+    def _take(self, step: int, replan: bool) -> None:
+        began = time.perf_counter()
+        key = Key(self.attempt, step)
+        self._number += 1
+        self._pending[self._number] = self._last = key
+        try:
+            self.saver.take(key, replan)
+        except Exception as error:  # training goes on; the others are told that this save is void
+            _log.exception("%s was not taken", key)
+            self._guard(lambda: self.saver.drop(key, "this rank could not copy its state"))
+            note = {"kind": "void", "number": self._number, "why": f"{error}", "replan": isinstance(error, Replan)}
+            self._note(note)
+        took = time.perf_counter() - began
+        self.metrics.stalled(took)
+        self.trigger.cost = self.metrics.stalls[-1] if self.metrics.stalls else took
+
+    def _learn(self) -> None:
+        """Other ranks than 0: how saves ended, from rank 0; and what our own writer has to complain about."""
+        for number in list(self._pending):
+            self._end(number, self.board.read(f"r/{number}"))
+        self._poll(0.0)
+
+    def _hear(self, report: dict[str, Any]) -> None:
+        key = Key.parse(report["key"])
+        number = next((number for number, pending in self._pending.items() if pending == key), None)
+        if report["event"] == "stalled":
+            self.events.emit(Event("stalled", key, report["why"], {"seconds": report["seconds"]}))
+        elif report["event"] == "failed" and number is not None:
+            if self.agreement.leads:
+                self._end(number, {"failed": report["why"]})
+            else:
+                self._note({"kind": "void", "number": number, "why": report["why"], "replan": False})
+        elif report["event"] == "saved" and number is not None and self.agreement.leads:
+            self._end(number, {"saved": report})
+        elif report["event"] == "untidy":
+            _log.warning("retention after %s: %s", key, report["why"])
+
+    def _end(self, number: int, result: dict[str, Any] | None) -> None:
+        """It is known how a save ended; rank 0 tells the others."""
+        if result is None or number not in self._pending:
+            return
+        key = self._pending.pop(number)
+        if self.agreement.leads:
+            self.board.leave(f"r/{number}", result)
+        if "failed" in result:
+            self.metrics.failed += 1
+            self._failure = f"step {key.step} was not saved: {result['failed']}"
+            self.events.emit(Event("failed", key, result["failed"]))
+            return
+        figures = result["saved"]
+        self._failure = None
+        self.metrics.saved += 1
+        self.metrics.saved_at = figures["at"]
+        self.metrics.bytes = figures["bytes"]
+        self.metrics.duration = self.trigger.duration = figures["seconds"]
+        self.metrics.bandwidth = figures["bytes"] / max(figures["seconds"], 1e-9)
+        self.events.emit(Event("saved", key, "", {"bytes": figures["bytes"], "seconds": round(figures["seconds"], 3)}))
+
+    # ---- words
+
+    def _note(self, note: dict[str, Any]) -> None:
+        self.board.leave(f"n/{self.board.count('notes', 1)}", note)
+
+    def _waiting(self, seconds: float) -> None:
+        self.events.emit(Event("stalled", None, "rank 0 has not decided whether to save", {"seconds": round(seconds)}))
+
+    def _alarm(self, why: str) -> None:
+        self.events.emit(Event("stalled", None, why))
+
+    def _guard(self, work: Callable[[], Any]) -> None:
+        """Something that may fail because the writer is gone: that is told, and training goes on."""
+        try:
+            work()
+        except (CheckpointError, OSError) as error:
+            self._alarm(str(error))
+
+    def _say_goodbye(self) -> None:
+        self._guard(lambda: self.node.call("bye"))
+        # Rank 0 hosts the board: it leaves last.
+        try:
+            gone = self.board.count("gone", 1)
+            until = time.monotonic() + _FAREWELL
+            while self.agreement.leads and gone < self.saver.world and time.monotonic() < until:
+                time.sleep(0.01)
+                gone = self.board.count("gone")
+        except AgreementLost:
+            pass

@@ -1,0 +1,78 @@
+"""How much memory a node has for slots, said before the first save: a full tmpfs would end a rank by SIGBUS later."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from everstep.checkpoint.errors import CheckpointError
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+# What a process needs besides: an operating system that has no free page at all kills somebody.
+_SPARE = 64 << 20
+
+
+class NoRoom(CheckpointError):
+    """The slots do not fit; the message says by how much and what to change."""
+
+
+def check(directory: Path, need: int, copies: int) -> None:
+    """NoRoom unless `need` more bytes fit into the directory's file system, our cgroups and the machine's memory."""
+    if need <= 0:
+        return
+    rooms = [
+        (shutil.disk_usage(directory).free, f"the file system of {directory}", "give it more (sizeLimit, --shm-size)"),
+        (_machine(), "this machine", "use a greater one"),
+        *((free, f"the memory limit of cgroup {name}", "raise the limit") for free, name in _cgroups()),
+    ]
+    free, where, remedy = min(rooms)
+    if need + _SPARE > free:
+        fewer = " or use slots=1" if copies > 1 else ""
+        raise NoRoom(
+            f"{copies} slot{'s' * (copies > 1)} for checkpoints need {_size(need)} more memory, {where} has "
+            f"{_size(free)} left: {remedy}{fewer}"
+        )
+
+
+def _machine() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def _cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iterator[tuple[int, str]]:
+    """(bytes left, name) of each cgroup above us that has a memory limit, of either version."""
+    for line in own.read_text().splitlines() if own.exists() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        base = root / "memory" if controllers else root
+        files = ("memory.limit_in_bytes", "memory.usage_in_bytes") if controllers else ("memory.max", "memory.current")
+        group = base / path.lstrip("/")
+        for each in (group, *group.parents):
+            if not each.is_relative_to(base):
+                break
+            left = _left(each, *files)
+            if left is not None:
+                yield left, f"/{each.relative_to(base)}"
+
+
+def _left(group: Path, limit: str, usage: str) -> int | None:
+    try:
+        most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
+        if not most.isdecimal() or int(most) >= 1 << 60:  # version 1 says "none" by a great number
+            return None
+        # Clean pages of files are counted as used but given back under pressure.
+        rows = (line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = sum(int(row[1]) for row in rows if row[0] in ("inactive_file", "active_file"))
+    except (OSError, ValueError):
+        return None
+    return int(most) - used + cached
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if abs(count) >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -1,0 +1,193 @@
+"""One rank's part in a save: state, plan, snapshot, and a word to the writer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everstep.checkpoint import control, planning, staging
+from everstep.checkpoint.control import Config, Link, WriterLost
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.keys import Key
+from everstep.checkpoint.planning import Plan
+from everstep.checkpoint.rng import Rng
+from everstep.checkpoint.slots import Record, Slot, Slots
+from everstep.checkpoint.snapshot import Snapshots
+from everstep.checkpoint.staging import Staging
+from everstep.checkpoint.state.flat import Flat, flatten
+from everstep.checkpoint.state.kinds import PerRank
+from everstep.checkpoint.topology import Topology
+
+ALLOCATION_TIMEOUT = 600.0  # seconds; memory that was never touched comes at some hundred MB each second
+_AGAIN = 10.0  # seconds between two tries to find a lost writer
+
+
+class Replan(CheckpointError):
+    """The layout of this rank's state is not the planned one."""
+
+
+class Node:
+    """This rank's connection to its node's writer, made again when the writer is lost."""
+
+    def __init__(self, directory: Path, config: Config, local: int, linger: float) -> None:
+        self.directory = directory
+        self.config = config
+        self._local = local
+        self._linger = linger
+        self._link: Link | None = control.join(directory, config, local, linger)
+        self._tried = time.monotonic()
+
+    def call(self, verb: str, timeout: float = control.ANSWER_TIMEOUT, **fields: Any) -> Any:
+        """See Link.call; a writer that was lost before is looked for first."""
+        try:
+            return self._found().call(verb, timeout, **fields)
+        except WriterLost:
+            self.close()
+            raise
+
+    def tell(self, verb: str, **fields: Any) -> None:
+        """See Link.tell."""
+        try:
+            self._found().tell(verb, **fields)
+        except WriterLost:
+            self.close()
+            raise
+
+    def reports(self, timeout: float = 0.0) -> list[dict[str, Any]]:
+        """What the writer has said by itself. WriterLost once for each loss; a new one is started by the next call."""
+        if self._link is None and time.monotonic() - self._tried < _AGAIN:
+            time.sleep(min(timeout, 0.1))
+            return []
+        try:
+            return self._found().reports(timeout)
+        except WriterLost:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    def _found(self) -> Link:
+        if self._link is None:
+            self._tried = time.monotonic()
+            self._link = control.join(self.directory, self.config, self._local, self._linger)
+        return self._link
+
+
+@dataclass(frozen=True)
+class How:
+    """Choices about the bytes of a save."""
+
+    checksum: str
+    allow_pickle: bool
+
+
+class Saver:
+    """Saves the objects it was given, when it is told to. Every method may raise CheckpointError."""
+
+    def __init__(
+        self, objects: Mapping[str, object], topology: Topology, group: dist.ProcessGroup | None, node: Node, how: How
+    ) -> None:
+        self._objects = {**objects, "rng": PerRank(Rng())}
+        self._topology = topology
+        self._group = group
+        self._node = node
+        self._slots = Slots(node.directory)
+        self._how = how
+        self._plan: Plan | None = None
+        self._layout = ""
+        self._staging: Staging | None = None
+        self._snapshots: Snapshots | None = None
+        self._copying: tuple[Slot, Record] | None = None
+
+    @property
+    def bytes(self) -> int:
+        """What a save writes, by all ranks."""
+        return sum(self._plan.sizes) if self._plan else 0
+
+    @property
+    def world(self) -> int:
+        return self._topology.world
+
+    def prepare(self) -> None:
+        """Plans and reserves memory, so that what cannot be saved is known before hours were trained. Collective."""
+        self._make_plan(lambda: self._flat(None))
+
+    def take(self, key: Key, replan: bool) -> None:
+        """Copies the state into a slot. Collective only with `replan`. Replan: the plan is not this state's."""
+        make = replan or self._plan is None
+        flat = self._make_plan(lambda: self._flat(key.step)) if make else self._flat(key.step)
+        assert self._plan is not None
+        assert self._snapshots is not None
+        if planning.signature(flat.tensors) != self._plan.signature:
+            raise Replan("the state has other tensors, shapes or shards than the plan was made for")
+        slot = self._slots[self._node.call("begin", ALLOCATION_TIMEOUT, key=str(key))]
+        self._snapshots.take(slot, key, flat.tensors)
+        record = Record(
+            key=key,
+            rank=self._topology.rank,
+            world=self._topology.world,
+            size=self._plan.sizes[self._topology.rank],
+            layout=self._layout,
+            model=self._plan.model,
+            checksum=self._how.checksum,
+            values=flat.values,
+        )
+        self._copying = (slot, record)
+        self.announce()
+
+    @property
+    def copying(self) -> bool:
+        """Whether a GPU still copies, so that announce() is to be called again."""
+        return self._copying is not None
+
+    def announce(self, wait: bool = False) -> None:
+        """Tells the writer that this rank's part is filled, if it is."""
+        assert self._staging is not None
+        if self._copying is None or not self._staging.done(wait):
+            return
+        slot, record = self._copying
+        self._copying = None
+        slot.record(self._topology.local, record)
+        self._node.tell("filled", key=str(record.key))
+
+    def drop(self, key: Key, why: str) -> None:
+        """This save is not to be completed."""
+        if self._staging is not None:
+            self._staging.done(wait=True)
+        self._copying = None
+        self._node.call("void", key=str(key), why=why)
+
+    def close(self) -> None:
+        if self._staging is not None:
+            self._staging.close()
+            self._staging = None
+
+    def _flat(self, step: int | None) -> Flat:
+        return flatten(self._objects, rank=self._topology.rank, step=step, allow_pickle=self._how.allow_pickle)
+
+    def _make_plan(self, state: Callable[[], Flat]) -> Flat:
+        topology = self._topology
+        found: list[Flat] = []
+
+        def tensors() -> Mapping[str, torch.Tensor]:
+            found.append(state())
+            return found[0].tensors
+
+        # A rank whose state fails tells the others in the planning itself: they are waiting for it there.
+        plan = planning.make(tensors, topology.rank, topology.world, self._group)
+        self.close()
+        self._plan = plan
+        self._node.call("reserve", ALLOCATION_TIMEOUT, sizes=[plan.sizes[rank] for rank in topology.ranks])
+        self._layout = self._slots.save_layout(plan.boxes)
+        self._staging = staging.choose(list(found[0].tensors.values()))
+        self._snapshots = Snapshots(self._slots, plan, topology, self._how.checksum, self._staging)
+        return found[0]

@@ -1,0 +1,229 @@
+"""`everstep.checkpointer(…)`: what a training script sees of all this."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self, cast
+
+import torch.distributed as dist
+
+from everstep.checkpoint import attempts, checksum, fence, slots, topology
+from everstep.checkpoint.agreement import Agreement
+from everstep.checkpoint.auto import Trigger, learned
+from everstep.checkpoint.board import Alone, Board, Shared
+from everstep.checkpoint.control import Config
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.events import Callback, Events, Metrics
+from everstep.checkpoint.keys import MANIFESTS, Attempt
+from everstep.checkpoint.pilot import Forecast, Pilot, Policy, SaveFailed
+from everstep.checkpoint.save import How, Node, Saver
+from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.together import together
+
+__all__ = ["Checkpointer", "Forecast", "SaveFailed"]
+
+DEFAULT_EVERY = "10m"
+
+
+class Checkpointer:
+    """Saves and restores one run. All ranks make one, with the same arguments, after `init_process_group`.
+
+    store: a folder or a URL, e.g. s3://bucket/run; `options` go to the store.
+    every: seconds, "10m", or "auto" (by Young and Daly, from what saves cost and how often the run fails);
+    every_steps: a number of steps; both may be given, with neither it is ten minutes.
+    keep_last, keep_every: how many checkpoints stay, and each one whose step is a multiple of the latter.
+    policy: what a save does that is due while one is still being stored: "skip" (it is taken when the next one is due),
+    "wait" (training waits) or "queue" (it is taken into the other slot, one at most).
+    slots: copies in each node's memory; with one, no whole copy is there while a save is copied.
+    memory: the slots' directory; by default one in /dev/shm, or in EVERSTEP_CHECKPOINT_MEMORY.
+    attempt: the fencing token (epoch, generation), by default EVERSTEP_EPOCH and EVERSTEP_GENERATION, or counted.
+    time_between_failures: seconds, for "auto"; by default learned from the store.
+    timeout: seconds that a rank waits for other ranks or for its writer; commit_timeout: that a save may take;
+    linger: that a writer stays whose ranks are gone.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        *,
+        every: str | float | Literal["auto"] | None = None,
+        every_steps: int | None = None,
+        keep_last: int = 3,
+        keep_every: int | None = None,
+        policy: Policy = "skip",
+        slots: int = 2,
+        memory: str | os.PathLike[str] | None = None,
+        attempt: tuple[int, int] | None = None,
+        checksum: str = checksum.DEFAULT,
+        allow_pickle: bool = False,
+        time_between_failures: float | None = None,
+        timeout: float = 300.0,
+        commit_timeout: float = 1800.0,
+        stall_after: float = 60.0,
+        linger: float = 600.0,
+        options: Mapping[str, Any] | None = None,
+    ) -> None:
+        if every is None and every_steps is None:
+            every = DEFAULT_EVERY
+        if slots < 1:
+            raise ValueError(f"there is at least one slot, not {slots}")
+        self._trigger = Trigger.parse(every, every_steps, time_between_failures)
+        self._events = Events()
+        self._metrics = Metrics()
+        self._how = How(checksum, allow_pickle)
+        self._saver: Saver | None = None
+        self._pilot: Pilot | None = None
+        self._group = _group(timeout)
+        self._topology = topology.find(self._group)
+        self._options = dict(options or {})
+        self.store: Store = open_store(store, **self._options)
+
+        token = together(lambda: self._first(lambda: self._claim(attempt, time_between_failures)), self._group)
+        self.attempt = Attempt.parse(self._tell(token))
+        directory = Path(memory) if memory is not None else None
+        config = Config(
+            url=self.store.url,
+            options=self._options,
+            attempt=str(self.attempt),
+            node=self._topology.node,
+            nodes=self._topology.nodes,
+            world=self._topology.world,
+            ranks=self._topology.ranks,
+            slots=slots,
+            keep_last=keep_last,
+            keep_every=keep_every,
+            commit_timeout=commit_timeout,
+            stall_after=stall_after,
+            fence=str(fence.FENCE) if attempt is None and fence.given() else None,
+        )
+        self._node = together(lambda: self._join(directory, config, linger), self._group)
+        board: Board = Shared.open(self._group, timeout) if self._group is not None else Alone()
+        self._agreement = Agreement(board, self._topology.rank, timeout)
+        self._board = board
+        self._policy: Policy = policy
+        self._timeout = timeout
+        self._commit_timeout = commit_timeout
+
+    # ---- a script's calls
+
+    def track(self, **objects: object) -> None:
+        """Names what is to be saved, without restoring it. Collective: plans, and reserves memory.
+
+        An object is anything with `state_dict` and `load_state_dict`, a tensor, or a plain nested value.
+        """
+        saver = Saver(objects, self._topology, self._group, self._node, self._how)
+        together(saver.prepare, self._group)
+        self._saver = saver
+        self._pilot = Pilot(
+            saver=saver,
+            node=self._node,
+            agreement=self._agreement,
+            board=self._board,
+            trigger=self._trigger,
+            attempt=self.attempt,
+            events=self._events,
+            metrics=self._metrics,
+            policy=self._policy,
+            timeout=self._timeout,
+            commit_timeout=self._commit_timeout,
+        )
+
+    def step(self, step: int) -> None:
+        """Says that `step` steps are trained; saves when it is time. Costs next to nothing otherwise.
+
+        AgreementLost when rank 0 is gone. A save that fails is an event, not an error.
+        """
+        self._flying().step(step)
+
+    def save(self, step: int, deadline: float | None = None) -> Forecast:
+        """Saves now; all ranks call it at the same step. Waits until an earlier save is in the store.
+
+        deadline: seconds from now within which the checkpoint must be in the store. If it will not be, nothing is
+        saved, and the forecast says how long it would take.
+        """
+        return self._flying().save(step, deadline)
+
+    def request(self, deadline: float | None = None) -> None:
+        """Asks for a save at the next boundary, for all ranks; any one rank may, also in a signal's handler."""
+        self._flying().request(deadline)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until what was saved is in the store. SaveFailed when the last save did not get there."""
+        self._flying().wait(timeout)
+
+    def on(self, event: str, callback: Callback) -> None:
+        """Calls back with each event of this name: saved, restored, fell_back, stalled, failed. All are logged."""
+        self._events.on(event, callback)
+
+    def metrics(self) -> dict[str, float | int | None]:
+        """Figures of this rank so far: see events.Metrics."""
+        return self._metrics.snapshot()
+
+    def close(self, *, wait: bool = True) -> None:
+        """Ends the session; with `wait` after the last commit, with the slots removed."""
+        try:
+            if self._pilot is not None:
+                self._pilot.close(wait)
+        finally:
+            if self._saver is not None:
+                self._saver.close()
+            self._node.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error the writer goes on by itself with what is filled; nobody waits for it.
+        self.close(wait=kind is None)
+
+    # ---- beginnings
+
+    def _flying(self) -> Pilot:
+        if self._pilot is None:
+            raise CheckpointError("nothing is tracked yet: call restore(model=…, optimizer=…) first")
+        return self._pilot
+
+    def _claim(self, attempt: tuple[int, int] | None, between_failures: float | None) -> str:
+        token = Attempt(*attempt) if attempt is not None else fence.given()
+        if self._trigger.auto and between_failures is None:
+            self._trigger.between_failures = learned(*_history(self.store))
+        if token is None:
+            return str(attempts.claim(self.store))
+        attempts.check(self.store, token)
+        return str(token)
+
+    def _first(self, make: Any) -> Any:
+        return make() if self._topology.rank == 0 else None
+
+    def _tell(self, token: str | None) -> str:
+        told = [token]
+        if self._group is not None:
+            dist.broadcast_object_list(told, src=0, group=self._group)
+        return str(told[0])
+
+    def _join(self, directory: Path | None, config: Config, linger: float) -> Node:
+        where = directory or slots.default_directory(config.url, config.node)
+        return Node(where, config, self._topology.local, linger)
+
+
+def _group(timeout: float) -> dist.ProcessGroup | None:
+    """A group of our own for the few collectives: on the processor, whatever training uses."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return None
+    return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout)))
+
+
+def _history(store: Store) -> tuple[int, float]:
+    """How often this run has failed so far, and in how many seconds: its attempts, since its first checkpoint."""
+    entries = list(store.list(MANIFESTS))
+    if not entries:
+        return 0, 0.0
+    tokens = {entry.name.partition("-")[0] for entry in entries}
+    return len(tokens), max(0.0, time.time() - min(entry.modified for entry in entries))

@@ -1,0 +1,303 @@
+"""Slots: a node's shared memory that holds what its ranks last saved, whatever happens to the ranks.
+
+    <directory>/                 0700, by default /dev/shm/everstep-<hash of the run>-<node>
+      control                    the writer's socket
+      layouts/<hash>.json        where a rank's shards lie in its part; immutable, named by its content
+      <slot>/claim.json          which checkpoint the slot is for, of how many local ranks, and of which node
+      <slot>/<local rank>.part   the very bytes of the part: header, shards
+      <slot>/<local rank>.json   that rank is done
+      <slot>/slot.json           the node manifest: every chunk has its checksum
+      <slot>/whole               the same is complete (a name to look at without reading a manifest)
+      <slot>/stored              the same is durable in the store
+      <slot>/lock                readers share it; a slot that is read is not filled anew
+
+What a slot is follows from these files alone, so that any process can tell after any crash: every small file is
+replaced whole and names its key, and one that names another key than the claim says nothing.
+The parts of `slot.json` are in the order of local ranks: bytes of its part *i* are in `<i>.part`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import stat
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint import room
+from everstep.checkpoint.errors import CheckpointError, Damaged
+from everstep.checkpoint.format import Manifest, decode, encode
+from everstep.checkpoint.keys import Key
+
+MEMORY = Path("/dev/shm")  # noqa: S108 - the node's own shared memory; the folder in it is ours alone
+MEMORY_VARIABLE = "EVERSTEP_CHECKPOINT_MEMORY"
+
+
+class State(enum.Enum):
+    """How far a slot is; each one implies those before it."""
+
+    EMPTY = "empty"
+    FILLING = "filling"  # ranks may be writing: its bytes mean nothing
+    FILLED = "filled"  # every local rank is done
+    WHOLE = "whole"  # summed: a checkpoint may be restored from it
+    STORED = "stored"  # durable in the store too: may be filled anew at any time
+
+
+@dataclass(frozen=True)
+class Box:
+    """One shard of a tensor in a part: `offset` in bytes from the file's start."""
+
+    tensor: str
+    dtype: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    offset: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Whose slot it is: this node's share of a checkpoint of `nodes` nodes, filled by `locals` ranks."""
+
+    key: Key
+    locals: int
+    node: int
+    nodes: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank says when its part of a slot is filled. `size` in bytes, header included; `values` are packed."""
+
+    key: Key
+    rank: int
+    world: int
+    size: int
+    layout: str
+    model: str
+    checksum: str
+    values: dict[str, object]
+
+
+def default_directory(url: str, node: int) -> Path:
+    """Where the slots of this run are on this node; EVERSTEP_CHECKPOINT_MEMORY names another memory than /dev/shm."""
+    memory = Path(os.environ.get(MEMORY_VARIABLE) or MEMORY)
+    return memory / f"everstep-{hashlib.sha256(url.encode()).hexdigest()[:16]}-{node}"
+
+
+class Slot:
+    """One of a node's slots. Ranks write parts and records, the writer everything else."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @property
+    def number(self) -> int:
+        return int(self.path.name)
+
+    def part(self, local: int) -> Path:
+        """The file of a local rank's part."""
+        return self.path / f"{local}.part"
+
+    def claim(self, claim: Claim) -> None:
+        """From here on the slot is this checkpoint's; what was in it is gone."""
+        for name in ("whole", "slot.json", "stored"):
+            (self.path / name).unlink(missing_ok=True)
+        _replace(self.path / "claim.json", {**vars(claim), "key": str(claim.key)})
+
+    def release(self) -> None:
+        """Nothing in the slot means anything any more."""
+        (self.path / "claim.json").unlink(missing_ok=True)
+
+    def claimed(self) -> Claim | None:
+        """Whose slot it is; None when it is nobody's."""
+        fields = _read(self.path / "claim.json")
+        return None if fields is None else Claim(**{**fields, "key": Key.parse(str(fields["key"]))})
+
+    def record(self, local: int, record: Record) -> None:
+        """This local rank is done."""
+        _replace(self.path / f"{local}.json", {**vars(record), "key": str(record.key)})
+
+    def records(self) -> list[Record] | None:
+        """Those of all local ranks in order; None when one is not done."""
+        claim = self.claimed()
+        if claim is None:
+            return None
+        found = []
+        for local in range(claim.locals):
+            fields = _read(self.path / f"{local}.json")
+            if fields is None or fields["key"] != str(claim.key):
+                return None
+            found.append(Record(**{**fields, "key": claim.key}))
+        return found
+
+    def complete(self, manifest: Manifest) -> None:
+        """The slot is whole."""
+        _replace(self.path / "slot.json", encode(manifest))
+        _replace(self.path / "whole", str(manifest.key).encode())
+
+    def manifest(self) -> Manifest | None:
+        """The node manifest of a slot that is whole."""
+        claim = self.claimed()
+        try:
+            found = decode((self.path / "slot.json").read_bytes(), str(self.path / "slot.json"))
+        except (FileNotFoundError, Damaged):
+            return None
+        return found if claim is not None and found.key == claim.key else None
+
+    def store(self, key: Key) -> None:
+        """This checkpoint is durable elsewhere."""
+        _replace(self.path / "stored", str(key).encode())
+
+    @property
+    def state(self) -> State:
+        claim = self.claimed()
+        if claim is None:
+            return State.EMPTY
+        for name, state in (("stored", State.STORED), ("whole", State.WHOLE)):
+            with contextlib.suppress(FileNotFoundError):
+                if (self.path / name).read_text() == str(claim.key):
+                    return state
+        return State.FILLING if self.records() is None else State.FILLED
+
+    @contextmanager
+    def reading(self) -> Iterator[None]:
+        """While this is held the slot is not filled anew; ends with the process too."""
+        with (self.path / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_SH)
+            yield
+
+    @property
+    def is_read(self) -> bool:
+        with (self.path / "lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+        return False
+
+
+class Slots:
+    """All slots of a node. `create` is the writer's; whoever only looks opens the directory as it is."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    @classmethod
+    def create(cls, directory: Path, count: int) -> Slots:
+        """Makes what is missing; CheckpointError when the directory is not ours alone."""
+        secure(directory)
+        for number in range(count):
+            (directory / str(number)).mkdir(mode=0o700, exist_ok=True)
+        (directory / "layouts").mkdir(mode=0o700, exist_ok=True)
+        return cls(directory)
+
+    def __iter__(self) -> Iterator[Slot]:
+        paths = sorted(path for path in self.directory.glob("*") if path.name.isdecimal())
+        return iter(Slot(path) for path in paths)
+
+    def __getitem__(self, number: int) -> Slot:
+        return Slot(self.directory / str(number))
+
+    def whole(self) -> list[tuple[Slot, Manifest]]:
+        """The slots a checkpoint may be restored from, newest first; hold `reading()` and ask again before you do."""
+        found = [(slot, manifest) for slot in self if (manifest := slot.manifest()) is not None]
+        return sorted(found, key=lambda pair: pair[1].key, reverse=True)
+
+    def newest(self) -> Slot | None:
+        """The slot of the greatest whole checkpoint."""
+        whole = [
+            (claim.key, slot.number)
+            for slot in self
+            if (claim := slot.claimed()) and slot.state in (State.WHOLE, State.STORED)
+        ]
+        return self[max(whole)[1]] if whole else None
+
+    def need(self, sizes: Sequence[int]) -> int:
+        """Bytes of memory that parts of these sizes, one for each local rank, would take beyond what is there."""
+        return sum(max(0, size - _size(slot.part(local))) for slot in self for local, size in enumerate(sizes))
+
+    def check(self, sizes: Sequence[int]) -> None:
+        """room.NoRoom when parts of these sizes do not fit into the memory."""
+        room.check(self.directory, self.need(sizes), copies=len(list(self)))
+
+    def reserve(self, sizes: Sequence[int]) -> None:
+        """Allocates all parts. Files never shrink. NoRoom."""
+        self.check(sizes)
+        for slot in self:
+            for local, size in enumerate(sizes):
+                _allocate(slot.part(local), size)
+
+    def save_layout(self, boxes: Sequence[Box]) -> str:
+        """Keeps where a rank's shards lie and names it."""
+        text = json.dumps([[*vars(box).values()] for box in boxes], separators=(",", ":")).encode()
+        name = hashlib.sha256(text).hexdigest()[:32]
+        path = self.directory / "layouts" / f"{name}.json"
+        if not path.exists():
+            _replace(path, text)
+        return name
+
+    def layout(self, name: str) -> list[Box]:
+        """The layout that save_layout() named so."""
+        rows = json.loads((self.directory / "layouts" / f"{name}.json").read_bytes())
+        return [
+            Box(tensor, dtype, tuple(shape), tuple(offsets), tuple(sizes), offset, length)
+            for tensor, dtype, shape, offsets, sizes, offset, length in rows
+        ]
+
+    def remove(self) -> None:
+        """Gives the memory back."""
+        shutil.rmtree(self.directory, ignore_errors=True)
+
+
+def secure(directory: Path) -> None:
+    """Makes the directory, or sees that it is ours: in a memory that all may write, another user could have made it."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700, parents=True)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise CheckpointError(
+            f"{directory} is not a directory of our own that nobody else may enter: remove it, "
+            f"or name another memory in {MEMORY_VARIABLE}"
+        )
+
+
+def _allocate(path: Path, size: int) -> None:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        if os.fstat(descriptor).st_size < size:
+            # Pages that exist: a copy into a hole would end in SIGBUS when memory runs out, this is an error here.
+            os.posix_fallocate(descriptor, 0, size)
+    finally:
+        os.close(descriptor)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _replace(path: Path, content: bytes | Mapping[str, object]) -> None:
+    data = content if isinstance(content, bytes) else json.dumps(content, separators=(",", ":")).encode()
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.write_bytes(data)
+    draft.replace(path)
+
+
+def _read(path: Path) -> dict[str, Any] | None:
+    try:
+        found = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None

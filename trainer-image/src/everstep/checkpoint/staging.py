@@ -1,0 +1,146 @@
+"""How tensors get into a slot: by this process's own threads, or by a GPU while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+_PIECE = 4 << 20  # bytes that one thread copies at a time
+
+
+class Staging(Protocol):
+    """Copies the state of a step. Training may change it again once `copy` has returned."""
+
+    def adopt(self, address: int, size: int) -> None:
+        """Memory of a slot that copies will go to, before the first one does."""
+        ...
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """Begins to copy; both are of the same types and shapes."""
+        ...
+
+    def done(self, wait: bool = False) -> bool:
+        """Whether the bytes of the last copy are there."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Host:
+    """Copies in main memory, by as many threads as torch computes with; the copy is there on return.
+
+    memmove is what a plain copy would be, too: torch's own copy goes through the cache and is slower on one thread.
+    """
+
+    def __init__(self) -> None:
+        self._threads = torch.get_num_threads()
+        self._pool = ThreadPoolExecutor(self._threads, "everstep-copy") if self._threads > 1 else None
+
+    def adopt(self, address: int, size: int) -> None:
+        pass
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        moves: list[tuple[int, int, int]] = []
+        for target, source in zip(targets, sources, strict=True):
+            if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+                moves.append((target.data_ptr(), source.data_ptr(), target.nbytes))
+            else:
+                target.copy_(source)
+        self.move(moves)
+
+    def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
+        """Copies bytes: (to, from, how many)."""
+        if self._pool is None or sum(size for _, _, size in moves) < 2 * _PIECE:
+            _move(moves)
+            return
+        list(self._pool.map(_move, _shares(moves, self._threads)))
+
+    def done(self, wait: bool = False) -> bool:
+        return True
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.shutdown()
+
+
+def _move(moves: Sequence[tuple[int, int, int]]) -> None:
+    memmove = ctypes.memmove  # gives the interpreter lock away
+    for to, from_, size in moves:
+        memmove(to, from_, size)
+
+
+def _shares(moves: Sequence[tuple[int, int, int]], count: int) -> list[list[tuple[int, int, int]]]:
+    """The same copies for `count` threads, as many bytes for each."""
+    share = -(-sum(size for _, _, size in moves) // count)
+    shares: list[list[tuple[int, int, int]]] = [[]]
+    left = share
+    for to, from_, size in moves:
+        while size:
+            if not left:
+                shares.append([])
+                left = share
+            taken = min(size, left)
+            shares[-1].append((to, from_, taken))
+            to, from_, size, left = to + taken, from_ + taken, size - taken, left - taken
+    return shares
+
+
+class Cuda:
+    """Copies from a GPU on a stream of its own into pinned slots, while the forward and backward passes go on.
+
+    Whoever changes the state next is the optimizer: before its step the GPU (not this process) waits for the copy.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._event: torch.cuda.Event | None = None
+        self._pinned: list[int] = []
+        self._host = Host()
+        self._hook: RemovableHandle = torch.optim.optimizer.register_optimizer_step_pre_hook(self._before_step)
+
+    def adopt(self, address: int, size: int) -> None:
+        if torch.cuda.cudart().cudaHostRegister(address, size, 0).value == 0:
+            self._pinned.append(address)  # where it cannot be pinned the copy is synchronous, and still right
+
+    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        on_host = [(to, from_) for to, from_ in zip(targets, sources, strict=True) if not from_.is_cuda]
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+        with torch.cuda.stream(self._stream):
+            for to, from_ in zip(targets, sources, strict=True):
+                if from_.is_cuda:
+                    to.copy_(from_, non_blocking=True)
+                    from_.record_stream(self._stream)
+            self._event = torch.cuda.Event()
+            self._event.record(self._stream)
+        self._host.copy([to for to, _ in on_host], [from_ for _, from_ in on_host])
+
+    def done(self, wait: bool = False) -> bool:
+        if self._event is None:
+            return True
+        if wait:
+            self._event.synchronize()
+        return bool(self._event.query())
+
+    def close(self) -> None:
+        self.done(wait=True)
+        self._hook.remove()
+        self._host.close()
+        for address in self._pinned:
+            with contextlib.suppress(RuntimeError):
+                torch.cuda.cudart().cudaHostUnregister(address)
+
+    def _before_step(self, *_: Any) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+
+
+def choose(tensors: Sequence[torch.Tensor]) -> Staging:
+    """The staging for a state: a GPU's where any of it is on one."""
+    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+    return Cuda(devices.pop()) if devices else Host()

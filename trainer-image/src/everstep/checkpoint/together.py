@@ -1,0 +1,35 @@
+"""Something that every rank does, and that succeeds or fails on all of them alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from everstep.checkpoint.errors import CheckpointError
+
+T = TypeVar("T")
+
+
+def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+    """What `work` gives this rank; its error here, and CheckpointError with the same words where it did not fail.
+
+    Collective over `group` (gloo; None for one process): without it, a rank that fails at its start leaves the others
+    to wait for it in their first collective.
+    """
+    if group is None:
+        return work()
+    failure: BaseException | None = None
+    result: T | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = error
+    failures: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(failures, None if failure is None else f"rank {dist.get_rank()}: {failure}", group=group)
+    if failure is not None:
+        raise failure
+    if any(failures):
+        raise CheckpointError("; ".join(each for each in failures if each))
+    return result  # type: ignore[return-value]

@@ -1,0 +1,330 @@
+"""The writer: one process per node that outlives its ranks and stores what they filled into the slots.
+
+It never imports torch, so that no interpreter lock, CUDA context or gigabyte of libraries is shared with training.
+Everything it waits for is bounded: what hangs is reported as stalled, and given up after `commit_timeout`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from everstep.checkpoint import control
+from everstep.checkpoint.control import Config
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.keeping import Keeper, Save
+from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.slots import Claim, Slot, Slots, State
+
+_log = logging.getLogger("everstep.checkpoint.writer")
+
+_LOCK_TIMEOUT = 30.0
+
+
+class Writer:
+    """The state of one node's saves. Everything but what runs in threads happens in one event loop."""
+
+    def __init__(self, directory: Path, linger: float) -> None:
+        self._slots = Slots(directory)
+        self._linger = linger
+        self._config: Config | None = None
+        self._ranks: dict[asyncio.StreamWriter, int] = {}
+        self._gone: set[int] = set()  # local ranks that said goodbye
+        self._filled: dict[Key, set[int]] = {}
+        self._saves: dict[Key, Save] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._reserving: asyncio.Future[None] | None = None
+        self._keeper = Keeper(self._slots)
+        self._idle_since = time.monotonic()
+        self._ended = asyncio.Event()
+        self._told_to_end = False
+
+    async def serve(self) -> None:
+        """Until the ranks are gone for good and nothing is left to do."""
+        path = self._slots.directory / control.SOCKET
+        path.unlink(missing_ok=True)
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        with control.short(path) as name:
+            listener.bind(name)
+        path.chmod(0o600)
+        server = await asyncio.start_unix_server(self._accept, sock=listener, limit=control.MAX_LINE)
+        watch = asyncio.create_task(self._watch())
+        await self._ended.wait()
+        watch.cancel()
+        server.close()
+
+    def tell_to_end(self) -> None:
+        """Finish what is filled and leave: nobody will come any more."""
+        self._told_to_end = True
+
+    # ---- the ranks
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if control.user_of(writer.get_extra_info("socket")) != os.geteuid():
+            writer.close()
+            return
+        try:
+            while line := await reader.readline():
+                said = json.loads(line)
+                try:
+                    answer = {"id": said["id"], "ok": await self._verb(writer, said)}
+                except CheckpointError as error:
+                    answer = {"id": said["id"], "error": str(error)}
+                writer.write(json.dumps(answer).encode() + b"\n")
+                await writer.drain()
+        except (ConnectionError, ValueError) as error:
+            _log.info("a rank's connection ended: %s", error)
+        finally:
+            self._lose(writer)
+            writer.close()
+
+    async def _verb(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> Any:
+        if said["verb"] == "hello":
+            return self._hello(writer, said)
+        if writer not in self._ranks or self._config is None:
+            raise CheckpointError("say hello first")
+        local = self._ranks[writer]
+        match said["verb"]:
+            case "reserve":
+                return await self._reserve(said["sizes"])
+            case "begin":
+                return await self._begin(Key.parse(said["key"]))
+            case "filled":
+                return self._fill(Key.parse(said["key"]), local)
+            case "void":
+                return self._void(Key.parse(said["key"]), said["why"])
+            case "bye":
+                self._gone.add(local)
+                return None
+        raise CheckpointError(f"no such verb: {said['verb']}")
+
+    def _hello(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> dict[str, Any]:
+        if said["protocol"] != control.PROTOCOL:
+            raise CheckpointError(f"this writer speaks protocol {control.PROTOCOL}, not {said['protocol']}")
+        config = Config(**said["config"])
+        now, old = Attempt.parse(config.attempt), self._config and Attempt.parse(self._config.attempt)
+        if old and now < old:
+            raise CheckpointError(f"attempt {old} runs on this node; {now} is over")
+        if config != self._config:
+            Slots.create(self._slots.directory, config.slots)
+            self._config = config
+            self._gone.clear()
+        self._ranks[writer] = said["local"]
+        for slot in self._slots:
+            self._recover(slot, config)
+        return {"pid": os.getpid()}
+
+    def _recover(self, slot: Slot, config: Config) -> None:
+        """Slots that no living save is about: a writer or an attempt before us left them."""
+        claim = slot.claimed()
+        if claim is None or claim.key in self._saves:
+            return
+        match slot.state:
+            case State.FILLING if claim.key not in self._filled or claim.key.attempt != Attempt.parse(config.attempt):
+                slot.release()
+            case State.FILLED | State.WHOLE:
+                _log.info("%s was left behind: storing it", claim.key)
+                self._start(slot, claim, config)
+
+    def _lose(self, writer: asyncio.StreamWriter) -> None:
+        local = self._ranks.pop(writer, None)
+        self._idle_since = time.monotonic()
+        if local is None:
+            return
+        for key, done in list(self._filled.items()):
+            if local not in done:
+                self._void(key, f"local rank {local} left before it was done")
+
+    # ---- a save
+
+    async def _reserve(self, sizes: list[int]) -> None:
+        """Says at once whether there is room; the pages come while training runs, `begin` waits for them."""
+        if self._reserving is not None:
+            await self._reserving
+        self._slots.check(sizes)
+        self._reserving = asyncio.get_running_loop().run_in_executor(None, self._slots.reserve, sizes)
+
+    async def _begin(self, key: Key) -> int:
+        if self._reserving is not None:
+            await asyncio.shield(self._reserving)
+        assert self._config is not None
+        for slot in self._slots:
+            claim = slot.claimed()
+            if claim is not None and claim.key == key:
+                if key not in self._filled:
+                    raise CheckpointError(f"{key} was given up")
+                return slot.number
+        slot = self._free()
+        ranks = self._config.ranks
+        slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes))
+        self._filled[key] = set()
+        return slot.number
+
+    def _free(self) -> Slot:
+        """The slot whose loss costs least; never the newest whole one where there is another."""
+        slots = list(self._slots)
+        newest = self._slots.newest()
+        keep = {newest.number} if newest and len(slots) > 1 else set()
+        keep |= {save.slot.number for save in self._saves.values() if save.needs_slot}
+        free = []
+        for slot in slots:
+            claim = slot.claimed()
+            if slot.number in keep or (claim is not None and claim.key in self._filled) or slot.is_read:
+                continue
+            free.append((claim is not None, claim.key if claim else None, slot))
+        if not free:
+            raise CheckpointError("every slot is in use: " + ", ".join(self._uses()))
+        return min(free, key=lambda each: (each[0], str(each[1])))[2]
+
+    def _uses(self) -> list[str]:
+        return [
+            f"slot {slot.number} is {slot.state.value}{' and being read' if slot.is_read else ''}"
+            for slot in self._slots
+        ]
+
+    def _fill(self, key: Key, local: int) -> None:
+        assert self._config is not None
+        done = self._filled.get(key)
+        if done is None:
+            raise CheckpointError(f"{key} was given up")
+        done.add(local)
+        if len(done) == len(self._config.ranks):
+            del self._filled[key]
+            slot, claim = next((slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key == key)
+            self._start(slot, claim, self._config)
+
+    def _void(self, key: Key, why: str) -> None:
+        """This save will not be complete: a slot that is being filled is free again, one that is stored is not."""
+        if key in self._saves:
+            self._saves[key].progress.given_up = why
+        if self._filled.pop(key, None) is None:
+            return
+        for slot in self._slots:
+            claim = slot.claimed()
+            if claim is not None and claim.key == key:
+                slot.release()
+        self._report({"event": "failed", "key": str(key), "why": why})
+
+    def _start(self, slot: Slot, claim: Claim, config: Config) -> None:
+        save = self._saves[claim.key] = Save(slot, claim, config)
+        task = asyncio.create_task(self._keep(save))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _keep(self, save: Save) -> None:
+        key = save.claim.key
+        try:
+            async with asyncio.timeout(save.config.commit_timeout):
+                result = await self._keeper.keep(save)
+        except TimeoutError:
+            save.progress.given_up = f"not stored in {save.config.commit_timeout:g} s, at last {save.doing}"
+            self._report({"event": "failed", "key": str(key), "why": save.progress.given_up})
+        except Exception as error:  # whatever a store does, the next save gets its chance
+            _log.exception("%s was not saved", key)
+            self._report({"event": "failed", "key": str(key), "why": f"{error}" or repr(error)})
+        else:
+            self._report({"event": "saved" if save.committed else "put", "key": str(key), **result})
+        finally:
+            self._saves.pop(key, None)
+            self._idle_since = time.monotonic()
+        if save.committed:
+            await self._tidy(save)
+
+    async def _tidy(self, save: Save) -> None:
+        try:
+            async with asyncio.timeout(save.config.commit_timeout):
+                await self._keeper.tidy(save)
+        except Exception as error:  # old checkpoints that stay are no harm to a save
+            _log.exception("retention after %s", save.claim.key)
+            self._report({"event": "untidy", "key": str(save.claim.key), "why": f"{error}" or repr(error)})
+
+    # ---- time
+
+    async def _watch(self) -> None:
+        while not self._done():
+            await asyncio.sleep(min(1.0, self._linger / 4))
+            for key, save in self._saves.items():
+                quiet = time.monotonic() - max(save.progress.at, save.told)
+                if quiet > save.config.stall_after:
+                    save.told = time.monotonic()
+                    seconds = round(save.told - save.progress.at, 1)
+                    self._report({"event": "stalled", "key": str(key), "seconds": seconds, "why": save.doing})
+        self._ended.set()
+
+    def _done(self) -> bool:
+        if self._tasks:
+            return False
+        if self._told_to_end and not self._ranks:
+            return True
+        if self._config is not None and not self._ranks and self._gone >= set(range(len(self._config.ranks))):
+            self._slots.remove()
+            return True
+        if self._ranks or time.monotonic() - self._idle_since < self._linger:
+            return False
+        # Nobody came back. What is in the store too need not take memory from whoever is next on this node.
+        if all(slot.state in (State.EMPTY, State.FILLING, State.STORED) for slot in self._slots):
+            self._slots.remove()
+        return True
+
+    def _report(self, report: dict[str, Any]) -> None:
+        _log.info("%s", report)
+        line = json.dumps(report).encode() + b"\n"
+        for writer in self._ranks:
+            with contextlib.suppress(ConnectionError):
+                writer.write(line)
+
+
+def _lock(directory: Path, timeout: float) -> Callable[[], None]:
+    """There is one writer in a directory; the lock ends with the process."""
+    file = (directory / "writer.lock").open("a")
+    until = time.monotonic() + timeout
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                raise SystemExit(f"another writer has {directory}") from None
+            time.sleep(0.05)
+        else:
+            return file.close
+
+
+async def _serve(directory: Path, linger: float) -> None:
+    writer = Writer(directory, linger)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, writer.tell_to_end)
+    await writer.serve()
+
+
+def main() -> None:
+    """`python -m everstep.checkpoint.writer DIRECTORY --linger SECONDS`."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("--linger", type=float, default=600.0)
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # these are meant for the ranks
+    with contextlib.suppress(OSError):
+        os.nice(5)  # training first
+    unlock = _lock(arguments.directory, _LOCK_TIMEOUT)
+    asyncio.run(_serve(arguments.directory, arguments.linger))
+    unlock()
+    sys.stderr.flush()
+    os._exit(0)  # a thread that hangs in a store would be waited for
+
+
+if __name__ == "__main__":
+    main()
