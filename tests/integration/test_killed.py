@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 import pytest
@@ -75,6 +76,49 @@ async def test_killed_at_every_write(control_plane: ControlPlane, still_world: W
             return
         await clear(still_world)
     raise AssertionError(f"more than {MOST_WRITES} writes for one job")
+
+
+@pytest.mark.timeout(300)
+async def test_killed_at_every_write_after_the_leaders_node_was_removed(
+    control_plane: ControlPlane, still_world: World
+) -> None:
+    """The loss is charged once, and its pod is made once, under a new epoch."""
+    gone = f"{still_world.namespace}-gone"
+    for at in range(1, MOST_WRITES):
+        await still_world.submit("digits", numNodes=NODES)
+        async with Simulation(still_world, "digits", (gone, "n1")) as simulation:
+            async with operator(control_plane.kubeconfig, still_world):
+                await still_world.until_phase("digits", "Running")
+            lost = (await still_world.pods("digits"))[0]["metadata"]["uid"]
+            await still_world.leave(gone)
+            async with operator(control_plane.kubeconfig, still_world, at_write(at, "die after")) as (_, client):
+                await until(partial(replaced, still_world, lost, client), "the lost pod is replaced")
+                simulation.finish.set()
+                done = not client.died.is_set() and await over(still_world, "digits", client)
+            if not done:
+                simulation.finish.clear()
+                async with operator(control_plane.kubeconfig, still_world):
+                    await until(partial(replaced, still_world, lost), "the lost pod is replaced")
+                    simulation.finish.set()
+                    await still_world.until_phase("digits", "Succeeded")
+        status = (await still_world.job("digits"))["status"]
+        assert status["restarts"]["infrastructure"] == status["restarts"]["total"] == 1
+        assert status["lastFailure"]["reason"] == "NodeLost"
+        assert status["epoch"] >= 2
+        assert len(simulation.pods_seen) == NODES + 1
+        if done:
+            assert at > 3, "fewer writes than a charge, a delete and a create"
+            return
+        await clear(still_world)
+    raise AssertionError(f"more than {MOST_WRITES} writes for one lost pod")
+
+
+async def replaced(world: World, lost: str, client: InjectedClient | None = None) -> bool:
+    """Another pod 0 is there; or the operator has died."""
+    if client is not None and client.died.is_set():
+        return True
+    pods = [pod for pod in await world.pods("digits") if label(pod, "index") == "0"]
+    return bool(pods) and pods[0]["metadata"]["uid"] != lost
 
 
 @pytest.mark.parametrize("seed", range(6))

@@ -138,6 +138,7 @@ def test_a_plain_set_that_lost_a_node_is_made_again_as_a_whole() -> None:
     world = World(job().nodes(2).plain().build()).run("Running")
     world.remove_node(1)
     world.reconcile()
+    assert world.phase == "Restarting"
     assert world.status.restarts.infrastructure == 1
     world.run("Running")
     assert {pod.epoch for pod in world.pods.values()} == {2}

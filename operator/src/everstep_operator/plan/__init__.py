@@ -220,7 +220,7 @@ def _where(s: Situation, account: Account) -> Decision:
 def _ranks_run(s: Situation) -> bool:
     if s.plain:
         pods = s.current.values()
-        up = [p for p in pods if (p.running and not p.deleting) or (p.ended is not None and p.ended.exit_code == 0)]
+        up = [p for p in pods if (p.running and p.live) or (p.ended is not None and p.ended.exit_code == 0)]
         return len(up) == s.wanted and not any(restart.dead_set(s.status.restarts, p) for p in pods)
     if len(s.live) < s.wanted:
         return False

@@ -177,6 +177,16 @@ def _entries(raw: Any, ended: Mapping[str, float | None], answered_at: float) ->
     return entries
 
 
+def entries_in_words(raw: Any) -> tuple[Entry, ...]:
+    """The ledger of a termination message: "epoch.generation cause" each, in the order of generations."""
+    found = []
+    for item in _list(raw, MAX_LEDGER):
+        name, _, cause = _text(item, 64).partition(" ")
+        if id_order(name) > (0, 0) and cause:
+            found.append(Entry(name, cause))
+    return tuple(sorted(found, key=lambda e: e.order))
+
+
 def _not_after(at: float | None, limit: float) -> float | None:
     """A node's clock may be ahead of the API server's, which dates the pods: a replacement would look like the lost."""
     return None if at is None else min(at, limit)

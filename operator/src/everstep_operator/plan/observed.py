@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from everstep_operator.plan.leader import LeaderView
+from everstep_operator.plan.leader import Entry, LeaderView, entries_in_words
 from everstep_operator.plan.node import NodeView
 
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class LastWord:
     exit_code: int | None = None
     message: str = ""
     log_tail: tuple[str, ...] = ()
+    ledger: tuple[Entry, ...] = ()  # agent 0's: id and cause only
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +273,7 @@ def last_word(text: str) -> LastWord | None:
         exit_code=_int32(data.get("exitCode")),
         message=clip(data.get("message")),
         log_tail=tuple(clip(line, 512) for line in tail[-20:]) if isinstance(tail, list) else (),
+        ledger=entries_in_words(data.get("ledger")),
     )
 
 

@@ -45,8 +45,8 @@ def settle(s: Situation, *, over: bool = False) -> Account:
     failure, retry_at = None, None
     generation = s.status.generation
     head = s.head
-    if s.leader is not None:
-        for entry in s.leader.ledger:
+    if s.leader is not None or over:
+        for entry in s.leader.ledger if s.leader is not None else _left_behind(s):
             if restarts.last is not None and entry.order <= restarts.last.token:
                 continue
             if entry.cause == "Stopped":
@@ -58,7 +58,7 @@ def settle(s: Situation, *, over: bool = False) -> Account:
                 break
             before, restarts = restarts, _charge(s, restarts, entry.id, reason)
             failure = _failure_of(s, entry, reason)
-        generation = _generation(s, s.leader)
+        generation = _generation(s, s.leader) if s.leader is not None else generation
     elif s.plain and (broken := _plain_loss(s)) is not None:
         epoch, pod = broken
         if not restarts.last or restarts.last.token < (epoch, 1):
@@ -81,6 +81,12 @@ def settle(s: Situation, *, over: bool = False) -> Account:
         # What found the budget empty ends the job: no restart came of it, so none is counted.
         restarts = before
     return Account(restarts, generation, failure, exhausted, retry_at)
+
+
+def _left_behind(s: Situation) -> tuple[Entry, ...]:
+    """The ledger in agent 0's last word: what happened while no operator asked is counted, though it is all over."""
+    word = s.head.ended.word if s.head is not None and s.head.ended is not None else None
+    return word.ledger if word is not None else ()
 
 
 def allowance(s: Situation, restarts: Restarts) -> int:
