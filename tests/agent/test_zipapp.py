@@ -212,9 +212,12 @@ def test_the_same_sources_are_the_same_bytes(tmp_path: Path) -> None:
 
 
 def test_the_last_word_fits_the_termination_log() -> None:
+    from everstep.agent.leading import LAST_CHARGES
     from everstep.agent.report import termination
 
     word = {"result": "failed", "message": "\u00e9" * 5000, "logTail": ["x" * 5000 for _ in range(100)]}
+    word["ledger"] = [f"{2**31}.{2**31} OutOfMemory"] * LAST_CHARGES
     data = termination(word)
     assert len(data) <= 4096
     assert json.loads(data)["result"] == "failed"
+    assert json.loads(data)["ledger"] == word["ledger"], "nobody else can tell it any more"

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from everstep_operator.plan.leader import Outcome
-from everstep_operator.plan.observed import LastWord
+from everstep_operator.plan.observed import LastWord, last_word
 from tests.builders import job
 from tests.plan.world import World
 
 
-def running(nodes: int = 2) -> World:
-    return World(job().nodes(nodes).build()).run("Running")
+def running(nodes: int = 2, **restart: object) -> World:
+    return World(job().nodes(nodes).restart(**restart).build()).run("Running")
 
 
 def test_pod_0s_last_word_is_enough() -> None:
@@ -50,6 +52,40 @@ def test_a_failure_in_the_operators_absence_keeps_its_words() -> None:
     failure = world.status.last_failure
     assert failure is not None
     assert (failure.rank, failure.exit_code, failure.message, failure.log_tail) == (1, 3, "ValueError", ["a", "b"])
+
+
+def test_restarts_that_no_operator_saw_are_counted_by_the_last_word() -> None:
+    world = running()
+    word = last_word(
+        '{"result": "succeeded", "epoch": 1, "generation": 3, "ledger": ["1.1 Application", "1.2 PodLost"]}'
+    )
+    world.exit(0, 0, word=word)
+    world.leader = None
+    world.reconcile()
+    assert world.phase == "Succeeded"
+    assert [(c.id, c.cause.value) for c in world.status.restarts.charges] == [
+        ("1.1", "Application"),
+        ("1.2", "Infrastructure"),
+    ]
+
+
+def test_the_failure_that_ends_a_job_unseen_is_no_restart_either() -> None:
+    world = running(application=1)
+    word = last_word(
+        '{"result": "failed", "epoch": 1, "generation": 2, "ledger": ["1.1 Application", "1.2 Application"]}'
+    )
+    world.exit(0, 5, word=word)
+    world.leader = None
+    world.reconcile()
+    assert world.phase == "Failed"
+    assert [c.id for c in world.status.restarts.charges] == ["1.1"]
+
+
+@pytest.mark.parametrize("ledger", ["7", '"x"', "[1, null, {}]", '["", "1.1", "x Application", "1.-1 Application"]'])
+def test_a_ledger_that_is_none_charges_nothing(ledger: str) -> None:
+    word = last_word(f'{{"result": "succeeded", "ledger": {ledger}}}')
+    assert word is not None
+    assert word.ledger == ()
 
 
 def test_a_leader_that_was_told_to_leave_does_not_end_the_job() -> None:

@@ -46,7 +46,7 @@ def settle(s: Situation, *, over: bool = False) -> Account:
     generation = s.status.generation
     head = s.head
     if s.leader is not None or over:
-        for entry in s.leader.ledger if s.leader is not None else _left_behind(s):
+        for entry in _ledger(s, over):
             if restarts.last is not None and entry.order <= restarts.last.token:
                 continue
             if entry.cause == "Stopped":
@@ -83,10 +83,14 @@ def settle(s: Situation, *, over: bool = False) -> Account:
     return Account(restarts, generation, failure, exhausted, retry_at)
 
 
-def _left_behind(s: Situation) -> tuple[Entry, ...]:
-    """The ledger in agent 0's last word: what happened while no operator asked is counted, though it is all over."""
-    word = s.head.ended.word if s.head is not None and s.head.ended is not None else None
-    return word.ledger if word is not None else ()
+def _ledger(s: Situation, over: bool) -> list[Entry]:
+    """What the leader told, and when all is over what is in agent 0's last word: what happened while no operator asked
+    counts too."""
+    word = s.head.ended.word if over and s.head is not None and s.head.ended is not None else None
+    known = {entry.id: entry for entry in word.ledger} if word is not None else {}
+    if s.leader is not None:
+        known.update((entry.id, entry) for entry in s.leader.ledger)
+    return sorted(known.values(), key=lambda entry: entry.order)
 
 
 def allowance(s: Situation, restarts: Restarts) -> int:

@@ -23,6 +23,7 @@ from .report import say
 
 MAX_WAIT = 30.0
 MERGE_SECONDS = 0.02  # a thousand agents that join are not a thousand answers
+LAST_CHARGES = 16
 LINGER_SECONDS = 10.0  # for the operator to fetch the outcome, if it was polling
 
 
@@ -250,6 +251,10 @@ class Leading:
         if outcome is None or outcome.failure is None:
             return None
         return next((e for e in self._leader.budget.ledger if e.id == outcome.failure), None)
+
+    def charges(self) -> list[str]:
+        """The newest ended generations, "epoch.generation cause" each, as the termination message holds them."""
+        return [f"{e.id} {e.cause}" for e in self._leader.budget.ledger][-LAST_CHARGES:]
 
     async def linger(self) -> None:
         """After the end: until every agent was told, and the operator too if it was there lately."""

@@ -161,6 +161,9 @@ class _Agent:
 
     def _leave_word(self, node: Node, leading: Leading | None, ended: Ended) -> None:
         word: dict[str, Any] = node.last_word(ended)
+        if leading is not None:
+            # For an operator that was away: what the job's restarts were, before nobody can be asked any more.
+            word["ledger"] = leading.charges()
         failure = leading.failure() if leading is not None else None
         if failure is not None:
             # Agent 0 speaks for the job: what made it fail, on whichever node.

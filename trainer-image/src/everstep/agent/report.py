@@ -37,7 +37,10 @@ def exit_code(code: int) -> int:
 
 
 def termination(word: dict[str, Any]) -> bytes:
-    """JSON of at most 4,096 bytes: what tells least goes first, from the start of the log tail to the message."""
+    """JSON of at most 4,096 bytes: what tells least goes first, from the start of the log tail to the message.
+
+    A ledger stays: it is short, and what it tells nobody else can tell any more.
+    """
     word = dict(word)
     word["logTail"] = bounded_tail(word.get("logTail", ()))
     while True:
