@@ -29,7 +29,8 @@ from everstep.checkpoint.format import (
     part_header,
 )  # fmt: skip
 from everstep.checkpoint.merging import join, merge
-from tests.checkpoint.builders import key, written
+from tests.checkpoint.builders import Training, key
+from tests.checkpoint.builders import node_manifest as node
 
 numbers = st.integers(0, 10**10 - 1)
 keys = st.builds(Key, st.builds(Attempt, numbers, numbers), st.integers(0, 10**12 - 1))
@@ -74,17 +75,21 @@ def test_checksums_are_those_of_the_published_algorithms() -> None:
     assert digest("xxh3_64", b"") == "2d06800538d394c2"
 
 
+def small(checksum: str = "xxh3_64") -> Manifest:
+    return Training(world=1, rows=1, checksum=checksum).part(key(), 0)[1]
+
+
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_what_is_encoded_is_decoded(algorithm: str) -> None:
-    _, manifest = written(
-        key(), 0, {"w": b"abc", "empty": b""}, values={"lr": 0.1, "x": {"tuple": []}}, checksum=algorithm
-    )
+    scalar = Tensor("float32", (), (Shard((), (), (Chunk(0, HEADER, 4, "0" * width(algorithm)),)),))
+    tensors = {"empty": Tensor("bfloat16", (0, 3), ()), "scalar": scalar}
+    manifest = replace(small(algorithm), values={"lr": 0.1, "x": {"tuple": []}}, tensors=tensors)
     assert decode(encode(manifest), "m") == manifest
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_no_flipped_bit_of_a_manifest_goes_unseen(algorithm: str) -> None:
-    data = encode(written(key(), 0, {"w": b"abc"}, checksum=algorithm)[1])
+    data = encode(small(checksum=algorithm))
     for place in range(len(data) * 8):
         flipped = bytearray(data)
         flipped[place // 8] ^= 1 << place % 8
@@ -93,7 +98,7 @@ def test_no_flipped_bit_of_a_manifest_goes_unseen(algorithm: str) -> None:
 
 
 def test_no_cut_of_a_manifest_goes_unseen() -> None:
-    data = encode(written(key(), 0, {"w": b"abc"})[1])
+    data = encode(small())
     for size in range(len(data)):
         with pytest.raises(Damaged):
             decode(data[:size], "m")
@@ -102,7 +107,7 @@ def test_no_cut_of_a_manifest_goes_unseen() -> None:
 
 
 def test_another_format_is_named_in_the_message() -> None:
-    fields = json.loads(encode(written(key(), 0, {})[1]).partition(b"\n")[0]) | {"format": 2}
+    fields = json.loads(encode(small()).partition(b"\n")[0]) | {"format": 2}
     with pytest.raises(Damaged, match="has format 2"):
         decode(signed(fields), "m")
 
@@ -128,7 +133,7 @@ def signed(fields: dict[str, Any]) -> bytes:
     ids=str,
 )
 def test_a_manifest_that_leads_astray_is_damaged_though_its_checksum_holds(wrong: dict[str, Any]) -> None:
-    fields = json.loads(encode(written(key(), 0, {"w": b"abc"})[1]).partition(b"\n")[0])
+    fields = json.loads(encode(small()).partition(b"\n")[0])
     with pytest.raises(Damaged, match="checksum that holds"):
         decode(signed(fields | wrong), "m")
 
@@ -139,14 +144,15 @@ def test_a_manifest_that_leads_astray_is_damaged_though_its_checksum_holds(wrong
      Chunk(0, 4096, 4, "0" * 16)],
 )  # fmt: skip
 def test_a_chunk_outside_of_its_part_is_not_written(chunk: Chunk) -> None:
-    _, manifest = written(key(), 0, {"w": b"abc"})
+    manifest = small()
+    manifest = replace(manifest, parts=(replace(manifest.parts[0], size=HEADER + 3),))
     tensors = {"w": Tensor("uint8", (3,), (Shard((0,), (3,), (chunk,)),))}
     with pytest.raises(ValueError, match="chunk"):
         encode(replace(manifest, tensors=tensors))
 
 
 def test_a_dtype_that_the_format_does_not_know_is_not_written() -> None:
-    _, manifest = written(key(), 0, {})
+    manifest = small()
     with pytest.raises(ValueError, match="qint8"):
         encode(replace(manifest, tensors={"w": Tensor("qint8", (0,), (Shard((0,), (0,), ()),))}))
 
@@ -170,23 +176,6 @@ def test_chunks_are_whole_but_for_the_last() -> None:
 # Merging
 
 
-def node(rank: int, shards: list[tuple[tuple[int, ...], tuple[int, ...]]], shape: tuple[int, ...]) -> Manifest:
-    """What a node wrote that has these (offsets, sizes) of the tensor `w`."""
-    _, manifest = written(key(), rank, {"own": b"x" * 4096}, world=2)
-    boxes = tuple(
-        Shard(offsets, sizes, (Chunk(0, HEADER, volume, "0" * 16),) if (volume := prod(sizes)) else ())
-        for offsets, sizes in shards
-    )
-    return replace(manifest, tensors={"w": Tensor("uint8", shape, boxes)})
-
-
-def prod(sizes: tuple[int, ...]) -> int:
-    result = 1
-    for size in sizes:
-        result *= size
-    return result
-
-
 def test_merged_parts_are_told_apart() -> None:
     merged = merge([node(0, [((0, 0), (2, 3))], (4, 3)), node(1, [((2, 0), (2, 3))], (4, 3))])
     assert [part.name for part in merged.parts] == [key().part_name(0), key().part_name(1)]
@@ -202,7 +191,12 @@ def test_a_missing_element_is_named() -> None:
 
 def test_an_element_of_two_shards_is_named() -> None:
     with pytest.raises(Conflict, match=r"w: \[1:2, 1:3\] was written 2 times"):
-        merge([node(0, [((0, 0), (2, 3))], (4, 3)), node(1, [((1, 1), (3, 2)), ((2, 0), (2, 1))], (4, 3))])
+        merge(
+            [
+                node(0, [((0, 0), (2, 3))], (4, 3)),
+                node(1, [((1, 1), (3, 2)), ((2, 0), (2, 1))], (4, 3)),
+            ]
+        )
 
 
 def test_a_node_may_have_written_none_of_a_tensor_s_elements() -> None:
@@ -226,7 +220,10 @@ def test_nodes_that_saved_something_else_are_refused(change: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(("one", "other"), [(1, 1.0), (1, True), ({"tuple": [1]}, [1]), (0.0, -0.0)])
 def test_plain_values_that_disagree_are_refused(one: object, other: object) -> None:
-    nodes = [replace(node(0, [], (0,)), values={"lr": one}), replace(node(1, [], (0,)), values={"lr": other})]
+    nodes = [
+        replace(node(0, [], (0,)), values={"lr": one}),
+        replace(node(1, [], (0,)), values={"lr": other}),
+    ]
     with pytest.raises(Conflict, match="disagree about this value"):
         merge(nodes)
     assert merge([nodes[0], replace(nodes[1], values={"lr": one, "rank.1.x": 2})]).values == {"lr": one, "rank.1.x": 2}

@@ -1,0 +1,149 @@
+"""A checkpoint is committed whole or not at all, once, and only by who still may."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+
+import pytest
+
+from everstep.checkpoint import attempts, commit
+from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.errors import Conflict, Incomplete, StoreError
+from everstep.checkpoint.keys import HINT, Attempt
+from everstep.checkpoint.store.base import Store
+from tests.checkpoint.builders import Training, is_good, key, load
+
+training = Training()
+
+
+def test_a_committed_checkpoint_is_loaded_bit_for_bit(store: Store) -> None:
+    training.save(store, key(10))
+    training.save(store, key(20))
+    loaded = load(store)
+    assert loaded.key == key(20)
+    assert is_good(training, loaded)
+    assert store.read(HINT) == key(20).manifest_name.encode()
+
+
+def test_nothing_is_committed_before_all_nodes_have_written(store: Store) -> None:
+    training.write(store, key(), 0)
+    with pytest.raises(commit.Abandoned, match="1 of 2 nodes are not done"):
+        training.commit(store, key())
+    assert candidates(store) == []
+
+
+def test_the_committer_waits_for_the_others(store: Store) -> None:
+    training.write(store, key(), 0)
+    waiting = threading.Event()
+
+    def write_late() -> None:
+        assert waiting.wait(10)
+        training.write(store, key(), 1)
+
+    thread = threading.Thread(target=write_late)
+    thread.start()
+    commit.commit(store, key(), 2, fenced=lambda: None, timeout=10, on_wait=waiting.set)
+    thread.join()
+    assert is_good(training, load(store))
+
+
+def test_who_is_waiting_can_be_told_to_give_up(store: Store) -> None:
+    def give_up() -> None:
+        raise StoreError("enough", "here")
+
+    with pytest.raises(StoreError, match="enough"):
+        commit.commit(store, key(), 2, fenced=lambda: None, timeout=60, on_wait=give_up)
+
+
+def test_a_node_manifest_that_is_half_there_is_waited_for(store: Store) -> None:
+    training.write(store, key(), 0)
+    training.write(store, key(), 1)
+    whole = store.read(key().node_name(1))
+    store.replace(key().node_name(1), whole[:50])
+    commit.commit(
+        store, key(), 2, fenced=lambda: None, timeout=10, on_wait=lambda: store.replace(key().node_name(1), whole)
+    )
+    assert is_good(training, load(store))
+
+
+def test_a_node_that_speaks_of_another_checkpoint_is_not_believed(store: Store) -> None:
+    training.write(store, key(), 0)
+    training.write(store, key(11), 1)
+    store.replace(key().node_name(1), store.read(key(11).node_name(1)))
+    with pytest.raises(commit.Abandoned, match=r"speaks of .*-000000000011"):
+        training.commit(store, key())
+
+
+def test_an_attempt_that_is_fenced_commits_nothing(store: Store) -> None:
+    training.write(store, key(), 0)
+    training.write(store, key(), 1)
+    with pytest.raises(commit.Fenced, match="the leader is gone"):
+        training.commit(store, key(), fenced=lambda: "the leader is gone")
+    assert candidates(store) == []
+
+
+def test_nodes_that_make_no_whole_are_not_committed(store: Store) -> None:
+    training.write(store, key(), 0)
+    _, manifest = training.part(key(), 1)
+    commit.announce(store, 1, replace(manifest, tensors={}))
+    with pytest.raises(Incomplete, match=r"shared\[40:80, 0:64\]"):
+        training.commit(store, key())
+    assert candidates(store) == []
+
+
+def test_committing_twice_is_committing_once(store: Store) -> None:
+    manifest = training.save(store, key())
+    assert training.commit(store, key()) == manifest
+    assert candidates(store) == [key()]
+
+
+def test_two_writers_with_the_same_attempt_are_told_apart(store: Store) -> None:
+    training.save(store, key())
+    before = store.read(key().manifest_name)
+    _, manifest = training.part(key(), 0)
+    commit.announce(store, 0, replace(manifest, values={"step": -1}))
+    _, manifest = training.part(key(), 1)
+    commit.announce(store, 1, replace(manifest, values={"step": -1}))
+    with pytest.raises(Conflict, match="already committed"):
+        training.commit(store, key())
+    assert store.read(key().manifest_name) == before
+
+
+def test_a_hint_that_cannot_be_written_does_not_undo_a_commit(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    replace_ = store.replace
+
+    def refuse(name: str, data: bytes) -> None:
+        if name == HINT:
+            raise StoreError("no", name)
+        replace_(name, data)
+
+    monkeypatch.setattr(store, "replace", refuse)
+    training.save(store, key())
+    assert verify(store, key()).key == key()
+
+
+# Attempts
+
+
+def test_each_run_without_an_operator_gets_an_attempt_of_its_own(store: Store) -> None:
+    claimed: list[Attempt] = []
+    threads = [threading.Thread(target=lambda: claimed.append(attempts.claim(store))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sorted(claimed) == [Attempt(0, 1), Attempt(0, 2), Attempt(0, 3), Attempt(0, 4)]
+
+
+def test_a_counted_attempt_is_greater_than_all_that_was_saved(store: Store) -> None:
+    training.save(store, key(generation=7, epoch=3))
+    training.write(store, key(generation=9, epoch=3), 0)
+    assert attempts.claim(store) == Attempt(3, 10)
+
+
+def test_a_run_in_the_folder_of_a_later_one_is_refused(store: Store) -> None:
+    training.save(store, key(generation=2, epoch=3))
+    attempts.check(store, Attempt(3, 2))
+    with pytest.raises(attempts.Superseded, match=r"belongs to attempt 0000000003\.0000000002"):
+        attempts.check(store, Attempt(1, 5))
