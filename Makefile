@@ -31,7 +31,7 @@ test-unit: venv ## seconds, no root, no cluster
 test-torch: venv-torch ## the trainer library with real torch ranks, no root, no cluster
 	$(RUN_TORCH) pytest tests -m "torch and not chaos" -n 2 -q
 
-test-integration: venv ## the operator against a real API server
+test-integration: venv ## the operator against a real API server, checkpoints on a real S3 server
 	$(RUN) pytest tests -m "integration and not chaos" -q
 
 test-e2e: venv ## real pods on a real cluster, brought up if there is none

@@ -1,0 +1,57 @@
+"""Stores for the tests: a folder, memory, and a real S3 server which is started once, when a test asks for it."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from everstep.checkpoint.store.base import Store, open_store
+from tests.checkpoint.faults import FaultProxy, fault_proxy
+from tests.checkpoint.s3_server import ENVIRONMENT, S3Server, s3_server
+
+
+@pytest.fixture(scope="session")
+def s3_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+    with s3_server(tmp_path_factory.mktemp("s3")) as server:
+        yield server
+
+
+@pytest.fixture
+def s3(s3_session: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+    """The server, and the environment in which clients find their credentials."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    return s3_session
+
+
+@pytest.fixture
+def s3_url(s3: S3Server) -> str:
+    """A place of this test's own on the server."""
+    return s3.url(uuid.uuid4().hex)
+
+
+@pytest.fixture
+def proxy(s3: S3Server) -> Iterator[FaultProxy]:
+    """Before the S3 server; spoils nothing until it is told."""
+    with fault_proxy(s3.port) as found:
+        yield found
+
+
+@pytest.fixture(params=["posix", "memory", pytest.param("s3", marks=pytest.mark.integration)])
+def store_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A new place in each kind of store; `pytest -m "not integration"` leaves out those that need a server."""
+    match request.param:
+        case "posix":
+            return str(tmp_path / "store")
+        case "memory":
+            return f"memory://{uuid.uuid4().hex}"
+        case _:
+            return str(request.getfixturevalue("s3_url"))
+
+
+@pytest.fixture
+def store(store_url: str) -> Store:
+    return open_store(store_url)

@@ -1,0 +1,189 @@
+"""Any other store that fsspec knows: gs://, az://, memory:// and so on, through the library that serves it there.
+
+Who was first is decided by the backend where its `pipe_file` has an exclusive mode (gcsfs: if-generation-match 0,
+adlfs: If-None-Match, memory). For the others the weaker rule holds: look, write. Two writers of one name within the
+same moment can then both believe to have been first; names carry the attempt, so that this takes the same attempt
+running twice. Timeouts of single requests are the backend's own; what fails is repeated here. An upload that dies
+leaves nothing that a client could see or sweep: these services drop it after a week.
+"""
+
+from __future__ import annotations
+
+import errno
+import inspect
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import datetime
+from functools import partial
+from typing import Any, TypeVar
+
+import fsspec
+from fsspec.asyn import AsyncFileSystem
+
+from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
+from everstep.checkpoint.store.base import Entry, check_name
+from everstep.checkpoint.store.retry import Retry
+
+T = TypeVar("T")
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Programs, permissions and settings: nothing that waiting would mend. Of the rest nobody can tell for every backend.
+_FOR_GOOD = (PermissionError, NotImplementedError, TypeError, ValueError, AttributeError, ImportError)
+_MODIFIED = ("updated", "last_modified", "LastModified", "mtime", "created")  # of gcsfs, adlfs, s3fs, files, memory
+
+
+class ObjectStore:
+    """Objects below a URL of fsspec; `options` are those of the backend (`token`, `account_name`, `project`, …)."""
+
+    def __init__(self, url: str, *, retry: Retry | None = None, **options: Any) -> None:
+        self._url = url.rstrip("/")
+        self._repeat = retry or Retry()
+        with _errors("open", self._url):
+            # What others have written meanwhile counts, so nothing is remembered.
+            self._system, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
+        self._root = str(root).rstrip("/")
+        self._decides = (
+            "mode" in inspect.signature(getattr(self._system, "_pipe_file", self._system.pipe_file)).parameters
+        )
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+    def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+        path, what = self._path(name), f"write {name}"
+        with _errors(what, self._url):
+            self._make_folder(name)
+            file = self._system.open(path, "wb")
+        try:
+            with _errors(what, self._url):
+                count = sum(file.write(piece) for piece in data)
+            if count != size:
+                raise ValueError(f"{name}: {size} bytes were promised, {count} came")
+        except BaseException:
+            # Closing would make an object of what there is; some backends have made one already.
+            with suppress(Exception):
+                file.discard()
+            with suppress(Exception):
+                self._system.rm_file(path)
+            raise
+        with _errors(what, self._url):
+            file.close()
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        doubtful = False
+
+        def put() -> bool:
+            nonlocal doubtful
+            try:
+                self._create(name, data)
+            except FileExistsError:
+                # An earlier try, whose answer was lost, may be what is there.
+                return doubtful and self.read(name) == data
+            except StoreError as error:
+                doubtful = doubtful or error.may_pass
+                raise
+            return True
+
+        return self._repeat(put)
+
+    def replace(self, name: str, data: bytes) -> None:
+        path = self._path(name)
+
+        def write() -> None:
+            self._make_folder(name)
+            self._system.pipe_file(path, data)
+
+        self._call(f"write {name}", write)
+
+    def read(self, name: str) -> bytes:
+        return bytes(self._call(f"read {name}", partial(self._system.cat_file, self._path(name)), name))
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+        into = into.cast("B")
+        read = partial(self._system.cat_file, self._path(name), start=offset, end=offset + len(into))
+        data = self._call(f"read {name}", read, name)
+        if len(data) != len(into):
+            raise Damaged(name, f"ends at byte {offset + len(data)}, {len(into) - len(data)} bytes too early")
+        into[:] = data
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        folder = f"{self._root}/{prefix}".rpartition("/")[0]
+        found = self._call(f"list {prefix}", partial(self._find, folder))
+        for path, details in found.items():
+            name = path[len(self._root) + 1 :]
+            if name.startswith(prefix):
+                yield Entry(name, int(details["size"]), _modified(details))
+
+    def delete(self, names: Iterable[str]) -> None:
+        for name in names:
+            with suppress(Missing):
+                self._call(f"remove {name}", partial(self._system.rm_file, self._path(name)), name)
+
+    def sweep(self, prefix: str, before: float) -> int:
+        return 0
+
+    def _create(self, name: str, data: bytes) -> None:
+        """FileExistsError if there is one."""
+        path = self._path(name)
+        with _errors(f"write {name}", self._url):
+            self._make_folder(name)
+            if self._decides:
+                self._system.pipe_file(path, data, mode="create")
+                return
+            self._system.invalidate_cache()
+            if self._system.exists(path):
+                raise FileExistsError(name)
+            self._system.pipe_file(path, data)
+
+    def _find(self, folder: str) -> dict[str, dict[str, Any]]:
+        self._system.invalidate_cache()
+        found: dict[str, dict[str, Any]] = self._system.find(folder, detail=True)
+        return found
+
+    def _call(self, what: str, call: Callable[[], T], name: str = "") -> T:
+        def once() -> T:
+            with _errors(what, self._url, name):
+                return call()
+
+        return self._repeat(once)
+
+    def _make_folder(self, name: str) -> None:
+        # Where folders are real; object stores have none, and to make one can mean to make a bucket.
+        if not isinstance(self._system, AsyncFileSystem):
+            self._system.makedirs(self._path(name).rpartition("/")[0], exist_ok=True)
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{check_name(name)}"
+
+
+@contextmanager
+def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
+    """What a backend raises becomes an error of the store; with `name`, that of an object which is read."""
+    try:
+        yield
+    except (StoreError, FileExistsError):
+        raise
+    except FileNotFoundError as error:
+        if name:
+            raise Missing(f"{url}/{name}") from error
+        raise StoreError(f"could not {what}: {error}", url) from error
+    except Exception as error:
+        why = f"could not {what}: {type(error).__name__}: {error}"
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise Full(url, why) from error
+        raise StoreError(why, url, may_pass=not isinstance(error, _FOR_GOOD)) from error
+
+
+def _modified(details: dict[str, Any]) -> float:
+    """Seconds since 1970. A store that does not tell has objects without age: nothing of it is swept by age."""
+    found = next((value for key in _MODIFIED if (value := details.get(key)) is not None), None)
+    match found:
+        case datetime():
+            return found.timestamp()
+        case str():
+            return datetime.fromisoformat(found).timestamp()
+        case int() | float():
+            return float(found)
+        case _:
+            return float("inf")

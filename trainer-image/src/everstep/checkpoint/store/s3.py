@@ -1,0 +1,275 @@
+"""S3 and whatever speaks its protocol.
+
+An object appears whole or not at all, and is durable when the server says so; every byte is sent with a crc32c which
+the server checks. Who was first is decided by the server (`If-None-Match: *`). A server that ignores that is found out
+with the first object itself: sending it a second time must be refused. It then gets the weaker rule: look, write, look
+again. Two writers of one name within the same moment can both believe to have been first; names carry the attempt, so
+that this takes the same attempt running twice.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+from everstep.checkpoint.errors import Damaged, Missing, StoreError
+from everstep.checkpoint.store.base import Entry, check_name
+from everstep.checkpoint.store.retry import Retry
+from everstep.checkpoint.store.s3_client import OutOfRange, Place, Taken, Unknown, answers
+from everstep.checkpoint.store.s3_upload import Upload, crc32c, part_size_for, split, whole
+
+_log = logging.getLogger(__name__)
+
+_BATCH = 1000  # names in one request to delete, of S3
+_PIECE = 1 << 20  # bytes of an answer that are held beside the caller's memory
+_RANGE = re.compile(r"bytes (\d+)-(\d+)/(?:\d+|\*)", re.ASCII)
+_WRITER = "everstep-writer"  # metadata: which call wrote the object
+
+
+class S3Store:
+    """Objects below a prefix of a bucket.
+
+    `part_size` in bytes (S3 takes no part below 5 MiB but the last); up to `threads` parts of an object are on their
+    way at a time. A request fails after `connect_timeout` or `read_timeout` seconds of silence, and is repeated.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        part_size: int = 16 << 20,
+        threads: int = 8,
+        connect_timeout: float = 5.0,
+        read_timeout: float = 30.0,
+        retry: Retry | None = None,
+    ) -> None:
+        self._place = Place.parse(url)
+        self._part_size, self._threads = part_size, threads
+        self._repeat = retry or Retry()
+        self._client: Any = self._place.client(
+            connections=4 * threads, connect_timeout=connect_timeout, read_timeout=read_timeout
+        )
+        self._decides: bool | None = None  # whether the server honours If-None-Match; None: not known yet
+
+    @property
+    def url(self) -> str:
+        return self._place.url
+
+    def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+        where = self._where(name)
+        parts = split(data, size, part_size_for(size, self._part_size))
+        if size > self._part_size:
+            Upload(self._client, self._repeat, self._object(name), where).send(parts, self._threads)
+            return
+        (whole_object,) = parts
+        self._repeat(lambda: self._put(name, whole_object))
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        writer = secrets.token_hex(16)
+        doubtful = False
+
+        def put() -> bool:
+            nonlocal doubtful
+            try:
+                return self._put_if_absent(name, data, writer)
+            except Taken:
+                # An earlier try, whose answer was lost, may be what is there.
+                return doubtful and self._writer(name) == writer
+            except StoreError as error:
+                doubtful = doubtful or error.may_pass
+                raise
+
+        try:
+            return self._repeat(put)
+        except StoreError:
+            if not doubtful or self._repeat(lambda: self._head(name)) is None:
+                raise
+            return self._repeat(lambda: self._writer(name)) == writer
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._repeat(lambda: self._put(name, data))
+
+    def read(self, name: str) -> bytes:
+        where = self._where(name)
+
+        def read() -> bytes:
+            with answers("read", where):
+                answer = self._client.get_object(**self._object(name))
+                data: bytes = answer["Body"].read()
+            if len(data) != whole(answer, "ContentLength", where):
+                raise StoreError("the answer was cut off", where, may_pass=True)
+            return data
+
+        return self._repeat(read)
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+        into = into.cast("B")
+        if not into:
+            if self._repeat(lambda: self._head(name)) is None:
+                raise Missing(self._where(name))
+            return
+        self._repeat(lambda: self._read_into(name, offset, into))
+
+    def list(self, prefix: str) -> Iterator[Entry]:
+        start = len(self._place.prefix)
+        more: dict[str, str] = {}
+        while True:
+            answer = self._repeat(partial(self._page, prefix, more))
+            for found in answer.get("Contents", ()):
+                yield Entry(found["Key"][start:], found["Size"], found["LastModified"].timestamp())
+            if not answer["IsTruncated"]:
+                return
+            more = {"ContinuationToken": answer["NextContinuationToken"]}
+
+    def delete(self, names: Iterable[str]) -> None:
+        keys = [self._object(name)["Key"] for name in names]
+        for start in range(0, len(keys), _BATCH):
+            batch = keys[start : start + _BATCH]
+            self._repeat(partial(self._delete, batch))
+
+    def sweep(self, prefix: str, before: float) -> int:
+        stale = [upload for upload in self._uploads(prefix) if upload["Initiated"].timestamp() < before]
+        for upload in stale:
+            target = {"Bucket": self._place.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+            self._repeat(partial(self._give_up, target))
+        return len(stale)
+
+    def _put(self, name: str, data: bytes | bytearray, writer: str = "", **conditions: str) -> None:
+        with answers("write", self._where(name)):
+            self._client.put_object(
+                **self._object(name),
+                Body=data,
+                ChecksumCRC32C=crc32c(data),
+                Metadata={_WRITER: writer} if writer else {},
+                **conditions,
+            )
+
+    def _put_if_absent(self, name: str, data: bytes, writer: str) -> bool:
+        """True: `writer` was first. Taken: there is one, maybe of an earlier try of the same writer."""
+        if self._decides:
+            self._put(name, data, writer, IfNoneMatch="*")
+            return True
+        if self._head(name) is not None:
+            raise Taken("there is one of this name", self._where(name))
+        if self._decides is None:
+            self._decides = self._first(name, data, writer)
+        else:
+            self._put(name, data, writer)
+        return self._decides is not False or self._writer(name) == writer
+
+    def _first(self, name: str, data: bytes, writer: str) -> bool | None:
+        """Writes the object and tells whether the server decides who is first; None if that could not be found out."""
+        try:
+            self._put(name, data, writer, IfNoneMatch="*")
+        except Unknown:
+            self._put(name, data, writer)
+            return self._weaker()
+        try:
+            self._put(name, data, writer, IfNoneMatch="*")
+        except Taken:
+            return True
+        except StoreError:
+            return None
+        return self._weaker()
+
+    def _weaker(self) -> bool:
+        _log.warning(
+            "%s does not honour If-None-Match: two runs of the same attempt could overwrite each other", self.url
+        )
+        return False
+
+    def _writer(self, name: str) -> str:
+        """Which call of put_if_absent wrote the object; a StoreError that may pass if it does not say so."""
+        head = self._head(name)
+        if head is None:
+            raise Missing(self._where(name))
+        return str(whole(head.get("Metadata", {}), _WRITER, self._where(name)))
+
+    def _head(self, name: str) -> dict[str, Any] | None:
+        try:
+            with answers("look at", self._where(name)):
+                head: dict[str, Any] = self._client.head_object(**self._object(name))
+        except Missing:
+            return None
+        return head
+
+    def _read_into(self, name: str, offset: int, into: memoryview) -> None:
+        where = self._where(name)
+        try:
+            with answers("read", where):
+                answer = self._client.get_object(**self._object(name), Range=f"bytes={offset}-{offset + len(into) - 1}")
+                came = _fill(into, answer["Body"])
+        except OutOfRange:
+            raise Damaged(name, f"ends before byte {offset}") from None
+        there = _RANGE.fullmatch(whole(answer, "ContentRange", where))
+        if there is None or int(there[1]) != offset:
+            raise StoreError(f"another range came: {answer['ContentRange']}", where, may_pass=True)
+        if came == len(into):
+            return
+        if int(there[2]) + 1 < offset + len(into):
+            end = int(there[2]) + 1
+            raise Damaged(name, f"ends at byte {end}, {offset + len(into) - end} bytes too early")
+        raise StoreError(f"the answer was cut off after {came} bytes", where, may_pass=True)
+
+    def _delete(self, keys: Sequence[str]) -> None:
+        names = [{"Key": key} for key in keys]
+        with answers("remove objects", self.url):
+            answer = self._client.delete_objects(Bucket=self._place.bucket, Delete={"Objects": names, "Quiet": True})
+        for error in answer.get("Errors", ()):
+            why = f"cannot remove {error.get('Key')}: {error.get('Code')} {error.get('Message', '')}".rstrip()
+            raise StoreError(why, self.url, may_pass=error.get("Code") in {"InternalError", "SlowDown"})
+
+    def _page(self, prefix: str, more: dict[str, str]) -> dict[str, Any]:
+        where = self._where(prefix)
+        with answers("list", where):
+            answer: dict[str, Any] = self._client.list_objects_v2(
+                Bucket=self._place.bucket, Prefix=self._place.prefix + prefix, **more
+            )
+        # An answer that was cut off must not read as an empty store: training would begin anew.
+        whole(answer, "IsTruncated", where)
+        return answer
+
+    def _uploads(self, prefix: str) -> Iterator[dict[str, Any]]:
+        more: dict[str, str] = {}
+        while True:
+            answer = self._repeat(partial(self._page_of_uploads, prefix, more))
+            yield from answer.get("Uploads", ())
+            if not answer["IsTruncated"]:
+                return
+            more = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+
+    def _page_of_uploads(self, prefix: str, more: dict[str, str]) -> dict[str, Any]:
+        where = self._where(prefix)
+        with answers("list the uploads of", where):
+            answer: dict[str, Any] = self._client.list_multipart_uploads(
+                Bucket=self._place.bucket, Prefix=self._place.prefix + prefix, **more
+            )
+        whole(answer, "IsTruncated", where)
+        return answer
+
+    def _give_up(self, target: dict[str, str]) -> None:
+        with suppress(Missing), answers("give up the upload of", target["Key"]):
+            self._client.abort_multipart_upload(**target)
+
+    def _object(self, name: str) -> dict[str, str]:
+        return {"Bucket": self._place.bucket, "Key": self._place.prefix + check_name(name)}
+
+    def _where(self, name: str) -> str:
+        return f"s3://{self._place.bucket}/{self._place.prefix}{name}"
+
+
+def _fill(into: memoryview, body: Any) -> int:
+    """Bytes read from `body`: all that fit, or all there are."""
+    came = 0
+    while came < len(into):
+        piece = body.read(min(_PIECE, len(into) - came))
+        if not piece:
+            break
+        into[came : came + len(piece)] = piece
+        came += len(piece)
+    return came
