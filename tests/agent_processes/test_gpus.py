@@ -148,5 +148,5 @@ def test_without_gpus_nobody_asks(tmp_path: Path, driver: Driver) -> None:
     with Laptop(tmp_path / "job", ["sleep", "60"], environ=environ) as job:
         assert job.until(lambda s: s["phase"] == "running")["gpus"] is None
         job.client().stop("enough")
-        assert job.exit_codes() == [143, 143]
+        job.until(lambda s: s["outcome"])  # the ranks are stopped, and nobody has looked for what they left on a GPU
     assert not asked.exists()
