@@ -88,13 +88,13 @@ class Link:
 
     @classmethod
     def connect(cls, directory: Path) -> Link:
-        """Raises OSError when no writer listens there, WriterLost when it is not ours."""
+        """Raises OSError when no writer listens there, CheckpointError when it is not ours."""
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             with short(directory / SOCKET) as name:
                 peer.connect(name)
             if user_of(peer) != os.geteuid():
-                raise WriterLost(f"the writer of {directory} is a process of user {user_of(peer)}")
+                raise CheckpointError(f"the writer of {directory} is a process of user {user_of(peer)}")
         except BaseException:
             peer.close()
             raise
@@ -163,14 +163,25 @@ class Link:
                 (answers if "id" in said else self._reports).append(said)
 
 
-def start(directory: Path, linger: float) -> subprocess.Popen[bytes]:
-    """A writer in a session of its own, without torch, CUDA or any open file of ours."""
+def start(directory: Path, linger: float, patience: float = START_TIMEOUT) -> subprocess.Popen[bytes]:
+    """A writer in a session of its own, without torch, CUDA or any open file of ours.
+
+    It ends when another writer keeps the directory for `patience` seconds.
+    """
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     slots.secure(directory)
     with (directory / LOG).open("ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-P", "-m", "everstep.checkpoint.writer", str(directory), f"--linger={linger:g}"],
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "everstep.checkpoint.writer",
+                str(directory),
+                f"--linger={linger:g}",
+                f"--patience={patience:g}",
+            ],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -188,7 +199,8 @@ def join(directory: Path, config: Config, local: int, linger: float, timeout: fl
     while True:
         try:
             link = Link.connect(directory)
-        except OSError as error:
+            link.call("hello", max(1.0, until - time.monotonic()), protocol=PROTOCOL, local=local, config=vars(config))
+        except (OSError, WriterLost) as error:  # none yet, or one that is just about to end
             if local == 0 and (child is None or child.poll() is not None):
                 if child is not None and child.returncode != 0:
                     raise WriterLost(f"the writer ended with {child.returncode}: {_tail(directory)}") from error
@@ -196,9 +208,8 @@ def join(directory: Path, config: Config, local: int, linger: float, timeout: fl
             if time.monotonic() >= until:
                 raise WriterLost(f"no writer answers in {directory} after {timeout:g} s: {_tail(directory)}") from error
             time.sleep(0.01)
-            continue
-        link.call("hello", max(1.0, until - time.monotonic()), protocol=PROTOCOL, local=local, config=vars(config))
-        return link
+        else:
+            return link
 
 
 def _tail(directory: Path) -> str:

@@ -26,7 +26,7 @@ def check(directory: Path, need: int, copies: int) -> None:
     rooms = [
         (shutil.disk_usage(directory).free, f"the file system of {directory}", "give it more (sizeLimit, --shm-size)"),
         (_machine(), "this machine", "use a greater one"),
-        *((free, f"the memory limit of cgroup {name}", "raise the limit") for free, name in _cgroups()),
+        *((free, f"the memory limit of cgroup {name}", "raise the limit") for free, name in cgroups()),
     ]
     free, where, remedy = min(rooms)
     if need + _SPARE > free:
@@ -44,7 +44,7 @@ def _machine() -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def _cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iterator[tuple[int, str]]:
+def cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iterator[tuple[int, str]]:
     """(bytes left, name) of each cgroup above us that has a memory limit, of either version."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)

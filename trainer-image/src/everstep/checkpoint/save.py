@@ -16,12 +16,10 @@ from everstep.checkpoint.control import Config, Link, WriterLost
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.planning import Plan
-from everstep.checkpoint.rng import Rng
 from everstep.checkpoint.slots import Record, Slot, Slots
 from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state.flat import Flat, flatten
-from everstep.checkpoint.state.kinds import PerRank
 from everstep.checkpoint.topology import Topology
 
 ALLOCATION_TIMEOUT = 600.0  # seconds; memory that was never touched comes at some hundred MB each second
@@ -96,7 +94,7 @@ class Saver:
     def __init__(
         self, objects: Mapping[str, object], topology: Topology, group: dist.ProcessGroup | None, node: Node, how: How
     ) -> None:
-        self._objects = {**objects, "rng": PerRank(Rng())}
+        self._objects = dict(objects)
         self._topology = topology
         self._group = group
         self._node = node

@@ -18,16 +18,21 @@ from everstep.checkpoint.auto import Trigger, learned
 from everstep.checkpoint.board import Alone, Board, Shared
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.events import Callback, Events, Metrics
-from everstep.checkpoint.keys import MANIFESTS, Attempt
+from everstep.checkpoint.events import Callback, Event, Events, Metrics
+from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
 from everstep.checkpoint.pilot import Forecast, Pilot, Policy, SaveFailed
+from everstep.checkpoint.restore import Restored, Restorer
+from everstep.checkpoint.rng import Rng
 from everstep.checkpoint.save import How, Node, Saver
+from everstep.checkpoint.state.kinds import PerRank
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.together import together
+from everstep.checkpoint.vote import Vote
 
 __all__ = ["Checkpointer", "Forecast", "SaveFailed"]
 
 DEFAULT_EVERY = "10m"
+GENERATORS = "rng"
 
 
 class Checkpointer:
@@ -105,33 +110,42 @@ class Checkpointer:
         board: Board = Shared.open(self._group, timeout) if self._group is not None else Alone()
         self._agreement = Agreement(board, self._topology.rank, timeout)
         self._board = board
+        self._vote = Vote(board, self._topology.rank, self._topology.world, timeout)
         self._policy: Policy = policy
         self._timeout = timeout
         self._commit_timeout = commit_timeout
 
     # ---- a script's calls
 
-    def track(self, **objects: object) -> None:
-        """Names what is to be saved, without restoring it. Collective: plans, and reserves memory.
+    def restore(self, **objects: object) -> Restored:
+        """Loads the newest checkpoint that is good, the same on all ranks, and names what is saved from here on.
 
-        An object is anything with `state_dict` and `load_state_dict`, a tensor, or a plain nested value.
+        An object is anything with `state_dict` and `load_state_dict`, a tensor, or a plain nested value; the state of
+        each rank's random generators goes along. Without any checkpoint `step` is 0. NoGoodCheckpoint when there are
+        some and none is good, StateMismatch when it is not of these objects: they are untouched then.
         """
-        saver = Saver(objects, self._topology, self._group, self._node, self._how)
-        together(saver.prepare, self._group)
-        self._saver = saver
-        self._pilot = Pilot(
-            saver=saver,
-            node=self._node,
-            agreement=self._agreement,
-            board=self._board,
-            trigger=self._trigger,
-            attempt=self.attempt,
-            events=self._events,
-            metrics=self._metrics,
-            policy=self._policy,
-            timeout=self._timeout,
-            commit_timeout=self._commit_timeout,
+        everything = self._with_generators(objects)
+        restorer = Restorer(
+            everything,
+            self.store,
+            self._topology,
+            self._vote,
+            self._node.directory,
+            allow_pickle=self._how.allow_pickle,
         )
+        restored = restorer.restore()
+        for key, why in restored.fell_back.items():
+            self._metrics.fell_back += 1
+            self._events.emit(Event("fell_back", Key.parse(key), why))
+        if restored.key is not None:
+            figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}
+            self._events.emit(Event("restored", restored.key, "", figures))
+        self._begin(everything)
+        return restored
+
+    def track(self, **objects: object) -> None:
+        """Names what is saved from here on, without looking for a checkpoint: see restore(). Collective."""
+        self._begin(self._with_generators(objects))
 
     def step(self, step: int) -> None:
         """Says that `step` steps are trained; saves when it is time. Costs next to nothing otherwise.
@@ -184,6 +198,31 @@ class Checkpointer:
         self.close(wait=kind is None)
 
     # ---- beginnings
+
+    def _with_generators(self, objects: Mapping[str, object]) -> dict[str, object]:
+        if GENERATORS in objects:
+            raise ValueError(f"an object cannot be called {GENERATORS!r}: the random generators are saved as that")
+        return {**objects, GENERATORS: PerRank(Rng())}
+
+    def _begin(self, objects: Mapping[str, object]) -> None:
+        if self._saver is not None:
+            self._saver.close()
+        saver = Saver(objects, self._topology, self._group, self._node, self._how)
+        together(saver.prepare, self._group)
+        self._saver = saver
+        self._pilot = Pilot(
+            saver=saver,
+            node=self._node,
+            agreement=self._agreement,
+            board=self._board,
+            trigger=self._trigger,
+            attempt=self.attempt,
+            events=self._events,
+            metrics=self._metrics,
+            policy=self._policy,
+            timeout=self._timeout,
+            commit_timeout=self._commit_timeout,
+        )
 
     def _flying(self) -> Pilot:
         if self._pilot is None:

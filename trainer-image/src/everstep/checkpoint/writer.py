@@ -30,8 +30,6 @@ from everstep.checkpoint.slots import Claim, Slot, Slots, State
 
 _log = logging.getLogger("everstep.checkpoint.writer")
 
-_LOCK_TIMEOUT = 30.0
-
 
 class Writer:
     """The state of one node's saves. Everything but what runs in threads happens in one event loop."""
@@ -49,6 +47,7 @@ class Writer:
         self._keeper = Keeper(self._slots)
         self._idle_since = time.monotonic()
         self._ended = asyncio.Event()
+        self._changed = asyncio.Event()  # it may be time to end
         self._told_to_end = False
 
     async def serve(self) -> None:
@@ -68,6 +67,7 @@ class Writer:
     def tell_to_end(self) -> None:
         """Finish what is filled and leave: nobody will come any more."""
         self._told_to_end = True
+        self._changed.set()
 
     # ---- the ranks
 
@@ -105,12 +105,14 @@ class Writer:
                 return self._fill(Key.parse(said["key"]), local)
             case "void":
                 return self._void(Key.parse(said["key"]), said["why"])
+            case "status":
+                return {"pid": os.getpid(), "slots": self._uses()}
             case "bye":
                 self._gone.add(local)
                 return None
         raise CheckpointError(f"no such verb: {said['verb']}")
 
-    def _hello(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> dict[str, Any]:
+    def _hello(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> None:
         if said["protocol"] != control.PROTOCOL:
             raise CheckpointError(f"this writer speaks protocol {control.PROTOCOL}, not {said['protocol']}")
         config = Config(**said["config"])
@@ -124,7 +126,6 @@ class Writer:
         self._ranks[writer] = said["local"]
         for slot in self._slots:
             self._recover(slot, config)
-        return {"pid": os.getpid()}
 
     def _recover(self, slot: Slot, config: Config) -> None:
         """Slots that no living save is about: a writer or an attempt before us left them."""
@@ -140,6 +141,7 @@ class Writer:
 
     def _lose(self, writer: asyncio.StreamWriter) -> None:
         local = self._ranks.pop(writer, None)
+        self._changed.set()
         self._idle_since = time.monotonic()
         if local is None:
             return
@@ -221,7 +223,11 @@ class Writer:
         save = self._saves[claim.key] = Save(slot, claim, config)
         task = asyncio.create_task(self._keep(save))
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
 
     async def _keep(self, save: Save) -> None:
         key = save.claim.key
@@ -254,7 +260,9 @@ class Writer:
 
     async def _watch(self) -> None:
         while not self._done():
-            await asyncio.sleep(min(1.0, self._linger / 4))
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), min(1.0, self._linger / 4))
+            self._changed.clear()
             for key, save in self._saves.items():
                 quiet = time.monotonic() - max(save.progress.at, save.told)
                 if quiet > save.config.stall_after:
@@ -309,17 +317,18 @@ async def _serve(directory: Path, linger: float) -> None:
 
 
 def main() -> None:
-    """`python -m everstep.checkpoint.writer DIRECTORY --linger SECONDS`."""
+    """`python -m everstep.checkpoint.writer DIRECTORY`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("directory", type=Path)
     parser.add_argument("--linger", type=float, default=600.0)
+    parser.add_argument("--patience", type=float, default=30.0)
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # these are meant for the ranks
     with contextlib.suppress(OSError):
         os.nice(5)  # training first
-    unlock = _lock(arguments.directory, _LOCK_TIMEOUT)
+    unlock = _lock(arguments.directory, arguments.patience)
     asyncio.run(_serve(arguments.directory, arguments.linger))
     unlock()
     sys.stderr.flush()

@@ -1,0 +1,197 @@
+"""What a slot is, follows from its files alone; and it is known beforehand whether there is memory for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from everstep.checkpoint import room
+from everstep.checkpoint.checksum import digest
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.persist import GivenUp, Progress, sum_slot
+from everstep.checkpoint.room import NoRoom
+from everstep.checkpoint.slots import Claim, Slots, State, default_directory
+from tests.checkpoint.builders import key
+from tests.checkpoint.slot_builders import fill, layout
+
+SIZES = [20_000, 8_192]
+
+
+@pytest.fixture
+def slots(tmp_path: Path) -> Iterator[Slots]:
+    made = Slots.create(tmp_path / "memory", 2)
+    made.reserve(SIZES)
+    yield made
+    made.remove()
+
+
+def summed(slots: Slots, number: int) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        sum_slot(slots, slots[number], pool, Progress())
+
+
+def test_a_slot_goes_from_empty_to_stored(slots: Slots) -> None:
+    slot = slots[0]
+    assert slot.state is State.EMPTY
+    slot.claim(Claim(key(10), 2, 0, 1))
+    assert slot.state is State.FILLING
+    fill(slots, 0, key(10), 0, SIZES[0])
+    assert slot.state is State.FILLING
+    fill(slots, 0, key(10), 1, SIZES[1])
+    assert slot.state is State.FILLED
+    summed(slots, 0)
+    assert slot.state is State.WHOLE
+    slot.store(key(10))
+    assert slot.state is State.STORED
+
+
+def test_the_node_manifest_speaks_of_the_very_bytes(slots: Slots) -> None:
+    slots[0].claim(Claim(key(10), 2, 0, 1))
+    data = [fill(slots, 0, key(10), local, size) for local, size in enumerate(SIZES)]
+    summed(slots, 0)
+    [(slot, manifest)] = slots.whole()
+    assert [part.size for part in manifest.parts] == SIZES
+    assert [slot.part(local).read_bytes()[:size] for local, size in enumerate(SIZES)] == data
+    chunks = [chunk for tensor in manifest.tensors.values() for shard in tensor.shards for chunk in shard.chunks]
+    assert len(chunks) == 2
+    for chunk in chunks:
+        there = data[chunk.part][chunk.offset : chunk.offset + chunk.length]
+        assert digest(manifest.checksum, there) == chunk.sum
+
+
+def test_a_claim_takes_the_slot_from_what_was_in_it(slots: Slots) -> None:
+    slots[0].claim(Claim(key(10), 2, 0, 1))
+    for local, size in enumerate(SIZES):
+        fill(slots, 0, key(10), local, size)
+    summed(slots, 0)
+    slots[0].store(key(10))
+    slots[0].claim(Claim(key(20), 2, 0, 1))
+    assert slots[0].state is State.FILLING  # the records of step 10 are still there, and mean nothing
+    assert slots.whole() == []
+    fill(slots, 0, key(20), 0, SIZES[0])
+    assert slots[0].state is State.FILLING
+
+
+@pytest.mark.parametrize("name", ["claim.json", "0.json", "slot.json", "whole", "stored"])
+def test_a_slot_with_a_file_missing_is_never_more_than_it_was(slots: Slots, name: str) -> None:
+    slots[0].claim(Claim(key(10), 2, 0, 1))
+    for local, size in enumerate(SIZES):
+        fill(slots, 0, key(10), local, size)
+    summed(slots, 0)
+    slots[0].store(key(10))
+    (slots[0].path / name).unlink()
+    at_most = {"claim.json": State.EMPTY, "stored": State.WHOLE}
+    assert slots[0].state is at_most.get(name, State.STORED)
+    whole = slots.whole()
+    assert bool(whole) == (name not in ("claim.json", "slot.json"))
+
+
+def test_the_newest_whole_slot_is_known(slots: Slots) -> None:
+    for number, step in ((0, 20), (1, 10)):
+        slots[number].claim(Claim(key(step), 2, 0, 1))
+        for local, size in enumerate(SIZES):
+            fill(slots, number, key(step), local, size)
+        summed(slots, number)
+    newest = slots.newest()
+    assert newest is not None
+    assert newest.number == 0
+    assert [manifest.key.step for _, manifest in slots.whole()] == [20, 10]
+
+
+def test_a_slot_that_is_read_is_seen_by_every_process(slots: Slots) -> None:
+    with slots[0].reading(), slots[0].reading():
+        assert slots[0].is_read
+        assert not slots[1].is_read
+    assert not slots[0].is_read
+
+
+def test_a_sum_that_nobody_wants_any_more_ends(slots: Slots) -> None:
+    slots[0].claim(Claim(key(10), 2, 0, 1))
+    for local, size in enumerate(SIZES):
+        fill(slots, 0, key(10), local, size)
+    progress = Progress()
+    progress.given_up = "a rank changed its mind"
+    with ThreadPoolExecutor(2) as pool, pytest.raises(GivenUp, match="changed its mind"):
+        sum_slot(slots, slots[0], pool, progress)
+    assert slots[0].state is State.FILLED
+
+
+def test_memory_is_allocated_beforehand_and_reused(slots: Slots) -> None:
+    for slot in slots:
+        for local, size in enumerate(SIZES):
+            found = slot.part(local).stat()
+            assert found.st_size == size
+            assert found.st_blocks * 512 >= size  # no holes: a copy into one could end in SIGBUS
+    assert slots.need(SIZES) == 0
+    assert slots.need([SIZES[0] + 100, SIZES[1]]) == 200
+    slots.reserve([100, 100])  # a smaller plan: nothing shrinks under who has it mapped
+    assert slots[0].part(0).stat().st_size == SIZES[0]
+
+
+def test_too_little_memory_is_told_before_a_byte_is_taken(slots: Slots) -> None:
+    with pytest.raises(NoRoom, match=r"2 slots for checkpoints need .* GB more memory, .* or use slots=1"):
+        slots.reserve([1 << 50])
+    assert slots[0].part(0).stat().st_size == SIZES[0]
+
+
+def write(path: Path, **files: object) -> None:
+    path.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (path / name.replace("__", ".")).write_text(f"{content}\n")
+
+
+def test_the_smallest_limit_of_all_cgroups_counts(tmp_path: Path) -> None:
+    """Version 2: a limit of a parent holds too, and pages that only cache files can be had."""
+    write(tmp_path, cgroup="0::/pod/trainer")
+    write(tmp_path / "fs/pod/trainer", memory__max="max", memory__current=1000, memory__stat="inactive_file 0")
+    write(
+        tmp_path / "fs/pod", memory__max=10_000, memory__current=9000, memory__stat="inactive_file 500\nactive_file 200"
+    )
+    assert list(room.cgroups(tmp_path / "cgroup", tmp_path / "fs")) == [(1700, "/pod")]
+
+
+def test_cgroups_of_version_1_count_too(tmp_path: Path) -> None:
+    write(tmp_path, cgroup="5:cpu,cpuacct:/x\n4:memory:/pod")
+    write(
+        tmp_path / "fs/memory/pod",
+        memory__limit_in_bytes=10_000,
+        memory__usage_in_bytes=4000,
+        memory__stat="inactive_file 0",
+    )
+    write(
+        tmp_path / "fs/memory",
+        memory__limit_in_bytes=9223372036854771712,
+        memory__usage_in_bytes=4000,
+        memory__stat="inactive_file 0",
+    )
+    assert list(room.cgroups(tmp_path / "cgroup", tmp_path / "fs")) == [(6000, "/pod")]
+
+
+def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "memory").mkdir(mode=0o755)
+    with pytest.raises(CheckpointError, match="not a directory of our own"):
+        Slots.create(tmp_path / "memory", 1)
+
+
+def test_a_link_that_somebody_put_there_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir(mode=0o700)
+    (tmp_path / "memory").symlink_to(tmp_path / "theirs")
+    with pytest.raises(CheckpointError, match="not a directory of our own"):
+        Slots.create(tmp_path / "memory", 1)
+
+
+def test_runs_and_nodes_have_directories_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("EVERSTEP_CHECKPOINT_MEMORY", str(tmp_path))
+    names = {default_directory(url, node) for url in ("s3://a/b", "s3://a/c") for node in (0, 1)}
+    assert len(names) == 4
+    assert all(name.parent == tmp_path for name in names)
+
+
+def test_a_layout_is_kept_once(slots: Slots) -> None:
+    boxes = layout(0, 100)
+    assert slots.save_layout(boxes) == slots.save_layout(boxes)
+    assert slots.layout(slots.save_layout(boxes)) == boxes
+    assert len(list((slots.directory / "layouts").iterdir())) == 1

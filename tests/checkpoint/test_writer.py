@@ -1,0 +1,399 @@
+"""The writer: a process that stores what ranks filled, whatever becomes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.checkpoint import control
+from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.control import Config, Link, WriterLost
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.slots import Slots, State
+from everstep.checkpoint.store.base import Store, open_store
+from tests.checkpoint.builders import key
+from tests.checkpoint.slot_builders import content, fill
+
+SIZES = [300_000, 9_000]
+PATIENCE = 20.0
+
+
+def until(true: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
+    end = time.monotonic() + seconds
+    while not (found := true()):
+        assert time.monotonic() < end, f"not within {seconds} s: {what}"
+        time.sleep(0.01)
+    return found
+
+
+class Node:
+    """The ranks of one node, as far as a writer sees them."""
+
+    def __init__(self, directory: Path, config: Config, linger: float) -> None:
+        self.directory = directory
+        self.config = config
+        self.links = [control.join(directory, config, local, linger) for local in range(len(config.ranks))]
+        self.slots = Slots(directory)
+        self.pid = int(self.links[0].call("status")["pid"])
+        for link in self.links:
+            link.call("reserve", sizes=SIZES[: len(config.ranks)])
+
+    def begin(self, key: Key) -> int:
+        numbers = {link.call("begin", key=str(key)) for link in self.links}
+        assert len(numbers) == 1
+        return int(numbers.pop())
+
+    def fill(self, key: Key, number: int, local: int) -> None:
+        rank = self.config.ranks[local]
+        fill(self.slots, number, key, local, SIZES[local], rank=rank, world=self.config.world)
+        self.links[local].call("filled", key=str(key))
+
+    def save(self, key: Key) -> int:
+        number = self.begin(key)
+        for local in range(len(self.links)):
+            self.fill(key, number, local)
+        return number
+
+    def report(self, event: str, local: int = 0) -> dict[str, Any]:
+        """The next report of this kind; others before it are passed over."""
+        end = time.monotonic() + PATIENCE
+        while time.monotonic() < end:
+            for report in self.links[local].reports(0.1):
+                if report["event"] == event:
+                    return report
+        raise AssertionError(f"the writer has not said {event}: {(self.directory / control.LOG).read_text()}")
+
+    def die(self) -> None:
+        for link in self.links:
+            link.close()
+
+    def leave(self) -> None:
+        for link in self.links:
+            link.call("bye")
+        self.die()
+
+    @property
+    def runs(self) -> bool:
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().split(")")[1].split()[0] != "Z"
+        except FileNotFoundError:
+            return False
+
+
+class Site:
+    """A store, and nodes that save into it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.store: Store = open_store(folder / "store")
+        self.pids: list[int] = []
+
+    def config(self, **fields: Any) -> Config:
+        common = Config(self.store.url, {}, "0000000000.0000000001", 0, 1, 2, (0, 1), commit_timeout=PATIENCE)
+        return replace(common, **fields)
+
+    def node(self, linger: float = 30.0, **fields: Any) -> Node:
+        config = self.config(**fields)
+        made = Node(self.folder / f"memory-{config.node}", config, linger)
+        self.pids.append(made.pid)
+        return made
+
+    def good(self, key: Key, ranks: int = 2) -> bool:
+        manifest = verify(self.store, key)
+        parts = {part.name: self.store.read(part.name) for part in manifest.parts}
+        return parts == {key.part_name(rank): content(key, rank, SIZES[rank]) for rank in range(ranks)}
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    for pid in made.pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def test_what_all_ranks_filled_is_committed_and_both_hear_of_it(site: Site) -> None:
+    node = site.node()
+    number = node.save(key(10))
+    for local in (0, 1):
+        assert node.report("saved", local)["key"] == str(key(10))
+    assert site.good(key(10))
+    assert node.slots[number].state is State.STORED
+
+
+def test_ranks_may_die_once_they_have_filled(site: Site) -> None:
+    node = site.node()
+    node.save(key(10))
+    node.die()
+    until(lambda: candidates(site.store), "the dead ranks' checkpoint is committed")
+    assert site.good(key(10))
+
+
+def test_a_rank_that_dies_before_it_has_filled_voids_the_save(site: Site) -> None:
+    node = site.node()
+    number = node.begin(key(10))
+    node.fill(key(10), number, 0)
+    node.links[1].close()
+    assert "local rank 1 left" in node.report("failed")["why"]
+    assert node.slots[number].state is State.EMPTY
+    assert candidates(site.store) == []
+
+
+def test_a_writer_that_was_killed_is_followed_by_one_that_stores_what_it_left(site: Site) -> None:
+    node = site.node()
+    os.kill(node.pid, signal.SIGSTOP)  # so that it cannot have begun
+    for local in (0, 1):
+        with pytest.raises(WriterLost, match="did not answer"):
+            node.links[local].call("begin", 0.05, key=str(key(10)))
+    os.kill(node.pid, signal.SIGKILL)
+    node.die()
+    until(lambda: not node.runs, "the writer is gone")
+    # It had accepted the save, and the ranks had filled their parts, when it died.
+    node.slots[0].claim(node_claim(key(10)))
+    for local, size in enumerate(SIZES):
+        fill(node.slots, 0, key(10), local, size)
+    site.node()
+    until(lambda: candidates(site.store), "the new writer has committed")
+    assert site.good(key(10))
+
+
+def node_claim(key: Key) -> Any:
+    from everstep.checkpoint.slots import Claim
+
+    return Claim(key, 2, 0, 1)
+
+
+def test_a_slot_that_a_dead_writer_left_half_filled_is_free(site: Site) -> None:
+    slots = Slots.create(site.folder / "memory-0", 2)
+    slots.reserve(SIZES)
+    slots[0].claim(node_claim(key(10)))
+    fill(slots, 0, key(10), 0, SIZES[0])
+    node = site.node()
+    assert slots[0].state is State.EMPTY
+    node.save(key(20))
+    node.report("saved")
+    assert candidates(site.store) == [key(20)]
+
+
+def test_a_new_attempt_finds_the_old_ones_writer_at_work(site: Site) -> None:
+    old = site.node(nodes=2, world=2, ranks=(0,))  # waits for node 1
+    old.save(key(10))
+    until(lambda: old.slots[0].state is State.STORED, "node 0 has written its part")
+    old.die()
+    new = site.node(attempt="0000000000.0000000002")
+    assert new.pid == old.pid
+    new.save(key(5, generation=2))
+    new.report("saved")
+    assert candidates(site.store) == [key(5, generation=2)]
+
+
+def test_an_attempt_that_is_over_is_sent_away(site: Site) -> None:
+    site.node(attempt="0000000000.0000000002")
+    with pytest.raises(CheckpointError, match=r"attempt 0000000000\.0000000002 runs on this node"):
+        site.node(attempt="0000000000.0000000001")
+
+
+def test_the_newest_whole_slot_is_never_filled_anew(site: Site) -> None:
+    node = site.node()
+    used = []
+    for step in (10, 20, 30):
+        used.append(node.save(key(step)))
+        node.report("saved")
+    assert used == [0, 1, 0]
+
+
+def test_with_one_slot_each_save_takes_it(site: Site) -> None:
+    node = site.node(slots=1)
+    for step in (10, 20):
+        assert node.save(key(step)) == 0
+        node.report("saved")
+
+
+def test_a_slot_that_is_being_read_is_left_alone(site: Site) -> None:
+    node = site.node()
+    node.save(key(10))
+    node.report("saved")
+    with node.slots[1].reading(), pytest.raises(CheckpointError, match="slot 1 is empty and being read"):
+        node.begin(key(20))
+    assert node.begin(key(20)) == 1
+
+
+def test_a_save_finds_no_slot_while_both_are_needed(site: Site) -> None:
+    node = site.node()
+    node.begin(key(10))
+    node.begin(key(20))
+    with pytest.raises(CheckpointError, match="every slot is in use: slot 0 is filling, slot 1 is filling"):
+        node.begin(key(30))
+
+
+def test_a_store_that_refuses_fails_the_save_and_not_the_next_one(site: Site) -> None:
+    node = site.node()
+    store = Path(site.store.url)
+    store.write_text("not a folder")
+    node.save(key(10))
+    assert node.report("failed")["why"]
+    store.unlink()
+    node.save(key(20))
+    node.report("saved")
+    assert candidates(site.store) == [key(20)]
+
+
+def test_node_0_commits_when_all_nodes_have_written(site: Site) -> None:
+    first = site.node(nodes=2, ranks=(0,))
+    second = site.node(nodes=2, node=1, ranks=(1,))
+    first.save(key(10))
+    second.links[0].call("begin", key=str(key(10)))
+    fill(second.slots, 0, key(10), 0, SIZES[0], rank=1)
+    assert candidates(site.store) == []
+    second.links[0].call("filled", key=str(key(10)))
+    assert first.report("saved")["bytes"] == 2 * SIZES[0]
+    assert [part.name for part in verify(site.store, key(10)).parts] == [key(10).part_name(r) for r in (0, 1)]
+
+
+def test_a_save_that_others_void_is_not_waited_for(site: Site) -> None:
+    node = site.node(nodes=2, ranks=(0,))
+    node.save(key(10))
+    until(lambda: node.slots[0].state is State.STORED, "node 0 has written its part")
+    node.links[0].call("void", key=str(key(10)), why="rank 1 has other tensors")
+    assert node.report("failed")["why"] == "rank 1 has other tensors"
+
+
+def test_a_node_that_never_writes_is_not_waited_for_for_ever(site: Site) -> None:
+    node = site.node(nodes=2, ranks=(0,), commit_timeout=0.5)
+    node.save(key(10))
+    assert "0.5 s" in node.report("failed")["why"]
+
+
+def test_who_waits_long_says_so(site: Site) -> None:
+    node = site.node(nodes=2, ranks=(0,), stall_after=0.1)
+    node.save(key(10))
+    report = node.report("stalled")
+    assert report["why"] == "waiting for the other nodes"
+    assert report["seconds"] >= 0.1
+
+
+def test_a_fenced_attempt_commits_nothing(site: Site) -> None:
+    fence = site.folder / "fence.json"
+    node = site.node(fence=str(fence))
+    fence.write_text(json.dumps({"epoch": 0, "generation": 2, "fenced": False}))
+    node.save(key(10))
+    assert "attempt 0000000000.0000000002 runs now" in node.report("failed")["why"]
+    fence.write_text(json.dumps({"epoch": 0, "generation": 1, "fenced": True}))
+    node.save(key(20))
+    assert "this node is fenced" in node.report("failed")["why"]
+    fence.write_text(json.dumps({"epoch": 0, "generation": 1, "fenced": False}))
+    node.save(key(30))
+    node.report("saved")
+    assert candidates(site.store) == [key(30)]
+
+
+def test_old_checkpoints_go_after_a_newer_one_was_verified(site: Site) -> None:
+    node = site.node(keep_last=2)
+    for step in (10, 20, 30):
+        node.save(key(step))
+        node.report("saved")
+    until(lambda: candidates(site.store) == [key(30), key(20)], "the oldest one is removed")
+    assert not list(site.store.list(key(10).data_prefix))
+
+
+def test_after_a_clean_end_nothing_is_left(site: Site) -> None:
+    node = site.node()
+    node.save(key(10))
+    node.leave()  # before it is stored
+    until(lambda: not node.runs, "the writer has ended")
+    assert not node.directory.exists()
+    assert site.good(key(10))
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_writer_whose_ranks_do_not_come_back_leaves_memory_only_for_what_is_nowhere_else(
+    site: Site, stored: bool
+) -> None:
+    node = site.node(linger=0.3)
+    if not stored:
+        Path(site.store.url).write_text("not a folder")
+    node.save(key(10))
+    node.report("saved" if stored else "failed")
+    node.die()
+    until(lambda: not node.runs, "the writer has ended")
+    assert node.directory.exists() != stored
+
+
+def test_a_writer_that_is_told_to_stop_finishes_first(site: Site) -> None:
+    node = site.node()
+    node.save(key(10))
+    os.kill(node.pid, signal.SIGTERM)
+    node.die()
+    until(lambda: not node.runs, "the writer has ended")
+    assert site.good(key(10))
+
+
+def test_signals_for_the_ranks_do_not_reach_it(site: Site) -> None:
+    node = site.node()
+    assert os.getsid(node.pid) == node.pid
+    for number in (signal.SIGINT, signal.SIGHUP):
+        os.kill(node.pid, number)
+    node.save(key(10))
+    node.report("saved")
+
+
+def test_nobody_else_can_reach_it(site: Site) -> None:
+    node = site.node()
+    assert node.directory.stat().st_mode & 0o777 == 0o700
+    assert (node.directory / control.SOCKET).stat().st_mode & 0o777 == 0o600
+
+
+def test_a_writer_runs_in_a_directory_only_once(site: Site) -> None:
+    node = site.node()
+    second = control.start(node.directory, linger=0.1, patience=0.2)
+    assert second.wait(PATIENCE) != 0
+    node.save(key(10))
+    node.report("saved")
+
+
+def test_a_writer_that_cannot_start_is_told_with_its_own_words(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(site.folder))
+    (site.folder / "asyncio.py").write_text("raise ImportError('no asyncio today')")
+    with pytest.raises(WriterLost, match="no asyncio today"):
+        site.node()
+
+
+def test_it_never_imports_torch(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module of that name in its path would say that it was imported; what a writer imports is all it can carry."""
+    told = site.folder / "imported"
+    for name in ("torch", "numpy"):
+        (site.folder / f"{name}.py").write_text(f"import pathlib; pathlib.Path({str(told)!r}).write_text({name!r})")
+    monkeypatch.setenv("PYTHONPATH", str(site.folder))
+    node = site.node(keep_last=1)
+    for step in (10, 20):
+        node.save(key(step))
+        node.report("saved")
+    until(lambda: candidates(site.store) == [key(20)], "retention has run")
+    assert not told.exists(), f"the writer imported {told.read_text()}"
+    assert "torch" not in Path(f"/proc/{node.pid}/maps").read_text()
+
+
+def test_a_lost_writer_is_known_at_once(site: Site) -> None:
+    node = site.node()
+    os.kill(node.pid, signal.SIGKILL)
+    with pytest.raises(WriterLost, match="the writer is gone"):
+        node.links[0].reports(PATIENCE)
+    with pytest.raises(OSError):  # noqa: PT011 - whichever way the socket says it
+        Link.connect(node.directory)
+
+
+def test_tokens_are_read_as_they_are_written() -> None:
+    with pytest.raises(ValueError, match="not an attempt"):
+        Config("s", {}, "1.2", 0, 1, 1, (0,))
+    assert Attempt.parse(Config("s", {}, "0000000001.0000000002", 0, 1, 1, (0,)).attempt) == Attempt(1, 2)
