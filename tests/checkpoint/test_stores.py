@@ -77,20 +77,22 @@ def test_only_the_first_is_written(store: Store) -> None:
     assert names(store) == ["manifests/a.json"]
 
 
-def test_one_of_many_is_first(store: Store) -> None:
+@pytest.mark.parametrize("shared", [True, False], ids=["one store", "a store each"])
+def test_one_of_many_is_first(store: Store, shared: bool) -> None:
     if store.url.startswith("memory:"):
         pytest.skip("fsspec's memory looks and writes in two steps")
     together = threading.Barrier(8)
 
-    def put(number: int) -> bool:
-        mine = open_store(store.url)
+    def put(number: int) -> list[bool]:
+        mine = store if shared else open_store(store.url)
         together.wait()
-        return mine.put_if_absent("attempts/a", str(number).encode())
+        return [mine.put_if_absent(f"attempts/{attempt}", str(number).encode()) for attempt in range(5)]
 
     with ThreadPoolExecutor(8) as pool:
         first = list(pool.map(put, range(8)))
-    assert first.count(True) == 1
-    assert store.read("attempts/a") == str(first.index(True)).encode()
+    for attempt in range(5):
+        assert [mine[attempt] for mine in first].count(True) == 1
+        assert first[int(store.read(f"attempts/{attempt}"))][attempt]
 
 
 def test_a_hint_is_replaced(store: Store) -> None:

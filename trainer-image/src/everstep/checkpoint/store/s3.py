@@ -151,16 +151,17 @@ class S3Store:
 
     def _put_if_absent(self, name: str, data: bytes, writer: str) -> bool:
         """True: `writer` was first. Taken: there is one, maybe of an earlier try of the same writer."""
-        if self._decides:
+        decides = self._decides  # once: another thread may find it out meanwhile
+        if decides:
             self._put(name, data, writer, IfNoneMatch="*")
             return True
         if self._head(name) is not None:
             raise Taken("there is one of this name", self._where(name))
-        if self._decides is None:
-            self._decides = self._first(name, data, writer)
+        if decides is None:
+            decides = self._decides = self._first(name, data, writer)
         else:
             self._put(name, data, writer)
-        return self._decides is not False or self._writer(name) == writer
+        return decides is not False or self._writer(name) == writer
 
     def _first(self, name: str, data: bytes, writer: str) -> bool | None:
         """Writes the object and tells whether the server decides who is first; None if that could not be found out."""
