@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -221,13 +222,12 @@ async def test_a_poll_that_has_died_is_begun_again(woken: Woken, leader: FakeLea
 
 async def test_a_thousand_leaders_that_do_not_exist_cost_nearly_nothing(woken: Woken) -> None:
     """Simulated nodes give their pods addresses where nobody lives."""
-    loop = asyncio.get_running_loop()
     for number in range(1000):
         address = f"240.0.{number // 250}.{number % 250 + 1}:8470"  # class E: never routed
         woken.poller.want(("ns", f"j{number}"), Poll(address, "u", 1, 1, "", 3), TOKEN)
     await asyncio.sleep(3)  # all have failed a few times and have begun to back off
-    started = loop.time()
-    for _ in range(100):
-        await asyncio.sleep(0.01)
-    assert loop.time() - started < 3, "the loop was kept busy"
+    before = time.thread_time()
+    await asyncio.sleep(2)
+    # Of this thread alone: what else the machine does is no business of this test.
+    assert time.thread_time() - before < 1, "the loop was kept busy"
     assert all(not view.reachable for n in range(1000) if (view := woken.poller.view(("ns", f"j{n}"), "u")))

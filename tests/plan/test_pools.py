@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from everstep_operator.plan.observed import Settings
+from everstep_operator.plan.pods import pod_body
+from everstep_operator.plan.template import Refused, resolve
 from tests.builders import job, pool
 from tests.plan.world import World
 
@@ -87,3 +90,14 @@ def test_a_namespace_that_every_pool_refuses_is_refused_for_good() -> None:
     assert made.phase == "Failed"
     assert made.status.transitions[-1].reason == "NamespaceNotAllowed"
     assert not made.pods
+
+
+def test_pods_carry_the_capacity_type_of_the_pool_they_were_made_for() -> None:
+    """From the frozen template: what is edited in the pool later does not reach them."""
+    spot = pool("a100").spot().build()
+    frozen = resolve(job().nodes(2).build(), epoch=1, pool=spot, plain=False, settings=Settings())
+    assert not isinstance(frozen, Refused)
+    assert pod_body(frozen, 1, 1)["metadata"]["labels"]["everstep.dev/capacity-type"] == "spot"
+    without = resolve(job().nodes(2).build(), epoch=1, pool=None, plain=False, settings=Settings())
+    assert not isinstance(without, Refused)
+    assert "everstep.dev/capacity-type" not in pod_body(without, 1, 1)["metadata"]["labels"]
