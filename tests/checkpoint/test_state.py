@@ -226,15 +226,15 @@ def test_what_cannot_be_saved_is_refused_by_name() -> None:
         flatten({"sparse": torch.eye(2).to_sparse()}, rank=0)
 
 
-def test_an_object_that_follows_the_step_is_told_it() -> None:
+def test_the_state_of_an_object_that_follows_the_step_is_that_of_the_step() -> None:
     class Follower:
-        step = 0
+        step = 9  # where a loader that reads ahead is
 
-        def trained(self, step: int) -> None:
-            self.step = step
+        def state_at(self, step: int) -> dict[str, int]:
+            return {"step": step}
 
         def state_dict(self) -> dict[str, int]:
-            return {"step": self.step}
+            return self.state_at(self.step)
 
         def load_state_dict(self, state: dict[str, int]) -> None:
             self.step = state["step"]

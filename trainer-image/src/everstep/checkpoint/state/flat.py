@@ -12,7 +12,7 @@ from torch import nn
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import Kind, PerRank, Stateful, Stepped, dtype_name, is_tensor
+from everstep.checkpoint.state.kinds import Kind, PerRank, Stateful, dtype_name, is_tensor
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.plain import StatefulObject, Value
@@ -32,16 +32,11 @@ class Flat:
 def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None, allow_pickle: bool = False) -> Flat:
     """The state of all objects at this moment.
 
-    `step`: how many steps are trained, for objects that follow it. Refused for a value that cannot be saved,
-    CheckpointError for an object that cannot.
+    `step`: how many steps are trained, for objects whose state follows from it. Refused for a value that cannot be
+    saved, CheckpointError for an object that cannot.
     """
-    if step is not None:
-        for each in objects.values():
-            inner = each.inner if isinstance(each, PerRank) else each
-            if isinstance(inner, Stepped):
-                inner.trained(step)
     flat = Flat({}, {})
-    for kind in bind(objects, rank=rank):
+    for kind in bind(objects, rank=rank, step=step):
         for name, leaf in kind.leaves():
             if name in flat.tensors or name in flat.values:
                 raise CheckpointError(f"{name}: two objects have a state of this name")
@@ -54,7 +49,7 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
     return flat
 
 
-def bind(objects: Mapping[str, object], *, rank: int) -> list[Kind]:
+def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -> list[Kind]:
     """Each object as the kind it is; modules first, optimizers next, since a restore loads them in this order."""
     if RANK in objects:
         raise CheckpointError(f"an object cannot be called {RANK!r}: what is each rank's own is saved under this name")
@@ -70,7 +65,7 @@ def bind(objects: Mapping[str, object], *, rank: int) -> list[Kind]:
         if isinstance(inner, torch.optim.Optimizer):
             optimizers.append(OptimizerObject(prefixes[name], inner, known))
         elif isinstance(inner, Stateful):
-            others.append(StatefulObject(prefixes[name], inner))
+            others.append(StatefulObject(prefixes[name], inner, step))
         else:
             others.append(Value(prefixes[name], inner))
     return [*modules.values(), *optimizers, *others]

@@ -38,9 +38,9 @@ class PerRank:
 
 @runtime_checkable
 class Stepped(Protocol):
-    """An object whose state follows the step, as a sampler's, and is told which one before its state is taken."""
+    """An object whose state follows from the number of trained steps, as a sampler's does."""
 
-    def trained(self, step: int) -> None: ...
+    def state_at(self, step: int) -> Any: ...
 
 
 @runtime_checkable

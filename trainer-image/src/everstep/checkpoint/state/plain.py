@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import Saved, Stateful, fresh, is_tensor, misfit
+from everstep.checkpoint.state.kinds import Saved, Stateful, Stepped, fresh, is_tensor, misfit
 
 
 class StatefulObject:
@@ -16,12 +16,16 @@ class StatefulObject:
 
     exclusive = False  # its state may have other names in the next step, so what is saved decides
 
-    def __init__(self, prefix: str, inner: Stateful) -> None:
+    def __init__(self, prefix: str, inner: Stateful, step: int | None) -> None:
         self.prefix = prefix
         self._inner = inner
+        self._step = step
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        yield from _leaves(self.prefix, self._inner.state_dict())
+        if self._step is not None and isinstance(self._inner, Stepped):
+            yield from _leaves(self.prefix, self._inner.state_at(self._step))
+        else:
+            yield from _leaves(self.prefix, self._inner.state_dict())
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         return _targets(saved, self._inner.state_dict() if saved.tensors else {}, problems)

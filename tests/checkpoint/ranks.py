@@ -1,0 +1,170 @@
+"""Ranks as real processes on this machine, and a plain synchronous save, so that a restore is tested by itself."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import pickle
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everstep.checkpoint import planning, topology
+from everstep.checkpoint.board import Alone, Board, Shared
+from everstep.checkpoint.checksum import digest
+from everstep.checkpoint.format import HEADER, Chunk, Manifest, Part, Shard, Tensor, chunk_lengths, encode, part_header
+from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.merging import merge
+from everstep.checkpoint.node_cache import NodeCache  # noqa: F401 - preloaded for the ranks
+from everstep.checkpoint.restore import Restored, Restorer
+from everstep.checkpoint.state.flat import flatten
+from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.store.posix import PosixStore
+from everstep.checkpoint.topology import Topology
+from everstep.checkpoint.vote import Vote
+
+Work = Callable[..., Any]
+
+
+class RankFailed(AssertionError):
+    """What a rank raised, with its own trace."""
+
+
+def run(world: int, work: Work, *args: Any, timeout: float = 60.0, dies: Sequence[int] = ()) -> list[Any]:
+    """`work(rank, *args)` on every rank of a gloo group; what each returned, None for those that are meant to die."""
+    context = multiprocessing.get_context("forkserver")
+    # One process imports torch, the ranks are its children: eight of them would import for half a minute.
+    context.set_forkserver_preload([__name__, "torch.distributed.checkpoint", "torch.distributed.fsdp"])
+    pipes, processes = [], []
+    rendezvous = Path(os.environ.get("TMPDIR", "/tmp")) / f"everstep-ranks-{os.getpid()}-{os.urandom(4).hex()}"
+    for rank in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(rank, world, str(rendezvous), theirs, work, args), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        return _results(pipes, timeout, dies)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+        rendezvous.unlink(missing_ok=True)
+
+
+def _results(pipes: list[Connection], timeout: float, dies: Sequence[int]) -> list[Any]:
+    results: list[Any] = [None] * len(pipes)
+    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
+    while waiting:
+        ready = wait(list(waiting), timeout)
+        if not ready:
+            raise RankFailed(f"ranks {sorted(waiting.values())} have not ended in {timeout} s")
+        for pipe in ready:
+            assert isinstance(pipe, Connection)
+            rank = waiting.pop(pipe)
+            try:
+                failure, results[rank] = pickle.loads(pipe.recv_bytes())
+            except EOFError:
+                failure = None if rank in dies else "died"
+            if failure:
+                raise RankFailed(f"rank {rank}: {failure}")
+    return results
+
+
+def _rank(rank: int, world: int, rendezvous: str, pipe: Connection, work: Work, args: Sequence[Any]) -> None:
+    torch.set_num_threads(1)
+    os.environ.pop("GROUP_RANK", None)
+    try:
+        if world > 1:
+            dist.init_process_group("gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=world)
+        # By plain pickle: torch's own would pass tensors by file descriptors of a process that ends.
+        pipe.send_bytes(pickle.dumps((None, work(rank, *args))))
+    except BaseException:
+        pipe.send_bytes(pickle.dumps((traceback.format_exc(), None)))
+    finally:
+        # The result counts: a group that cannot be left in order, because a rank died, is no failure.
+        pipe.close()
+        with contextlib.suppress(Exception):
+            if world > 1:
+                dist.barrier()
+    os._exit(0)
+
+
+def key(step: int, generation: int = 1) -> Key:
+    return Key(Attempt(0, generation), step)
+
+
+def world_size() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def own_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
+def save(store: Store, key: Key, objects: dict[str, object]) -> Manifest:
+    """Every rank writes its part, then rank 0 commits; done on all ranks when it returns."""
+    rank, world = own_rank(), world_size()
+    group = dist.group.WORLD if world > 1 else None
+    flat = flatten(objects, rank=rank, step=key.step)
+    plan = planning.make(lambda: flat.tensors, rank, world, group)
+    data = bytearray(plan.sizes[rank])
+    data[:HEADER] = part_header(key, rank)
+    tensors: dict[str, Tensor] = {}
+    for box, source in zip(plan.boxes, plan.sources(flat.tensors), strict=True):
+        raw = source.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        data[box.offset : box.offset + box.length] = raw
+        chunks, at = [], box.offset
+        for length in chunk_lengths(box.length):
+            chunks.append(Chunk(0, at, length, digest("xxh3_64", data[at : at + length])))
+            at += length
+        known = tensors[box.tensor].shards if box.tensor in tensors else ()
+        shards = (*known, Shard(box.offsets, box.sizes, tuple(chunks)))
+        tensors[box.tensor] = Tensor(box.dtype, box.shape, shards)
+    part = Part(key.part_name(rank), len(data), digest("xxh3_64", data[:HEADER]))
+    store.put(part.name, [bytes(data)], len(data))
+    mine = Manifest(key, world, 1, plan.model, "xxh3_64", 0.0, (part,), tensors, flat.values)
+    every: list[Any] = [mine]
+    if group is not None:
+        every = [None] * world
+        dist.all_gather_object(every, mine, group=group)
+    manifest = merge(every)
+    if rank == 0:
+        store.put_if_absent(key.manifest_name, encode(manifest))
+    if group is not None:
+        dist.barrier()
+    return manifest
+
+
+def restore(
+    store: Store | Path,
+    memory: Path,
+    objects: dict[str, object],
+    *,
+    patience: float = 20.0,
+    nodes: int = 1,
+) -> Restored:
+    """A restore by all ranks, on `nodes` nodes that each have a memory of their own below `memory`."""
+    rank, world = own_rank(), world_size()
+    group = dist.group.WORLD if world > 1 else None
+    board: Board = Shared.open(group, 30.0) if group is not None else Alone()
+    found = topology.find(group)
+    if nodes > 1:
+        size = world // nodes
+        node = rank // size
+        found = Topology(rank, world, node, nodes, tuple(range(node * size, (node + 1) * size)))
+    place = memory / str(found.node)
+    opened = PosixStore(store) if isinstance(store, Path) else store
+    return Restorer(objects, opened, found, Vote(board, rank, world, patience), place).restore()
+
+
+def same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether two dictionaries of tensors are equal bit for bit."""
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)

@@ -1,0 +1,187 @@
+"""One rank's share of a restore: which chunks of which parts it needs, and where their bytes go.
+
+Resharding is torch.distributed.checkpoint's: its load planner says which box of which saved shard belongs into which
+box of a tensor of ours. Bytes are addressed as in the manifest, (part, offset), wherever they lie.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem
+
+from everstep.checkpoint.errors import CheckpointError, Damaged
+from everstep.checkpoint.format import Chunk, Manifest, Shard, Tensor, itemsize
+from everstep.checkpoint.state.flat import RANK, bind
+from everstep.checkpoint.state.kinds import Kind, Saved
+from everstep.checkpoint.state.plain import Value
+
+
+class Chunks:
+    """All chunks of a checkpoint in the order of the files, so that every rank can name one by its number."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        every = (c for tensor in manifest.tensors.values() for shard in tensor.shards for c in shard.chunks)
+        self.all: list[Chunk] = sorted(every, key=_place)
+        self._places = [_place(chunk) for chunk in self.all]
+
+    def within(self, shard: Shard, start: int, stop: int) -> range:
+        """The numbers of the chunks that hold bytes [start, stop) of a shard that has chunks."""
+        first = bisect_left(self._places, _place(shard.chunks[0]))
+        low, high, passed = len(shard.chunks), 0, 0
+        for i, chunk in enumerate(shard.chunks):
+            if passed < stop and passed + chunk.length > start:
+                low, high = min(low, i), i + 1
+            passed += chunk.length
+        return range(first + low, first + high)
+
+
+def _place(chunk: Chunk) -> tuple[int, int]:
+    return chunk.part, chunk.offset
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A saved shard as one piece of a part."""
+
+    part: int
+    offset: int
+    length: int
+    dtype: str
+    sizes: tuple[int, ...]
+
+    def view(self, part: memoryview) -> torch.Tensor:
+        data = torch.frombuffer(part, dtype=torch.uint8, count=self.length, offset=self.offset)
+        return data.view(getattr(torch, self.dtype)).view(self.sizes)
+
+
+class Loading:
+    """What this rank wants of a checkpoint. Making one touches no object; apply() does.
+
+    `problems`: why the checkpoint does not fit the objects. `wanted`: names of the tensors that this rank takes.
+    `left`: names of objects that stay as they are, because they are each rank's own and the number of ranks is another.
+    """
+
+    def __init__(
+        self, manifest: Manifest, objects: Mapping[str, object], *, rank: int, world: int, allow_pickle: bool = False
+    ) -> None:
+        self.problems: list[str] = []
+        self.left: list[str] = []
+        self._saved: list[tuple[Kind, Saved]] = []
+        self._tensors: dict[str, torch.Tensor] = {}
+        everything = Saved.of(manifest, allow_pickle=allow_pickle)
+        for kind in bind(objects, rank=rank):
+            if world != manifest.world and kind.prefix.startswith(f"{RANK}."):
+                self.left.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
+                continue
+            saved = everything.below(kind.prefix)
+            if not saved and not kind.exclusive:
+                self.problems.append(f"nothing in the checkpoint is called {kind.prefix}")
+            self._check_values(saved)
+            self._tensors.update(kind.targets(saved, self.problems))
+            self._saved.append((kind, saved))
+        self.wanted = set(self._tensors)
+        self._sources: dict[tuple[str, int], _Source] = {}
+        self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._items: list[ReadItem] = [] if self.problems else self._plan(manifest)
+
+    def needs(self, manifest: Manifest, chunks: Chunks) -> set[int]:
+        """Numbers of the chunks whose bytes apply() reads."""
+        found: set[int] = set()
+        for item in self._items:
+            name, index = item.storage_index.fqn, _shard_of(item)
+            tensor = manifest.tensors[name]
+            shard = tensor.shards[index]
+            size = itemsize(tensor.dtype)
+            last = [offset + length - 1 for offset, length in zip(item.storage_offsets, item.lengths, strict=True)]
+            start, stop = _linear(item.storage_offsets, shard.sizes), _linear(last, shard.sizes) + 1
+            found.update(chunks.within(shard, start * size, stop * size))
+        return found
+
+    def apply(self, part: Callable[[int], memoryview], alive: Callable[[], None]) -> dict[str, Any]:
+        """Copies the bytes into the objects and gives them their values; plain values that were given, by name.
+
+        `part(i)` is part i of the manifest; only bytes of the needed chunks are read.
+        """
+        for item in self._items:
+            source = self._sources[item.storage_index.fqn, _shard_of(item)]
+            saved = source.view(part(source.part))
+            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                saved = saved.narrow(dim, start, length)
+            self._planner.resolve_tensor(item).copy_(saved)
+            alive()
+        for kind, saved in self._saved:
+            kind.load(saved, self._tensors)
+            alive()
+        return {kind.prefix: kind.value for kind, _ in self._saved if isinstance(kind, Value)}
+
+    def exclusive(self) -> list[str]:
+        """Prefixes below which every tensor of the checkpoint must be wanted by some rank."""
+        return [kind.prefix for kind, _ in self._saved if kind.exclusive and not kind.prefix.startswith(f"{RANK}.")]
+
+    def _plan(self, manifest: Manifest) -> list[ReadItem]:
+        self._planner.set_up_planner(dict(self._tensors), metadata(manifest, self._tensors))
+        items = [item for item in self._planner.create_local_plan().items if prod(item.lengths)]
+        for item in items:
+            name, index = item.storage_index.fqn, _shard_of(item)
+            if (name, index) not in self._sources:
+                self._sources[name, index] = _source(name, manifest.tensors[name], index)
+        return items
+
+    def _check_values(self, saved: Saved) -> None:
+        # Before anything is touched, because an object that was half loaded is neither old nor new.
+        for name in saved.values:
+            try:
+                saved.value(name)
+            except CheckpointError as error:
+                self.problems.append(str(error))
+
+
+def metadata(manifest: Manifest, names: Iterable[str]) -> Metadata:
+    """What torch's planners need to know about these tensors of a checkpoint."""
+    return Metadata({name: _metadata(manifest.tensors[name]) for name in names})
+
+
+def _metadata(tensor: Tensor) -> TensorStorageMetadata:
+    return TensorStorageMetadata(
+        TensorProperties(dtype=getattr(torch, tensor.dtype)),
+        torch.Size(tensor.shape),
+        [ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes)) for shard in tensor.shards],
+    )
+
+
+def _source(name: str, tensor: Tensor, index: int) -> _Source:
+    shard = tensor.shards[index]
+    first = shard.chunks[0]
+    end = first.offset
+    for chunk in shard.chunks:
+        if (chunk.part, chunk.offset) != (first.part, end):
+            raise Damaged(name, "a shard of it is not in one piece")
+        end += chunk.length
+    return _Source(first.part, first.offset, end - first.offset, tensor.dtype, shard.sizes)
+
+
+def _shard_of(item: ReadItem) -> int:
+    index = item.storage_index.index
+    assert isinstance(index, int)
+    return index
+
+
+def _linear(position: Iterable[int], sizes: Iterable[int]) -> int:
+    """The row-major number of an element."""
+    number = 0
+    for at, extent in zip(position, sizes, strict=True):
+        number = number * extent + at
+    return number

@@ -1,0 +1,144 @@
+"""Where the ranks of a node put the bytes of a checkpoint while they restore it: one copy for all of them.
+
+A file of memory for each part that the node needs, at the same offsets as in the store, with holes where nobody needs
+anything. A node with one rank uses that rank's own memory instead.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from everstep.checkpoint import room
+from everstep.checkpoint.format import HEADER, Chunk, Manifest
+from everstep.checkpoint.slots import secure
+
+_PREFIX = "restore-"
+
+
+class NodeCache:
+    """One rank's view of its node's copy. `name` is the same on all of them and new for every attempt to restore."""
+
+    def __init__(self, memory: Path, name: str, *, shared: bool) -> None:
+        self._folder = memory / f"{_PREFIX}{name}"
+        self._shared = shared
+        self._parts: dict[int, memoryview] = {}
+        self._manifest = b""
+
+    def create(self) -> None:
+        """By one rank of the node, before the others look: removes what a dead restore left, and makes the folder."""
+        if not self._shared:
+            return
+        secure(self._folder.parent)
+        for left in self._folder.parent.glob(f"{_PREFIX}*"):
+            shutil.rmtree(left, ignore_errors=True)
+        self._folder.mkdir(mode=0o700)
+
+    def remove(self) -> None:
+        """By one rank, when none needs it any more; what is mapped stays until it is dropped."""
+        if self._shared:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    def leave(self, name: str, data: bytes) -> None:
+        """A small message to the other ranks of the node; they may read it after the next round of the vote."""
+        if self._shared:
+            (self._folder / name).write_bytes(data)
+        else:
+            self._manifest = data
+
+    def message(self, name: str) -> bytes:
+        """What was left under this name."""
+        return (self._folder / name).read_bytes() if self._shared else self._manifest
+
+    def check_room(self, need: int) -> None:
+        """room.NoRoom unless the node has so many bytes of memory; asked before it is taken."""
+        if self._shared:
+            room.check(self._folder, need, copies=1)
+
+    def part(self, number: int, manifest: Manifest) -> memoryview:
+        """The bytes of a part, as far as somebody has put them there."""
+        if number not in self._parts:
+            size = manifest.parts[number].size
+            self._parts[number] = memoryview(self._open(number, size) if self._shared else _own(size))
+        return self._parts[number]
+
+    def adopt(self, number: int, file: Path, size: int) -> None:
+        """This part's bytes are in a file of the node's memory already (a slot's): they are used where they are."""
+        with file.open("rb") as opened:
+            # Private and writable, because torch wants no memory that it must not write to; nobody writes to it.
+            pages = mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
+        self._parts[number] = memoryview(pages)
+
+    def reserve(self, units: Sequence[Chunk], manifest: Manifest) -> None:
+        """Takes the memory of these bytes. OSError when there is none: writing into a hole would end in SIGBUS."""
+        for unit in units if self._shared else ():
+            self.part(unit.part, manifest)
+            descriptor = os.open(self._file(unit.part), os.O_RDWR | os.O_CLOEXEC)
+            try:
+                os.posix_fallocate(descriptor, unit.offset, unit.length)
+            finally:
+                os.close(descriptor)
+
+    def _file(self, number: int) -> Path:
+        return self._folder / f"{number}.part"
+
+    def _open(self, number: int, size: int) -> mmap.mmap:
+        descriptor = os.open(self._file(number), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.ftruncate(descriptor, size)
+            return mmap.mmap(descriptor, size)
+        finally:
+            os.close(descriptor)
+
+
+def _own(size: int) -> mmap.mmap:
+    pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
+
+
+def units(chunks: Sequence[Chunk], manifest: Manifest) -> list[Chunk]:
+    """What is read and verified for these chunks (in the order of the files): they, and the header of each part."""
+    found: list[Chunk] = []
+    for chunk in chunks:
+        if not found or found[-1].part != chunk.part:
+            found.append(Chunk(chunk.part, 0, HEADER, manifest.parts[chunk.part].header))
+        found.append(chunk)
+    return found
+
+
+def share(every: Sequence[Chunk], which: int, of: int) -> list[Chunk]:
+    """The share of one of a node's ranks: about as many bytes for each, one after the other in the files."""
+    total = sum(unit.length for unit in every)
+    mine, passed = [], 0
+    for unit in every:
+        # By its middle, so that each unit is in one share and the shares differ by a unit at most.
+        if (passed + unit.length // 2) * of // max(total, 1) == which:
+            mine.append(unit)
+        passed += unit.length
+    return mine
+
+
+def pack(numbers: set[int], count: int) -> bytes:
+    """A set of numbers below `count` as bits."""
+    bits = bytearray(-(-count // 8))
+    for number in numbers:
+        bits[number // 8] |= 1 << number % 8
+    return bytes(bits)
+
+
+def unpack(packed: Sequence[bytes]) -> list[int]:
+    """All numbers of these sets, in order."""
+    merged = 0
+    for each in packed:
+        merged |= int.from_bytes(each, "little")
+    return [8 * i + bit for i, byte in enumerate(_bytes(merged)) for bit in range(8) if byte >> bit & 1]
+
+
+def _bytes(number: int) -> bytes:
+    return number.to_bytes(-(-number.bit_length() // 8), "little")

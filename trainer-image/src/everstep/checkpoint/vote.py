@@ -1,0 +1,147 @@
+"""All ranks come to one decision, or all learn which rank did not come.
+
+Every rank leaves a message on the board; rank 0 decides from all of them and leaves what it decided. No collective: it
+works whatever backend the default group has, and an error names the rank that died instead of a broken connection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from everstep.checkpoint.board import AgreementLost, Board
+from everstep.checkpoint.errors import CheckpointError
+
+PATIENCE = 180.0  # seconds without a sign of life; longer than any single call of a store, with its retries
+
+_BEAT = 1.0  # seconds
+_SETTLE = 10.0  # seconds
+
+
+class RankLost(CheckpointError):
+    """These ranks have died, or given no sign of life for too long."""
+
+    def __init__(self, ranks: Iterable[int], why: str) -> None:
+        self.ranks = tuple(ranks)
+        named = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
+        super().__init__(f"rank {named} {why}; all ranks have to be started again")
+
+
+class Vote:
+    """One rank's side. All ranks call agree() equally often; `patience` in seconds."""
+
+    def __init__(self, board: Board, rank: int, world: int, patience: float = PATIENCE) -> None:
+        self._board = board
+        self._rank = rank
+        self._world = world
+        self._patience = patience
+        self._round = 0
+        self._beat = 0.0
+        self._gone = 0
+        self._lock = threading.Lock()
+
+    def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        """What `decide` makes of all ranks' messages, in order, on rank 0; all are anything that JSON can write.
+
+        RankLost. When `decide` raises, rank 0 raises the same and the others CheckpointError.
+        """
+        number = self._round
+        self._round += 1
+        if self._rank == 0:
+            return self._decide(number, mine, decide)
+        try:
+            self._board.leave(f"vote/{number}/{self._rank}", mine)
+            return self._outcome(number)
+        except AgreementLost as error:
+            raise RankLost([0], "cannot be reached during the restore") from error
+
+    def alive(self) -> None:
+        """A sign of life; call it often between two rounds, from any thread."""
+        with self._lock:
+            now = time.monotonic()
+            if self._world == 1 or now < self._beat + _BEAT:
+                return
+            self._beat = now
+        try:
+            self._board.count(f"vote/alive/{self._rank}", 1)
+        except AgreementLost as error:
+            raise RankLost([0], "cannot be reached during the restore") from error
+
+    def settle(self) -> None:
+        """After the last round: rank 0, which holds the board, waits until all have heard, or a few seconds at most.
+
+        Else a rank 0 that ends at once, because of what was decided, would take the reason with it.
+        """
+        if self._world == 1 or self._round == 0:
+            return
+        name = f"vote/{self._round - 1}/heard"
+        with contextlib.suppress(AgreementLost):
+            if self._rank != 0:
+                self._board.count(name, 1)
+                return
+            until = time.monotonic() + _SETTLE
+            while self._board.count(name) < self._world - 1 - self._gone and time.monotonic() < until:
+                time.sleep(0.005)
+
+    def _decide(self, number: int, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        try:
+            decided = json.loads(json.dumps(decide([mine, *self._collect(number)])))
+        except BaseException as error:
+            lost = error.ranks if isinstance(error, RankLost) else ()
+            self._gone = len(lost)
+            self._leave(number, {"lost": lost, "why": f"{type(error).__name__}: {error}"})
+            raise
+        self._leave(number, {"decided": decided})
+        return decided
+
+    def _leave(self, number: int, outcome: dict[str, Any]) -> None:
+        if self._world > 1:
+            self._board.leave(f"vote/{number}", outcome)
+
+    def _collect(self, number: int) -> list[Any]:
+        found: dict[int, Any] = {}
+        signs = _Signs(self._board, self._patience)
+        while missing := [rank for rank in range(1, self._world) if rank not in found]:
+            # Whoever is late is waited for once; the others of this pass are only looked at.
+            for rank in missing:
+                message = self._board.read(f"vote/{number}/{rank}", _BEAT if rank == missing[0] else 0.0)
+                if message is not None:
+                    found[rank] = message
+            self.alive()
+            silent = signs.silent([rank for rank in missing if rank not in found])
+            if silent:
+                raise RankLost(silent, f"gave no sign of life for {self._patience:g} s during the restore")
+        return [found[rank] for rank in sorted(found)]
+
+    def _outcome(self, number: int) -> Any:
+        signs = _Signs(self._board, self._patience)
+        while (outcome := self._board.read(f"vote/{number}", _BEAT)) is None:
+            self.alive()
+            if signs.silent([0]):
+                raise RankLost([0], f"gave no sign of life for {self._patience:g} s during the restore")
+        if "decided" in outcome:
+            return outcome["decided"]
+        if outcome["lost"]:
+            raise RankLost(outcome["lost"], f"gave no sign of life for {self._patience:g} s during the restore")
+        raise CheckpointError(f"rank 0 could not decide: {outcome['why']}")
+
+
+class _Signs:
+    """Since when each rank that is waited for has been silent, by our own clock."""
+
+    def __init__(self, board: Board, patience: float) -> None:
+        self._board = board
+        self._patience = patience
+        self._seen: dict[int, tuple[int, float]] = {}
+
+    def silent(self, ranks: Sequence[int]) -> list[int]:
+        now = time.monotonic()
+        for rank in ranks:
+            count = self._board.count(f"vote/alive/{rank}")
+            if rank not in self._seen or self._seen[rank][0] != count:
+                self._seen[rank] = (count, now)
+        return [rank for rank in ranks if now - self._seen[rank][1] > self._patience]
