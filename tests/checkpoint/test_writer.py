@@ -16,10 +16,10 @@ import pytest
 
 from everstep.checkpoint import control
 from everstep.checkpoint.candidates import candidates, verify
-from everstep.checkpoint.control import Config, Link, WriterLost
+from everstep.checkpoint.control import Config, WriterLost
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.slots import Slots, State
+from everstep.checkpoint.slots import Claim, Slots, State
 from everstep.checkpoint.store.base import Store, open_store
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import content, fill
@@ -44,7 +44,7 @@ class Node:
         self.config = config
         self.links = [control.join(directory, config, local, linger) for local in range(len(config.ranks))]
         self.slots = Slots(directory)
-        self.pid = int(self.links[0].call("status")["pid"])
+        self.pid = self.links[0].pid
         for link in self.links:
             link.call("reserve", sizes=SIZES[: len(config.ranks)])
 
@@ -160,7 +160,7 @@ def test_a_writer_that_was_killed_is_followed_by_one_that_stores_what_it_left(si
     node.die()
     until(lambda: not node.runs, "the writer is gone")
     # It had accepted the save, and the ranks had filled their parts, when it died.
-    node.slots[0].claim(node_claim(key(10)))
+    node.slots[0].claim(Claim(key(10), 2, 0, 1))
     for local, size in enumerate(SIZES):
         fill(node.slots, 0, key(10), local, size)
     site.node()
@@ -168,16 +168,10 @@ def test_a_writer_that_was_killed_is_followed_by_one_that_stores_what_it_left(si
     assert site.good(key(10))
 
 
-def node_claim(key: Key) -> Any:
-    from everstep.checkpoint.slots import Claim
-
-    return Claim(key, 2, 0, 1)
-
-
 def test_a_slot_that_a_dead_writer_left_half_filled_is_free(site: Site) -> None:
     slots = Slots.create(site.folder / "memory-0", 2)
     slots.reserve(SIZES)
-    slots[0].claim(node_claim(key(10)))
+    slots[0].claim(Claim(key(10), 2, 0, 1))
     fill(slots, 0, key(10), 0, SIZES[0])
     node = site.node()
     assert slots[0].state is State.EMPTY
@@ -304,7 +298,7 @@ def test_old_checkpoints_go_after_a_newer_one_was_verified(site: Site) -> None:
         node.save(key(step))
         node.report("saved")
     until(lambda: candidates(site.store) == [key(30), key(20)], "the oldest one is removed")
-    assert not list(site.store.list(key(10).data_prefix))
+    until(lambda: not list(site.store.list(key(10).data_prefix)), "its data is removed")
 
 
 def test_after_a_clean_end_nothing_is_left(site: Site) -> None:
@@ -389,8 +383,6 @@ def test_a_lost_writer_is_known_at_once(site: Site) -> None:
     os.kill(node.pid, signal.SIGKILL)
     with pytest.raises(WriterLost, match="the writer is gone"):
         node.links[0].reports(PATIENCE)
-    with pytest.raises(OSError):  # noqa: PT011 - whichever way the socket says it
-        Link.connect(node.directory)
 
 
 def test_tokens_are_read_as_they_are_written() -> None:

@@ -61,10 +61,10 @@ class Config:
         object.__setattr__(self, "ranks", tuple(self.ranks))
 
 
-def user_of(peer: socket.socket) -> int:
-    """The user at the other end of a Unix socket."""
-    _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-    return int(user)
+def peer_of(peer: socket.socket) -> tuple[int, int]:
+    """(process, user) at the other end of a Unix socket."""
+    pid, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return int(pid), int(user)
 
 
 @contextlib.contextmanager
@@ -93,13 +93,19 @@ class Link:
         try:
             with short(directory / SOCKET) as name:
                 peer.connect(name)
-            if user_of(peer) != os.geteuid():
-                raise CheckpointError(f"the writer of {directory} is a process of user {user_of(peer)}")
+            pid, user = peer_of(peer)
+            if user != os.geteuid():
+                raise CheckpointError(f"the writer of {directory}, process {pid}, belongs to user {user}")
         except BaseException:
             peer.close()
             raise
         peer.setblocking(False)
         return cls(peer)
+
+    @property
+    def pid(self) -> int:
+        """The writer's process."""
+        return peer_of(self._peer)[0]
 
     def call(self, verb: str, timeout: float = ANSWER_TIMEOUT, **fields: Any) -> Any:
         """The writer's answer. CheckpointError: it refused and says why. WriterLost: it is gone or says nothing."""

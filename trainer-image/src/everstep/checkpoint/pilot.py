@@ -197,9 +197,10 @@ class Pilot:
                 continue
             if note["kind"] == "asked":
                 self._asked = (note["deadline"],)
-            elif note["number"] in self._pending:
+                continue
+            self._replan |= note["replan"]
+            if note["number"] in self._pending:
                 key = self._pending[note["number"]]
-                self._replan |= note["replan"]
                 self._guard(partial(self.saver.drop, key, note["why"]))
                 self._end(note["number"], {"failed": note["why"]})
 
@@ -224,9 +225,9 @@ class Pilot:
             self.saver.take(key, replan)
         except Exception as error:  # training goes on; the others are told that this save is void
             _log.exception("%s was not taken", key)
-            self._guard(lambda: self.saver.drop(key, "this rank could not copy its state"))
-            note = {"kind": "void", "number": self._number, "why": f"{error}", "replan": isinstance(error, Replan)}
-            self._note(note)
+            # The note first: rank 0 may hear of the failure from its writer at once, and is to know then what to do.
+            self._note({"kind": "void", "number": self._number, "why": f"{error}", "replan": isinstance(error, Replan)})
+            self._guard(partial(self.saver.drop, key, f"{error}"))
         took = time.perf_counter() - began
         self.metrics.stalled(took)
         self.trigger.cost = self.metrics.stalls[-1] if self.metrics.stalls else took

@@ -72,7 +72,7 @@ class Writer:
     # ---- the ranks
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if control.user_of(writer.get_extra_info("socket")) != os.geteuid():
+        if control.peer_of(writer.get_extra_info("socket"))[1] != os.geteuid():
             writer.close()
             return
         try:
@@ -105,8 +105,6 @@ class Writer:
                 return self._fill(Key.parse(said["key"]), local)
             case "void":
                 return self._void(Key.parse(said["key"]), said["why"])
-            case "status":
-                return {"pid": os.getpid(), "slots": self._uses()}
             case "bye":
                 self._gone.add(local)
                 return None

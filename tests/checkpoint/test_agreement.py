@@ -1,0 +1,189 @@
+"""All ranks save at the same steps, whatever their skew, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from everstep.checkpoint.agreement import MOST_CALLS, Agreement, Decision, Pace
+from everstep.checkpoint.board import AgreementLost, Alone, Board, Shared
+from everstep.checkpoint.together import together
+from tests.checkpoint.ranks import run
+
+pytestmark = pytest.mark.torch
+
+
+def every_third(step: int, ahead: int) -> Decision:
+    return Decision(save=step % 3 == 0, next=step + max(1, min(ahead, 3 - step % 3)))
+
+
+def nobody_waits(seconds: float) -> None:
+    """Ranks that wait long say so here."""
+
+
+def saved_steps(agreement: Agreement, steps: int, pause: float = 0.0) -> list[int]:
+    """The steps at which this rank saves."""
+    saved = []
+    for step in range(1, steps + 1):
+        time.sleep(pause)  # this is the work of a step
+        decision = agreement.arrive(step, every_third, nobody_waits)
+        if decision is not None and decision.save:
+            saved.append(step)
+        agreement.prepare(step, every_third)
+    return saved
+
+
+def board() -> Shared:
+    assert dist.group.WORLD is not None
+    return Shared.open(dist.group.WORLD, 30.0)
+
+
+def skewed(rank: int, pauses: list[float]) -> list[int]:
+    place = board()
+    saved = saved_steps(Agreement(place, rank, 30.0), 30, pauses[rank])
+    dist.barrier()  # rank 0 has the board
+    del place
+    return saved
+
+
+@pytest.mark.parametrize(
+    "pauses", [[0.0, 0.0, 0.0], [0.02, 0.0, 0.0], [0.0, 0.02, 0.005]], ids=["even", "rank 0 is slow", "others are slow"]
+)
+def test_ranks_save_at_the_same_steps_without_a_collective(pauses: list[float]) -> None:
+    assert run(3, skewed, pauses) == [list(range(3, 31, 3))] * 3
+
+
+def never_decides(rank: int) -> str:
+    place = board()
+    if rank == 0:
+        dist.barrier()
+        return ""
+    heard: list[float] = []
+    began = time.monotonic()
+    with pytest.raises(AgreementLost, match=r"rank 0 has not decided in 0.5 s") as caught:
+        Agreement(place, rank, 0.5).arrive(1, every_third, heard.append)
+    assert time.monotonic() - began < 10
+    assert heard
+    dist.barrier()
+    return str(caught.value)
+
+
+def test_a_decision_that_does_not_come_is_waited_for_only_so_long() -> None:
+    assert all(run(2, never_decides)[1:])
+
+
+def late(rank: int) -> int | None:
+    """Rank 0 comes to the boundary long after the others."""
+    place = board()
+    if rank == 0:
+        until = time.monotonic() + 20
+        while place.count("waiting") < 1:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+    else:
+        place.count("waiting", 1)
+    decision = Agreement(place, rank, 20.0).arrive(3, every_third, nobody_waits)
+    dist.barrier()
+    assert decision is not None
+    return 3 if decision.save else None
+
+
+def test_a_late_decision_is_waited_for() -> None:
+    assert run(2, late) == [3, 3]
+
+
+def leader_dies(rank: int) -> str:
+    place = board()
+    dist.barrier()
+    if rank == 0:
+        os._exit(1)
+    began = time.monotonic()
+    with pytest.raises(AgreementLost) as caught:
+        Agreement(place, rank, 60.0).arrive(1, every_third, nobody_waits)
+    assert time.monotonic() - began < 10
+    return str(caught.value)
+
+
+def test_when_rank_0_dies_the_others_know_at_once() -> None:
+    assert "rank 0, which decides when to save, cannot be reached" in run(2, leader_dies, dies=[0])[1]
+
+
+def strided(rank: int) -> list[int]:
+    """A script that counts in tens, beginning anywhere."""
+    agreement = Agreement(board(), rank, 30.0)
+    saved = []
+    for step in range(37, 400, 10):
+        decision = agreement.arrive(step, lambda step, ahead: Decision(save=True, next=step + ahead), nobody_waits)
+        if decision is not None and decision.save:
+            saved.append(step)
+        agreement.prepare(step, lambda step, ahead: Decision(save=True, next=step + ahead))
+    dist.barrier()
+    return saved
+
+
+def test_steps_may_be_counted_in_strides() -> None:
+    first, second = run(2, strided)
+    assert first == second
+    assert first[0] == 37
+
+
+def one_fails(rank: int, folder: Path) -> str:
+    def work() -> int:
+        return 1 if rank else int((folder / "missing").read_text())
+
+    with pytest.raises(Exception, match="missing") as caught:
+        together(work, dist.group.WORLD)
+    return type(caught.value).__name__
+
+
+def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
+    assert run(2, one_fails, tmp_path) == ["FileNotFoundError", "CheckpointError"]
+
+
+def test_one_process_agrees_with_itself() -> None:
+    assert saved_steps(Agreement(Alone(), 0, 1.0), 12) == [3, 6, 9, 12]
+
+
+class Unreadable(Alone):
+    """Fails the test if it is asked."""
+
+    def read(self, name: str, timeout: float = 0.0) -> None:
+        raise AssertionError("between boundaries nobody is asked")
+
+
+def test_between_boundaries_nobody_is_asked() -> None:
+    place: Board = Unreadable()
+    agreement = Agreement(place, 1, 1.0)
+    agreement.boundary = 100
+    assert all(agreement.arrive(step, every_third, nobody_waits) is None for step in range(1, 100))
+
+
+def test_boundaries_are_about_a_second_apart() -> None:
+    pace = Pace()
+    for step in range(200):
+        pace.tick(step, step * 0.1)
+        pace.ahead()
+    assert pace.ahead() in (9, 10)
+
+
+def test_a_run_that_slows_down_is_asked_again_soon() -> None:
+    pace = Pace()
+    for step in range(1000):
+        pace.tick(step, step * 0.0001)
+        pace.ahead()
+    assert pace.ahead() == MOST_CALLS
+    pace.tick(1000, 1000 * 0.0001 + 30.0)
+    assert pace.ahead() == 1
+
+
+def test_the_time_of_a_save_is_no_step() -> None:
+    pace = Pace()
+    for step in range(200):
+        pace.tick(step, step * 1.1)
+        pace.pause(step * 1.1 + 1.0)
+        pace.ahead()
+    assert pace.ahead() in (9, 10)

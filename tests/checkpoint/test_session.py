@@ -1,0 +1,392 @@
+"""What a script sees: saves by steps, time or notice, an end that waits, and errors that do not end training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import everstep
+from everstep.checkpoint import control
+from everstep.checkpoint.attempts import Superseded
+from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.events import Event
+from everstep.checkpoint.session import Checkpointer, SaveFailed
+from everstep.checkpoint.slots import Slots
+from everstep.checkpoint.store.posix import PosixStore
+from tests.checkpoint.ranks import run
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where stores and memory of a test are; writers that still run there are ended."""
+    yield tmp_path
+    for directory in tmp_path.glob("*memory*"):
+        with suppress(OSError):
+            link = control.Link.connect(directory)
+            os.kill(link.pid, signal.SIGKILL)
+            link.close()
+
+
+def session(folder: Path, **options: Any) -> Checkpointer:
+    """A session whose waits end within a test's patience."""
+    common: dict[str, Any] = {"memory": folder / "memory", "timeout": 20.0, "commit_timeout": 20.0, "linger": 20.0}
+    if "every" not in options:
+        common["every_steps"] = 10
+    return everstep.checkpointer(folder / "store", **{**common, **options})
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"weights": torch.full((1000,), float(step)), "step": torch.tensor(step)}
+
+
+class Model:
+    """Its state follows from the step that it has trained."""
+
+    def __init__(self) -> None:
+        self.at = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return state(self.at)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at = int(state["step"])
+        assert torch.equal(state["weights"], torch.full((1000,), float(self.at)))
+
+
+def steps_in(folder: Path) -> list[int]:
+    return sorted(key.step for key in candidates(PosixStore(folder / "store")))
+
+
+def train(ckpt: Checkpointer, model: Model, until: int, pause: float = 0.0) -> None:
+    for step in range(model.at + 1, until + 1):
+        time.sleep(pause)  # this is the work of a step
+        model.at = step
+        ckpt.step(step)
+
+
+def test_a_run_is_saved_and_goes_on_where_it_was(folder: Path) -> None:
+    model = Model()
+    with session(folder, policy="wait") as ckpt:
+        assert ckpt.restore(model=model).step == 0
+        train(ckpt, model, 25)
+    assert steps_in(folder) == [10, 20]
+    again = Model()
+    with session(folder) as ckpt:
+        assert ckpt.restore(model=again).step == 20
+        assert again.at == 20
+        assert ckpt.attempt.generation == 2
+
+
+def test_the_end_waits_for_the_last_commit_and_leaves_no_memory(folder: Path) -> None:
+    model = Model()
+    with session(folder) as ckpt:
+        ckpt.track(model=model)
+        train(ckpt, model, 10)
+    assert steps_in(folder) == [10]
+    until = time.monotonic() + 10
+    while (folder / "memory").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_an_error_in_the_script_is_not_delayed_and_what_was_filled_is_still_saved(folder: Path) -> None:
+    def script() -> None:
+        model = Model()
+        with session(folder) as ckpt:
+            ckpt.track(model=model)
+            train(ckpt, model, 10)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        script()
+    until = time.monotonic() + 20
+    while steps_in(folder) != [10]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def test_a_save_by_time_needs_no_step_count(folder: Path) -> None:
+    model = Model()
+    with session(folder, every=0.1, policy="wait") as ckpt:
+        ckpt.track(model=model)
+        train(ckpt, model, 40, pause=0.01)
+    assert len(steps_in(folder)) >= 2
+
+
+def test_auto_saves_once_to_measure_and_then_by_the_optimum(folder: Path) -> None:
+    model = Model()
+    with session(folder, every="auto", time_between_failures=1e9) as ckpt:
+        ckpt.track(model=model)
+        train(ckpt, model, 30, pause=0.005)
+        assert ckpt.metrics()["saved"] in (0, 1)
+    assert len(steps_in(folder)) == 1
+
+
+@pytest.mark.parametrize(("policy", "saved"), [("wait", [1, 2, 3, 4]), ("queue", None), ("skip", None)])
+def test_policies_for_a_save_that_comes_too_soon(folder: Path, policy: Any, saved: list[int] | None) -> None:
+    model = Model()
+    with session(folder, every_steps=1, policy=policy, keep_last=10) as ckpt:
+        ckpt.track(model=model)
+        train(ckpt, model, 4)
+        skipped = ckpt.metrics()["skipped"]
+    found = steps_in(folder)
+    assert found[0] == 1
+    if saved is not None:
+        assert found == saved
+    if policy == "skip":
+        assert len(found) + int(skipped or 0) in (4, 5)  # rank 0 has decided about step 5 already
+
+
+def test_a_save_that_is_asked_for_comes_at_the_next_boundary(folder: Path) -> None:
+    model = Model()
+    with session(folder, every="1h") as ckpt:
+        ckpt.track(model=model)
+        train(ckpt, model, 5)
+        signal.signal(signal.SIGUSR1, lambda *_: ckpt.request(deadline=60))
+        os.kill(os.getpid(), signal.SIGUSR1)
+        train(ckpt, model, 200, pause=0.001)
+    assert len(steps_in(folder)) == 1
+    assert 5 < steps_in(folder)[0] < 200
+
+
+def test_a_deadline_that_cannot_be_met_is_told_beforehand(folder: Path) -> None:
+    model = Model()
+    with session(folder, every="1h") as ckpt:
+        ckpt.track(model=model)
+        first = ckpt.save(1, deadline=60)
+        assert first.saves
+        assert first.seconds is None  # nothing was measured yet
+        ckpt.wait()
+        refused = ckpt.save(2, deadline=1e-9)
+        assert not refused.saves
+        assert refused.seconds is not None
+        assert ckpt.save(3, deadline=60).saves
+    assert steps_in(folder) == [1, 3]
+
+
+def test_the_same_step_is_not_saved_twice(folder: Path) -> None:
+    model = Model()
+    with session(folder, every_steps=1) as ckpt:
+        ckpt.track(model=model)
+        train(ckpt, model, 1)
+        assert not ckpt.save(1).saves
+    assert steps_in(folder) == [1]
+
+
+def test_a_state_that_changes_its_layout_is_planned_again(folder: Path) -> None:
+    state: dict[str, Any] = {"a": torch.ones(10)}
+    failures: list[Event] = []
+    with session(folder, every_steps=1, policy="wait", keep_last=10) as ckpt:
+        ckpt.on("failed", failures.append)
+        ckpt.track(state=state)
+        ckpt.step(1)
+        state["b"] = torch.ones(100_000)
+        for step in (2, 3, 4):
+            ckpt.step(step)
+    assert [event.key.step for event in failures if event.key] == [2]
+    assert "other tensors" in failures[0].why
+    assert steps_in(folder) == [1, 3, 4]
+    assert "state.b" in verify(PosixStore(folder / "store"), candidates(PosixStore(folder / "store"))[0]).tensors
+
+
+def test_a_store_that_fails_ends_no_training_but_is_told_at_the_end(folder: Path) -> None:
+    model = Model()
+    failures: list[Event] = []
+    ckpt = session(folder)
+    ckpt.on("failed", failures.append)
+    ckpt.track(model=model)
+    (folder / "store" / "data").write_text("no folder")
+    train(ckpt, model, 15)
+    with pytest.raises(SaveFailed, match="step 10 was not saved"):
+        ckpt.close()
+    assert len(failures) == 1
+
+
+def test_a_killed_writer_is_replaced_and_loses_nothing(folder: Path) -> None:
+    model = Model()
+    with session(folder, policy="wait") as ckpt:
+        ckpt.track(model=model)
+        train(ckpt, model, 10)
+        ckpt.wait()
+        link = control.Link.connect(folder / "memory")
+        pid = link.pid
+        link.close()
+        os.kill(pid, signal.SIGKILL)
+        train(ckpt, model, 40)
+        ckpt.wait()
+    assert steps_in(folder)[-1] == 40
+
+
+def test_what_cannot_be_saved_is_refused_at_the_start(folder: Path) -> None:
+    with session(folder) as ckpt, pytest.raises(CheckpointError, match="thing"):
+        ckpt.track(thing=threading.Lock())
+
+
+def test_too_little_memory_is_told_at_the_start(folder: Path) -> None:
+    with (
+        session(folder) as ckpt,
+        pytest.raises(CheckpointError, match=r"2 slots for checkpoints need .* GB more memory"),
+    ):
+        ckpt.track(huge=torch.zeros(1).expand(1 << 40))
+
+
+def test_an_older_attempt_is_refused(folder: Path) -> None:
+    with session(folder, attempt=(2, 1)) as ckpt:
+        ckpt.track(model=Model())
+        ckpt.save(1)
+    with pytest.raises(Superseded, match=r"belongs to attempt 0000000002\.0000000001"):
+        session(folder, attempt=(1, 7))
+
+
+def test_a_callback_that_raises_ends_nothing(folder: Path) -> None:
+    def careless(event: Event) -> None:
+        raise RuntimeError("careless")
+
+    with session(folder) as ckpt:
+        ckpt.on("saved", careless)
+        ckpt.track(model=Model())
+        ckpt.save(1)
+    assert steps_in(folder) == [1]
+
+
+def test_figures_are_there_after_a_save(folder: Path) -> None:
+    with session(folder) as ckpt:
+        ckpt.track(model=Model())
+        ckpt.save(1)
+        ckpt.wait()
+        figures = ckpt.metrics()
+    assert figures["saved"] == 1
+    assert figures["bytes"] > 4000
+    assert figures["bandwidth"] > 0
+    assert 0 <= figures["age_seconds"] < 60
+
+
+def two_ranks(rank: int, folder: Path, nodes: int) -> tuple[list[int], list[str]]:
+    os.environ["NODE_RANK"] = str(rank % nodes)
+    torch.manual_seed(rank)
+    model = Model()
+    told: list[str] = []
+    memory = folder / f"memory-{rank % nodes}"
+    with session(folder, policy="wait", every_steps=5, keep_last=10, memory=memory) as ckpt:
+        ckpt.on("saved", lambda event: told.append(f"{event.key.step}" if event.key else ""))
+        ckpt.track(model=model)
+        train(ckpt, model, 12, pause=0.01 * rank)
+    return steps_in(folder), told
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_two_ranks_save_together_on_one_node_or_two(folder: Path, nodes: int) -> None:
+    for steps, told in run(2, two_ranks, folder, nodes):
+        assert steps == [5, 10]
+        assert told == ["5", "10"]
+    store = PosixStore(folder / "store")
+    manifest = verify(store, candidates(store)[0])
+    assert (manifest.world, manifest.nodes, len(manifest.parts)) == (2, nodes, 2)
+    assert {f"rank.{rank}.rng" for rank in (0, 1)} <= {".".join(name.split(".")[:3]) for name in manifest.values}
+
+
+def one_cannot(rank: int, folder: Path) -> list[str]:
+    """Rank 1's state changes once, between two saves."""
+    state: dict[str, Any] = {"common": torch.ones(8)}
+    failed: list[str] = []
+    with session(folder, policy="wait", every_steps=1, keep_last=10) as ckpt:
+        ckpt.on("failed", lambda event: failed.append(f"{event.key.step} {event.why}" if event.key else ""))
+        ckpt.track(state=state)
+        for step in range(1, 5):
+            if rank == 1 and step == 2:
+                state["own"] = torch.ones(3)
+            dist.barrier()
+            ckpt.step(step)
+    return failed
+
+
+def test_one_rank_that_cannot_voids_the_save_for_all_and_the_next_is_planned_anew(folder: Path) -> None:
+    for failed in run(2, one_cannot, folder):
+        assert len(failed) == 1
+        assert failed[0].startswith("2 the state has other tensors")
+    assert steps_in(folder) == [1, 3, 4]
+
+
+def killed_after_filling(rank: int, folder: Path) -> None:
+    model = Model()
+    ckpt = session(folder, every_steps=5)
+    ckpt.track(model=model)
+    train(ckpt, model, 5)
+    dist.barrier()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_ranks_that_are_killed_right_after_the_copy_lose_nothing(folder: Path) -> None:
+    run(2, killed_after_filling, folder, dies=[0, 1])
+    until = time.monotonic() + 20
+    while steps_in(folder) != [5]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    verify(PosixStore(folder / "store"), candidates(PosixStore(folder / "store"))[0])
+
+
+def killed_before_filling(rank: int, folder: Path) -> str:
+    model = Model()
+    ckpt = session(folder, every_steps=5)
+    ckpt.track(model=model)
+    if rank == 1:
+        train(ckpt, model, 4)
+        os.kill(os.getpid(), signal.SIGKILL)
+    train(ckpt, model, 5)
+    with pytest.raises(SaveFailed, match="left before it was done"):
+        ckpt.wait(20)
+    ckpt.close(wait=False)
+    return "told"
+
+
+def test_a_rank_that_is_killed_before_its_copy_fails_the_save_and_nothing_is_committed(folder: Path) -> None:
+    assert run(2, killed_before_filling, folder, dies=[1]) == ["told", None]
+    assert steps_in(folder) == []
+
+
+def one_cannot_start(rank: int, folder: Path) -> str:
+    if rank == 1:
+        os.environ["NODE_RANK"] = "1"
+        (folder / "blocked").mkdir(mode=0o755)
+    else:
+        os.environ["NODE_RANK"] = "0"
+    memory = folder / ("blocked" if rank else "memory")
+    with pytest.raises(CheckpointError) as caught:
+        session(folder, memory=memory)
+    return str(caught.value)
+
+
+def test_a_node_that_cannot_start_ends_all_ranks_at_once(folder: Path) -> None:
+    for words in run(2, one_cannot_start, folder):
+        assert "not a directory of our own" in words
+
+
+def test_slots_outlive_a_killed_rank_and_serve_the_next(folder: Path) -> None:
+    run(2, killed_after_filling, folder, dies=[0, 1])
+    until = time.monotonic() + 20
+    while not Slots(folder / "memory").whole():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    results = run(2, restored_from_memory, folder)
+    assert results == [("memory", 5)] * 2
+
+
+def restored_from_memory(rank: int, folder: Path) -> tuple[str, int]:
+    model = Model()
+    with session(folder) as ckpt:
+        found = ckpt.restore(model=model)
+    assert model.at == 5
+    return found.tier, found.step
