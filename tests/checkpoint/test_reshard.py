@@ -1,4 +1,4 @@
-"""A checkpoint fits any number of ranks and any way of spreading the model over them, bit for bit, optimizer included."""
+"""A checkpoint fits any number of ranks and any way of spreading the model, bit for bit, optimizer included."""
 
 from __future__ import annotations
 
