@@ -214,22 +214,5 @@ def agent_of(pod: Object) -> str:
     return names[0]
 
 
-def two_live_pods(namespace: str) -> list[str]:
-    """Pods that were created while the object of the same name still existed, by the API audit log.
-
-    A name is the lock of its index, so this can only happen by a forced deletion: the object goes, the container stays.
-    """
-    wrong = []
-    for line in backend.local_cluster().control.audit_log.read_text().splitlines():
-        event = json.loads(line)
-        target = event.get("objectRef", {})
-        if target.get("resource") != "pods" or target.get("namespace") != namespace or event["verb"] != "delete":
-            continue
-        options = event.get("requestObject") or {}
-        if "everstep" in event["user"]["username"] and options.get("gracePeriodSeconds") == 0:
-            wrong.append(target["name"])
-    return wrong
-
-
 def _short(name: str) -> str:
     return name.rpartition("/")[2].partition(":")[0]

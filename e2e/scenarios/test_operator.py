@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from functools import partial
+from itertools import cycle
 
 import pytest
 
 from e2e import deploy
+from e2e.cluster import backend
 from e2e.harness import Cluster, Object, phase, python, training_job, wait
+from e2e.lives import lives, two_at_once
 
 FLAKY = """
 import os, sys, time
@@ -28,41 +33,71 @@ def outcome(cluster: Cluster, namespace: str, name: str) -> Object | None:
     return job if job is not None and phase(job) in ("Succeeded", "Failed") else None
 
 
-def lives(cluster: Cluster, namespace: str, jobs: int, kills: int, seed: int) -> None:
-    """``jobs`` jobs of three kinds live while the operator is killed ``kills`` times at random moments."""
+KINDS: dict[str, Callable[[str], Object]] = {
+    "good": lambda name: training_job(name, python("import time; time.sleep(2)"), numNodes=2),
+    "flaky": lambda name: training_job(name, python(FLAKY), numNodes=2, restart={"application": 2}),
+    "bad": lambda name: training_job(
+        name, python("raise SystemExit(5)"), restart={"application": 1, "maxBackoff": "0s"}
+    ),
+    "paused": lambda name: training_job(name, python("import time; time.sleep(2)"), numNodes=2),
+    "deleted": lambda name: training_job(name, python("import time; time.sleep(600)"), numNodes=2),
+}
+
+
+def jobs_live_while_the_operator_is_killed(cluster: Cluster, namespace: str, jobs: int, kills: int, seed: int) -> None:
+    """``jobs`` jobs of every kind, begun one after the other, while the operator dies ``kills`` times."""
     dice = random.Random(seed)
-    for number in range(jobs):
-        kind = number % 4
-        if kind == 0:
-            job = training_job(f"good-{number}", python("import time; time.sleep(2)"), numNodes=2)
-        elif kind == 1:
-            job = training_job(f"flaky-{number}", python(FLAKY), numNodes=2, restart={"application": 2})
-        elif kind == 2:
-            job = training_job(
-                f"bad-{number}", python("raise SystemExit(5)"), restart={"application": 1, "maxBackoff": "0s"}
-            )
-        else:
-            job = training_job(f"paused-{number}", python("import time; time.sleep(2)"), numNodes=2)
-        cluster.apply(job, namespace=namespace)
+    names = [f"{kind}-{number}" for number, kind in zip(range(jobs), cycle(KINDS), strict=False)]
+    acts: dict[int, list[Callable[[], object]]] = defaultdict(list)
+    for number, name in enumerate(names):
+        kind = kind_of(name)
+        begin, later = number * kills // (2 * jobs), max(1, kills // 6)
+        acts[begin].append(partial(cluster.apply, KINDS[kind](name), namespace=namespace))
+        if kind == "paused":
+            acts[begin + later].append(partial(suspend, cluster, namespace, name, True))
+            acts[begin + 2 * later].append(partial(suspend, cluster, namespace, name, False))
+        elif kind == "deleted":
+            acts[begin + later].append(partial(delete, cluster, namespace, name))
     for kill in range(kills):
+        for act in acts.pop(kill, ()):
+            act()
         time.sleep(dice.uniform(0.05, 1.5))  # the moment of the kill is the fault that is injected, not a wait
         deploy.kill_operator(cluster)
-        if kill == kills // 3:
-            for number in range(3, jobs, 4):
-                suspend(cluster, namespace, f"paused-{number}", True)
-        if kill == 2 * kills // 3:
-            for number in range(3, jobs, 4):
-                suspend(cluster, namespace, f"paused-{number}", False)
-    for number in range(jobs):
-        name = f"{('good', 'flaky', 'bad', 'paused')[number % 4]}-{number}"
-        cluster.wait_phase(namespace, name, "Failed" if number % 4 == 2 else "Succeeded", timeout=240)
-    for number in range(jobs):
-        name = f"{('good', 'flaky', 'bad', 'paused')[number % 4]}-{number}"
-        job_seen = cluster.job(namespace, name)
-        assert job_seen is not None
-        counted = Counter(charges(job_seen))
-        assert not [c for c, times in counted.items() if times > 1], f"{name}: a generation charged twice: {counted}"
-    assert not deploy.two_live_pods(namespace), "by the audit log an index had two live pods"
+    assert not acts, "every act falls between two kills"
+
+    for name in names:
+        ends_as_it_would_have(cluster, namespace, name)
+    with backend.local_cluster().control.audit_log.open() as log:
+        seen = lives(log, namespace)
+    assert {life.job for life in seen} >= {name for name in names if kind_of(name) != "deleted"}
+    assert not two_at_once(seen)
+
+
+def kind_of(name: str) -> str:
+    return name.partition("-")[0]
+
+
+def ends_as_it_would_have(cluster: Cluster, namespace: str, name: str) -> None:
+    kind = kind_of(name)
+    if kind == "deleted":
+        wait(lambda: not left_of(cluster, namespace, name), 240, f"nothing left of {name}")
+        return
+    cluster.wait_phase(namespace, name, "Failed" if kind == "bad" else "Succeeded", timeout=240)
+    job = cluster.job(namespace, name)
+    assert job is not None
+    counted = Counter(charges(job))
+    assert not [c for c, times in counted.items() if times > 1], f"{name}: a generation charged twice: {counted}"
+    assert len(counted) == (1 if kind in ("flaky", "bad") else 0), f"{name}: {counted}"
+
+
+def delete(cluster: Cluster, namespace: str, name: str) -> None:
+    cluster.kubectl("delete", "tj", "-n", namespace, name, "--wait=false")
+
+
+def left_of(cluster: Cluster, namespace: str, name: str) -> str:
+    kinds = "tj,pods,services,secrets,configmaps"
+    found = cluster.kubectl("get", kinds, "-n", namespace, "-o", "name").split()
+    return " ".join(item for item in found if item.partition("/")[2].startswith(name))
 
 
 def suspend(cluster: Cluster, namespace: str, name: str, on: bool) -> None:
@@ -72,13 +107,13 @@ def suspend(cluster: Cluster, namespace: str, name: str, on: bool) -> None:
 
 @pytest.mark.timeout(400)
 def test_the_operator_is_killed_while_jobs_live(cluster: Cluster, namespace: str) -> None:
-    lives(cluster, namespace, jobs=8, kills=6, seed=1)
+    jobs_live_while_the_operator_is_killed(cluster, namespace, jobs=10, kills=12, seed=1)
 
 
 @pytest.mark.chaos
 @pytest.mark.timeout(1800)
 def test_the_operator_is_killed_at_a_hundred_moments(cluster: Cluster, namespace: str) -> None:
-    lives(cluster, namespace, jobs=20, kills=100, seed=2)
+    jobs_live_while_the_operator_is_killed(cluster, namespace, jobs=20, kills=100, seed=2)
 
 
 @pytest.mark.timeout(180)

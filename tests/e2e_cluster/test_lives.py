@@ -1,0 +1,61 @@
+"""What the audit log must say for an index to have had two live pods."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from e2e.lives import lives, two_at_once
+
+NODE, OPERATOR = "system:node:node-1", "system:serviceaccount:everstep-system:everstep"
+
+
+def line(verb: str, uid: str, at: int, *, user: str = OPERATOR, grace: int | None = None, **change: Any) -> str:
+    pod = {
+        "metadata": {
+            "name": "job-0",
+            "uid": uid,
+            "labels": {"everstep.dev/job": "job", "everstep.dev/index": "0"},
+            "deletionGracePeriodSeconds": grace,
+        },
+        "spec": {"nodeName": "node-1"},
+        "status": {"phase": "Running"},
+    }
+    event = {
+        "verb": verb,
+        "requestURI": "/api/v1/namespaces/ns/pods",
+        "user": {"username": user},
+        "objectRef": {"resource": "pods", "namespace": "ns", "name": "job-0"},
+        "responseStatus": {"code": 200},
+        "responseObject": pod,
+        "stageTimestamp": f"2026-01-01T00:00:{at:02}.000000Z",
+    }
+    return json.dumps(event | change) + "\n"
+
+
+def wrong(*log: str) -> list[str]:
+    return two_at_once(lives(log, "ns"))
+
+
+def test_one_after_the_other_is_fine() -> None:
+    told, gone = line("delete", "a", 2, grace=30), line("delete", "a", 3, grace=0, user=NODE)
+    assert not wrong(line("create", "a", 1), told, gone, line("create", "b", 4))
+
+
+def test_made_before_the_last_was_removed() -> None:
+    told = line("delete", "a", 2, grace=30)
+    assert wrong(line("create", "a", 1), told, line("create", "b", 3))
+    assert wrong(line("create", "a", 1), line("create", "b", 3), line("delete", "a", 4, grace=0, user=NODE))
+
+
+def test_a_forced_removal_may_leave_processes_behind() -> None:
+    forced = line("delete", "a", 2, grace=0)
+    assert wrong(line("create", "a", 1), forced, line("create", "b", 3))
+    assert not wrong(line("create", "a", 1), forced), "nothing came after it"
+
+
+def test_what_made_nothing_does_not_count() -> None:
+    dry = line("create", "x", 1, requestURI="/api/v1/namespaces/ns/pods?dryRun=All")
+    refused = line("create", "y", 1, responseStatus={"code": 409})
+    other = line("create", "z", 1, objectRef={"resource": "pods", "namespace": "other"})
+    assert not wrong(dry, refused, other, line("create", "a", 2), line("create", "c", 3)[:-1])
