@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import local
 
 from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.errors import Damaged, Missing
-from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, decode
+from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, Missing
+from everstep.checkpoint.format import HEADER, Chunk, Manifest, decode
 from everstep.checkpoint.keys import HINT, MANIFESTS, Key
+from everstep.checkpoint.merging import check_whole
 from everstep.checkpoint.store.base import Store
 
 
@@ -38,10 +39,14 @@ def _hinted(store: Store) -> Key | None:
 
 
 def read_manifest(store: Store, key: Key) -> Manifest:
-    """The manifest of `key`; Missing, or Damaged when it does not hold or is that of another checkpoint."""
+    """The manifest of `key`; Missing, or Damaged when it does not hold, is not whole or is another checkpoint's."""
     manifest = decode(store.read(key.manifest_name), key.manifest_name)
     if manifest.key != key:
         raise Damaged(key.manifest_name, f"is the manifest of {manifest.key}")
+    try:
+        check_whole(manifest)
+    except (Incomplete, Conflict) as error:
+        raise Damaged(key.manifest_name, f"is not whole: {error}") from error
     return manifest
 
 
@@ -62,17 +67,19 @@ def verify(
     """
     manifest = read_manifest(store, key)
     _check_sizes(store, manifest)
+    chunks = _all_chunks(manifest)
+    longest = max((chunk.length for chunk in chunks), default=0)
     own = local()
 
     def check(chunk: Chunk) -> None:
         if not hasattr(own, "buffer"):
-            own.buffer = memoryview(bytearray(CHUNK))
+            own.buffer = memoryview(bytearray(longest))
         read_chunk(store, manifest, chunk, own.buffer[: chunk.length])
         on_bytes(chunk.length)
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="verify")
     try:
-        for _ in pool.map(check, _all_chunks(manifest)):
+        for _ in pool.map(check, chunks):
             pass
     finally:
         # The first bad chunk decides; the others need not be read.
@@ -89,10 +96,10 @@ def _check_sizes(store: Store, manifest: Manifest) -> None:
             raise Damaged(part.name, f"has {sizes[part.name]} bytes, {part.size} were written")
 
 
-def _all_chunks(manifest: Manifest) -> Iterator[Chunk]:
+def _all_chunks(manifest: Manifest) -> list[Chunk]:
     """The headers too, in the order in which they lie in the parts."""
     chunks = [Chunk(number, 0, HEADER, part.header) for number, part in enumerate(manifest.parts)]
     for tensor in manifest.tensors.values():
         for shard in tensor.shards:
             chunks.extend(shard.chunks)
-    yield from sorted(chunks, key=lambda chunk: (chunk.part, chunk.offset))
+    return sorted(chunks, key=lambda chunk: (chunk.part, chunk.offset))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
@@ -20,9 +21,14 @@ def merge(node_manifests: Sequence[Manifest]) -> Manifest:
     plain value or what they saved.
     """
     merged = replace(join(node_manifests), nodes=len(node_manifests))
-    for name, tensor in merged.tensors.items():
-        _check_cover(name, tensor)
+    check_whole(merged)
     return merged
+
+
+def check_whole(manifest: Manifest) -> None:
+    """Incomplete or Conflict unless every element of every tensor is in exactly one shard."""
+    for name, tensor in manifest.tensors.items():
+        _check_cover(name, tensor)
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
@@ -30,11 +36,16 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
     first = manifests[0]
     parts: list[Part] = []
     tensors: dict[str, Tensor] = {}
+    shards: dict[str, list[Shard]] = defaultdict(list)
     values: dict[str, object] = {}
     for manifest in manifests:
         _check_same(first, manifest)
         for name, tensor in manifest.tensors.items():
-            tensors[name] = _joined(name, tensors.get(name), _moved(tensor, len(parts)))
+            known = tensors.setdefault(name, tensor)
+            if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
+                one, other = f"{known.dtype} {known.shape}", f"{tensor.dtype} {tensor.shape}"
+                raise Conflict(name, f"{one} for one writer, {other} for another")
+            shards[name].extend(_moved(shard, len(parts)) for shard in tensor.shards)
         for name, value in manifest.values.items():
             if name in values and _text(values[name]) != _text(value):
                 raise Conflict(name, f"two writers disagree about this value: {_short(values[name])}, {_short(value)}")
@@ -46,7 +57,11 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
             raise Conflict(part.name, "two writers name this part")
         seen.add(part.name)
     return replace(
-        first, created=max(each.created for each in manifests), parts=tuple(parts), tensors=tensors, values=values
+        first,
+        created=max(each.created for each in manifests),
+        parts=tuple(parts),
+        tensors={name: Tensor(known.dtype, known.shape, tuple(shards[name])) for name, known in tensors.items()},
+        values=values,
     )
 
 
@@ -57,23 +72,11 @@ def _check_same(first: Manifest, other: Manifest) -> None:
             raise Conflict(str(other.key), f"writers of one checkpoint disagree about its {what}: {ours}, {theirs}")
 
 
-def _moved(tensor: Tensor, by: int) -> Tensor:
-    """The same tensor where its manifest's parts come after `by` others."""
+def _moved(shard: Shard, by: int) -> Shard:
+    """The same shard where its manifest's parts come after `by` others."""
     if not by:
-        return tensor
-    shards = tuple(
-        Shard(shard.offsets, shard.sizes, tuple(Chunk(c.part + by, c.offset, c.length, c.sum) for c in shard.chunks))
-        for shard in tensor.shards
-    )
-    return Tensor(tensor.dtype, tensor.shape, shards)
-
-
-def _joined(name: str, known: Tensor | None, more: Tensor) -> Tensor:
-    if known is None:
-        return more
-    if (known.dtype, known.shape) != (more.dtype, more.shape):
-        raise Conflict(name, f"{known.dtype} {known.shape} for one writer, {more.dtype} {more.shape} for another")
-    return Tensor(known.dtype, known.shape, known.shards + more.shards)
+        return shard
+    return Shard(shard.offsets, shard.sizes, tuple(Chunk(c.part + by, c.offset, c.length, c.sum) for c in shard.chunks))
 
 
 def _text(value: object) -> str:

@@ -153,7 +153,7 @@ class PosixStore:
                         rest = rest[self._files.write(descriptor, rest) :]
                 if count != size:
                     raise ValueError(f"{path}: {size} bytes were promised, {count} came")
-                if durable:
+                if durable and size:  # an empty file is its entry, which is the folder's to sync
                     self._files.sync(descriptor)
             finally:
                 os.close(descriptor)
