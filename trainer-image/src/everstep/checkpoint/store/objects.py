@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
+from everstep.checkpoint.errors import CheckpointError, Damaged, Full, Missing, StoreError
 from everstep.checkpoint.store.base import Entry, check_name
 from everstep.checkpoint.store.retry import Retry
 
@@ -162,7 +162,7 @@ def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
     """What a backend raises becomes an error of the store; with `name`, that of an object which is read."""
     try:
         yield
-    except (StoreError, FileExistsError):
+    except (CheckpointError, FileExistsError):
         raise
     except FileNotFoundError as error:
         if name:

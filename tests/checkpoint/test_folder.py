@@ -1,0 +1,157 @@
+"""A folder comes back as it was, whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from everstep.checkpoint import folder
+from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
+from everstep.checkpoint.folder import Changed, Contents, NoFolder
+from everstep.checkpoint.store.base import Store, open_store
+from tests.checkpoint.builders import Training, key
+
+
+@pytest.fixture
+def given(tmp_path: Path) -> Path:
+    """Files of many kinds: nested, empty, larger than a chunk, with names that need care; and an empty folder."""
+    root = tmp_path / "given"
+    files = {
+        "model.bin": os.urandom((8 << 20) + 5000),
+        "a.b/c.d/weights": b"w" * 100,
+        "a.b/empty": b"",
+        "100%": b"percent",
+        "[0]": b"brackets",
+        "na\N{LATIN SMALL LETTER I WITH DIAERESIS}ve": b"text",
+        os.fsdecode(b"\xff.txt"): b"no text",
+    }
+    for name, data in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    (root / "model.bin").chmod(0o640)
+    (root / "void" / "deep").mkdir(parents=True)
+    return root
+
+
+def state(root: Path) -> dict[str, tuple[bytes | None, int]]:
+    return {
+        str(path.relative_to(root)): (path.read_bytes() if path.is_file() else None, path.stat().st_mode)
+        for path in root.rglob("*")
+    }
+
+
+def test_what_was_saved_comes_back(store: Store, given: Path, tmp_path: Path) -> None:
+    folder.save(store, key(5), given)
+    verify(store, key(5))
+    manifest, bad = folder.restore(store, tmp_path / "new" / "back")
+    assert (manifest.key, bad) == (key(5), [])
+    assert state(tmp_path / "new" / "back") == state(given)
+    assert Contents.of(tmp_path / "new" / "back") == Contents.of(given)
+    assert list((tmp_path / "new").iterdir()) == [tmp_path / "new" / "back"]
+
+
+def test_an_empty_folder_is_one_too(store: Store, tmp_path: Path) -> None:
+    (tmp_path / "given").mkdir()
+    folder.save(store, key(), tmp_path / "given")
+    folder.restore(store, tmp_path / "back")
+    assert state(tmp_path / "back") == {}
+
+
+def test_the_newest_that_is_good_comes_back(tmp_path: Path, given: Path) -> None:
+    store = open_store(tmp_path / "store")
+    folder.save(store, key(5), given)
+    before = state(given)
+    (given / "100%").write_bytes(b"later")
+    folder.save(store, key(6), given)
+    part = tmp_path / "store" / key(6).part_name(0)
+    data = bytearray(part.read_bytes())
+    data[5000] ^= 1
+    part.write_bytes(data)
+    manifest, bad = folder.restore(store, tmp_path / "back")
+    assert manifest.key == key(5)
+    assert state(tmp_path / "back") == before
+    assert len(bad) == 1
+    assert str(key(6)) in bad[0]
+    with pytest.raises(Damaged):
+        folder.restore(store, tmp_path / "other", key=key(6))
+    assert not (tmp_path / "other").exists()
+
+
+def test_what_changes_while_it_is_read_is_not_committed(tmp_path: Path, given: Path) -> None:
+    store = open_store(tmp_path / "store")
+
+    def write(_: int) -> None:
+        with (given / "model.bin").open("ab") as file:
+            file.write(b"more")
+
+    with pytest.raises(Changed):
+        folder.save(store, key(5), given, on_bytes=write)
+    assert candidates(store) == []
+    assert list(store.list("")) == []
+    folder.save(store, key(5), given)
+    verify(store, key(5))
+
+
+def test_what_is_removed_while_it_is_read_is_not_committed(tmp_path: Path, given: Path) -> None:
+    store = open_store(tmp_path / "store")
+    contents = Contents.of(given)
+    (given / "a.b/c.d/weights").unlink()
+    with pytest.raises(Changed, match="weights"):
+        folder.save(store, key(5), given, contents=contents)
+    assert list(store.list("")) == []
+
+
+def test_a_checkpoint_is_committed_once(store: Store, given: Path) -> None:
+    folder.save(store, key(5), given)
+    with pytest.raises(Conflict):
+        folder.save(store, key(5), given)
+    verify(store, key(5))
+
+
+def test_a_folder_with_files_is_replaced_only_on_demand(tmp_path: Path, given: Path) -> None:
+    store = open_store(tmp_path / "store")
+    folder.save(store, key(5), given)
+    target = tmp_path / "target"
+    target.mkdir()
+    folder.restore(store, target)
+    (target / "more").write_text("mine")
+    with pytest.raises(CheckpointError, match="not empty"):
+        folder.restore(store, target)
+    assert (target / "more").exists()
+    folder.restore(store, target, replace=True)
+    assert state(target) == state(given)
+
+
+def test_what_a_killed_restore_left_goes_with_the_next(tmp_path: Path, given: Path) -> None:
+    store = open_store(tmp_path / "store")
+    folder.save(store, key(5), given)
+    (tmp_path / ".everstep-target-0123").mkdir()
+    folder.restore(store, tmp_path / "target")
+    assert not list(tmp_path.glob(".everstep-*"))
+
+
+def test_links_to_files_are_followed_and_others_refused(tmp_path: Path) -> None:
+    root = tmp_path / "given"
+    root.mkdir()
+    (root / "file").write_text("x")
+    (root / "link").symlink_to("file")
+    store = open_store(tmp_path / "store")
+    folder.save(store, key(5), root)
+    folder.restore(store, tmp_path / "back")
+    assert (tmp_path / "back" / "link").read_text() == "x"
+    (root / "loop").symlink_to(root)
+    with pytest.raises(CheckpointError, match="loop is neither a file"):
+        folder.save(store, key(6), root)
+
+
+def test_other_checkpoints_are_told_apart(store: Store, tmp_path: Path) -> None:
+    with pytest.raises(Missing):
+        folder.restore(store, tmp_path / "back")
+    Training().save(store, key(5))
+    with pytest.raises(NoFolder, match="checkpointer"):
+        folder.restore(store, tmp_path / "back")
+    assert not (tmp_path / "back").exists()

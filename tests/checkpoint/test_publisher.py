@@ -1,0 +1,152 @@
+"""A watched folder is published when it is complete, once, and never half written."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from everstep.checkpoint import folder
+from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.errors import CheckpointError, StoreError
+from everstep.checkpoint.events import Event
+from everstep.checkpoint.publisher import Publisher
+from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.store.posix import PosixStore
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Path:
+    path = tmp_path / "watched"
+    path.mkdir()
+    return path
+
+
+def steps(store: Store) -> list[int]:
+    return [each.step for each in candidates(store)]
+
+
+def restored(store: Store, into: Path) -> dict[str, str]:
+    folder.restore(store, into, replace=True)
+    return {str(path.relative_to(into)): path.read_text() for path in into.rglob("*") if path.is_file()}
+
+
+def test_what_is_quiet_for_long_enough_is_published_once(store: Store, watched: Path, tmp_path: Path) -> None:
+    clock = Clock()
+    publisher = Publisher(store, watched, quiet=5, clock=clock)
+    assert publisher.poll() == []
+    (watched / "model").write_text("1")
+    assert publisher.poll() == []
+    clock.now += 4.9
+    (watched / "more").write_text("1")
+    assert publisher.poll() == []
+    clock.now += 4.9
+    assert publisher.poll() == []
+    clock.now += 0.1
+    assert len(publisher.poll()) == 1
+    clock.now += 100
+    assert publisher.poll() == []
+    assert restored(store, tmp_path / "back") == {"model": "1", "more": "1"}
+
+
+def test_what_has_its_marker_is_published_at_once_and_again_with_a_new_one(
+    store: Store, watched: Path, tmp_path: Path
+) -> None:
+    publisher = Publisher(store, watched, marker="DONE", clock=Clock())
+    (watched / "model").write_text("1")
+    assert publisher.poll() == []
+    (watched / "DONE").write_text("1")
+    assert len(publisher.poll()) == 1
+    (watched / "model").write_text("half of 2")
+    assert publisher.poll() == []
+    assert restored(store, tmp_path / "back") == {"model": "1", "DONE": "1"}
+    (watched / "model").write_text("2")
+    (watched / "DONE").write_text("2")
+    assert len(publisher.poll()) == 1
+    assert restored(store, tmp_path / "back") == {"model": "2", "DONE": "2"}
+
+
+def test_folders_with_steps_are_published_in_their_order(store: Store, watched: Path, tmp_path: Path) -> None:
+    publisher = Publisher(store, watched, each="checkpoint-*", marker="state.json")
+    for step in (1000, 500):
+        (watched / f"checkpoint-{step}").mkdir()
+        (watched / f"checkpoint-{step}" / "state.json").write_text(str(step))
+    (watched / "checkpoint-1500").mkdir()
+    assert [manifest.key.step for manifest in publisher.poll()] == [500, 1000]
+    (watched / "checkpoint-1500" / "state.json").write_text("1500")
+    assert [manifest.key.step for manifest in publisher.poll()] == [1500]
+    assert publisher.poll() == []
+    assert restored(store, tmp_path / "back") == {"state.json": "1500"}
+
+
+def test_a_folder_without_a_step_is_an_error(tmp_path: Path, watched: Path) -> None:
+    (watched / "checkpoint-last").mkdir()
+    with pytest.raises(CheckpointError, match="must end with a number"):
+        Publisher(open_store(tmp_path / "store"), watched, each="checkpoint-*")
+
+
+@pytest.mark.parametrize("each", [None, "checkpoint-*"])
+def test_what_a_dead_publisher_has_published_is_not_published_again(
+    store: Store, watched: Path, tmp_path: Path, each: str | None
+) -> None:
+    inner = watched if each is None else watched / "checkpoint-7"
+    inner.mkdir(exist_ok=True)
+    (inner / "model").write_text("1")
+    assert len(Publisher(store, watched, quiet=0, each=each).poll()) == 1
+    assert Publisher(store, watched, quiet=0, each=each).poll() == []
+    # On another machine, where it was restored.
+    elsewhere = tmp_path / "elsewhere"
+    folder.restore(store, elsewhere if each is None else elsewhere / "checkpoint-7")
+    again = Publisher(store, elsewhere, quiet=0, each=each)
+    assert again.poll() == []
+    inner = elsewhere if each is None else elsewhere / "checkpoint-8"
+    inner.mkdir(exist_ok=True)
+    (inner / "model").write_text("2")
+    (manifest,) = again.poll()
+    assert manifest.key == candidates(store)[0]
+    assert steps(store) == ([8, 7] if each else [1, 0])
+
+
+def test_a_store_that_fails_for_a_while_gets_it_later(watched: Path, tmp_path: Path) -> None:
+    class Failing(PosixStore):
+        failures = 1
+
+        def put_if_absent(self, name: str, data: bytes) -> bool:
+            if name.startswith("manifests/") and self.failures:
+                self.failures -= 1
+                raise StoreError("away", self.url, may_pass=True)
+            return super().put_if_absent(name, data)
+
+    told: list[Event] = []
+    store = Failing(tmp_path / "store")
+    (watched / "model").write_text("1")
+    publisher = Publisher(store, watched, quiet=0, tell=told.append)
+    assert publisher.poll() == []
+    assert [event.name for event in told] == ["failed"]
+    assert len(publisher.poll()) == 1
+    assert [event.name for event in told] == ["failed", "saved"]
+
+
+def test_old_ones_go_when_a_new_one_is_verified(store: Store, watched: Path) -> None:
+    publisher = Publisher(store, watched, quiet=0, keep_last=2)
+    for number in range(4):
+        (watched / "model").write_text("x" * (number + 1))
+        publisher.poll()
+    assert steps(store) == [3, 2]
+
+
+def test_at_the_end_what_is_still_waiting_is_published(store: Store, watched: Path) -> None:
+    publisher = Publisher(store, watched, quiet=0.05)
+    (watched / "model").write_text("last")
+    stop = threading.Event()
+    stop.set()
+    publisher.run(stop, every=0.01)
+    assert steps(store) == [0]

@@ -1,0 +1,123 @@
+"""What differs between two checkpoints, whatever their sharding: names, shapes, types, elements, plain values."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from everstep.checkpoint.candidates import read_chunk
+from everstep.checkpoint.format import Manifest, Shard, Tensor, itemsize
+from everstep.checkpoint.store.base import Store
+
+_NUMPY = {
+    "bool": "bool", "uint8": "u1", "int8": "i1", "uint16": "u2", "int16": "i2", "uint32": "u4", "int32": "i4",
+    "uint64": "u8", "int64": "i8", "float16": "f2", "float32": "f4", "float64": "f8", "complex64": "c8",
+    "complex128": "c16",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Difference:
+    """`what` differs about the tensor or value `name`."""
+
+    name: str
+    what: str
+
+
+def differences(
+    ours: tuple[Store, Manifest],
+    theirs: tuple[Store, Manifest],
+    *,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Iterator[Difference]:
+    """In the order of names. Bytes are read, and verified, only where checksums do not tell. Damaged, Missing.
+
+    Takes a few times the memory of the largest tensor that is read.
+    """
+    (store, manifest), (other_store, other) = ours, theirs
+    for name in sorted(manifest.tensors.keys() | other.tensors.keys()):
+        here, there = manifest.tensors.get(name), other.tensors.get(name)
+        if here is None or there is None:
+            yield Difference(name, f"only in the {'second' if here is None else 'first'}")
+        elif (here.dtype, here.shape) != (there.dtype, there.shape):
+            yield Difference(name, f"{_kind(here)} and {_kind(there)}")
+        elif manifest.checksum != other.checksum or _sums(here) != _sums(there):
+            what = _elements(here, _read(store, manifest, here, on_bytes), _read(other_store, other, there, on_bytes))
+            if what:
+                yield Difference(name, what)
+    for name in sorted(manifest.values.keys() | other.values.keys()):
+        if name not in manifest.values or name not in other.values:
+            yield Difference(name, f"only in the {'second' if name not in manifest.values else 'first'}")
+        elif _text(manifest.values[name]) != _text(other.values[name]):
+            yield Difference(name, f"{_short(manifest.values[name])} and {_short(other.values[name])}")
+
+
+def _kind(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _text(value: object) -> str:
+    # Not ==: for Python 1, 1.0 and True are equal.
+    return json.dumps(value, sort_keys=True)
+
+
+def _short(value: object) -> str:
+    text = _text(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _sums(tensor: Tensor) -> list[tuple[Any, ...]]:
+    """Equal for tensors that lie in equal pieces with equal bytes."""
+    return sorted(
+        (shard.offsets, shard.sizes, tuple((chunk.length, chunk.sum) for chunk in shard.chunks))
+        for shard in tensor.shards
+    )
+
+
+def _read(store: Store, manifest: Manifest, tensor: Tensor, on_bytes: Callable[[int], None]) -> npt.NDArray[np.uint8]:
+    """The bytes of a whole tensor, row-major: its shape, and the bytes of an element."""
+    width = itemsize(tensor.dtype)
+    found = np.zeros((*tensor.shape, width), np.uint8)
+    for shard in tensor.shards:
+        data = bytearray(prod(shard.sizes) * width)
+        at = 0
+        for chunk in shard.chunks:
+            read_chunk(store, manifest, chunk, memoryview(data)[at : at + chunk.length])
+            at += chunk.length
+            on_bytes(chunk.length)
+        found[_box(shard)] = np.frombuffer(data, np.uint8).reshape(*shard.sizes, width)
+    return found
+
+
+def _box(shard: Shard) -> tuple[slice, ...]:
+    return tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.sizes, strict=True))
+
+
+def _elements(tensor: Tensor, ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8]) -> str:
+    different = int(np.count_nonzero((ours != theirs).any(axis=-1)))
+    if not different:
+        return ""
+    text = f"{different} of {prod(tensor.shape)} elements"
+    first, second = _numbers(tensor.dtype, ours), _numbers(tensor.dtype, theirs)
+    if first is None or second is None:
+        return text
+    with np.errstate(all="ignore"):
+        apart = np.abs(first - second)
+    return f"{text}, up to {float(np.nanmax(apart, initial=0.0)):.3g} apart"
+
+
+def _numbers(dtype: str, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any] | None:
+    """As numbers that can be subtracted; None for types that numpy does not know."""
+    flat = np.ascontiguousarray(data).reshape(-1)
+    if dtype == "bfloat16":
+        return (flat.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float64)
+    if dtype not in _NUMPY:
+        return None
+    found = flat.view(np.dtype(_NUMPY[dtype]).newbyteorder("<"))
+    return found if dtype.startswith("complex") else found.astype(np.float64)

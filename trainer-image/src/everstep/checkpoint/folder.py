@@ -1,0 +1,282 @@
+"""A folder of files as a checkpoint: for programs that save in their own way (Hugging Face, scikit-learn, XGBoost).
+
+Each file is a tensor of bytes called `file.<its path, escaped>`; the value `folder` says how the files lay. So the same
+manifest, checks, copies and retention hold. A folder comes back whole or not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any, BinaryIO
+
+from everstep.checkpoint import commit
+from everstep.checkpoint.candidates import candidates, read_chunk, read_manifest
+from everstep.checkpoint.checksum import DEFAULT, digest
+from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
+from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Key, Manifest, Part, Shard, Tensor, aligned, part_header
+from everstep.checkpoint.state.names import join, segment
+from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.values import Refused, pack, unpack
+
+VALUE = "folder"
+_UNFINISHED = ".everstep-"
+
+
+class Changed(CheckpointError):
+    """Somebody wrote into the folder while it was read; nothing was committed."""
+
+
+class NoFolder(CheckpointError):
+    """The checkpoint was saved by a training script, not from a folder."""
+
+
+@dataclass(frozen=True)
+class File:
+    """`path` within the folder with slashes, `size` in bytes, permission bits, `modified` in nanoseconds since 1970."""
+
+    path: str
+    size: int
+    mode: int
+    modified: int
+
+
+@dataclass(frozen=True)
+class Contents:
+    """What is in a folder, in the order of names; `empty` folders have no other trace. Equal: nobody wrote anything."""
+
+    files: tuple[File, ...]
+    empty: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, folder: Path) -> Contents:
+        """As it is now; links to files count as what they lead to. CheckpointError for anything that is no file."""
+        files: list[File] = []
+        empty: list[str] = []
+        for root, folders, names in os.walk(folder, onerror=_raise):
+            folders.sort()
+            here = Path(root)
+            if not folders and not names and here != folder:
+                empty.append(here.relative_to(folder).as_posix())
+            for name in sorted([*names, *(each for each in folders if (here / each).is_symlink())]):
+                path = here / name
+                found = path.stat()
+                if not stat.S_ISREG(found.st_mode):
+                    raise CheckpointError(f"{path} is neither a file nor a link to one: it cannot be published")
+                inside = path.relative_to(folder).as_posix()
+                files.append(File(inside, found.st_size, stat.S_IMODE(found.st_mode), found.st_mtime_ns))
+        return cls(tuple(files), tuple(empty))
+
+    @classmethod
+    def in_manifest(cls, manifest: Manifest) -> Contents:
+        """What was saved; NoFolder, Damaged."""
+        if VALUE not in manifest.values:
+            raise NoFolder(f"{manifest.key} holds no folder: load it with everstep.checkpointer(…).restore()")
+        try:
+            found: Any = unpack(manifest.values[VALUE], VALUE)
+            files = tuple(File(**each) for each in found["files"])
+            return cls(files, tuple(found["empty"]))
+        except (Refused, KeyError, TypeError) as error:
+            raise Damaged(manifest.key.manifest_name, f"does not say how its files lay: {error!r}") from error
+
+
+def save(
+    store: Store,
+    key: Key,
+    folder: Path,
+    *,
+    contents: Contents | None = None,
+    fenced: Callable[[], str | None] = lambda: None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> Manifest:
+    """Put a folder (as `contents`, if given) and commit it as `key`.
+
+    May be tried again after an error. Changed; Conflict if `key` is committed already; StoreError, Fenced.
+    """
+    before = Contents.of(folder) if contents is None else contents
+    chunks: dict[str, list[Chunk]] = {file.path: [] for file in before.files}
+    header = part_header(key, 0)
+    part = Part(key.part_name(0), _size(before), digest(DEFAULT, header))
+    if any(store.list(key.manifest_name)):
+        raise Conflict(key.manifest_name, "is already committed")
+    # Of an earlier try: no manifest speaks of it, and a name is written once.
+    store.delete([part.name])
+    try:
+        store.put(part.name, _body(folder, before, header, chunks, on_bytes), part.size)
+        if Contents.of(folder) != before:
+            raise Changed(f"{folder} was written to while it was read")
+    except (Changed, FileNotFoundError) as error:
+        store.delete([part.name])
+        raise Changed(str(error)) from error
+    tensors = {
+        _tensor(file.path): Tensor(
+            "uint8", (file.size,), (Shard((0,), (file.size,), tuple(chunks[file.path])),) if file.size else ()
+        )
+        for file in before.files
+    }
+    values = {VALUE: pack({"files": [asdict(file) for file in before.files], "empty": list(before.empty)})}
+    manifest = Manifest(key, 1, 1, VALUE, DEFAULT, time.time(), (part,), tensors, values)
+    commit.announce(store, 0, manifest)
+    return commit.commit(store, key, 1, fenced=fenced, timeout=0)
+
+
+def restore(
+    store: Store,
+    into: Path,
+    *,
+    key: Key | None = None,
+    replace: bool = False,
+    threads: int = 4,
+    on_start: Callable[[Manifest], None] = lambda manifest: None,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> tuple[Manifest, list[str]]:
+    """Make `into` what was saved as `key`, or as the newest that is good; the manifest, and why not newer ones.
+
+    `into` must not exist, or be empty, unless it may be replaced: it is renamed into place when all is verified.
+    Missing when nothing was ever saved; Damaged or NoFolder when nothing, or not `key`, can be restored.
+    """
+    into = into.absolute()
+    if into.exists() and not replace and (not into.is_dir() or any(into.iterdir())):
+        raise CheckpointError(
+            f"{into} is there and not empty: restore to another place, or say that it may be replaced"
+        )
+    into.parent.mkdir(parents=True, exist_ok=True)
+    for left in into.parent.glob(f"{_UNFINISHED}{into.name}-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    bad: list[str] = []
+    for each in [key] if key else candidates(store):
+        unfinished = into.with_name(f"{_UNFINISHED}{into.name}-{secrets.token_hex(4)}")
+        try:
+            manifest = read_manifest(store, each)
+            on_start(manifest)
+            _fill(store, manifest, unfinished, threads, on_bytes)
+            _place(unfinished, into)
+            return manifest, bad
+        except (Damaged, Missing) as error:
+            bad.append(f"{each}: {error}")
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+    if not bad:
+        raise Missing(f"{store.url}/manifests")
+    raise Damaged(store.url, f"no checkpoint is good. {'; '.join(bad)}")
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _tensor(path: str) -> str:
+    return join("file", segment(path))
+
+
+def _size(contents: Contents) -> int:
+    end = HEADER
+    for file in contents.files:
+        end = aligned(end) + file.size
+    return end
+
+
+def _body(
+    folder: Path, contents: Contents, header: bytes, chunks: dict[str, list[Chunk]], on_bytes: Callable[[int], None]
+) -> Iterator[bytes]:
+    yield header
+    at = len(header)
+    for file in contents.files:
+        yield bytes(aligned(at) - at)
+        at = aligned(at)
+        end = at + file.size
+        with _reading(folder / file.path) as opened:
+            while at < end:
+                data = opened.read(min(CHUNK, end - at))
+                if not data:
+                    raise Changed(f"{folder / file.path} became shorter while it was read")
+                chunks[file.path].append(Chunk(0, at, len(data), digest(DEFAULT, data)))
+                yield data
+                at += len(data)
+                on_bytes(len(data))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[BinaryIO]:
+    # Told apart here from errors of the store, which reads its bytes from us.
+    try:
+        opened = path.open("rb")
+    except FileNotFoundError as error:
+        raise Changed(f"{path} was removed while the folder was read") from error
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    with opened:
+        yield opened
+
+
+def _fill(store: Store, manifest: Manifest, folder: Path, threads: int, on_bytes: Callable[[int], None]) -> None:
+    contents = Contents.in_manifest(manifest)
+    for path in (*contents.empty, *(file.path for file in contents.files)):
+        pure = PurePosixPath(path)
+        if pure.is_absolute() or not pure.parts or ".." in pure.parts or "\0" in path:
+            raise Damaged(manifest.key.manifest_name, f"names a file outside of its folder: {path!r}")
+    folder.mkdir()
+    for path in contents.empty:
+        (folder / path).mkdir(parents=True, exist_ok=True)
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="restore")
+    try:
+        for file in contents.files:
+            tensor = manifest.tensors.get(_tensor(file.path))
+            if tensor is None or tensor.shape != (file.size,):
+                raise Damaged(manifest.key.manifest_name, f"has no bytes for {file.path!r}")
+            _write(store, manifest, tensor, file, folder / file.path, pool, on_bytes)
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _write(
+    store: Store,
+    manifest: Manifest,
+    tensor: Tensor,
+    file: File,
+    path: Path,
+    pool: ThreadPoolExecutor,
+    on_bytes: Callable[[int], None],
+) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    every = [chunk for shard in tensor.shards for chunk in shard.chunks]
+    with path.open("xb") as opened:
+        begin = every[0].offset if every else 0
+
+        def write(chunk: Chunk) -> None:
+            data = bytearray(chunk.length)
+            read_chunk(store, manifest, chunk, memoryview(data))
+            rest, at = memoryview(data), chunk.offset - begin
+            while rest:
+                count = os.pwrite(opened.fileno(), rest, at)
+                rest, at = rest[count:], at + count
+            on_bytes(chunk.length)
+
+        for _ in pool.map(write, every):
+            pass
+        os.fchmod(opened.fileno(), file.mode)
+        # So that whoever publishes the folder again sees that nobody has changed it.
+        os.utime(opened.fileno(), ns=(file.modified, file.modified))
+
+
+def _place(unfinished: Path, into: Path) -> None:
+    old = None
+    if into.exists() and (not into.is_dir() or any(into.iterdir())):
+        old = unfinished.with_name(f"{unfinished.name}-old")
+        into.rename(old)
+    try:
+        unfinished.rename(into)
+    except OSError as error:
+        raise CheckpointError(
+            f"{into} cannot be put in place: {error.strerror}; a mount point cannot be replaced, a folder in it can"
+        ) from error
+    if old is not None:
+        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()

@@ -1,0 +1,160 @@
+"""Watches a folder that another program writes its checkpoints to, and publishes each of them when it is complete.
+
+Complete is what has its marker file, or what nobody has changed for a while. What changes while it is read is not
+committed and waits for its turn again; so a checkpoint is always one state of the folder.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from everstep.checkpoint import attempts, fence, folder, retention
+from everstep.checkpoint.candidates import candidates, read_manifest, verify
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, StoreError
+from everstep.checkpoint.events import Callback, Event
+from everstep.checkpoint.folder import Changed, Contents, NoFolder
+from everstep.checkpoint.format import Manifest
+from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.store.base import Store
+
+_STEP = re.compile(r"(\d+)$", re.ASCII)
+
+
+def step_of(path: Path) -> int | None:
+    """The number at the end of a folder's name: 500 of `checkpoint-500`."""
+    found = _STEP.search(path.name)
+    return int(found[1]) if found else None
+
+
+@dataclass
+class Publisher:
+    """Publishes `watched`, or with `each` (a pattern as `checkpoint-*`) every folder in it that matches.
+
+    `marker`: a file in a folder that is written last, anew for each checkpoint; without it a folder is complete after
+    `quiet` seconds without a change. `keep_last`: older ones are removed once a new one is verified; None: never.
+    Events: `saved`, `failed`.
+    """
+
+    store: Store
+    watched: Path
+    marker: str | None = None
+    quiet: float = 5.0
+    each: str | None = None
+    keep_last: int | None = None
+    tell: Callback = lambda event: None
+    clock: Callable[[], float] = time.monotonic
+    _attempt: Attempt | None = None
+    _waiting: bool = False  # something is there that is not published
+    _newest: int = -1
+    _published: dict[Path, Contents] = field(default_factory=dict)
+    _seen: dict[Path, tuple[Contents, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        newest = _newest_good(self.store)
+        if newest is not None:
+            self._newest = newest.key.step
+        for path in self._folders():
+            with suppress(FileNotFoundError):
+                contents = Contents.of(path)
+                if self.each is not None:
+                    # What lay there before is what this run began with: published, or removed since.
+                    known = (step_of(path) or 0) <= self._newest
+                else:
+                    known = newest is not None and _holds(newest, contents)
+                if known:
+                    self._published[path] = contents
+
+    def run(self, stop: threading.Event, every: float = 1.0) -> None:
+        """Look `every` so many seconds until `stop` is set; then publish what is complete or becomes so in time."""
+        while not stop.wait(every):
+            self.poll()
+        last = self.clock() + self.quiet + every
+        self.poll()
+        while self._waiting and self.clock() < last:
+            time.sleep(min(every, self.quiet))
+            self.poll()
+
+    def poll(self) -> list[Manifest]:
+        """Look once; what was published. Errors that may pass are told, and met again at the next look."""
+        done = []
+        self._waiting = False
+        for path in self._folders():
+            try:
+                contents = Contents.of(path)
+                if not contents.files or contents == self._published.get(path):
+                    continue
+                self._waiting = True
+                if self._complete(path, contents):
+                    done.append(self._publish(path, contents))
+                    self._published[path] = contents
+            except (Changed, FileNotFoundError):
+                # It is being written, or was removed: it is looked at again.
+                self._seen.pop(path, None)
+            except StoreError as error:
+                if not error.may_pass:
+                    raise
+                self.tell(Event("failed", why=str(error)))
+        return done
+
+    def _folders(self) -> list[Path]:
+        """Those that are there, in the order of their steps."""
+        if self.each is None:
+            return [self.watched] if self.watched.is_dir() else []
+        found = [path for path in self.watched.glob(self.each) if path.is_dir()]
+        for path in found:
+            if step_of(path) is None:
+                raise CheckpointError(f"{path} has no step: its name must end with a number, as checkpoint-500 does")
+        return sorted(found, key=lambda path: step_of(path) or 0)
+
+    def _complete(self, path: Path, contents: Contents) -> bool:
+        if self.marker is not None:
+            written = _marker(contents, self.marker)
+            before = self._published.get(path)
+            return written is not None and (before is None or written != _marker(before, self.marker))
+        known, since = self._seen.get(path, (None, 0.0))
+        now = self.clock()
+        if known != contents:
+            self._seen[path] = contents, now
+            return self.quiet <= 0
+        return now - since >= self.quiet
+
+    def _publish(self, path: Path, contents: Contents) -> Manifest:
+        if self._attempt is None:
+            self._attempt = fence.given() or attempts.claim(self.store)
+        attempt = self._attempt
+        step = self._newest + 1 if self.each is None else step_of(path) or 0
+        began = time.monotonic()
+        manifest = folder.save(
+            self.store, Key(attempt, step), path, contents=contents, fenced=lambda: fence.fenced(attempt)
+        )
+        self._newest = max(self._newest, step)
+        size = sum(file.size for file in contents.files)
+        self.tell(Event("saved", manifest.key, details={"bytes": size, "seconds": time.monotonic() - began}))
+        if self.keep_last is not None:
+            verify(self.store, manifest.key)
+            retention.prune(self.store, [manifest.key], keep_last=self.keep_last)
+        return manifest
+
+
+def _marker(contents: Contents, name: str) -> folder.File | None:
+    return next((file for file in contents.files if file.path == name), None)
+
+
+def _holds(manifest: Manifest, contents: Contents) -> bool:
+    with suppress(NoFolder, Damaged):
+        return Contents.in_manifest(manifest) == contents
+    return False
+
+
+def _newest_good(store: Store) -> Manifest | None:
+    """The newest checkpoint whose manifest holds: enough to know what this folder was."""
+    for key in candidates(store):
+        with suppress(Missing, Damaged):
+            return read_manifest(store, key)
+    return None
