@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+
+pytest.importorskip("torch")
 import torch.distributed as dist
 
 from everstep.checkpoint.agreement import MOST_CALLS, Agreement, Decision, Pace

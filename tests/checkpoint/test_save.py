@@ -6,6 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh

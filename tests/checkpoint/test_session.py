@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
@@ -269,9 +271,9 @@ def test_figures_are_there_after_a_save(folder: Path) -> None:
         ckpt.wait()
         figures = ckpt.metrics()
     assert figures["saved"] == 1
-    assert figures["bytes"] > 4000
-    assert figures["bandwidth"] > 0
-    assert 0 <= figures["age_seconds"] < 60
+    assert (figures["bytes"] or 0) > 4000
+    assert (figures["bandwidth"] or 0) > 0
+    assert 0 <= (figures["age_seconds"] or 0) < 60
 
 
 def two_ranks(rank: int, folder: Path, nodes: int) -> tuple[list[int], list[str]]:

@@ -11,7 +11,7 @@ import pytest
 from everstep.checkpoint import room
 from everstep.checkpoint.checksum import digest
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.persist import GivenUp, Progress, sum_slot
+from everstep.checkpoint.persist import GivenUp, Mappings, Progress, sum_slot
 from everstep.checkpoint.room import NoRoom
 from everstep.checkpoint.slots import Claim, Slots, State, default_directory
 from tests.checkpoint.builders import key
@@ -30,7 +30,7 @@ def slots(tmp_path: Path) -> Iterator[Slots]:
 
 def summed(slots: Slots, number: int) -> None:
     with ThreadPoolExecutor(2) as pool:
-        sum_slot(slots, slots[number], pool, Progress())
+        sum_slot(slots, slots[number], Mappings(), pool, Progress())
 
 
 def test_a_slot_goes_from_empty_to_stored(slots: Slots) -> None:
@@ -115,7 +115,7 @@ def test_a_sum_that_nobody_wants_any_more_ends(slots: Slots) -> None:
     progress = Progress()
     progress.given_up = "a rank changed its mind"
     with ThreadPoolExecutor(2) as pool, pytest.raises(GivenUp, match="changed its mind"):
-        sum_slot(slots, slots[0], pool, progress)
+        sum_slot(slots, slots[0], Mappings(), pool, progress)
     assert slots[0].state is State.FILLED
 
 

@@ -109,23 +109,26 @@ class Link:
 
     def call(self, verb: str, timeout: float = ANSWER_TIMEOUT, **fields: Any) -> Any:
         """The writer's answer. CheckpointError: it refused and says why. WriterLost: it is gone or says nothing."""
+        return self.answer(self.tell(verb, **fields), timeout)
+
+    def tell(self, verb: str, **fields: Any) -> int:
+        """Like call(), but does not wait: the number is for answer(). Without it, what goes wrong is a report."""
         self._calls += 1
+        line = json.dumps({"id": self._calls, "verb": verb, **fields}).encode() + b"\n"
+        self._send(line, time.monotonic() + ANSWER_TIMEOUT)
+        return self._calls
+
+    def answer(self, number: int, timeout: float = ANSWER_TIMEOUT) -> Any:
+        """What the writer answers to tell(); answers to earlier ones are dropped. See call()."""
         until = time.monotonic() + timeout
-        self._send(json.dumps({"id": self._calls, "verb": verb, **fields}).encode() + b"\n", until)
         while True:
             for line in self._receive(until):
-                if line.get("id") == self._calls:
+                if line.get("id") == number:
                     if "error" in line:
                         raise CheckpointError(str(line["error"]))
                     return line["ok"]
             if time.monotonic() >= until:
-                raise WriterLost(f"the writer did not answer {verb} in {timeout:g} s")
-
-    def tell(self, verb: str, **fields: Any) -> None:
-        """Like call(), but does not wait for the answer; what goes wrong comes as a report."""
-        self._calls += 1
-        line = json.dumps({"id": self._calls, "verb": verb, **fields}).encode() + b"\n"
-        self._send(line, time.monotonic() + ANSWER_TIMEOUT)
+                raise WriterLost(f"the writer did not answer in {timeout:g} s")
 
     def reports(self, timeout: float = 0.0) -> list[dict[str, Any]]:
         """What the writer has said by itself, waiting at most so long for something. WriterLost when it is gone."""

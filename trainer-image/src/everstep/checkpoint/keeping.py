@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import commit, fence, retention
-from everstep.checkpoint.candidates import verify
+from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.format import Manifest
-from everstep.checkpoint.persist import Progress, store_slot, sum_slot
+from everstep.checkpoint.persist import Mappings, Progress, store_slot, sum_slot
 from everstep.checkpoint.slots import Claim, Slot, Slots
 from everstep.checkpoint.store.base import Store, open_store
 
@@ -38,6 +38,7 @@ class Keeper:
     def __init__(self, slots: Slots) -> None:
         self._slots = slots
         self._stores: dict[str, Store] = {}
+        self._mappings = Mappings()
         # Two pools: work of the first waits for work of the second.
         self._saves = ThreadPoolExecutor(4, "save")
         self._pieces = ThreadPoolExecutor(4, "piece")
@@ -69,9 +70,9 @@ class Keeper:
     def _store(self, save: Save) -> Manifest:
         slot, config = save.slot, save.config
         save.doing = "summing"
-        manifest = slot.manifest() or sum_slot(self._slots, slot, self._pieces, save.progress)
+        manifest = slot.manifest() or sum_slot(self._slots, slot, self._mappings, self._pieces, save.progress)
         save.doing = "writing to the store"
-        store_slot(self._at(config), slot, save.claim.node, manifest, self._pieces, save.progress)
+        store_slot(self._at(config), slot, save.claim.node, manifest, self._mappings, self._pieces, save.progress)
         slot.store(save.claim.key)
         return manifest
 
@@ -88,6 +89,8 @@ class Keeper:
 
     def _prune(self, save: Save) -> None:
         config, store, key = save.config, self._at(save.config), save.claim.key
+        if not retention.plan(candidates(store), (), [key], config.keep_last, config.keep_every):
+            return  # then it need not be read back either
         verify(store, key, threads=2, on_bytes=lambda count: save.progress.check())
         retention.prune(store, [key], keep_last=config.keep_last, keep_every=config.keep_every)
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import mmap
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from pathlib import Path
 
 from everstep.checkpoint.checksum import digest
 from everstep.checkpoint.commit import announce
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, Part, Shard, Tensor, chunk_lengths
 from everstep.checkpoint.merging import join
-from everstep.checkpoint.slots import Record, Slot, Slots
+from everstep.checkpoint.slots import Box, Record, Slot, Slots
 from everstep.checkpoint.store.base import Store
 
 
@@ -39,7 +40,27 @@ class Progress:
         self.at = time.monotonic()
 
 
-def sum_slot(slots: Slots, slot: Slot, pool: Executor, progress: Progress) -> Manifest:
+class Mappings:
+    """Parts of slots in this process's memory, mapped once: a page costs more to map than to sum or to write."""
+
+    def __init__(self) -> None:
+        self._pages: dict[Path, mmap.mmap] = {}
+        self._lock = threading.Lock()
+
+    def view(self, path: Path, size: int) -> memoryview:
+        """The first `size` bytes of a part."""
+        with self._lock:
+            pages = self._pages.get(path)
+            if pages is None or len(pages) < size:
+                with path.open("rb") as file:
+                    # All of it, at once, so that it stays mapped whatever the size of the next one is.
+                    flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
+                    pages = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
+                self._pages[path] = pages
+        return memoryview(pages)[:size]
+
+
+def sum_slot(slots: Slots, slot: Slot, mappings: Mappings, pool: Executor, progress: Progress) -> Manifest:
     """Sums what the ranks have filled in and makes the slot whole; its node manifest. Conflict: its ranks disagree."""
     records = slot.records()
     if records is None:
@@ -47,39 +68,39 @@ def sum_slot(slots: Slots, slot: Slot, pool: Executor, progress: Progress) -> Ma
     created = time.time()
 
     def sum_part(local: int) -> Manifest:
-        return _sum_part(slots, slot, local, records[local], created, progress)
+        data = mappings.view(slot.part(local), records[local].size)
+        return _sum_part(slots.layout(records[local].layout), data, records[local], created, progress)
 
     manifest = join(list(pool.map(sum_part, range(len(records)))))
     slot.complete(manifest)
     return manifest
 
 
-def store_slot(store: Store, slot: Slot, node: int, manifest: Manifest, pool: Executor, progress: Progress) -> None:
+def store_slot(
+    store: Store, slot: Slot, node: int, manifest: Manifest, mappings: Mappings, pool: Executor, progress: Progress
+) -> None:
     """Puts the parts and then the node manifest: durable on return."""
 
     def put(local: int) -> None:
         part = manifest.parts[local]
-        with _mapped(slot, local, part.size) as data:
-            store.put(part.name, _pieces(data, progress), part.size)
+        store.put(part.name, _pieces(mappings.view(slot.part(local), part.size), progress), part.size)
 
     list(pool.map(put, range(len(manifest.parts))))
     progress.step()
     announce(store, node, manifest)
 
 
-def _sum_part(slots: Slots, slot: Slot, local: int, record: Record, created: float, progress: Progress) -> Manifest:
+def _sum_part(boxes: Sequence[Box], data: memoryview, record: Record, created: float, progress: Progress) -> Manifest:
     tensors: dict[str, Tensor] = {}
-    with _mapped(slot, local, record.size) as data:
-        header = digest(record.checksum, data[:HEADER])
-        for box in slots.layout(record.layout):
-            chunks, offset = [], box.offset
-            for length in chunk_lengths(box.length):
-                chunks.append(Chunk(0, offset, length, digest(record.checksum, data[offset : offset + length])))
-                offset += length
-                progress.step()
-            shard = Shard(box.offsets, box.sizes, tuple(chunks))
-            known = tensors.get(box.tensor)
-            tensors[box.tensor] = Tensor(box.dtype, box.shape, (*(known.shards if known else ()), shard))
+    for box in boxes:
+        chunks, offset = [], box.offset
+        for length in chunk_lengths(box.length):
+            chunks.append(Chunk(0, offset, length, digest(record.checksum, data[offset : offset + length])))
+            offset += length
+            progress.step()
+        shard = Shard(box.offsets, box.sizes, tuple(chunks))
+        known = tensors.get(box.tensor)
+        tensors[box.tensor] = Tensor(box.dtype, box.shape, (*(known.shards if known else ()), shard))
     return Manifest(
         key=record.key,
         world=record.world,
@@ -87,7 +108,7 @@ def _sum_part(slots: Slots, slot: Slot, local: int, record: Record, created: flo
         model=record.model,
         checksum=record.checksum,
         created=created,
-        parts=(Part(record.key.part_name(record.rank), record.size, header),),
+        parts=(Part(record.key.part_name(record.rank), record.size, digest(record.checksum, data[:HEADER])),),
         tensors=tensors,
         values=record.values,
     )
@@ -97,14 +118,3 @@ def _pieces(data: memoryview, progress: Progress) -> Iterator[memoryview]:
     for start in range(0, len(data), CHUNK):
         progress.step()
         yield data[start : start + CHUNK]
-
-
-@contextmanager
-def _mapped(slot: Slot, local: int, size: int) -> Iterator[memoryview]:
-    """The bytes of a part, without a copy."""
-    with (
-        slot.part(local).open("rb") as file,
-        mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ) as pages,
-        memoryview(pages) as view,
-    ):
-        yield view

@@ -43,16 +43,22 @@ class Node:
 
     def call(self, verb: str, timeout: float = control.ANSWER_TIMEOUT, **fields: Any) -> Any:
         """See Link.call; a writer that was lost before is looked for first."""
+        return self.answer(self.tell(verb, **fields), timeout)
+
+    def tell(self, verb: str, **fields: Any) -> int:
+        """See Link.tell."""
         try:
-            return self._found().call(verb, timeout, **fields)
+            return self._found().tell(verb, **fields)
         except WriterLost:
             self.close()
             raise
 
-    def tell(self, verb: str, **fields: Any) -> None:
-        """See Link.tell."""
+    def answer(self, number: int, timeout: float = control.ANSWER_TIMEOUT) -> Any:
+        """See Link.answer."""
+        if self._link is None:
+            raise WriterLost("the writer is gone")
         try:
-            self._found().tell(verb, **fields)
+            return self._link.answer(number, timeout)
         except WriterLost:
             self.close()
             raise
@@ -121,13 +127,17 @@ class Saver:
 
     def take(self, key: Key, replan: bool) -> None:
         """Copies the state into a slot. Collective only with `replan`. Replan: the plan is not this state's."""
-        make = replan or self._plan is None
-        flat = self._make_plan(lambda: self._flat(key.step)) if make else self._flat(key.step)
+        if replan or self._plan is None:
+            flat = self._make_plan(lambda: self._flat(key.step))
+            begun = self._node.tell("begin", key=str(key))
+        else:
+            begun = self._node.tell("begin", key=str(key))  # the writer looks for a slot while we look at our state
+            flat = self._flat(key.step)
         assert self._plan is not None
         assert self._snapshots is not None
         if planning.signature(flat.tensors) != self._plan.signature:
             raise Replan("the state has other tensors, shapes or shards than the plan was made for")
-        slot = self._slots[self._node.call("begin", ALLOCATION_TIMEOUT, key=str(key))]
+        slot = self._slots[self._node.answer(begun, ALLOCATION_TIMEOUT)]
         self._snapshots.take(slot, key, flat.tensors)
         record = Record(
             key=key,

@@ -28,7 +28,7 @@ class Window:
         with path.open("r+b") as file:
             self._pages = mmap.mmap(file.fileno(), size)
         self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
-        _populate(self._bytes.data_ptr(), size)
+        populate(self._bytes.data_ptr(), size)
         staging.adopt(self._bytes.data_ptr(), size)
         self.targets = [_view(self._bytes, box) for box in boxes]
 
@@ -67,7 +67,7 @@ def _view(data: torch.Tensor, box: Box) -> torch.Tensor:
     return data[box.offset : box.offset + box.length].view(dtype).view(box.sizes)
 
 
-def _populate(address: int, size: int) -> None:
+def populate(address: int, size: int) -> None:
     """Makes this process's page tables, for pages that the slot has already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0:

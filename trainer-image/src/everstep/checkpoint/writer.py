@@ -30,6 +30,8 @@ from everstep.checkpoint.slots import Claim, Slot, Slots, State
 
 _log = logging.getLogger("everstep.checkpoint.writer")
 
+_NICE = 5
+
 
 class Writer:
     """The state of one node's saves. Everything but what runs in threads happens in one event loop."""
@@ -325,7 +327,7 @@ def main() -> None:
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # these are meant for the ranks
     with contextlib.suppress(OSError):
-        os.nice(5)  # training first
+        os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))  # training first
     unlock = _lock(arguments.directory, arguments.patience)
     asyncio.run(_serve(arguments.directory, arguments.linger))
     unlock()

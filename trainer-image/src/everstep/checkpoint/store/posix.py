@@ -14,12 +14,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
+from everstep.checkpoint.store import writeback
 from everstep.checkpoint.store.base import Entry, check_name
 from everstep.checkpoint.store.files import Files
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MAY_PASS = {errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EBUSY, errno.ENFILE, errno.EMFILE}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+
+_WORTH_A_BEGINNING = 1 << 20  # bytes
 
 _TEMPORARY = ".new-"  # no name of an object begins with a dot
 
@@ -147,10 +150,12 @@ class PosixStore:
             try:
                 count = 0
                 for piece in data:
-                    rest = memoryview(piece).cast("B")
-                    count += len(rest)
+                    rest = whole = memoryview(piece).cast("B")
                     while rest:
                         rest = rest[self._files.write(descriptor, rest) :]
+                    if len(whole) >= _WORTH_A_BEGINNING:
+                        writeback.begin(descriptor, count, len(whole))
+                    count += len(whole)
                 if count != size:
                     raise ValueError(f"{path}: {size} bytes were promised, {count} came")
                 if durable and size:  # an empty file is its entry, which is the folder's to sync

@@ -1,0 +1,69 @@
+"""`make bench-checkpoint`: all rows, or those named: `python -m benchmarks.checkpoint stall write --size 1g`."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+
+from benchmarks.checkpoint import saving, training
+from benchmarks.checkpoint.rows import RESULT, Interval
+from benchmarks.measure import show, write
+
+SIZES = {"100m": 100_000_000, "1g": 1_000_000_000, "4g": 4_000_000_000}
+KINDS = ("save", "train-cost")
+# The state, two slots, the floor's buffer, and a stager's buffers of each mode of DCP with what its process holds.
+COPIES, COPIES_WITH_DCP = 4.5, 9.0
+
+
+def main(
+    kinds: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(KINDS)}; all when none is named.")] = None,
+    size: Annotated[list[str] | None, typer.Option(help=f"Of {', '.join(SIZES)}.")] = None,
+    folder: Annotated[Path, typer.Option(help="Where checkpoints go.")] = Path("build/bench"),
+) -> None:
+    """Measure, print tables, write build/bench/checkpoint.json; exit 1 when a row misses its target."""
+    unknown = (set(kinds or ()) - set(KINDS)) | (set(size or ()) - set(SIZES))
+    if unknown:
+        raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    folder.mkdir(parents=True, exist_ok=True)
+    place = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=folder.absolute()))
+    done: list[Interval] = []
+    try:
+        for row in measured(set(kinds or KINDS), size or list(SIZES), place, console):
+            done.append(row)
+            write([row], RESULT)
+            show([row], console)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+    show(done, console)
+    console.print(f"written to {RESULT}")
+    if not all(row.passed for row in done):
+        raise typer.Exit(1)
+
+
+def measured(kinds: set[str], sizes: list[str], folder: Path, console: Console) -> Iterator[Interval]:
+    for name in sizes:
+        if "save" not in kinds:
+            break
+        room = psutil.virtual_memory().available
+        if room < COPIES * SIZES[name]:
+            console.print(f"no rows of {name}: they need {COPIES * SIZES[name] / 1e9:.0f} GB of memory")
+            continue
+        with_dcp = room > COPIES_WITH_DCP * SIZES[name]
+        if not with_dcp:
+            console.print(f"no stall-dcp-{name}: it needs {COPIES_WITH_DCP * SIZES[name] / 1e9:.0f} GB of memory")
+        yield from saving.rows(SIZES[name], name, folder, with_dcp)
+    if "train-cost" in kinds:
+        yield training.row(folder)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,74 @@
+"""Plain arms: what the same bytes cost when nobody asks for anything but bytes. Times in seconds."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from everstep.checkpoint.snapshot import populate
+from everstep.checkpoint.staging import Host
+
+PIECE = 8 << 20
+
+
+class Buffer:
+    """Shared memory of the same kind as a slot, its pages there."""
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path = path
+        with path.open("w+b") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            self.pages = mmap.mmap(file.fileno(), size)
+        self.bytes = torch.frombuffer(self.pages, dtype=torch.uint8)
+        populate(self.bytes.data_ptr(), size)
+
+    def remove(self) -> None:
+        self._path.unlink()
+
+
+@contextmanager
+def buffer(size: int) -> Iterator[Buffer]:
+    """Removed at the end."""
+    made = Buffer(Path(f"/dev/shm/everstep-bench-{os.getpid()}-{size}"), size)
+    try:
+        yield made
+    finally:
+        made.remove()
+
+
+def copy(into: Buffer, sources: Sequence[torch.Tensor]) -> float:
+    """The tensors one after the other, as bytes, by as many threads as torch has."""
+    host = Host()
+    moves, at = [], 0
+    for source in sources:
+        moves.append((into.bytes.data_ptr() + at, source.data_ptr(), source.nbytes))
+        at += -(-source.nbytes // 64) * 64
+    began = time.perf_counter()
+    host.move(moves)
+    took = time.perf_counter() - began
+    host.close()
+    return took
+
+
+def write(path: Path, source: Buffer, size: int) -> float:
+    """A new file, written in order from the same kind of memory, and one fsync."""
+    with memoryview(source.pages) as data:
+        began = time.perf_counter()
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+        try:
+            for start in range(0, size, PIECE):
+                rest = data[start : min(start + PIECE, size)]
+                while rest:
+                    rest = rest[os.write(descriptor, rest) :]
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        took = time.perf_counter() - began
+    path.unlink()
+    return took

@@ -1,0 +1,30 @@
+"""What is saved: a model and its optimizer, as a script would give them."""
+
+from __future__ import annotations
+
+import torch
+
+
+def made(size: int, layers: int = 48) -> dict[str, object]:
+    """A model with AdamW, its moments there; `size` bytes in all."""
+    width = 1024
+    rows = max(1, size // 3 // 4 // layers // width)
+    torch.manual_seed(1)
+    model = torch.nn.ModuleList(torch.nn.Linear(width, rows) for _ in range(layers))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+def tensors(objects: dict[str, object]) -> list[torch.Tensor]:
+    """All tensors of the state."""
+    model, optimizer = objects["model"], objects["optimizer"]
+    assert isinstance(model, torch.nn.Module)
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    found = [parameter.detach() for parameter in model.parameters()]
+    for slots in optimizer.state.values():
+        found += [each for each in slots.values() if isinstance(each, torch.Tensor)]
+    return found
