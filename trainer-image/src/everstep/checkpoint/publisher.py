@@ -158,3 +158,16 @@ def _newest_good(store: Store) -> Manifest | None:
         with suppress(Missing, Damaged):
             return read_manifest(store, key)
     return None
+
+
+def publish(
+    store: Store, path: Path, *, step: int | None = None, on_bytes: Callable[[int], None] = lambda count: None
+) -> Manifest:
+    """Publish a folder once, as it is now. `step`: by default the number at its name's end, else the next one."""
+    if step is None:
+        step = step_of(path)
+    if step is None:
+        newest = _newest_good(store)
+        step = newest.key.step + 1 if newest else 0
+    attempt = fence.given() or attempts.claim(store)
+    return folder.save(store, Key(attempt, step), path, fenced=lambda: fence.fenced(attempt), on_bytes=on_bytes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typer
 
+from everstep.cli.checkpoint import app as checkpoint
 from everstep.cli.logs import logs
 from everstep.cli.run import run
 from everstep.cli.status import status
@@ -21,3 +22,4 @@ app = typer.Typer(
 )
 for command in (validate, run, status, logs, version):
     app.command()(command)
+app.add_typer(checkpoint)

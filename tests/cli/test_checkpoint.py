@@ -1,0 +1,230 @@
+"""`everstep checkpoint …` as a user runs it: what it says and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.keys import Key
+from everstep.checkpoint.store.base import Store, open_store
+from tests.checkpoint.builders import Training, key
+
+Everstep = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Store:
+    """A store `run` with steps 10, 20 and 30 of a training."""
+    store = open_store(tmp_path / "run")
+    for step in (10, 20, 30):
+        Training().save(store, key(step))
+    return store
+
+
+def damage(folder: Path, key: Key) -> None:
+    part = folder / key.part_name(1)
+    data = bytearray(part.read_bytes())
+    data[5000] ^= 1
+    part.write_bytes(data)
+
+
+def test_help_names_every_command_and_the_exit_codes(everstep: Everstep) -> None:
+    done = everstep("checkpoint", "--help")
+    assert done.returncode == 0
+    for command in ("ls", "verify", "show", "diff", "prune", "copy", "publish", "restore"):
+        assert f"\n  {command} " in done.stdout
+    assert "Exit codes: 0" in done.stdout
+    assert "..." not in done.stdout.partition("Commands:")[2]
+
+
+def test_ls_shows_the_newest_first(everstep: Everstep, run: Store) -> None:
+    done = everstep("checkpoint", "ls", "run")
+    assert done.returncode == 0
+    header, *lines = done.stdout.splitlines()
+    assert header.split()[:5] == ["STEP", "ATTEMPT", "AGE", "SIZE", "RANKS"]
+    assert [line.split()[:2] for line in lines] == [["30", "0.1"], ["20", "0.1"], ["10", "0.1"]]
+
+
+def test_ls_for_programs(everstep: Everstep, run: Store, tmp_path: Path) -> None:
+    (tmp_path / "run" / key(20).manifest_name).write_text("{")
+    done = everstep("checkpoint", "ls", "run", "--json")
+    newest, broken, _ = map(json.loads, done.stdout.splitlines())
+    assert (newest["step"], newest["world"], newest["tensors"]) == (30, 2, 2)
+    assert newest["bytes"] == sum(len(Training().part(key(30), rank)[0]) for rank in range(2))
+    assert "is no manifest" in broken["damaged"]
+
+
+def test_nothing_is_no_error_for_ls_and_one_for_verify(everstep: Everstep) -> None:
+    done = everstep("checkpoint", "ls", "run")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "no checkpoints" in done.stderr
+    done = everstep("checkpoint", "verify", "run")
+    assert done.returncode == 3
+    assert "there are no checkpoints in" in done.stderr
+
+
+def test_verify_reads_what_was_asked_for(everstep: Everstep, run: Store, tmp_path: Path) -> None:
+    damage(tmp_path / "run", key(20))
+    done = everstep("checkpoint", "verify", "run")
+    assert (done.returncode, done.stdout.split(",")[0]) == (0, "0.1-30 is good")
+    done = everstep("checkpoint", "verify", "run", "--key", "20")
+    assert done.returncode == 3
+    assert f"0.1-20 is not good: {key(20).part_name(1)}: bytes" in done.stderr
+    done = everstep("checkpoint", "verify", "run", "--all")
+    assert done.returncode == 3
+    assert [line.split(",")[0] for line in done.stdout.splitlines()] == ["0.1-30 is good", "0.1-10 is good"]
+
+
+@pytest.mark.parametrize("wanted", ["40", "2.1-30"])
+def test_a_checkpoint_that_is_not_there(everstep: Everstep, run: Store, wanted: str) -> None:
+    done = everstep("checkpoint", "show", "run", "--key", wanted)
+    assert done.returncode == 3
+    assert f"there is no checkpoint {wanted}" in done.stderr
+    assert "there are 0.1-30, 0.1-20, 0.1-10" in done.stderr
+
+
+def test_what_is_no_key_or_no_store_is_wrong_usage(everstep: Everstep, run: Store) -> None:
+    done = everstep("checkpoint", "show", "run", "--key", "last")
+    assert done.returncode == 2
+    assert "'last' is no checkpoint" in done.stderr
+    done = everstep("checkpoint", "ls", "carrier-pigeon://coop")
+    assert done.returncode == 1
+    assert "no store serves carrier-pigeon://" in done.stderr
+
+
+def test_show_tells_tensors_and_values(everstep: Everstep, run: Store) -> None:
+    done = everstep("checkpoint", "show", "run", "--key", "0.1-20", "--values")
+    assert done.returncode == 0
+    assert "checkpoint  0.1-20" in done.stdout
+    assert [line.split()[:2] for line in done.stdout.splitlines() if "uint8" in line] == [
+        ["own", "uint8"],
+        ["shared", "uint8"],
+    ]
+    assert "rank.1.seed" in done.stdout
+    manifest = json.loads(everstep("checkpoint", "show", "run", "--json").stdout)
+    assert (manifest["format"], manifest["step"]) == (1, 30)
+
+
+def test_diff_names_what_differs(everstep: Everstep, run: Store, tmp_path: Path) -> None:
+    done = everstep("checkpoint", "diff", "run", "--other-key", "20")
+    assert done.returncode == 3
+    assert [line.split(":")[0] for line in done.stdout.splitlines()] == [
+        "own",
+        "shared",
+        "rank.0.seed",
+        "rank.1.seed",
+        "step",
+    ]
+    everstep("checkpoint", "copy", "run", "other")
+    done = everstep("checkpoint", "diff", "run", "other")
+    assert done.returncode == 0
+    assert "hold the same" in done.stderr
+    assert everstep("checkpoint", "diff", "run").returncode == 2
+
+
+def test_prune_keeps_the_newest_good_one(everstep: Everstep, run: Store, tmp_path: Path) -> None:
+    damage(tmp_path / "run", key(30))
+    done = everstep("checkpoint", "prune", "run", "--keep-last", "1", "--dry-run")
+    assert (done.returncode, done.stdout) == (0, "0.1-10 would go\n")
+    assert len(candidates(run)) == 3
+    done = everstep("checkpoint", "prune", "run", "--keep-last", "1")
+    assert (done.returncode, done.stdout) == (0, "0.1-10 is removed\n")
+    assert "0.1-30 is not good" in done.stderr
+    assert candidates(run) == [key(30), key(20)]
+    damage(tmp_path / "run", key(20))
+    done = everstep("checkpoint", "prune", "run", "--keep-last", "1")
+    assert done.returncode == 3
+    assert "nothing is removed" in done.stderr
+
+
+def test_copy_takes_all_or_one(everstep: Everstep, run: Store, tmp_path: Path) -> None:
+    assert everstep("checkpoint", "copy", "run", "one", "--key", "20").returncode == 0
+    assert candidates(open_store(tmp_path / "one")) == [key(20)]
+    assert everstep("checkpoint", "copy", "run", "all", "--all").returncode == 0
+    assert candidates(open_store(tmp_path / "all")) == candidates(run)
+    again = everstep("checkpoint", "copy", "run", "one", "--key", "20")
+    assert (again.returncode, "was there before" in again.stdout) == (0, True)
+
+
+def test_a_folder_is_published_and_restored(everstep: Everstep, tmp_path: Path) -> None:
+    model = tmp_path / "checkpoint-7" / "model.bin"
+    model.parent.mkdir()
+    model.write_bytes(os.urandom(1000))
+    done = everstep("checkpoint", "publish", "checkpoint-7", "store")
+    assert (done.returncode, done.stdout) == (0, "checkpoint-7 is published as 0.1-7\n")
+    done = everstep("checkpoint", "restore", "store", "back")
+    assert (done.returncode, done.stdout) == (0, "back is 0.1-7 again\n")
+    assert (tmp_path / "back" / "model.bin").read_bytes() == model.read_bytes()
+    done = everstep("checkpoint", "restore", "store", "back")
+    assert done.returncode == 1
+    assert "not empty" in done.stderr
+    assert everstep("checkpoint", "restore", "store", "back", "--replace").returncode == 0
+
+
+def test_a_first_start_has_nothing_to_restore(everstep: Everstep, tmp_path: Path) -> None:
+    assert everstep("checkpoint", "restore", "store", "back").returncode == 3
+    done = everstep("checkpoint", "restore", "store", "back", "--if-any")
+    assert done.returncode == 0
+    assert not (tmp_path / "back").exists()
+
+
+def test_damaged_is_not_taken_for_a_first_start(everstep: Everstep, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "weights").write_bytes(bytes(9000))
+    everstep("checkpoint", "publish", "model", "store", "--step", "1")
+    (part,) = (tmp_path / "store").rglob("*.part")
+    part.write_bytes(part.read_bytes()[:-1])
+    done = everstep("checkpoint", "restore", "store", "back", "--if-any")
+    assert done.returncode == 3
+    assert "no checkpoint is good" in done.stderr
+
+
+def test_watching_publishes_until_it_is_told_to_stop(tmp_path: Path) -> None:
+    watched = tmp_path / "watched"
+    watched.mkdir()
+    store = open_store(tmp_path / "store")
+    command = [
+        sys.executable,
+        "-m",
+        "everstep.cli",
+        "checkpoint",
+        "publish",
+        "watched",
+        "store",
+        "--watch",
+        "--marker",
+        "DONE",
+    ]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
+    try:
+        (watched / "model").write_text("1")
+        (watched / "DONE").write_text("1")
+        deadline = time.monotonic() + 60
+        while not candidates(store):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        (watched / "model").write_text("2")
+        (watched / "DONE").write_text("2")
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 0
+    assert out.splitlines() == ["watched is published as 0.1-0", "watched is published as 0.1-1"]
+    assert [each.step for each in candidates(store)] == [1, 0]
+
+
+def test_a_store_that_cannot_be_reached_is_named(everstep: Everstep) -> None:
+    done = everstep("checkpoint", "ls", "s3://bucket/run?profile=nobody-has-this")
+    assert done.returncode == 1
+    assert done.stderr.startswith("everstep: s3://bucket/run?profile=nobody-has-this: ")

@@ -1,0 +1,363 @@
+"""`everstep checkpoint …`: what is in a store, whether it is good, and folders as checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="checkpoint",
+    help="""Look after checkpoints in a store: a folder, s3://bucket/run, or another URL that fsspec knows.
+
+    s3:// takes ?endpoint=URL, ?region= and ?profile=; credentials come from where boto3 looks for them.
+
+    Exit codes: 0 done, or yes; 1 it could not be done; 2 wrong usage; 3 no: damaged, different, or not there.
+    """,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
+
+Uri = Annotated[str, typer.Argument(metavar="URI", help="A folder or a URL, as given to everstep.checkpointer().")]
+Which = Annotated[
+    str | None,
+    typer.Option("--key", "-k", metavar="KEY", help="A step (500) or attempt-step (2.3-500). Default: newest."),
+]
+Threads = Annotated[int, typer.Option("--threads", min=1, help="Reads at a time, of 8 MiB each.")]
+Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+
+
+@app.command("ls")
+def ls(uri: Uri, as_json: Json = False) -> None:
+    """List what was committed, newest first. Only manifests are read and checked; `verify` reads everything."""
+    import json
+    from concurrent.futures import ThreadPoolExecutor
+
+    from everstep.checkpoint.candidates import candidates, read_manifest
+    from everstep.checkpoint.errors import Damaged, Missing
+    from everstep.checkpoint.keys import Key
+    from everstep.cli.checkpoint_view import Row, row_json, table
+    from everstep.cli.places import opened, said
+    from everstep.cli.terminal import stderr, stdout
+
+    with said():
+        store = opened(uri)
+
+        def row(key: Key) -> Row:
+            try:
+                return Row(key, read_manifest(store, key))
+            except (Damaged, Missing) as error:
+                return Row(key, None, str(error))
+
+        with ThreadPoolExecutor(8) as pool:
+            rows = list(pool.map(row, candidates(store)))
+    if as_json:
+        for each in rows:
+            stdout().print(json.dumps(row_json(each)))
+    elif rows:
+        stdout().print(table(rows))
+    else:
+        stderr().print(f"There are no checkpoints in {store.url}.")
+
+
+@app.command("verify")
+def verify(
+    uri: Uri,
+    key: Which = None,
+    every: Annotated[bool, typer.Option("--all", help="All checkpoints, not the newest only.")] = False,
+    threads: Threads = 4,
+) -> None:
+    """Read every byte and check every checksum. Ends with 3 if anything that was asked for is not good."""
+    from everstep.checkpoint import candidates
+    from everstep.checkpoint.errors import Damaged, Missing
+    from everstep.cli.checkpoint_view import size
+    from everstep.cli.places import NO, chosen, opened, said, short
+    from everstep.cli.terminal import stderr, stdout
+    from everstep.cli.transfer import size_text, transfer
+
+    bad = 0
+    with said():
+        store = opened(uri)
+        newest = chosen(store, key)
+        for each in candidates.candidates(store) if every else [newest]:
+            try:
+                manifest = candidates.read_manifest(store, each)
+                with transfer(f"verify {short(each)}", size(manifest)) as on_bytes:
+                    candidates.verify(store, each, threads=threads, on_bytes=on_bytes)
+                stdout().print(f"{short(each)} is good, {size_text(size(manifest))}")
+            except (Damaged, Missing) as error:
+                bad += 1
+                stderr().print(f"{short(each)} is not good: {error}", style="red")
+    if bad:
+        raise typer.Exit(NO)
+
+
+@app.command("show")
+def show(
+    uri: Uri,
+    key: Which = None,
+    with_values: Annotated[bool, typer.Option("--values", help="Plain values too: step counts, RNG states …")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="The manifest itself: the format of docs/checkpoints.md.")
+    ] = False,
+) -> None:
+    """Tell what a checkpoint holds.
+
+    Tensors with type, shape and size; with --values the plain values too.
+    """
+    from everstep.checkpoint.candidates import read_manifest
+    from everstep.cli.checkpoint_view import summary, tensors, values
+    from everstep.cli.places import chosen, opened, said
+    from everstep.cli.terminal import stdout
+
+    with said():
+        store = opened(uri)
+        found = chosen(store, key)
+        manifest = read_manifest(store, found)
+        if as_json:
+            stdout().print(store.read(found.manifest_name).split(b"\n")[0].decode())
+            return
+    out = stdout()
+    out.print(summary(manifest))
+    out.print()
+    out.print(tensors(manifest))
+    if with_values:
+        out.print()
+        out.print(values(manifest))
+
+
+@app.command("diff")
+def diff(
+    uri: Uri,
+    other: Annotated[
+        str | None, typer.Argument(metavar="[OTHER]", help="Another store. Default: the same one.")
+    ] = None,
+    key: Which = None,
+    other_key: Annotated[
+        str | None,
+        typer.Option("--other-key", metavar="KEY", help="In the other store. Default: the same key, or newest."),
+    ] = None,
+) -> None:
+    """Compare what two checkpoints hold.
+
+    However they are sharded: by names, types, shapes, elements and plain values. Ends with 3 if they differ.
+    """
+    from everstep.checkpoint.candidates import read_manifest
+    from everstep.checkpoint.difference import differences
+    from everstep.cli.errors import CliError
+    from everstep.cli.places import NO, chosen, opened, said, short
+    from everstep.cli.terminal import stderr, stdout
+    from everstep.cli.transfer import transfer
+
+    if other is None and other_key is None:
+        raise CliError("compare with what? Give another store, or --other-key", 2)
+    count = 0
+    with said():
+        store = opened(uri)
+        second = store if other is None else opened(other)
+        ours = chosen(store, key)
+        theirs = chosen(second, other_key or key)
+        pairs = (store, read_manifest(store, ours)), (second, read_manifest(second, theirs))
+        with transfer(f"compare {short(ours)} and {short(theirs)}", None) as on_bytes:
+            for each in differences(*pairs, on_bytes=on_bytes):
+                count += 1
+                stdout().print(f"{each.name}: {each.what}")
+    if count:
+        raise typer.Exit(NO)
+    stderr().print(f"{short(ours)} and {short(theirs)} hold the same.")
+
+
+@app.command("prune")
+def prune(
+    uri: Uri,
+    keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="So many of the newest stay.")],
+    keep_every: Annotated[
+        int | None, typer.Option("--keep-every", min=1, help="Those whose step is a multiple stay too.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
+    threads: Threads = 4,
+) -> None:
+    """Remove old checkpoints and what dead saves left behind.
+
+    The newest good one is looked for first, by reading it; it stays, and so does what somebody is reading.
+    """
+    import time
+
+    from everstep.checkpoint import candidates, leases, retention
+    from everstep.checkpoint.errors import Damaged, Missing
+    from everstep.cli.checkpoint_view import size
+    from everstep.cli.errors import CliError
+    from everstep.cli.places import NO, opened, said, short
+    from everstep.cli.terminal import stderr, stdout
+    from everstep.cli.transfer import transfer
+
+    with said():
+        store = opened(uri)
+        keys = candidates.candidates(store)
+        good = None
+        for key in keys:
+            try:
+                manifest = candidates.read_manifest(store, key)
+                with transfer(f"verify {short(key)}", size(manifest)) as on_bytes:
+                    candidates.verify(store, key, threads=threads, on_bytes=on_bytes)
+                good = key
+                break
+            except (Damaged, Missing) as error:
+                stderr().print(f"{short(key)} is not good: {error}", style="red")
+        if good is None:
+            raise CliError(f"no checkpoint in {store.url} is good: nothing is removed", NO)
+        if dry_run:
+            held = {key for key, expires in leases.leases(store).values() if expires > time.time()}
+            for key in retention.plan(keys, held, [good], keep_last, keep_every):
+                stdout().print(f"{short(key)} would go")
+            return
+        done = retention.prune(store, [good], keep_last=keep_last, keep_every=keep_every)
+    for key in done.removed:
+        stdout().print(f"{short(key)} is removed")
+    for key in done.leftovers:
+        stdout().print(f"{short(key)}, which was never committed, is removed")
+    stderr().print(f"{short(good)} is good and stays; {len(done.removed)} removed, {done.swept} leftovers swept.")
+
+
+@app.command("copy")
+def copy(
+    uri: Uri,
+    target: Annotated[str, typer.Argument(metavar="TARGET", help="The store to copy into.")],
+    key: Which = None,
+    every: Annotated[bool, typer.Option("--all", help="All checkpoints, oldest first.")] = False,
+    threads: Threads = 4,
+) -> None:
+    """Copy a checkpoint into another store. Every byte is verified on its way; a copy that dies is no checkpoint."""
+    from everstep.checkpoint import candidates, copying
+    from everstep.cli.checkpoint_view import size
+    from everstep.cli.places import chosen, opened, said, short
+    from everstep.cli.terminal import stdout
+    from everstep.cli.transfer import transfer
+
+    with said():
+        source, into = opened(uri), opened(target)
+        newest = chosen(source, key)
+        for each in sorted(candidates.candidates(source)) if every else [newest]:
+            total = size(candidates.read_manifest(source, each))
+            with transfer(f"copy {short(each)}", total) as on_bytes:
+                new = copying.copy(source, into, each, threads=threads, on_bytes=on_bytes)
+            stdout().print(f"{short(each)} {'is copied to' if new else 'was there before in'} {into.url}")
+
+
+@app.command("publish")
+def publish(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What another program has saved, or will save.")],
+    uri: Uri,
+    step: Annotated[
+        int | None, typer.Option("--step", min=0, help="Default: the number at the folder's end, else the next one.")
+    ] = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Publish whenever it is complete, until SIGTERM or Ctrl-C.")
+    ] = False,
+    marker: Annotated[
+        str | None, typer.Option("--marker", help="Complete when this file in it was written anew. Needs --watch.")
+    ] = None,
+    quiet: Annotated[
+        float, typer.Option("--quiet", min=0, help="Without --marker: complete after so many seconds without a change.")
+    ] = 5.0,
+    each: Annotated[
+        str | None, typer.Option("--each", help="Each folder in DIR that matches, as 'checkpoint-*'. Needs --watch.")
+    ] = None,
+    keep_last: Annotated[
+        int | None,
+        typer.Option("--keep-last", min=1, help="Remove older ones when a new one is verified. Needs --watch."),
+    ] = None,
+) -> None:
+    """Make a checkpoint of a folder.
+
+    Never of half of it: what changes while it is read is not committed. For programs that save in their own way: start
+    it beside the program with --watch; what is complete when it is told to stop is still published.
+    """
+    import signal
+    import threading
+
+    from everstep.checkpoint import publisher
+    from everstep.checkpoint.events import Event
+    from everstep.checkpoint.folder import Contents
+    from everstep.cli.errors import CliError
+    from everstep.cli.places import opened, said, short
+    from everstep.cli.terminal import stderr, stdout
+    from everstep.cli.transfer import transfer
+
+    if not watch and (marker or each or keep_last):
+        raise CliError("--marker, --each and --keep-last need --watch", 2)
+    if watch and step is not None:
+        raise CliError("--step is for publishing once: with --watch steps are counted", 2)
+
+    def tell(event: Event) -> None:
+        if event.key is not None:
+            stdout().print(f"{folder} is published as {short(event.key)}")
+        else:
+            stderr().print(f"not published yet, it is tried again: {event.why}", style="yellow")
+
+    with said():
+        store = opened(uri)
+        if not watch:
+            total = sum(file.size for file in Contents.of(folder).files)
+            with transfer(f"publish {folder}", total) as on_bytes:
+                manifest = publisher.publish(store, folder, step=step, on_bytes=on_bytes)
+            stdout().print(f"{folder} is published as {short(manifest.key)}")
+            return
+        stop = threading.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: stop.set())
+        publisher.Publisher(store, folder, marker=marker, quiet=quiet, each=each, keep_last=keep_last, tell=tell).run(
+            stop
+        )
+
+
+@app.command("restore")
+def restore(
+    uri: Uri,
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the folder is to be; not there yet, or empty.")],
+    key: Which = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Put it in the place of what is there.")] = False,
+    if_any: Annotated[
+        bool, typer.Option("--if-any", help="End with 0 when nothing was ever saved: a first start.")
+    ] = False,
+    threads: Threads = 4,
+) -> None:
+    """Bring a published folder back.
+
+    The newest that is good, verified, whole or not at all.
+    """
+    from contextlib import ExitStack
+
+    from everstep.checkpoint import candidates
+    from everstep.checkpoint import folder as folders
+    from everstep.checkpoint.format import Manifest
+    from everstep.cli.checkpoint_view import size
+    from everstep.cli.places import chosen, opened, said, short
+    from everstep.cli.terminal import stderr, stdout
+    from everstep.cli.transfer import transfer
+
+    with said(), ExitStack() as bars:
+        store = opened(uri)
+        if if_any and not candidates.candidates(store):
+            stderr().print(f"Nothing was saved in {store.url} yet.")
+            return
+        wanted = None if key is None else chosen(store, key)
+        advance = [lambda count: None]
+
+        def begin(manifest: Manifest) -> None:
+            bars.close()
+            advance[0] = bars.enter_context(transfer(f"restore {short(manifest.key)}", size(manifest)))
+
+        manifest, bad = folders.restore(
+            store,
+            folder,
+            key=wanted,
+            replace=replace,
+            threads=threads,
+            on_start=begin,
+            on_bytes=lambda count: advance[0](count),
+        )
+    for why in bad:
+        stderr().print(f"not good, passed over: {why}", style="red")
+    stdout().print(f"{folder} is {short(manifest.key)} again")

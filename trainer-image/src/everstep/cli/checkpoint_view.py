@@ -1,0 +1,108 @@
+"""Checkpoints as tables and as JSON."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from rich.table import Table
+
+from everstep.checkpoint.format import Manifest, Tensor, itemsize
+from everstep.checkpoint.keys import Key
+from everstep.cli.places import short
+from everstep.cli.terminal import duration
+from everstep.cli.transfer import size_text
+
+
+@dataclass(frozen=True)
+class Row:
+    """A committed checkpoint: its manifest, or why that cannot be read."""
+
+    key: Key
+    manifest: Manifest | None
+    why: str = ""
+
+
+def size(manifest: Manifest) -> int:
+    """Bytes of all parts."""
+    return sum(part.size for part in manifest.parts)
+
+
+def table(rows: Iterable[Row]) -> Table:
+    """One line for each checkpoint."""
+    found = _table("STEP", "ATTEMPT", "AGE", "SIZE", "RANKS", "TENSORS", "")
+    for row in rows:
+        attempt = f"{row.key.attempt.epoch}.{row.key.attempt.generation}"
+        if row.manifest is None:
+            found.add_row(str(row.key.step), attempt, "", "", "", "", f"damaged: {row.why}", style="red")
+            continue
+        manifest = row.manifest
+        age = duration(max(0.0, time.time() - manifest.created))
+        tensors = str(len(manifest.tensors))
+        found.add_row(str(row.key.step), attempt, age, size_text(size(manifest)), str(manifest.world), tensors, "")
+    return found
+
+
+def row_json(row: Row) -> dict[str, Any]:
+    """The same for programs: sizes in bytes, times in seconds since 1970."""
+    found: dict[str, Any] = {"key": short(row.key), "step": row.key.step, "attempt": str(row.key.attempt)}
+    if row.manifest is None:
+        return {**found, "damaged": row.why}
+    manifest = row.manifest
+    return {
+        **found,
+        "created": manifest.created,
+        "bytes": size(manifest),
+        "world": manifest.world,
+        "nodes": manifest.nodes,
+        "model": manifest.model,
+        "tensors": len(manifest.tensors),
+    }
+
+
+def summary(manifest: Manifest) -> str:
+    """What a checkpoint is, in a few lines."""
+    created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
+    lines = {
+        "checkpoint": short(manifest.key),
+        "committed": f"{created} ({duration(max(0.0, time.time() - manifest.created))} ago)",
+        "ranks": f"{manifest.world} on {manifest.nodes} nodes",
+        "model": manifest.model,
+        "size": f"{size_text(size(manifest))} in {len(manifest.parts)} parts",
+        "checksums": manifest.checksum,
+    }
+    return "\n".join(f"{name:<11} {value}" for name, value in lines.items())
+
+
+def tensors(manifest: Manifest) -> Table:
+    """One line for each tensor."""
+    found = _table("TENSOR", "TYPE", "SHAPE", "SIZE", "SHARDS")
+    for name, tensor in sorted(manifest.tensors.items()):
+        shape = " x ".join(map(str, tensor.shape)) or "scalar"
+        found.add_row(name, tensor.dtype, shape, size_text(_bytes(tensor)), str(len(tensor.shards)))
+    return found
+
+
+def values(manifest: Manifest) -> Table:
+    """One line for each plain value, shortened."""
+    import json
+
+    found = _table("VALUE", "")
+    for name, value in sorted(manifest.values.items()):
+        text = json.dumps(value)
+        found.add_row(name, text if len(text) <= 100 else f"{text[:97]}...")
+    return found
+
+
+def _bytes(tensor: Tensor) -> int:
+    return prod(tensor.shape) * itemsize(tensor.dtype)
+
+
+def _table(*columns: str) -> Table:
+    found = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        found.add_column(column, no_wrap=True, justify="right" if column in {"SIZE", "RANKS", "TENSORS"} else "left")
+    return found

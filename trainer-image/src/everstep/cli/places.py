@@ -1,0 +1,95 @@
+"""Stores and checkpoints as they are named on a command line, and how what is wrong with them is said."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from everstep.cli.errors import CliError
+
+if TYPE_CHECKING:
+    from everstep.checkpoint.keys import Key
+    from everstep.checkpoint.store.base import Store
+
+NO = 3  # exit code: it could be found out, and the answer is no
+
+_EXTRAS = {
+    "boto3": "s3",
+    "botocore": "s3",
+    "fsspec": "checkpoint",
+    "xxhash": "checkpoint",
+    "google_crc32c": "checkpoint",
+}
+_KEY = re.compile(r"(?:(\d+)\.(\d+)-)?(\d+)", re.ASCII)
+
+
+@contextmanager
+def said() -> Iterator[None]:
+    """Errors of checkpoints and stores become those of a command, with what to do where that is known."""
+    from everstep.checkpoint.errors import CheckpointError, Damaged, Full, Missing, StoreError
+
+    try:
+        yield
+    except (Damaged, Missing) as error:
+        raise CliError(str(error), NO) from error
+    except Full as error:
+        raise CliError(
+            f"{error}\nMake room, e.g. with `everstep checkpoint prune`; what was there is as it was."
+        ) from error
+    except StoreError as error:
+        hint = "\nIt may pass: try again." if error.may_pass else ""
+        raise CliError(f"{error}{hint}") from error
+    except (CheckpointError, FileNotFoundError, NotADirectoryError) as error:
+        raise CliError(str(error)) from error
+    except ModuleNotFoundError as error:
+        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        raise CliError(f"{error.name} is not installed: pip install 'everstep[{extra}]'") from error
+    except KeyboardInterrupt:
+        raise CliError("interrupted", 130) from None
+
+
+def opened(uri: str) -> Store:
+    from everstep.checkpoint.store.base import open_store
+
+    try:
+        return open_store(uri)
+    except ValueError as error:
+        raise CliError(f"{error}: give a folder, or a URL as s3://bucket/run") from error
+
+
+def short(key: Key) -> str:
+    """As a person writes it: 2.3-500."""
+    return f"{key.attempt.epoch}.{key.attempt.generation}-{key.step}"
+
+
+def chosen(store: Store, wanted: str | None) -> Key:
+    """The checkpoint that is meant: `500`, `2.3-500`, or the newest that was committed. CliError if there is none."""
+    from everstep.checkpoint.candidates import candidates
+
+    keys = candidates(store)
+    if not keys:
+        raise CliError(f"there are no checkpoints in {store.url}", NO)
+    if wanted is None:
+        return keys[0]
+    found = next((key for key in keys if _matcher(wanted)(key)), None)
+    if found is None:
+        there = ", ".join(short(key) for key in keys[:8])
+        raise CliError(f"there is no checkpoint {wanted} in {store.url}; there are {there}", NO)
+    return found
+
+
+def _matcher(text: str) -> Callable[[Key], bool]:
+    match = _KEY.fullmatch(text)
+    if match is None:
+        raise CliError(f"{text!r} is no checkpoint: give a step (500), or an attempt and a step (2.3-500)", 2)
+    epoch, generation, step = (None if group is None else int(group) for group in match.groups())
+
+    def matches(key: Key) -> bool:
+        attempt = (key.attempt.epoch, key.attempt.generation)
+        return key.step == step and (epoch is None or attempt == (epoch, generation))
+
+    return matches
