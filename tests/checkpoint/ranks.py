@@ -45,7 +45,7 @@ def run(world: int, work: Work, *args: Any, timeout: float = 60.0, dies: Sequenc
     rendezvous = Path(os.environ.get("TMPDIR", "/tmp")) / f"everstep-ranks-{os.getpid()}-{os.urandom(4).hex()}"
     for rank in range(world):
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=_rank, args=(rank, world, str(rendezvous), theirs, work, args), daemon=True)
+        process = context.Process(target=_rank, args=(rank, world, str(rendezvous), theirs, work, args))
         process.start()
         theirs.close()
         pipes.append(ours)

@@ -141,12 +141,17 @@ class Pilot:
         decision = Decision(
             save=save,
             next=following if limit is None else min(following, limit),
-            replan=save and self._replan,
+            replan=save and self._replans,
             deadline=deadline,
         )
         if save:
             self._replan = False
         return decision
+
+    @property
+    def _replans(self) -> bool:
+        # The first save too: the plan was made before the first step, which gives most optimizers their state.
+        return self._replan or self._number == 0
 
     def _may_begin(self, step: int, due: bool) -> bool:
         if self._last is not None and step <= self._last.step:
@@ -175,7 +180,7 @@ class Pilot:
         if fits and self._pending:
             self._finish_pending(self.commit_timeout if deadline is None else deadline)
             fits = not self._pending and (deadline is None or time.monotonic() - began < deadline)
-        told = {"saves": fits, "seconds": seconds, "replan": fits and self._replan}
+        told = {"saves": fits, "seconds": seconds, "replan": fits and self._replans}
         if fits:
             self._replan = False
             self.trigger.start(step, time.monotonic())

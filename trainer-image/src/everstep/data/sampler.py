@@ -1,0 +1,130 @@
+"""Which samples each rank trains on at each step: a function of the seed and the step, and of nothing that happened."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from everstep.data.order import shuffled
+
+
+class Sampler:
+    """Batches of indices for one rank: `DataLoader(data, batch_sampler=Sampler(len(data), global_batch=64))`.
+
+    size: samples of the dataset. global_batch: samples of one step, of all ranks together; each rank gets an equal
+    share. seed: of the order, a new one for every epoch; None: no shuffling. stop: the step before which the batches
+    end; by default they never do. rank, world: by default those of this process.
+
+    All batches of all ranks in order are one sequence, which is the same at any number of ranks, without gaps at the
+    ends of epochs: no sample is repeated or left out. It begins at `step`, which a checkpoint restores, so that a
+    loader that reads ahead loses nothing. One iteration is a whole run.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        global_batch: int,
+        seed: int | None = 0,
+        stop: int | None = None,
+        rank: int | None = None,
+        world: int | None = None,
+    ) -> None:
+        own, all_ = _place()
+        self.rank = own if rank is None else rank
+        self.world = all_ if world is None else world
+        if size < 1 or global_batch < 1:
+            raise ValueError(f"a sampler needs samples and a batch, not {size} and {global_batch}")
+        if global_batch % self.world:
+            raise ValueError(
+                f"a global batch of {global_batch} cannot be shared equally by {self.world} ranks, and their mean "
+                "gradient would weigh samples differently: change one of the two"
+            )
+        self.size = size
+        self.global_batch = global_batch
+        self.seed = seed
+        self.stop = stop
+        self.step = 0
+        self._origin = (0, 0)  # at this step so many samples were trained; later ones follow from the batch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return _Batches(self, self.step)
+
+    def __len__(self) -> int:
+        """Batches from `step` to `stop`; TypeError when they never end."""
+        if self.stop is None:
+            raise TypeError("this sampler never ends: give it stop=")
+        return max(0, self.stop - self.step)
+
+    def batch(self, step: int) -> list[int]:
+        """The indices of this rank's samples of a step."""
+        share = self.global_batch // self.world
+        first = self._samples(step) + self.rank * share
+        positions = np.arange(first, first + share, dtype=np.uint64)
+        epochs, places = np.divmod(positions, np.uint64(self.size))
+        if self.seed is not None:
+            for epoch in np.unique(epochs):
+                mine = epochs == epoch
+                places[mine] = shuffled(places[mine], self.size, self.seed, int(epoch))
+        return [int(place) for place in places]
+
+    def epoch(self, step: int) -> int:
+        """The epoch of the first sample of a step."""
+        return self._samples(step) // self.size
+
+    def state_at(self, step: int) -> dict[str, Any]:
+        """The state when `step` steps are trained, however far a loader has read ahead."""
+        return {"step": step, "samples": self._samples(step), "size": self.size, "seed": self.seed}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state_at(self.step)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes on where the state was taken, with another global batch too. ValueError for another order or dataset."""
+        for what, mine in (("size", self.size), ("seed", self.seed)):
+            if state[what] != mine:
+                raise ValueError(
+                    f"the sampler's {what} is {mine}, it was {state[what]} when saved: samples would be repeated and "
+                    "left out; give it the same, or restore without the sampler to begin the data anew"
+                )
+        self.step = state["step"]
+        self._origin = (state["step"], state["samples"])
+
+    def _samples(self, step: int) -> int:
+        known, samples = self._origin
+        return samples + (step - known) * self.global_batch
+
+
+class _Batches:
+    """An iteration that knows where it is, for loaders that save it themselves (torchdata's StatefulDataLoader)."""
+
+    def __init__(self, sampler: Sampler, step: int) -> None:
+        self._sampler = sampler
+        self._step = step
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return self
+
+    def __next__(self) -> list[int]:
+        if self._sampler.stop is not None and self._step >= self._sampler.stop:
+            raise StopIteration
+        self._step += 1
+        return self._sampler.batch(self._step - 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._step = state["step"]
+
+
+def _place() -> tuple[int, int]:
+    # A process that has ranks has imported torch; one that has not need not wait for it.
+    dist = sys.modules.get("torch.distributed")
+    if dist is not None and dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return int(os.environ.get("RANK") or 0), int(os.environ.get("WORLD_SIZE") or 1)
