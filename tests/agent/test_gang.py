@@ -14,6 +14,7 @@ from everstep.agent.caller import SECONDS
 from everstep.agent.events import DaemonExited, DaemonOutput, Progress
 from everstep.agent.fencing import Lease, answers_tls, client_hello
 from everstep.agent.leader import Leader
+from everstep.agent.link import Link
 from everstep.agent.protocol import Gpu
 
 from .fakes import TOKEN, Agent, gang, introduce, local, until
@@ -44,6 +45,25 @@ async def test_all_agents_leave_when_all_ranks_are_done(tmp_path: Path) -> None:
         for agent in agents:
             ended = await asyncio.wait_for(agent.node.ended, 5)
             assert (ended.result, ended.exit_code) == ("succeeded", 0)
+
+
+async def test_an_agent_whose_leader_leaves_first_ends_as_the_job_did(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        for agent in agents:
+            agent.processes.exit()
+        ended = await agents[1].node.ended
+
+        async def left(link: Link) -> None:
+            link.close()
+            await until(lambda: not agents[1].node.linked)
+
+        monkeypatch.setattr(Link, "flushed", left)
+        await agents[1].node.finish(ended.result)
+        assert ended.result == "succeeded"
 
 
 async def test_progress_reaches_the_leader(tmp_path: Path) -> None:

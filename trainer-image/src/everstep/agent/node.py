@@ -283,11 +283,12 @@ class Node:
             while self._stopping is not None and not self._stopping.done():
                 await asyncio.wait([self._stopping])
         self._housekeeper.cancel()
-        if self._channel is not None:
-            if isinstance(self._channel, Link):
+        channel = self._channel  # the leader leaves too, and may close it while we wait
+        if channel is not None:
+            if isinstance(channel, Link):
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._channel.flushed(), 2.0)
-            self._channel.close()
+                    await asyncio.wait_for(channel.flushed(), 2.0)
+            channel.close()
 
     # ---- time
 
