@@ -18,6 +18,7 @@ from e2e.harness import JOBS, Cluster, Object, training_job, wait
 T = TypeVar("T")
 PARALLEL = 50
 TOLERATION = {"key": "kwok.x-k8s.io/node", "operator": "Exists"}
+ONLY_METADATA = "application/json;as=PartialObjectMetadata;g=meta.k8s.io;v=v1"
 LABELS = {"pod-security.kubernetes.io/enforce": "privileged"}
 _numbers = itertools.count()
 Create = Callable[[Cluster, str, int, int], None]
@@ -35,16 +36,22 @@ class PodWatch:
         self._thread.start()
 
     def _follow(self) -> None:
-        # A watch may end at any time, also because the server takes its reader for too slow: the next one begins with
-        # all that is there.
+        # A watch may end at any time, also because the server takes its reader for too slow: the next one goes on where
+        # it ended, or, when that is too long ago, begins with all that is there.
+        seen = ""
         while not self._stop.is_set():
-            # Filtered by the server: to read all that is told of a pod would cost more than the scheduler does.
+            # Filtered by the server, and without spec and status: what this costs is taken from what is measured.
             running = {"watch": "true", "fieldSelector": "status.phase=Running", "timeoutSeconds": "60"}
-            for line in self._cluster.stream(self._path, **running):
+            for line in self._cluster.stream(self._path, ONLY_METADATA, **running, resourceVersion=seen):
                 event = json.loads(line)
-                if event["type"] in ("ADDED", "MODIFIED"):
+                if event["type"] == "ERROR":
+                    seen = ""
+                    break
+                metadata = event["object"]["metadata"]
+                seen = metadata["resourceVersion"]
+                if event["type"] != "DELETED":
                     with self._reached:
-                        self.running.add(event["object"]["metadata"]["name"])
+                        self.running.add(metadata["name"])
                         self._reached.notify_all()
                 if self._stop.is_set():
                     return
@@ -129,20 +136,23 @@ def started(cluster: Cluster, create: Create, jobs: int, pods: int) -> Iterator[
 def _clear(cluster: Cluster, namespace: str) -> None:
     """Whole collections at once: a deletion for each pod would take as long as what is measured.
 
-    Jobs are suspended before their pods go and deleted after that. The garbage collector asks for each pod of a deleted
-    job by itself, 20 in a second: for a thousand it would still be at it in the next measurement.
+    Services go first: each pod that goes would have a list of a thousand addresses written again. Jobs are suspended
+    before their pods go and deleted after that. The garbage collector asks for each pod of a deleted job by itself, 20
+    in a second: for a thousand it would still be at it in the next measurement.
     """
+    core = f"/api/v1/namespaces/{namespace}"
     kinds = [path.format(namespace=namespace) for path in (JOBS, "/apis/batch/v1/namespaces/{namespace}/jobs")]
     paths = [f"{kind}/{job['metadata']['name']}" for kind in kinds for job in cluster.items(kind)]
     in_parallel(lambda path: cluster.request("PATCH", path, {"spec": {"suspend": True}}), paths)
-    pods = f"/api/v1/namespaces/{namespace}/pods"
+    services = [f"{core}/services/{service['metadata']['name']}" for service in cluster.items(f"{core}/services")]
+    in_parallel(lambda path: cluster.request("DELETE", path), services)
 
     def none() -> bool:
         with suppress(HTTPError):  # five thousand take longer than one request may: the next one goes on
-            cluster.request("DELETE", pods, {"gracePeriodSeconds": 0})
-        return not cluster.items(pods, limit="1")
+            cluster.request("DELETE", f"{core}/pods", {"gracePeriodSeconds": 0})
+        return not cluster.items(f"{core}/pods", limit="1")
 
-    wait(none, 300, f"pods of {namespace} gone", every=1)
+    wait(none, 300, f"pods of {namespace} gone", every=0.2)
     for kind in kinds:
         cluster.request("DELETE", kind, {"propagationPolicy": "Background"})
 

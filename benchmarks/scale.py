@@ -18,7 +18,7 @@ RAISED = ClientLimits(1000, 2000)
 SHAPES = {"1x1000": (1, 1000, 2.3), "100x10": (100, 10, 3.5)}  # jobs, pods of each, the operator's requests per pod
 MOST_WRITES = 4.7
 WARM_UP = 10  # pods of each of two jobs
-SECONDS = 270.0  # for one row of starts: a round takes a minute or more, most of it for taking away what was started
+SECONDS = 240.0  # for one row of starts: a round takes a minute or more, most of it for taking away what was started
 NAMES = (
     "requests-per-pod-1x1000",
     "requests-per-pod-100x10",

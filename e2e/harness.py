@@ -10,7 +10,7 @@ import json
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -76,12 +76,13 @@ class Cluster:
         )
         return answer
 
-    def stream(self, path: str, **query: str) -> Iterator[bytes]:
+    def stream(self, path: str, accept: str = "application/json", /, **query: str) -> Iterator[bytes]:
         """The lines of an answer as they come: a watch."""
         answer = self._api.call_api(
             path,
             "GET",
             query_params=list(query.items()),
+            header_params={"Accept": accept},
             auth_settings=["BearerToken"],
             _return_http_data_only=True,
             _preload_content=False,
@@ -109,7 +110,22 @@ class Cluster:
         return sorted(found, key=lambda pod: int(pod["metadata"]["labels"][f"{GROUP}/index"]))
 
     def logs(self, namespace: str, pod: str) -> str:
-        return self.kubectl("logs", "-n", namespace, pod, check=False)
+        """What the pod has written so far; what the API server says instead where there is no log."""
+        path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
+        try:
+            # One kubectl for each of a job's pods would cost more than the job.
+            answer = self._api.call_api(
+                path,
+                "GET",
+                auth_settings=["BearerToken"],
+                _return_http_data_only=True,
+                _preload_content=False,
+                _request_timeout=60,
+            )
+        except client.ApiException as error:
+            return str(error.body)
+        text: bytes = answer.data
+        return text.decode(errors="replace")
 
     def all_logs(self, namespace: str, job: str) -> str:
         return "\n".join(self.logs(namespace, pod["metadata"]["name"]) for pod in self.pods(namespace, job))
@@ -170,11 +186,15 @@ class Cluster:
             yield name
         finally:
             # Pods with a long grace period would keep the namespace, and their resources, until it ends.
-            self.kubectl("delete", "tj", "--all", "-n", name, "--wait=false", check=False)
-            self.kubectl(
-                "delete", "pods", "--all", "-n", name, "--grace-period=1", "--wait=false", check=False, timeout=120
-            )
-            self.kubectl("delete", "namespace", name, "--wait=false", check=False)
+            gone = f"/api/v1/namespaces/{name}"
+            for path, query in (
+                (JOBS.format(namespace=name), {}),
+                (f"{gone}/pods", {"gracePeriodSeconds": "1"}),
+                (gone, {}),
+            ):
+                # What cannot be deleted is left to the end of the cluster, and hides no test's own failure.
+                with suppress(client.ApiException):
+                    self.request("DELETE", path, None, **query)
 
 
 def wait(look: Callable[[], T | None], timeout: float, what: str, every: float = 0.1) -> T:

@@ -13,12 +13,12 @@ import psutil
 import typer
 from rich.console import Console
 
-from benchmarks.checkpoint import saving, training
+from benchmarks.checkpoint import restoring, saving, training
 from benchmarks.checkpoint.rows import RESULT, Interval
 from benchmarks.measure import show, write
 
 SIZES = {"100m": 100_000_000, "1g": 1_000_000_000, "4g": 4_000_000_000}
-KINDS = ("save", "train-cost")
+KINDS = ("save", "restore", "train-cost")
 # The state, two slots, the floor's buffer, and a stager's buffers of each mode of DCP with what its process holds.
 COPIES, COPIES_WITH_DCP = 4.5, 9.0
 
@@ -51,11 +51,15 @@ def main(
 
 def measured(kinds: set[str], sizes: list[str], folder: Path, console: Console) -> Iterator[Interval]:
     for name in sizes:
-        if "save" not in kinds:
+        if not kinds & {"save", "restore"}:
             break
         room = psutil.virtual_memory().available
         if room < COPIES * SIZES[name]:
             console.print(f"no rows of {name}: they need {COPIES * SIZES[name] / 1e9:.0f} GB of memory")
+            continue
+        if "restore" in kinds:
+            yield from restoring.rows(SIZES[name], name, folder)
+        if "save" not in kinds:
             continue
         with_dcp = room > COPIES_WITH_DCP * SIZES[name]
         if not with_dcp:

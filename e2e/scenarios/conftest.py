@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from e2e import deploy
-from e2e.harness import Cluster
+from e2e.harness import Cluster, Object, python, training_job
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -24,6 +24,37 @@ def cluster() -> Iterator[Cluster]:
     """The cluster with images, chart and pools; taken down afterwards only if this run brought it up."""
     with deploy.cluster() as running:
         yield running
+
+
+def gpu_job(name: str, nodes: int) -> Object:
+    resources = {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"nvidia.com/gpu": "1"}}
+    command = python("import time; time.sleep(3)")
+    return training_job(name, command, numNodes=nodes, numProcPerNode=1, resources=resources)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def early(request: pytest.FixtureRequest) -> None:
+    """What takes long by itself and disturbs nobody begins before the first scenario, if any asks for it."""
+    if any("gangs" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)):
+        request.getfixturevalue("gangs")
+
+
+@pytest.fixture(scope="session")
+def gangs(cluster: Cluster) -> Iterator[str]:
+    """The namespace of two jobs, `first` and `second`, that each want two thirds of all GPUs.
+
+    That one gives way and tries again takes the operator 90 s. No other scenario needs a GPU.
+    """
+    capacity = sum(
+        int(node["status"]["allocatable"].get("nvidia.com/gpu", 0))
+        for node in cluster.items("/api/v1/nodes")
+        if not node["spec"].get("taints")
+    )
+    size = capacity * 2 // 3
+    assert 2 * size > capacity
+    with cluster.namespace() as name:
+        cluster.apply(gpu_job("first", size), gpu_job("second", size), namespace=name)
+        yield name
 
 
 @pytest.fixture

@@ -26,30 +26,37 @@ def told(output: str) -> list[dict[str, Any]]:
     return [json.loads(line.split("TELL ", 1)[1]) for line in output.splitlines() if "TELL " in line]
 
 
+# Two sizes at a time, a small one with a large one: each test runs 36 pods, and waits once for all of them.
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("nodes", range(1, 9))
-def test_every_rank_knows_its_place(cluster: Cluster, namespace: str, nodes: int) -> None:
-    for procs in range(1, 5):
-        cluster.apply(
-            training_job(f"place-{procs}", python(TELL), numNodes=nodes, numProcPerNode=procs), namespace=namespace
-        )
-    for procs in range(1, 5):
-        name = f"place-{procs}"
-        cluster.wait_phase(namespace, name, "Succeeded", timeout=120)
-        ranks = told(cluster.all_logs(namespace, name))
-        world = nodes * procs
-        assert sorted(int(r["env"]["RANK"]) for r in ranks) == list(range(world))
-        assert {r["env"]["WORLD_SIZE"] for r in ranks} == {str(world)}
-        assert {r["env"]["LOCAL_WORLD_SIZE"] for r in ranks} == {str(procs)}
-        assert len({(r["env"]["MASTER_ADDR"], r["env"]["MASTER_PORT"]) for r in ranks}) == 1
-        leader = cluster.pods(namespace, name)[0]["status"]["podIP"]
-        assert ranks[0]["env"]["MASTER_ADDR"] == leader
-        for r in ranks:
-            env, rank = r["env"], int(r["env"]["RANK"])
-            assert (int(env["NODE_RANK"]), int(env["LOCAL_RANK"])) == divmod(rank, procs)
-            assert env["SM_CURRENT_HOST"] == env["HOSTNAME"] == f"algo-{int(env['NODE_RANK']) + 1}"
-            assert json.loads(env["SM_HOSTS"]) == sorted(f"algo-{i + 1}" for i in range(nodes))
-            assert r["secrets"] == []
+@pytest.mark.parametrize("sizes", [(1, 8), (2, 7), (3, 6), (4, 5)], ids=lambda sizes: "{} and {} nodes".format(*sizes))
+def test_every_rank_knows_its_place(cluster: Cluster, namespace: str, sizes: tuple[int, int]) -> None:
+    jobs = {f"place-{nodes}-{procs}": (nodes, procs) for nodes in sizes for procs in range(1, 5)}
+    manifests = [
+        training_job(name, python(TELL), numNodes=nodes, numProcPerNode=procs) for name, (nodes, procs) in jobs.items()
+    ]
+    cluster.apply(*manifests, namespace=namespace)
+    for name, (nodes, procs) in jobs.items():
+        done = cluster.wait_phase(namespace, name, "Succeeded", timeout=120)
+        # A second generation would tell everything twice.
+        assert done["status"]["restarts"]["total"] == 0, cluster.explain(namespace, name)
+        assert_places(cluster, namespace, name, nodes, procs)
+
+
+def assert_places(cluster: Cluster, namespace: str, name: str, nodes: int, procs: int) -> None:
+    ranks = told(cluster.all_logs(namespace, name))
+    world = nodes * procs
+    assert sorted(int(r["env"]["RANK"]) for r in ranks) == list(range(world))
+    assert {r["env"]["WORLD_SIZE"] for r in ranks} == {str(world)}
+    assert {r["env"]["LOCAL_WORLD_SIZE"] for r in ranks} == {str(procs)}
+    assert len({(r["env"]["MASTER_ADDR"], r["env"]["MASTER_PORT"]) for r in ranks}) == 1
+    leader = cluster.pods(namespace, name)[0]["status"]["podIP"]
+    assert ranks[0]["env"]["MASTER_ADDR"] == leader
+    for r in ranks:
+        env, rank = r["env"], int(r["env"]["RANK"])
+        assert (int(env["NODE_RANK"]), int(env["LOCAL_RANK"])) == divmod(rank, procs)
+        assert env["SM_CURRENT_HOST"] == env["HOSTNAME"] == f"algo-{int(env['NODE_RANK']) + 1}"
+        assert json.loads(env["SM_HOSTS"]) == sorted(f"algo-{i + 1}" for i in range(nodes))
+        assert r["secrets"] == []
 
 
 def test_contract_files_byte_by_byte(cluster: Cluster, namespace: str) -> None:

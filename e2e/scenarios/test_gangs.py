@@ -6,26 +6,11 @@ import pytest
 
 from e2e.harness import Cluster, Object, phase, python, training_job, wait
 
-WORK = "import time; time.sleep(3)"
-
-
-def gpu_job(name: str, nodes: int, **spec: object) -> Object:
-    resources = {"requests": {"cpu": "10m", "memory": "16Mi"}, "limits": {"nvidia.com/gpu": "1"}}
-    return training_job(name, python(WORK), numNodes=nodes, numProcPerNode=1, resources=resources, **spec)
-
 
 @pytest.mark.timeout(240)
-def test_two_gangs_of_eight_on_twelve_both_finish(cluster: Cluster, namespace: str) -> None:
-    capacity = sum(
-        int(node["status"]["allocatable"].get("nvidia.com/gpu", 0))
-        for node in cluster.items("/api/v1/nodes")
-        if not node["spec"].get("taints")
-    )
-    size = capacity * 2 // 3
-    assert 2 * size > capacity
-    cluster.apply(gpu_job("first", size), gpu_job("second", size), namespace=namespace)
+def test_two_gangs_of_eight_on_twelve_both_finish(cluster: Cluster, gangs: str) -> None:
     for name in ("first", "second"):
-        cluster.wait_phase(namespace, name, "Succeeded", timeout=200)
+        cluster.wait_phase(gangs, name, "Succeeded", timeout=200)
 
 
 def test_the_next_pool_after_its_wait(cluster: Cluster, namespace: str) -> None:

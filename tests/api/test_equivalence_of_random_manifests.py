@@ -22,7 +22,7 @@ pytestmark = pytest.mark.integration
 def test_one_verdict(resource: Resource, examples: int, api_server: ApiServer) -> None:
     seen: Counter[bool] = Counter()
 
-    @settings(max_examples=examples, deadline=None, suppress_health_check=list(HealthCheck))
+    @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
     @given(manifests(resource))
     def holds(data: dict[str, Any]) -> None:
         verdict = api_server.judge(data)

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.data import Sampler
@@ -45,7 +45,6 @@ def test_no_sample_is_repeated_or_left_out_at_the_end_of_an_epoch(size: int, bat
         assert sorted(seen[epoch * size : (epoch + 1) * size]) == list(range(size))
 
 
-@settings(deadline=None)
 @given(
     sizes,
     seeds,

@@ -7,7 +7,7 @@ box of a tensor of ours. Bytes are addressed as in the manifest, (part, offset),
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -24,9 +24,12 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from everstep.checkpoint.errors import CheckpointError, Damaged
 from everstep.checkpoint.format import Chunk, Manifest, Shard, Tensor, itemsize
+from everstep.checkpoint.staging import Host
 from everstep.checkpoint.state.flat import RANK, bind
 from everstep.checkpoint.state.kinds import Kind, Saved
 from everstep.checkpoint.state.plain import Value
+
+_BATCH = 1 << 28  # elements
 
 
 class Chunks:
@@ -115,17 +118,24 @@ class Loading:
 
         `part(i)` is part i of the manifest; only bytes of the needed chunks are read.
         """
-        for item in self._items:
-            source = self._sources[item.storage_index.fqn, _shard_of(item)]
-            saved = source.view(part(source.part))
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                saved = saved.narrow(dim, start, length)
-            self._planner.resolve_tensor(item).copy_(saved)
+        host = Host()
+        for items in _batches(self._items):
+            pairs = [(self._planner.resolve_tensor(item), self._box(item, part)) for item in items]
+            host.copy([target for target, _ in pairs], [saved for _, saved in pairs])
             alive()
+        host.close()
         for kind, saved in self._saved:
             kind.load(saved, self._tensors)
             alive()
         return {kind.prefix: kind.value for kind, _ in self._saved if isinstance(kind, Value)}
+
+    def _box(self, item: ReadItem, part: Callable[[int], memoryview]) -> torch.Tensor:
+        """The saved bytes of one item, as a tensor."""
+        source = self._sources[item.storage_index.fqn, _shard_of(item)]
+        saved = source.view(part(source.part))
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            saved = saved.narrow(dim, start, length)
+        return saved
 
     def exclusive(self) -> list[str]:
         """Prefixes below which every tensor of the checkpoint must be wanted by some rank."""
@@ -147,6 +157,20 @@ class Loading:
                 saved.value(name)
             except CheckpointError as error:
                 self.problems.append(str(error))
+
+
+def _batches(items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
+    """As many as are copied in a moment: between two of them this rank says that it is alive."""
+    batch: list[ReadItem] = []
+    elements = 0
+    for item in items:
+        batch.append(item)
+        elements += prod(item.lengths)
+        if elements >= _BATCH:
+            yield batch
+            batch, elements = [], 0
+    if batch:
+        yield batch
 
 
 def metadata(manifest: Manifest, names: Iterable[str]) -> Metadata:

@@ -48,7 +48,7 @@ class Host:
     def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
         moves: list[tuple[int, int, int]] = []
         for target, source in zip(targets, sources, strict=True):
-            if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+            if all(_is_plain(each) for each in (target, source)) and target.dtype == source.dtype:
                 moves.append((target.data_ptr(), source.data_ptr(), target.nbytes))
             else:
                 target.copy_(source)
@@ -67,6 +67,11 @@ class Host:
     def close(self) -> None:
         if self._pool is not None:
             self._pool.shutdown()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether its bytes lie in main memory one after the other."""
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _move(moves: Sequence[tuple[int, int, int]]) -> None:

@@ -1,0 +1,142 @@
+"""Trainings by other frameworks are killed, their newest local folder is torn, and they go on bit for bit."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from everstep.checkpoint.adapters.published import Published  # noqa: E402
+from everstep.checkpoint.candidates import candidates  # noqa: E402
+from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+STEPS, SAVED, KILLED = 12, 4, 6
+
+
+def weights(model: Any) -> dict[str, Any]:
+    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def hugging_face(rank: int, store: Path, output: Path, kill: int | None = None) -> tuple[dict[str, Any], list[int]]:
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    from everstep.checkpoint.adapters.huggingface import Checkpoints
+
+    class Killed(TrainerCallback):  # type: ignore[misc]  # transformers is not where types are checked
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            self.steps.append(state.global_step)
+            if state.global_step == kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.manual_seed(0)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (40, 8))]
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    arguments = TrainingArguments(
+        str(output), max_steps=STEPS, save_steps=SAVED, per_device_train_batch_size=4, use_cpu=True, report_to=[],
+        disable_tqdm=True, seed=1,
+    )  # fmt: skip
+    ckpt, killed = Checkpoints(store, output), Killed()
+    trainer = Trainer(model, arguments, train_dataset=data, callbacks=[ckpt, killed])
+    trainer.train(resume_from_checkpoint=ckpt.path())
+    return weights(model), killed.steps
+
+
+def lightning(rank: int, store: Path, output: Path, kill: int | None = None) -> tuple[dict[str, Any], list[int]]:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torch import nn
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from everstep.checkpoint.adapters.lightning import Checkpoints
+
+    class Module(LightningModule):  # type: ignore[misc]  # lightning is not where types are checked
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def training_step(self, batch: Any, number: int) -> Any:
+            return self.net(batch[0]).square().mean()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+
+    class Killed(Callback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.steps: list[int] = []
+
+        def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
+            self.steps.append(trainer.global_step)
+            if trainer.global_step == kill:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    torch.manual_seed(0)
+    model, killed, ckpt = Module(), Killed(), Checkpoints(store, output)
+    # An epoch is as long as the time between saves, because Lightning itself resumes an epoch only at its beginning.
+    data = DataLoader(TensorDataset(torch.rand(8 * SAVED, 4)), batch_size=8)
+    saves = ModelCheckpoint(output, every_n_epochs=1, save_top_k=-1)
+    trainer = Trainer(
+        max_steps=STEPS, plugins=[ckpt], callbacks=[saves, killed], accelerator="cpu", logger=False,
+        enable_progress_bar=False, enable_model_summary=False, default_root_dir=output,
+    )  # fmt: skip
+    trainer.fit(model, data, ckpt_path=ckpt.path())
+    return weights(model), killed.steps
+
+
+@pytest.mark.parametrize("framework", [hugging_face, lightning])
+@pytest.mark.parametrize("local", ["torn", "gone"])
+def test_a_killed_run_goes_on_bit_for_bit(framework: Any, local: str, tmp_path: Path) -> None:
+    straight, _ = ranks.run(1, framework, tmp_path / "straight", tmp_path / "out-straight")[0]
+    ranks.run(1, framework, tmp_path / "store", tmp_path / "out", KILLED, dies=[0])
+    if local == "gone":
+        shutil.rmtree(tmp_path / "out")
+    for path in (tmp_path / "out").rglob("*"):
+        if path.is_file():
+            os.truncate(path, path.stat().st_size // 2)
+    resumed, steps = ranks.run(1, framework, tmp_path / "store", tmp_path / "out")[0]
+    assert steps == list(range(SAVED + 1, STEPS + 1))
+    assert ranks.same(straight, resumed)
+
+
+def write(folder: Path, text: str) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "model").write_text(text)
+    return folder
+
+
+def test_a_bad_folder_is_passed_over_by_all_ranks(tmp_path: Path) -> None:
+    published = Published(tmp_path / "store")
+    assert published.newest(lambda key: tmp_path / "none") is None
+    for step in (1, 2):
+        published.publish(write(tmp_path / "out", str(step)), step)
+    newest, older = candidates(published.store)
+    part = tmp_path / "store" / newest.part_name(0)
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    assert ranks.run(2, newest_of, tmp_path / "store", tmp_path / "restored") == ["1", "1"]
+    (tmp_path / "store" / older.part_name(0)).unlink()
+    with pytest.raises(NoGoodCheckpoint):
+        published.newest(lambda key: tmp_path / "none")
+
+
+def newest_of(rank: int, store: Path, into: Path) -> str:
+    found = Published(store).newest(lambda key: into)
+    assert found is not None
+    return (found / "model").read_text()
+
+
+def test_a_store_that_refuses_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "store").write_text("a file where the folder should be")
+    Published(tmp_path / "store").publish(write(tmp_path / "out", "1"), 1)
+    assert "step 1 was not published" in caplog.text

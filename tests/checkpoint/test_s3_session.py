@@ -1,0 +1,102 @@
+"""Two real ranks train with their checkpoints on a real S3 server, through faults and outages."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+import everstep
+from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.session import SaveFailed
+from everstep.checkpoint.store.base import open_store
+from tests.checkpoint.faults import Chooser, Fault, FaultProxy, Request
+from tests.checkpoint.ranks import run
+from tests.checkpoint.s3_server import BUCKET, ENVIRONMENT
+
+pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
+
+
+def model(step: int) -> torch.nn.Linear:
+    made = torch.nn.Linear(200, 100)
+    torch.nn.init.constant_(made.weight, float(step))
+    torch.nn.init.constant_(made.bias, float(-step))
+    return made
+
+
+def train(rank: int, url: str, memory: Path, last: int) -> tuple[int, float, list[str]]:
+    """Goes on from the newest to step `last`, saving at each; where it began, what it found, and what failed."""
+    os.environ.update(ENVIRONMENT)
+    made, failed = model(-1), []
+    options: dict[str, Any] = {"options": {"read_timeout": 1.0}, "memory": memory, "linger": 1.0, "timeout": 60.0}
+    with everstep.checkpointer(url, every_steps=1, policy="wait", **options) as ckpt:
+        ckpt.on("failed", lambda event: failed.append(event.why))
+        start = ckpt.restore(model=made)
+        found = float(made.weight.mean())
+        for step in range(start.step + 1, last + 1):
+            torch.nn.init.constant_(made.weight, float(step))
+            torch.nn.init.constant_(made.bias, float(-step))
+            ckpt.step(step)
+    return start.step, found, failed
+
+
+def train_until_it_is_told(rank: int, url: str, memory: Path, last: int) -> tuple[int, float, list[str]] | str:
+    try:
+        return train(rank, url, memory, last)
+    except SaveFailed as error:
+        return str(error)
+
+
+def now_and_then() -> Chooser:
+    """Each fifth request is spoiled, in one way after the other."""
+    kinds = list(Fault)
+
+    def choose(number: int, _: Request) -> Fault | None:
+        return kinds[number // 5 % len(kinds)] if number % 5 == 0 else None
+
+    return choose
+
+
+def through(proxy: FaultProxy, url: str) -> str:
+    return f"s3://{BUCKET}{urlsplit(url).path}?endpoint={proxy.endpoint}"
+
+
+def test_a_run_survives_a_store_that_fails_now_and_then(s3_url: str, proxy: FaultProxy, tmp_path: Path) -> None:
+    proxy.begin(now_and_then())
+    url = through(proxy, s3_url)
+    first = run(2, train, url, tmp_path / "first", 4, timeout=120)
+    assert [(start, failed) for start, _, failed in first] == [(0, []), (0, [])]
+    store = open_store(s3_url)
+    for key in candidates(store):
+        verify(store, key)
+    assert candidates(store)[0].step == 4
+    # On other machines: nothing is left in memory there.
+    second = run(2, train, url, tmp_path / "second", 5, timeout=120)
+    assert [(start, found) for start, found, _ in second] == [(4, 4.0), (4, 4.0)]
+    assert len(proxy.requests) > 50
+
+
+def test_a_store_that_is_gone_ends_no_training_and_leaves_the_last_good_one(
+    s3_url: str, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    url = through(proxy, s3_url)
+    run(2, train, url, tmp_path / "first", 2, timeout=120)
+    manifests = 0
+
+    def gone_after_the_first_commit(_: int, request: Request) -> Fault | None:
+        nonlocal manifests
+        manifests += request.method == "PUT" and "/manifests/" in request.path
+        return Fault.RESET if manifests > 2 else None
+
+    proxy.begin(gone_after_the_first_commit)
+    ends = run(2, train_until_it_is_told, url, tmp_path / "second", 5, timeout=240)
+    assert all(isinstance(end, str) for end in ends), ends
+    proxy.begin()
+    third = run(2, train, url, tmp_path / "third", 6, timeout=120)
+    assert [(start, found) for start, found, _ in third] == [(3, 3.0), (3, 3.0)]

@@ -1,0 +1,65 @@
+"""Lightning: a CheckpointIO plugin that publishes what the Trainer saves, and resumes from what is good.
+
+    ckpt = Checkpoints("s3://bucket/run", "out")
+    trainer = Trainer(plugins=[ckpt], callbacks=[ModelCheckpoint("out", every_n_train_steps=500)], ...)
+    trainer.fit(model, ckpt_path=ckpt.path())
+
+For strategies that save one file by rank 0 (a single device, DDP).
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+
+from everstep.checkpoint.adapters.published import Published
+from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.errors import Missing
+
+_FILE = "lightning.ckpt"
+
+
+class Checkpoints(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not where types are checked
+    """`folder` is where this node writes and restores; `keep_last` checkpoints stay in the store."""
+
+    def __init__(self, store: str | os.PathLike[str], folder: str | os.PathLike[str], *, keep_last: int = 3) -> None:
+        super().__init__()
+        self._published = Published(store, keep_last=keep_last)
+        self._folder = Path(folder)
+
+    def path(self) -> str | None:
+        """For `ckpt_path`: stands for the newest checkpoint that is good; None when none was ever published.
+
+        Which one it is all ranks agree on when Lightning loads it: it may not have started them yet.
+        """
+        return str(self._token) if candidates(self._published.store) else None
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Writes the file as Lightning does, then publishes it; training waits."""
+        super().save_checkpoint(checkpoint, path, storage_options)
+        outgoing = self._folder / ".everstep-outgoing"
+        shutil.rmtree(outgoing, ignore_errors=True)
+        outgoing.mkdir(parents=True)
+        try:
+            # The same file under a name of ours: nothing is copied, and nobody writes into it while it is read.
+            (outgoing / _FILE).hardlink_to(path)
+            self._published.publish(outgoing, int(checkpoint["global_step"]))
+        finally:
+            shutil.rmtree(outgoing, ignore_errors=True)
+
+    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
+        """The checkpoint that path() stands for, on all ranks alike; any other path is a file. NoGoodCheckpoint."""
+        if Path(path) != self._token:
+            return dict(super().load_checkpoint(path, map_location, weights_only))
+        fetched = self._published.newest(lambda key: self._token.parent)
+        if fetched is None:
+            raise Missing(f"{self._published.store.url}/manifests")
+        return dict(super().load_checkpoint(fetched / _FILE, map_location, weights_only))
+
+    @property
+    def _token(self) -> Path:
+        return self._folder / ".everstep-restored" / _FILE

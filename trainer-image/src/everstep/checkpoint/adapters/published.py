@@ -1,0 +1,98 @@
+"""Folders that a framework writes, in a store: published whole, and back on every node as all ranks agree."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch.distributed as dist
+
+from everstep.checkpoint import attempts, fence, folder, retention, topology
+from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
+from everstep.checkpoint.folder import NoFolder
+from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.restore import NoGoodCheckpoint
+from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.together import together
+
+_log = logging.getLogger("everstep.checkpoint")
+
+
+class Published:
+    """A store of folders, for a run of any number of ranks; `keep_last` as in everstep.checkpointer."""
+
+    def __init__(self, store: str | os.PathLike[str], *, keep_last: int = 3) -> None:
+        self.store: Store = open_store(store)
+        self._keep_last = keep_last
+        self._attempt: Attempt | None = None
+
+    def publish(self, path: Path, step: int) -> None:
+        """By one rank: commits the folder as this step's checkpoint; training waits. One that is there already stays.
+
+        What a store refuses is logged and ends no training: the next save is another try.
+        """
+        try:
+            if self._attempt is None:
+                self._attempt = fence.given() or attempts.claim(self.store)
+            attempt = self._attempt
+            manifest = folder.save(self.store, Key(attempt, step), path, fenced=lambda: fence.fenced(attempt))
+            verify(self.store, manifest.key)
+            retention.prune(self.store, [manifest.key], keep_last=self._keep_last)
+        except Conflict as error:
+            _log.debug("step %s is not published again: %s", step, error)
+        except CheckpointError as error:
+            _log.warning("step %s was not published: %s", step, error)
+
+    def newest(self, into: Callable[[Key], Path]) -> Path | None:
+        """By all ranks: the newest folder that is good for all of them, on every node at `into(its key)`.
+
+        None when none was ever published; NoGoodCheckpoint when some were and none is good.
+        """
+        group = None
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            group = dist.new_group(backend="gloo")
+        place = topology.find(group)
+        bad: dict[str, str] = {}
+        while True:
+            key = _told(lambda: _next(self.store, bad), place.rank, group)
+            if key is None:
+                if bad:
+                    raise NoGoodCheckpoint(bad)
+                return None
+            why = _failures(partial(self._fetch, key, into(key)) if place.local == 0 else lambda: None, group)
+            if not why:
+                return into(key)
+            _log.warning("checkpoint %s is passed over: %s", key, why)
+            bad[str(key)] = why
+
+    def _fetch(self, key: Key, into: Path) -> str | None:
+        try:
+            folder.restore(self.store, into, key=key, replace=True)
+        except (Damaged, Missing, NoFolder) as error:
+            return str(error)
+        return None
+
+
+def _next(store: Store, bad: dict[str, str]) -> Key | None:
+    return next((key for key in candidates(store) if str(key) not in bad), None)
+
+
+def _told(find: Callable[[], Key | None], rank: int, group: dist.ProcessGroup | None) -> Key | None:
+    """What rank 0 found, on all ranks."""
+    told = [together(lambda: find() if rank == 0 else None, group)]
+    if group is not None:
+        dist.broadcast_object_list(told, src=0, group=group)
+    return told[0]
+
+
+def _failures(work: Callable[[], str | None], group: dist.ProcessGroup | None) -> str:
+    """Why it was bad, in the words of the first rank for which it was; "" when it was good for all."""
+    said: list[str | None] = [together(work, group)]
+    if group is not None:
+        mine, said = said[0], [None] * dist.get_world_size()
+        dist.all_gather_object(said, mine, group=group)
+    return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")
