@@ -8,7 +8,7 @@ import pytest
 
 from everstep.agent import config
 
-from .bench import JOB
+from .bench import JOB, configuration
 
 ENVIRON = {"EVERSTEP_INDEX": "1", "EVERSTEP_EPOCH": "3", "EVERSTEP_POD_IP": "10.0.0.1"}
 
@@ -41,3 +41,15 @@ def test_names_the_field(field: str, value: Any, message: str) -> None:
 def test_a_thousand_agents_send_at_most_200_heartbeats_a_second() -> None:
     assert config.parse({**JOB, "numNodes": 1200}, ENVIRON).heartbeat == 6.0
     assert config.parse(JOB, ENVIRON).heartbeat == 1.0
+
+
+@pytest.mark.parametrize(
+    ("fields", "address"),
+    [
+        ({"leader": "10.0.0.9:8470"}, "10.0.0.9:8470"),
+        ({}, "algo-1.train:8470"),
+        ({"service": ""}, ""),
+    ],
+)
+def test_knows_where_its_leader_may_be_found(fields: dict[str, Any], address: str) -> None:
+    assert configuration(2, 1, 1, 1, **{"service": "train", "port": 8470, **fields}).leader_address == address

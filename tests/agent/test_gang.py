@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import ssl
+import threading
 from pathlib import Path
 
 import pytest
@@ -123,6 +124,43 @@ async def test_a_replacement_joins_by_its_own_word_and_stops_announcing(tmp_path
         await asyncio.wait_for(word, 2 * SECONDS)
         assert leader.state()["ledger"][0]["cause"] == "PodLost"
         await successor.vanish()
+
+
+async def test_a_gang_forms_by_its_own_words_before_anybody_introduces_it(tmp_path: Path) -> None:
+    agents = [Agent(tmp_path, local(3, index, pod_uid=f"pod-{index}")) for index in range(3)]
+    for agent in agents:
+        await agent.listen()
+    by_name = f"localhost:{agents[0].address.rpartition(':')[2]}"
+    words = [asyncio.ensure_future(announce(by_name, TOKEN, agent.node)) for agent in agents[1:]]
+    introduce(agents[0], agents[:1])
+    leader = leader_of(agents)
+    await until(lambda: leader.phase == "running")
+    for word in words:
+        word.cancel()
+    for agent in agents:
+        await agent.vanish()
+
+
+def test_an_agent_waits_for_no_name_server_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered = threading.Event(), threading.Event()
+
+    def never(*args: object, **kwargs: object) -> list[object]:
+        asked.set()
+        answered.wait(60)
+        raise OSError("no answer")
+
+    async def life() -> None:
+        agent = Agent(tmp_path, local(2, 1))
+        word = asyncio.ensure_future(announce("algo-1.nowhere:8470", TOKEN, agent.node))
+        await until(asked.is_set)
+        word.cancel()
+
+    monkeypatch.setattr("socket.getaddrinfo", never)
+    ended = threading.Thread(target=asyncio.run, args=(life(),), daemon=True)
+    ended.start()
+    ended.join(10)
+    assert not ended.is_alive()
+    answered.set()
 
 
 async def test_a_leader_of_another_epoch_wants_no_announcement(tmp_path: Path) -> None:

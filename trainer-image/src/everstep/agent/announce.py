@@ -1,36 +1,76 @@
-"""A replacement's first word: where it is, said to the leader that ran before it.
+"""A new agent's first word: where it is, said to the leader.
 
-The leader dials, and learns addresses from the operator, which has them from the kubelets, a second late. This second
-is all there is to win: without any answer here the table comes anyway, so nothing that goes wrong is an error.
+The leader dials, and learns addresses from the operator, which has them from the kubelets, a second late: at the start
+of a job all of them, of which the slowest counts. A leader that ran before is known by its address, another by its
+name, which needs the report of one kubelet. This second is all there is to win: without any answer here the table comes
+anyway, so nothing that goes wrong is an error.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import ipaddress
 import random
+import socket
+import threading
 
 from .caller import SECONDS, Refused, post
 from .node import Node
 from .report import say
 
 PATIENCE = 30.0  # seconds; long before, the operator knows the address
-PAUSES = (0.1, 2.0)
+SHORTEST, LONGEST = 0.05, 2.0  # seconds between two tries
+RATE = 200  # tries in a second, of all agents together, at the start: each may be ten questions to the name server
+LATER = 0.1  # of the time that has gone by: nobody who waits adds more than a tenth to it
 
 
 async def announce(leader: str, token: bytes, node: Node) -> None:
-    """POST /v1/announce to `leader` ("ip:port") until it has dialled, has refused, or PATIENCE is over."""
+    """POST /v1/announce to `leader` ("host:port") until it has dialled, has refused, or PATIENCE is over."""
     config, clock = node.config, asyncio.get_running_loop().time
     word = {"epoch": config.epoch, "index": config.index, "uid": config.pod_uid, "address": node.address}
-    pause, most = PAUSES
-    end = clock() + PATIENCE
-    while not node.linked and clock() < end:
+    began = clock()
+    while not node.linked and clock() < began + PATIENCE:
         try:
-            answer = await post(leader, token, "/v1/announce", word)
+            address = await asyncio.wait_for(_found(leader), began + PATIENCE - clock())
+            answer = await post(address, token, "/v1/announce", word)
         except (OSError, ValueError, asyncio.TimeoutError, Refused):
-            wait, pause = pause, min(2 * pause, most)
+            wait = min(LONGEST, max(SHORTEST, config.num_nodes / RATE) + LATER * (clock() - began))
         else:
             if answer.status != 200:  # another epoch: the leader of ours has the table, or will have it
                 say(f"the leader at {leader} wants no announcement: {answer.field('error')}")
                 return
             wait = SECONDS  # so long a dial may take; to say it again would begin it again
         await asyncio.sleep(wait * random.uniform(0.75, 1.25))  # noqa: S311 - spreads load, hides nothing
+
+
+async def _found(leader: str) -> str:
+    """ "host:port" with an address for the host. OSError where there is none."""
+    host, _, port = leader.rpartition(":")
+    with contextlib.suppress(ValueError):
+        ipaddress.ip_address(host.strip("[]"))
+        return leader
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[str] = loop.create_future()
+
+    def tell(address: str, error: OSError | None) -> None:
+        if answer.done():
+            return
+        if error is None:
+            answer.set_result(address)
+        else:
+            answer.set_exception(error)
+
+    def look_up() -> None:
+        address, error = "", None
+        try:
+            found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+            address = f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
+        except OSError as failure:
+            error = failure
+        with contextlib.suppress(RuntimeError):  # the agent has ended
+            loop.call_soon_threadsafe(tell, address, error)
+
+    # Not one of the loop's own threads, for which it waits when it ends: a name server that is away takes a minute.
+    threading.Thread(target=look_up, name="look-up", daemon=True).start()
+    return await answer

@@ -53,6 +53,11 @@ class Config:
         return self.index == 0
 
     @property
+    def leader_address(self) -> str:
+        """Where the leader is, as far as can be known at the start; empty where there is no DNS either."""
+        return self.leader or (f"algo-1.{self.service}:{self.port}" if self.service else "")
+
+    @property
     def mpi(self) -> bool:
         return self.distribution in ("mpi", "horovod")
 

@@ -137,10 +137,10 @@ class _Agent:
         say(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
         if leading is not None:
             leading.start(processes)
-        elif config.leader:
+        elif config.leader_address:
             from .announce import announce
 
-            self._keep(announce(config.leader, self._token, node))
+            self._keep(announce(config.leader_address, self._token, node))
         if processes.has_gpus:
             from .health import watch
 
