@@ -1,0 +1,7 @@
+"""What is refused, and why."""
+
+from __future__ import annotations
+
+
+class PipelineError(ValueError):
+    """Something cannot be right, or cannot be at all; the message says what, where, and what to do instead."""

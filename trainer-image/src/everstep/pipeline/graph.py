@@ -1,0 +1,306 @@
+"""What the planning parts know of a model and of the machines: pure data, to and from JSON.
+
+Times are seconds per micro-batch on a device of speed 1, sizes are bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from math import inf
+from typing import Any, TypeVar
+
+from everstep.pipeline.errors import PipelineError
+
+VERSION = 1
+T = TypeVar("T")
+_WORD = re.compile(r"[^\s,#]+")  # a name stands in the text of a schedule
+
+
+@dataclass(frozen=True)
+class Node:
+    """One unit that is never cut. `inputs`: names of the nodes whose values it uses; () if it reads graph inputs only.
+
+    Seconds per micro-batch: `forward`; `input_grad` and `weight_grad`, which together are its backward.
+    Bytes: `activation`, kept for backward per micro-batch; `parameters`, each tensor once and without those in `ties`;
+    `output`, its value per micro-batch. Nodes with the same word in `colocate` are one stage. `ties` names the shared
+    parameters that it uses. `gradient`: whether its value has a gradient (a mask or a position has none).
+    """
+
+    name: str
+    inputs: tuple[str, ...] = ()
+    forward: float = 0.0
+    input_grad: float = 0.0
+    weight_grad: float = 0.0
+    activation: int = 0
+    parameters: int = 0
+    output: int = 0
+    colocate: str = ""
+    ties: tuple[str, ...] = ()
+    gradient: bool = True
+
+    @property
+    def backward(self) -> float:
+        return self.input_grad + self.weight_grad
+
+
+@dataclass(frozen=True)
+class Graph:
+    """`nodes` in a topological order; `shared`: the bytes of each parameter that several nodes use, by name.
+
+    PipelineError if a name comes twice, is no single word or is used before its node, if a shared parameter has no
+    size, if a number is negative.
+    """
+
+    nodes: tuple[Node, ...]
+    shared: tuple[tuple[str, int], ...] = ()
+
+    def __post_init__(self) -> None:
+        known: set[str] = set()
+        shared = dict(self.shared)
+        for node in self.nodes:
+            if not _WORD.fullmatch(node.name):
+                raise PipelineError(f"node {node.name!r}: a name is one word without white space, commas and #")
+            if node.name in known:
+                raise PipelineError(f"node {node.name!r} is there twice")
+            for name in node.inputs:
+                if name not in known:
+                    raise PipelineError(f"node {node.name!r} uses {name!r}, which is no node before it")
+            for name in node.ties:
+                if name not in shared:
+                    raise PipelineError(
+                        f"node {node.name!r} uses the shared parameter {name!r}: give its bytes in shared"
+                    )
+            _no_negatives(f"node {node.name!r}", node)
+            known.add(node.name)
+
+    @cached_property
+    def by_name(self) -> Mapping[str, Node]:
+        return {node.name: node for node in self.nodes}
+
+    def to_json(self) -> str:
+        return _dump("graph", self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Graph:
+        """PipelineError if the text is no graph of a known version."""
+        return _load("graph", cls, text)
+
+
+@dataclass(frozen=True)
+class Device:
+    """`speed` is relative: a time divided by it is that on this device. `memory` in bytes, None for no limit."""
+
+    speed: float = 1.0
+    memory: int | None = None
+
+
+@dataclass(frozen=True)
+class Link:
+    """From one rank to another: bytes per second, and seconds until the first byte is there."""
+
+    bandwidth: float = inf
+    latency: float = 0.0
+
+    def seconds(self, size: int) -> float:
+        return self.latency + size / self.bandwidth
+
+
+Links = Sequence[Sequence[Link]]  # links[i][j]: from rank i to rank j; links[i][i] is not used
+
+
+def uniform(ranks: int, link: Link) -> tuple[tuple[Link, ...], ...]:
+    """The same link between all ranks."""
+    return ((link,) * ranks,) * ranks
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured: a graph, and what it runs on. `samples` of each micro-batch; `spread`: of each node's times,
+    the half width of the middle half over the median; `links` as in `Links`."""
+
+    graph: Graph
+    devices: tuple[Device, ...] = ()
+    links: tuple[tuple[Link, ...], ...] = ()
+    samples: int = 1
+    spread: Mapping[str, float] = field(default_factory=dict)
+    device: str = ""
+
+    def to_json(self) -> str:
+        return _dump("profile", self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Profile:
+        """PipelineError if the text is no profile of a known version."""
+        return _load("profile", cls, text)
+
+
+@dataclass(frozen=True)
+class Edge:
+    """A value that leaves its stage: `size` bytes per micro-batch, to `targets` (ascending, all above `source`)."""
+
+    value: str
+    source: int
+    targets: tuple[int, ...]
+    size: int = 0
+    gradient: bool = True
+
+
+@dataclass(frozen=True)
+class Stage:
+    """The sums over its nodes; a parameter that several of them share counts once."""
+
+    forward: float = 1.0
+    input_grad: float = 1.0
+    weight_grad: float = 1.0
+    activation: int = 1
+    parameters: int = 0
+
+    @property
+    def backward(self) -> float:
+        return self.input_grad + self.weight_grad
+
+    @property
+    def work(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """Stages and what flows between them. `ties`: a shared parameter and the stages that own it, ascending.
+
+    PipelineError if an edge does not flow upwards, a value comes twice, a stage is not there, a number is negative.
+    """
+
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...] = ()
+    ties: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        for index, stage in enumerate(self.stages):
+            _no_negatives(f"stage {index}", stage)
+        values: set[str] = set()
+        for edge in self.edges:
+            where = f"value {edge.value!r} of stage {edge.source}"
+            if edge.value in values or not _WORD.fullmatch(edge.value):
+                raise PipelineError(f"{where}: its name must be one word, and of one edge")
+            values.add(edge.value)
+            if not edge.targets or list(edge.targets) != sorted(set(edge.targets)):
+                raise PipelineError(f"{where}: its targets must be ascending, at least one")
+            if not 0 <= edge.source < edge.targets[0] or edge.targets[-1] >= len(self.stages):
+                raise PipelineError(f"{where} goes to {edge.targets}: values flow to higher stages that are there")
+            _no_negatives(where, edge)
+        for name, owners in self.ties:
+            if (
+                len(owners) < 2
+                or list(owners) != sorted(set(owners))
+                or not 0 <= owners[0] <= owners[-1] < len(self.stages)
+            ):
+                raise PipelineError(f"shared parameter {name!r}: owners {owners} are not two or more stages, ascending")
+
+    def to_json(self) -> str:
+        return _dump("stages", self)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> StageGraph:
+        """PipelineError if the text is no stage graph of a known version."""
+        return _load("stages", cls, text)
+
+
+def chain(stages: Sequence[Stage], size: int = 0) -> StageGraph:
+    """Each stage gives one value, of `size` bytes, to the next."""
+    edges = tuple(Edge(f"v{index}", index, (index + 1,), size) for index in range(len(stages) - 1))
+    return StageGraph(tuple(stages), edges)
+
+
+def stage_graph(graph: Graph, stage_of: Mapping[str, int]) -> StageGraph:
+    """What `graph` is once each node is in its stage, 0 to the highest that `stage_of` names.
+
+    PipelineError if a node has no stage, a stage has no node, a value would flow downwards, colocated nodes are apart.
+    """
+    stages, words = len(set(stage_of.values())), dict[str, tuple[str, int]]()
+    totals = [
+        dict.fromkeys(("forward", "input_grad", "weight_grad", "activation", "parameters"), 0.0) for _ in range(stages)
+    ]
+    owners: dict[str, set[int]] = {}
+    users: dict[str, set[int]] = {}
+    for node in graph.nodes:
+        if node.name not in stage_of:
+            raise PipelineError(f"node {node.name!r} is in no stage")
+        stage = stage_of[node.name]
+        if not 0 <= stage < stages:
+            raise PipelineError(
+                f"node {node.name!r} is in stage {stage}, but there are {stages}: number them from 0 without gaps"
+            )
+        for name in node.inputs:
+            if stage_of[name] > stage:
+                raise PipelineError(
+                    f"{name!r} of stage {stage_of[name]} would flow down to {node.name!r} of stage {stage}"
+                )
+            if stage_of[name] < stage:
+                users.setdefault(name, set()).add(stage)
+        if node.colocate:
+            other, at = words.setdefault(node.colocate, (node.name, stage))
+            if at != stage:
+                raise PipelineError(
+                    f"{other!r} (stage {at}) and {node.name!r} (stage {stage}) must be one stage: {node.colocate}"
+                )
+        for name in node.ties:
+            owners.setdefault(name, set()).add(stage)
+        for key in totals[stage]:
+            totals[stage][key] += getattr(node, key)
+    for name, size in graph.shared:
+        for stage in owners.get(name, ()):
+            totals[stage]["parameters"] += size
+    return StageGraph(
+        stages=tuple(
+            Stage(
+                total["forward"],
+                total["input_grad"],
+                total["weight_grad"],
+                int(total["activation"]),
+                int(total["parameters"]),
+            )
+            for total in totals
+        ),
+        edges=tuple(
+            Edge(node.name, stage_of[node.name], tuple(sorted(users[node.name])), node.output, node.gradient)
+            for node in graph.nodes
+            if node.name in users
+        ),
+        ties=tuple((name, tuple(sorted(stages_))) for name, stages_ in sorted(owners.items()) if len(stages_) > 1),
+    )
+
+
+def _no_negatives(where: str, item: Any) -> None:
+    for key, number in vars(item).items():
+        if isinstance(number, int | float) and not (isinstance(number, bool) or 0 <= number < inf):
+            raise PipelineError(f"{where}: {key} is {number}")
+
+
+def _dump(kind: str, item: Any) -> str:
+    def plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        return {key: "inf" if value == inf else value for key, value in pairs}  # JSON has no word for infinity
+
+    return json.dumps({"everstep": kind, "version": VERSION, **asdict(item, dict_factory=plain)})
+
+
+def _load(kind: str, cls: type[T], text: str | bytes) -> T:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        data = json.loads(text)
+    except ValueError as error:
+        raise PipelineError(f"not JSON: {error}") from error
+    if not isinstance(data, dict) or data.pop("everstep", None) != kind:
+        raise PipelineError(f"not a {kind} of everstep")
+    if (version := data.pop("version", None)) != VERSION:
+        raise PipelineError(f"a {kind} of version {version}, but only {VERSION} is known here: make it again")
+    try:
+        return TypeAdapter(cls).validate_python(data)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise PipelineError(f"{kind}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
