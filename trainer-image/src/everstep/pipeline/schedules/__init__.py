@@ -2,3 +2,27 @@
 
 Here belongs what can be said of a pipeline without running it. No torch; what runs a schedule is the engine.
 """
+
+from everstep.pipeline.schedules.actions import Action, Kind, Schedule, dump, parse
+from everstep.pipeline.schedules.checks import Invalid
+from everstep.pipeline.schedules.generators import ALIASES, NAMES, make
+from everstep.pipeline.schedules.lowering import lower
+from everstep.pipeline.schedules.simulation import Event, Result, memory, peaks, simulate
+
+__all__ = [
+    "ALIASES",
+    "NAMES",
+    "Action",
+    "Event",
+    "Invalid",
+    "Kind",
+    "Result",
+    "Schedule",
+    "dump",
+    "lower",
+    "make",
+    "memory",
+    "parse",
+    "peaks",
+    "simulate",
+]

@@ -1,7 +1,8 @@
 """Actions, schedules, and their text: one line per rank.
 
 A token is `<stage><kind><micro-batch>`: `2F0`, `2B0`, `2I0`, `2W0`. Stage 2 sends the value `h.3` to stage 5 as
-`2S0>5:h.3` and gets its gradient as `2R0<5^h.3`; `2D` reduces the gradients of stage 2, `2T` sums those of its ties.
+`2S0>5:h.3` and gets its gradient as `2R0<5^h.3`; `2D` reduces the gradients of stage 2, `2T:wte` sums those of
+the shared parameter `wte` over its owners.
 Tokens are separated by white space or commas, `-` is a rank without actions, `#` begins a comment. Files of
 computations only, as torch.distributed.pipelining writes them, are of this form.
 """
@@ -35,7 +36,8 @@ MESSAGES = frozenset({Kind.SEND, Kind.RECEIVE})
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Of SEND and RECEIVE: `peer` is the other stage, `value` the name of what travels, or its gradient."""
+    """Of SEND and RECEIVE: `peer` is the other stage, `value` the name of what travels, or its gradient. Of TIE:
+    `value` is the shared parameter, `stage` the lowest that owns it on this rank."""
 
     kind: Kind
     stage: int
@@ -48,7 +50,8 @@ class Action:
         if self.kind in MESSAGES:
             arrow, mark = ">" if self.kind is Kind.SEND else "<", "^" if self.gradient else ":"
             return f"{self.stage}{self.kind}{self.microbatch}{arrow}{self.peer}{mark}{self.value}"
-        return f"{self.stage}{self.kind}{self.microbatch if self.microbatch >= 0 else ''}"
+        microbatch = self.microbatch if self.microbatch >= 0 else ""
+        return f"{self.stage}{self.kind}{microbatch}{':' if self.value else ''}{self.value}"
 
 
 @dataclass(frozen=True)
@@ -64,12 +67,19 @@ class Schedule:
     def stages(self) -> int:
         return len(self.placement)
 
+    @property
+    def lowered(self) -> bool:
+        """Whether it says what is sent, reduced and tied, not only what is computed."""
+        return any(action.kind not in COMPUTE for actions in self.ranks for action in actions)
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return tuple(stage for stage, at in enumerate(self.placement) if at == rank)
 
 
 _TOKEN = re.compile(
-    r"(?P<stage>\d+)(?P<kind>[FBIWSRDT])(?P<mb>\d*)(?:(?P<arrow>[<>])(?P<peer>\d+)(?P<mark>[:^])(?P<value>\S+))?"
+    r"(?P<stage>\d+)(?:(?P<kind>[FBIW])(?P<mb>\d+)"
+    r"|(?P<message>[SR])(?P<of>\d+)(?P<arrow>[<>])(?P<peer>\d+)(?P<mark>[:^])(?P<value>\S+)"
+    r"|(?P<reduce>D)|(?P<tie>T):(?P<name>\S+))"
 )
 
 
@@ -107,20 +117,14 @@ def _line(number: int, line: str) -> tuple[Action, ...]:
 
 def _action(number: int, token: str) -> Action:
     found = _TOKEN.fullmatch(token)
-    kind = Kind(found["kind"]) if found else None
-    if found is None or kind is None:
+    if found is None or (found["message"] and (found["message"] == "S") != (found["arrow"] == ">")):
         raise PipelineError(
-            f"line {number}: {token!r} is no action; one is 2F0, 2B0, 2I0, 2W0, 2S0>5:name, 2R0<5^name, 2D or 2T"
+            f"line {number}: {token!r} is no action: one is 2F0, 2B0, 2I0, 2W0, 2S0>5:name, 2R0<5^name, 2D or 2T:name"
         )
-    if (kind in MESSAGES) != bool(found["arrow"]) or (kind in (Kind.REDUCE, Kind.TIE)) == bool(found["mb"]):
-        raise PipelineError(f"line {number}: {token!r}: what it lacks or has too much of does not fit {kind.name}")
-    if found["arrow"] and (found["arrow"] == ">") != (kind is Kind.SEND):
-        raise PipelineError(f"line {number}: {token!r}: a send has >, a receive <")
-    return Action(
-        kind,
-        int(found["stage"]),
-        int(found["mb"] or -1),
-        int(found["peer"] or -1),
-        found["value"] or "",
-        found["mark"] == "^",
-    )
+    stage = int(found["stage"])
+    if found["message"]:
+        kind, microbatch, peer = Kind(found["message"]), int(found["of"]), int(found["peer"])
+        return Action(kind, stage, microbatch, peer, found["value"], found["mark"] == "^")
+    if found["kind"]:
+        return Action(Kind(found["kind"]), stage, int(found["mb"]))
+    return Action(Kind.REDUCE, stage) if found["reduce"] else Action(Kind.TIE, stage, value=found["name"])

@@ -1,0 +1,77 @@
+"""What can be wrong with the computations of a schedule, seen from each rank's list alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from everstep.pipeline.schedules.actions import COMPUTE, Action, Kind, Schedule
+from everstep.pipeline.schedules.flow import GRADIENTS, Done, Flow
+
+
+@dataclass(frozen=True)
+class Invalid:
+    """Why a schedule must not run: where, as far as it is at one place; `cycle`: who waits for whom, of a deadlock."""
+
+    reason: str
+    rank: int = -1
+    position: int = -1
+    cycle: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        where = f"rank {self.rank}, action {self.position}: " if self.rank >= 0 else ""
+        return where + "; ".join((self.reason, *self.cycle))
+
+
+def check_computations(schedule: Schedule, flow: Flow) -> Invalid | None:
+    """Every stage does every micro-batch once, forward before backward before weight gradient, and nothing on a rank
+    comes before what it needs of the same rank."""
+    ranks = len(schedule.ranks)
+    if any(not 0 <= rank < ranks for rank in schedule.placement):
+        return Invalid(f"the placement {schedule.placement} names ranks that are not there: there are {ranks}")
+    for rank, actions in enumerate(schedule.ranks):
+        wrong = _check_rank(schedule, flow, rank, actions)
+        if wrong is not None:
+            return wrong
+    return None
+
+
+def _check_rank(schedule: Schedule, flow: Flow, rank: int, actions: Iterable[Action]) -> Invalid | None:
+    seen: set[Action] = set()
+    done: set[Done] = set()
+    for position, action in enumerate(actions):
+        if not 0 <= action.stage < schedule.stages or schedule.placement[action.stage] != rank:
+            return Invalid(f"{action}: stage {action.stage} is not on this rank", rank, position)
+        if action.kind not in COMPUTE:
+            continue
+        if not 0 <= action.microbatch < schedule.microbatches:
+            return Invalid(f"{action}: there are {schedule.microbatches} micro-batches", rank, position)
+        if (why := _repeats(action, seen)) is not None:
+            return Invalid(f"{action}: {why}", rank, position)
+        for need in flow.needs(action):
+            if isinstance(need, Done) and need not in done:
+                what = "backward" if need.gradient else "forward"
+                reason = f"{action}: comes before the {what} of stage {need.stage}, which is on the same rank"
+                return Invalid(reason, rank, position)
+        seen.add(action)
+        if action.kind is not Kind.WEIGHT_GRAD:
+            done.add(Done(action.stage, action.microbatch, action.kind in GRADIENTS))
+    for stage in schedule.stages_of(rank):
+        for microbatch in range(schedule.microbatches):
+            for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.WEIGHT_GRAD):
+                whole = Action(Kind.BACKWARD, stage, microbatch)
+                if Action(kind, stage, microbatch) not in seen and (kind is Kind.FORWARD or whole not in seen):
+                    if kind is Kind.BACKWARD and Action(Kind.INPUT_GRAD, stage, microbatch) in seen:
+                        continue
+                    return Invalid(f"{Action(kind, stage, microbatch)} is missing", rank)
+    return None
+
+
+def _repeats(action: Action, seen: set[Action]) -> str | None:
+    if action in seen:
+        return "is there twice"
+    if action.kind in GRADIENTS:
+        other = Kind.INPUT_GRAD if action.kind is Kind.BACKWARD else Kind.BACKWARD
+        if Action(other, action.stage, action.microbatch) in seen:
+            return f"there is a backward already: {Action(other, action.stage, action.microbatch)}"
+    return None

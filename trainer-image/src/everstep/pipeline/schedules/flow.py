@@ -1,0 +1,135 @@
+"""What each computation needs and gives, once it is known which stage is on which rank.
+
+A value that stages of another rank use goes there once; its gradient comes back from there once, when the last of
+them has given its share. What stays on a rank is not sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.graph import Edge, StageGraph
+from everstep.pipeline.schedules.actions import Action, Kind
+
+GRADIENTS = frozenset({Kind.BACKWARD, Kind.INPUT_GRAD})  # what gives the gradients of a stage's inputs
+LAST = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD})  # what a stage does last with a micro-batch
+
+
+class Done(NamedTuple):
+    """A computation of this rank: the forward of `stage`, or what gives the gradients of its inputs."""
+
+    stage: int
+    microbatch: int
+    gradient: bool
+
+
+class Message(NamedTuple):
+    """A value, or its gradient, on its way from rank `source` to rank `target`."""
+
+    value: str
+    microbatch: int
+    gradient: bool
+    source: int
+    target: int
+
+    def __str__(self) -> str:
+        what = "gradient of " if self.gradient else ""
+        return f"{what}{self.value!r} of micro-batch {self.microbatch} from rank {self.source} to rank {self.target}"
+
+
+@dataclass(frozen=True)
+class Flow:
+    """PipelineError if the placement is not of as many stages as the graph."""
+
+    graph: StageGraph
+    placement: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.placement) != len(self.graph.stages):
+            raise PipelineError(
+                f"the schedule is for {len(self.placement)} stages, the model has {len(self.graph.stages)}"
+            )
+
+    @cached_property
+    def by_value(self) -> dict[str, Edge]:
+        return {edge.value: edge for edge in self.graph.edges}
+
+    @cached_property
+    def inputs(self) -> tuple[tuple[Edge, ...], ...]:
+        """The edges that each stage uses."""
+        return tuple(
+            tuple(edge for edge in self.graph.edges if stage in edge.targets) for stage in range(len(self.placement))
+        )
+
+    @cached_property
+    def outputs(self) -> tuple[tuple[Edge, ...], ...]:
+        """The edges that each stage gives."""
+        return tuple(
+            tuple(edge for edge in self.graph.edges if stage == edge.source) for stage in range(len(self.placement))
+        )
+
+    @cached_property
+    def users(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        """Of each value: the stages that use it, by their rank."""
+        found: dict[str, dict[int, tuple[int, ...]]] = {}
+        for edge in self.graph.edges:
+            ranks = found.setdefault(edge.value, {})
+            for stage in edge.targets:
+                ranks[self.placement[stage]] = (*ranks.get(self.placement[stage], ()), stage)
+        return found
+
+    def message(self, action: Action) -> Message:
+        """What a SEND or a RECEIVE is about."""
+        here, there = self.placement[action.stage], self.placement[action.peer]
+        source, target = (here, there) if action.kind is Kind.SEND else (there, here)
+        return Message(action.value, action.microbatch, action.gradient, source, target)
+
+    @cached_property
+    def _forward(self) -> list[list[tuple[str, int, int]]]:
+        return [[(e.value, e.source, self.placement[e.source]) for e in inputs] for inputs in self.inputs]
+
+    def needs(self, action: Action) -> list[Done | Message]:
+        """What must be there before a computation starts."""
+        stage, microbatch = action.stage, action.microbatch
+        rank = self.placement[stage]
+        if action.kind is Kind.FORWARD:
+            return [
+                Done(source, microbatch, False) if at == rank else Message(value, microbatch, False, at, rank)
+                for value, source, at in self._forward[stage]
+            ]
+        if action.kind is Kind.WEIGHT_GRAD:
+            return [Done(stage, microbatch, True)]
+        needed: list[Done | Message] = [Done(stage, microbatch, False)]
+        for edge in self.outputs[stage]:
+            if edge.gradient:
+                for at, users in self.users[edge.value].items():
+                    if at == rank:
+                        needed += [Done(user, microbatch, True) for user in users]
+                    else:
+                        needed.append(Message(edge.value, microbatch, True, at, rank))
+        return needed
+
+    def gives(self, action: Action, done: Container[Done | Message]) -> list[Message]:
+        """What may be sent once a computation is done; `done`: what this rank has computed, with this."""
+        stage, microbatch = action.stage, action.microbatch
+        rank = self.placement[stage]
+        if action.kind is Kind.FORWARD:
+            return [
+                Message(edge.value, microbatch, False, rank, at)
+                for edge in self.outputs[stage]
+                for at in self.users[edge.value]
+                if at != rank
+            ]
+        if action.kind is Kind.WEIGHT_GRAD:
+            return []
+        return [
+            Message(edge.value, microbatch, True, rank, self.placement[edge.source])
+            for edge in self.inputs[stage]
+            if edge.gradient
+            and self.placement[edge.source] != rank
+            and all(Done(user, microbatch, True) in done for user in self.users[edge.value][rank])
+        ]
