@@ -1,32 +1,23 @@
-"""The command as a user runs it: a process of its own."""
+"""The command in an empty folder."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 
-Everstep = Callable[..., subprocess.CompletedProcess[str]]
+from tests.cli.command import Done, as_process, in_process
+
+Everstep = Callable[..., Done]
 
 
 @pytest.fixture
 def everstep(tmp_path: Path) -> Everstep:
-    """Runs `everstep …` in an empty folder."""
+    return partial(in_process, tmp_path)
 
-    def call(*arguments: str, stdin: str = "", timeout: float = 60) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [sys.executable, "-m", "everstep.cli", *arguments],
-            input=stdin,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=timeout,
-            cwd=tmp_path,
-            env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1"},
-        )
 
-    return call
+@pytest.fixture
+def everstep_process(tmp_path: Path) -> Everstep:
+    return partial(as_process, tmp_path)

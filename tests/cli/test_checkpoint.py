@@ -17,8 +17,9 @@ from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.store.base import Store, open_store
 from tests.checkpoint.builders import Training, key
+from tests.cli.command import Done
 
-Everstep = Callable[..., subprocess.CompletedProcess[str]]
+Everstep = Callable[..., Done]
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from kubernetes import client, config
 from e2e.cluster.controlplane import ControlPlane
 from e2e.cluster.waiting import until
 from everstep.cli.cluster import GROUP, INDEX_LABEL, JOB_LABEL, VERSION
+from tests.cli.command import Done
 
 ROOT = Path(__file__).parents[2]
-Everstep = Callable[..., subprocess.CompletedProcess[str]]
+Everstep = Callable[..., Done]
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -70,9 +70,9 @@ def kubeconfig() -> Iterator[Path]:
 
 
 @pytest.fixture
-def on_cluster(everstep: Everstep, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> Everstep:
+def on_cluster(everstep_process: Everstep, kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> Everstep:
     monkeypatch.setenv("KUBECONFIG", str(kubeconfig))
-    return everstep
+    return everstep_process
 
 
 def test_status_tells_phase_and_failure(on_cluster: Everstep) -> None:

@@ -9,13 +9,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, Protocol
 
 import pytest
 import yaml
 
-Everstep = Callable[..., subprocess.CompletedProcess[str]]
+from tests.cli.command import Done, in_process
+
+Everstep = Callable[..., Done]
 
 TELL = """
 import json, os, sys
@@ -46,92 +50,110 @@ time.sleep(600)
 STUBBORN = WAITS.replace("sys.exit(0)", "None")
 
 
+def write(folder: Path, source: str, **spec: Any) -> str:
+    """The manifest of a job of two nodes with two ranks each that runs this script, which lies beside it."""
+    (folder / "train.py").write_text(source)
+    job = {
+        "apiVersion": "everstep.dev/v1alpha1",
+        "kind": "TrainingJob",
+        "metadata": {"name": "local"},
+        "spec": {
+            "image": "none",
+            "command": ["python", "/opt/code/train.py"],
+            "numNodes": 2,
+            "numProcPerNode": 2,
+            "restart": {"application": 1, "maxBackoff": "0s"},
+            **spec,
+        },
+    }
+    file = folder / "job.yaml"
+    file.write_text(yaml.safe_dump(job))
+    return str(file)
+
+
 @pytest.fixture
-def manifest(tmp_path: Path) -> Callable[..., Path]:
-    """A job of two nodes with two ranks each that runs this script, which lies beside the manifest."""
+def manifest(tmp_path: Path) -> Callable[..., str]:
+    return partial(write, tmp_path)
 
-    def write(source: str, **spec: Any) -> Path:
-        (tmp_path / "train.py").write_text(source)
-        job = {
-            "apiVersion": "everstep.dev/v1alpha1",
-            "kind": "TrainingJob",
-            "metadata": {"name": "local"},
-            "spec": {
-                "image": "none",
-                "command": ["python", "/opt/code/train.py"],
-                "numNodes": 2,
-                "numProcPerNode": 2,
-                "restart": {"application": 1, "maxBackoff": "0s"},
-                **spec,
-            },
-        }
-        file = tmp_path / "job.yaml"
-        file.write_text(yaml.safe_dump(job))
-        return file
 
-    return write
+@dataclass(frozen=True)
+class Ran:
+    folder: Path
+    done: Done
+
+    @property
+    def ranks(self) -> list[dict[str, str]]:
+        """What each rank has told, by rank."""
+        return sorted(told(self.done.stdout), key=lambda rank: int(rank["RANK"]))
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """A job whose four ranks tell what they are, to its end."""
+    folder = tmp_path_factory.mktemp("run")
+    file = write(folder, TELL, hyperparameters={"lr": "0.1"}, env=[{"name": "MINE", "value": "yes"}])
+    done = in_process(folder, "run", "-f", file, "--base", "base")
+    assert done.returncode == 0, done.stderr
+    return Ran(folder, done)
 
 
 def told(output: str) -> list[dict[str, str]]:
     return [json.loads(line.split("TELL ", 1)[1]) for line in output.splitlines() if "TELL " in line]
 
 
-def test_every_rank_runs_with_its_place_in_the_world(everstep: Everstep, manifest: Callable[..., Path]) -> None:
-    env = [{"name": "MINE", "value": "yes"}]
-    done = everstep("run", "-f", str(manifest(TELL, hyperparameters={"lr": "0.1"}, env=env)), "--base", "base")
-    assert done.returncode == 0, done.stderr
-    ranks = sorted(told(done.stdout), key=lambda rank: int(rank["RANK"]))
-    assert [rank["RANK"] for rank in ranks] == ["0", "1", "2", "3"]
-    assert [rank["NODE_RANK"] for rank in ranks] == ["0", "0", "1", "1"]
-    assert {rank["WORLD_SIZE"] for rank in ranks} == {"4"}
-    assert {rank["MINE"] for rank in ranks} == {"yes"}
-    assert {rank["SM_HP_LR"] for rank in ranks} == {"0.1"}
-    assert all(Path(rank["SM_MODEL_DIR"]).is_dir() for rank in ranks)
+def test_every_rank_runs_with_its_place_in_the_world(ran: Ran) -> None:
+    assert [rank["RANK"] for rank in ran.ranks] == ["0", "1", "2", "3"]
+    assert [rank["LOCAL_RANK"] for rank in ran.ranks] == ["0", "1", "0", "1"]
+    assert [rank["NODE_RANK"] for rank in ran.ranks] == ["0", "0", "1", "1"]
+    assert {rank["WORLD_SIZE"] for rank in ran.ranks} == {"4"}
+    assert {rank["MINE"] for rank in ran.ranks} == {"yes"}
+    assert {rank["SM_HP_LR"] for rank in ran.ranks} == {"0.1"}
+    assert all(Path(rank["SM_MODEL_DIR"]).is_dir() for rank in ran.ranks)
 
 
-def test_lines_carry_their_rank(everstep: Everstep, manifest: Callable[..., Path]) -> None:
-    done = everstep("run", "-f", str(manifest(TELL)))
-    tags = re.findall(r"^\[rank (\d)\] TELL", done.stdout, re.MULTILINE)
+def test_lines_carry_their_rank(ran: Ran) -> None:
+    tags = re.findall(r"^\[rank (\d)\] TELL", ran.done.stdout, re.MULTILINE)
     assert sorted(tags) == ["0", "1", "2", "3"]
 
 
-def test_a_path_of_the_image_is_found_beside_the_manifest_and_said(
-    everstep: Everstep, manifest: Callable[..., Path], tmp_path: Path
-) -> None:
-    done = everstep("run", "-f", str(manifest(TELL)))
-    assert f"/opt/code/train.py -> {tmp_path}/train.py" in done.stderr
+def test_a_path_of_the_image_is_found_beside_the_manifest_and_said(ran: Ran) -> None:
+    assert f"/opt/code/train.py -> {ran.folder}/train.py" in ran.done.stderr
 
 
-def test_a_failed_rank_restarts_all_and_the_job_succeeds(everstep: Everstep, manifest: Callable[..., Path]) -> None:
-    done = everstep("run", "-f", str(manifest(FAILS_ONCE)))
+def test_the_token_is_its_owner_s_alone(ran: Ran) -> None:
+    assert (ran.folder / "base" / "token").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_failed_rank_restarts_all_and_the_job_succeeds(everstep: Everstep, manifest: Callable[..., str]) -> None:
+    done = everstep("run", "-f", manifest(FAILS_ONCE))
     assert done.returncode == 0, done.stdout + done.stderr
     assert "generation 1.1 ended: Application, rank 3, exit code 7" in done.stderr
     assert "(0 of 1 restarts left)" in done.stderr
     assert "1 restart" in done.stderr.splitlines()[-2]
 
 
-def test_the_exit_code_is_the_first_failed_rank_s(everstep: Everstep, manifest: Callable[..., Path]) -> None:
-    done = everstep("run", "-f", str(manifest("raise SystemExit(9)", restart={"application": 0})))
+def test_the_exit_code_is_the_first_failed_rank_s(everstep: Everstep, manifest: Callable[..., str]) -> None:
+    done = everstep("run", "-f", manifest("raise SystemExit(9)", numNodes=1, restart={"application": 0}))
     assert done.returncode == 9
 
 
-def test_nodes_and_ranks_can_be_fewer_than_in_the_manifest(everstep: Everstep, manifest: Callable[..., Path]) -> None:
-    done = everstep("run", "-f", str(manifest(TELL)), "--nodes", "1", "--procs", "1")
+def test_nodes_and_ranks_can_be_fewer_than_in_the_manifest(everstep: Everstep, manifest: Callable[..., str]) -> None:
+    done = everstep("run", "-f", manifest(TELL), "--nodes", "1", "--procs", "1")
     assert done.returncode == 0, done.stderr
     assert [rank["WORLD_SIZE"] for rank in told(done.stdout)] == ["1"]
 
 
-def test_progress_reaches_the_summary(everstep: Everstep, manifest: Callable[..., Path]) -> None:
-    done = everstep("run", "-f", str(manifest(STEPS)))
+def test_progress_reaches_the_summary(everstep: Everstep, manifest: Callable[..., str]) -> None:
+    done = everstep("run", "-f", manifest(STEPS), "--nodes", "1", "--procs", "1")
     found = re.search(r"step (\d+)$", done.stderr.splitlines()[-2])
     assert found, done.stderr
     assert 0 < int(found[1]) <= 20
 
 
 def test_a_program_that_is_not_here_is_refused_before_anything_starts(
-    everstep: Everstep, manifest: Callable[..., Path]
+    everstep: Everstep, manifest: Callable[..., str]
 ) -> None:
-    done = everstep("run", "-f", str(manifest("", command=["/opt/only-in-the-image"])))
+    done = everstep("run", "-f", manifest("", command=["/opt/only-in-the-image"]))
     assert done.returncode == 1
     assert done.stderr.startswith("everstep: /opt/only-in-the-image is not on this machine")
     assert "--map" in done.stderr
@@ -144,26 +166,23 @@ def test_a_job_that_is_its_image_s_entrypoint_is_refused(everstep: Everstep, tmp
     assert "spec.command" in done.stderr
 
 
-def test_the_token_is_its_owner_s_alone(everstep: Everstep, manifest: Callable[..., Path], tmp_path: Path) -> None:
-    everstep("run", "-f", str(manifest("")), "--base", "base", "--nodes", "1", "--procs", "1")
-    assert (tmp_path / "base" / "token").stat().st_mode & 0o777 == 0o600
+class Started(Protocol):
+    def __call__(self, source: str, nodes: int = 2) -> subprocess.Popen[str]: ...
 
 
 @pytest.fixture
-def started(manifest: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
-    """Starts `everstep run` of a script and waits until its four ranks have printed UP."""
+def started(manifest: Callable[..., str], tmp_path: Path) -> Iterator[Started]:
+    """Starts `everstep run` of a script as a process of its own and waits until all ranks have printed UP."""
     processes: list[subprocess.Popen[str]] = []
 
-    def start(source: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "everstep.cli", "run", "-f", str(manifest(source)), "--base", "base"]
+    def start(source: str, nodes: int = 2) -> subprocess.Popen[str]:
+        file = manifest(source, numNodes=nodes)
+        command = [sys.executable, "-m", "everstep.cli", "run", "-f", file, "--base", "base"]
         process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         processes.append(process)
-        assert process.stdout is not None
         up = 0
-        while up < 4:
-            line = process.stdout.readline()
-            assert line, process.communicate()[1]
-            up += "UP" in line
+        while up < 2 * nodes:
+            up += "UP" in next_line(process.stdout)
         return process
 
     yield start
@@ -172,9 +191,14 @@ def started(manifest: Callable[..., Path], tmp_path: Path) -> Iterator[Callable[
         process.communicate()
 
 
-def test_ctrl_c_stops_the_ranks_with_their_grace_and_leaves_nothing(
-    started: Callable[[str], subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def next_line(stream: IO[str] | None) -> str:
+    assert stream is not None
+    line = stream.readline()
+    assert line, "everstep has ended"
+    return line
+
+
+def test_ctrl_c_stops_the_ranks_with_their_grace_and_leaves_nothing(started: Started, tmp_path: Path) -> None:
     process = started(WAITS)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=40)
@@ -183,13 +207,10 @@ def test_ctrl_c_stops_the_ranks_with_their_grace_and_leaves_nothing(
     assert until_gone(tmp_path) == []
 
 
-def test_a_second_ctrl_c_does_not_wait_for_the_grace(
-    started: Callable[[str], subprocess.Popen[str]], tmp_path: Path
-) -> None:
-    process = started(STUBBORN)
+def test_a_second_ctrl_c_does_not_wait_for_the_grace(started: Started, tmp_path: Path) -> None:
+    process = started(STUBBORN, nodes=1)
     process.send_signal(signal.SIGINT)
-    assert process.stderr is not None
-    while "once more kills" not in process.stderr.readline():
+    while "once more kills" not in next_line(process.stderr):
         pass
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=30)
@@ -197,9 +218,7 @@ def test_a_second_ctrl_c_does_not_wait_for_the_grace(
     assert until_gone(tmp_path) == []
 
 
-def test_nothing_trains_on_when_the_command_itself_is_killed(
-    started: Callable[[str], subprocess.Popen[str]], tmp_path: Path
-) -> None:
+def test_nothing_trains_on_when_the_command_itself_is_killed(started: Started, tmp_path: Path) -> None:
     started(WAITS).kill()
     assert until_gone(tmp_path) == []
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.cli.command import Done
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
-Everstep = Callable[..., subprocess.CompletedProcess[str]]
+Everstep = Callable[..., Done]
 
 HEAD = "apiVersion: everstep.dev/v1alpha1\nkind: TrainingJob\nmetadata: {name: x}\n"
 
