@@ -5,24 +5,32 @@ Here belongs what can be said of a pipeline without running it. No torch; what r
 
 from everstep.pipeline.schedules.actions import Action, Kind, Schedule, dump, parse
 from everstep.pipeline.schedules.checks import Invalid
+from everstep.pipeline.schedules.deadlock import Buffered, Rendezvous
 from everstep.pipeline.schedules.generators import ALIASES, NAMES, make
 from everstep.pipeline.schedules.lowering import lower
 from everstep.pipeline.schedules.simulation import Event, Result, memory, peaks, simulate
+from everstep.pipeline.schedules.validation import Limits, held, in_flight, validate
 
 __all__ = [
     "ALIASES",
     "NAMES",
     "Action",
+    "Buffered",
     "Event",
     "Invalid",
     "Kind",
+    "Limits",
+    "Rendezvous",
     "Result",
     "Schedule",
     "dump",
+    "held",
+    "in_flight",
     "lower",
     "make",
     "memory",
     "parse",
     "peaks",
     "simulate",
+    "validate",
 ]

@@ -82,6 +82,11 @@ class Flow:
                 ranks[self.placement[stage]] = (*ranks.get(self.placement[stage], ()), stage)
         return found
 
+    @property
+    def crosses(self) -> bool:
+        """Whether any value changes its rank."""
+        return any(self.users[edge.value].keys() != {self.placement[edge.source]} for edge in self.graph.edges)
+
     def message(self, action: Action) -> Message:
         """What a SEND or a RECEIVE is about."""
         here, there = self.placement[action.stage], self.placement[action.peer]

@@ -85,7 +85,7 @@ class _Run:
             raise PipelineError(f"{len(devices)} devices for {ranks} ranks")
         if links is not None and (len(links) != ranks or any(len(row) != ranks for row in links)):
             raise PipelineError(f"links must be {ranks} rows of {ranks}")
-        if blocking and not schedule.lowered and ranks > 1:
+        if blocking and not schedule.lowered and flow.crosses:
             raise PipelineError("messages that block have a place in the order: lower the schedule first")
         self.schedule, self.flow, self.links, self.blocking = schedule, flow, links, blocking
         self.explicit = schedule.lowered
