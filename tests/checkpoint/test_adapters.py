@@ -57,21 +57,22 @@ def lightning(rank: int, store: Path, output: Path, kill: int | None = None) -> 
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import ModelCheckpoint
     from torch import nn
-    from torch.utils.data import DataLoader, TensorDataset
+    from torch.utils.data import TensorDataset
+    from torchdata.stateful_dataloader import StatefulDataLoader
 
-    from everstep.checkpoint.adapters.lightning import Checkpoints
+    from everstep.checkpoint.adapters.lightning import Checkpoints, Generators
 
     class Module(LightningModule):  # type: ignore[misc]  # lightning is not where types are checked
         def __init__(self) -> None:
             super().__init__()
-            self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+            self.net = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5), nn.Linear(8, 1))
 
         def training_step(self, batch: Any, number: int) -> Any:
             return self.net(batch[0]).square().mean()
 
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.Adam(self.parameters(), lr=0.01)
-            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]
+            return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)]  # at the end of each epoch
 
     class Killed(Callback):  # type: ignore[misc]
         def __init__(self) -> None:
@@ -84,11 +85,11 @@ def lightning(rank: int, store: Path, output: Path, kill: int | None = None) -> 
 
     torch.manual_seed(0)
     model, killed, ckpt = Module(), Killed(), Checkpoints(store, output)
-    # An epoch is as long as the time between saves, because Lightning itself resumes an epoch only at its beginning.
-    data = DataLoader(TensorDataset(torch.rand(8 * SAVED, 4)), batch_size=8)
-    saves = ModelCheckpoint(output, every_n_epochs=1, save_top_k=-1)
+    # The save is in the middle of the first epoch, the kill in the second.
+    data = StatefulDataLoader(TensorDataset(torch.rand(40, 4)), batch_size=8, shuffle=True)
+    saves = ModelCheckpoint(output, every_n_train_steps=SAVED, save_top_k=-1)
     trainer = Trainer(
-        max_steps=STEPS, plugins=[ckpt], callbacks=[saves, killed], accelerator="cpu", logger=False,
+        max_steps=STEPS, plugins=[ckpt], callbacks=[saves, Generators(), killed], accelerator="cpu", logger=False,
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=output,
     )  # fmt: skip
     trainer.fit(model, data, ckpt_path=ckpt.path())

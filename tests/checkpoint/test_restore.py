@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from everstep.checkpoint.errors import CheckpointError, StoreError  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError, RankLost, StoreError  # noqa: E402
 from everstep.checkpoint.format import CHUNK, HEADER  # noqa: E402
 from everstep.checkpoint.keys import Key  # noqa: E402
 from everstep.checkpoint.leases import leases  # noqa: E402
@@ -26,7 +26,6 @@ from everstep.checkpoint.slots import Claim, Slots  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank, StateMismatch  # noqa: E402
 from everstep.checkpoint.store.base import Entry  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
-from everstep.checkpoint.vote import RankLost  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch

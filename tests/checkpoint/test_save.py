@@ -41,7 +41,7 @@ def trained(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optim
 def plan_of(objects: dict[str, object], rank: int, world: int) -> tuple[Plan, dict[str, torch.Tensor]]:
     tensors = flatten(objects, rank=rank).tensors
     group = dist.group.WORLD if world > 1 else None
-    return planning.make(lambda: tensors, rank, world, group), tensors
+    return planning.make(lambda: tensors, rank, group), tensors
 
 
 def written(plan: Plan) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
@@ -98,7 +98,7 @@ def disagreeing(rank: int, world: int) -> str:
         tensors["b"] = torch.ones(2).to_sparse()
     group = dist.group.WORLD
     with pytest.raises(CheckpointError) as caught:
-        planning.make(lambda: flatten(tensors, rank=rank).tensors, rank, world, group)
+        planning.make(lambda: flatten(tensors, rank=rank).tensors, rank, group)
     return str(caught.value)
 
 

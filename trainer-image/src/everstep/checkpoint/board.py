@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from everstep.checkpoint.collectives import tell
 from everstep.checkpoint.errors import CheckpointError
 
 
@@ -66,13 +67,12 @@ class Shared:
     def open(cls, group: dist.ProcessGroup, timeout: float) -> Shared:
         """Collective over `group` (gloo): all ranks of the run. `timeout` in seconds, to connect."""
         limit = datetime.timedelta(seconds=timeout)
-        told: list[Any] = [None]
+        told: tuple[str, int, str] = ("", 0, "")
         if dist.get_rank() == 0:
             host = os.environ.get("MASTER_ADDR") or "localhost"
             store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-            told = [(host, store.port, secrets.token_hex(16))]
-        dist.broadcast_object_list(told, src=0, group=group)
-        host, port, secret = told[0]
+            told = (host, store.port, secrets.token_hex(16))
+        host, port, secret = tell(told, group)
         if dist.get_rank() != 0:
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
         return cls(store, secret)

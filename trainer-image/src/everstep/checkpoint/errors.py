@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class CheckpointError(Exception):
@@ -59,3 +59,12 @@ class Full(StoreError):
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(why, where, may_pass=True)
+
+
+class RankLost(CheckpointError):
+    """These ranks have died, or given no sign of life for too long; none is named where it is not known which."""
+
+    def __init__(self, ranks: Iterable[int], why: str) -> None:
+        self.ranks = tuple(ranks)
+        named = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
+        super().__init__(f"{f'rank {named}' if named else 'a rank'} {why}; all ranks have to be started again")

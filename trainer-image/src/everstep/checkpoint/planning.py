@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
+from everstep.checkpoint.collectives import gather, tell
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import HEADER, aligned, itemsize
 from everstep.checkpoint.slots import Box
@@ -52,10 +53,9 @@ def signature(tensors: Mapping[str, torch.Tensor]) -> Signature:
     }
 
 
-def make(
-    state: Callable[[], Mapping[str, torch.Tensor]], rank: int, world: int, group: dist.ProcessGroup | None
-) -> Plan:
-    """Collective over `group` (gloo; None for one process). CheckpointError, on all ranks alike, if any cannot plan."""
+def make(state: Callable[[], Mapping[str, torch.Tensor]], rank: int, group: dist.ProcessGroup | None) -> Plan:
+    """Collective over `group` (gloo; None for one process). CheckpointError, on all ranks alike, if any cannot plan;
+    RankLost."""
     tensors: Mapping[str, torch.Tensor] = {}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     mine: SavePlan | str
@@ -67,21 +67,17 @@ def make(
             itemsize(_dtype(tensor))
     except Exception as error:  # the others wait for this rank: it tells them instead
         mine = f"rank {rank} cannot save its state: {error}"
-    plans = _gather(mine, world, group)
-    told: list[Any] = [None]
-    if rank == 0:
-        told = [_global(planner, plans)]
-    if group is not None:
-        dist.broadcast_object_list(told, src=0, group=group)
-    if isinstance(told[0], str):
-        raise CheckpointError(told[0])
-    shares: list[list[WriteItem]] = told[0][0]
+    plans = gather(mine, group)
+    told = tell(_global(planner, plans) if rank == 0 else "", group)
+    if isinstance(told, str):
+        raise CheckpointError(told)
+    shares, model = told
     boxes = _boxes(shares[rank], tensors)
     return Plan(
         items=tuple(_index(item) for item in shares[rank]),
         boxes=boxes,
         sizes=tuple(_size(share) for share in shares),
-        model=told[0][1],
+        model=model,
         signature=signature(tensors),
     )
 
@@ -142,11 +138,3 @@ def _count(item: WriteItem) -> int:
 
 def _dtype(tensor: torch.Tensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
-
-
-def _gather(mine: SavePlan | str, world: int, group: dist.ProcessGroup | None) -> list[SavePlan | str]:
-    if group is None:
-        return [mine]
-    plans: list[SavePlan | str] = [""] * world
-    dist.all_gather_object(plans, mine, group=group)
-    return plans

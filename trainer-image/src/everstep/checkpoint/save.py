@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import control, planning, staging
 from everstep.checkpoint.control import Config, Link, WriterLost
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.planning import Plan
 from everstep.checkpoint.slots import Record, Slot, Slots
@@ -24,6 +25,7 @@ from everstep.checkpoint.topology import Topology
 
 ALLOCATION_TIMEOUT = 600.0  # seconds; memory that was never touched comes at some hundred MB each second
 _AGAIN = 10.0  # seconds between two tries to find a lost writer
+_SEEN = 1.0  # seconds that a writer may take to see that a rank is gone
 
 
 class Replan(CheckpointError):
@@ -191,7 +193,10 @@ class Saver:
             return found[0].tensors
 
         # A rank whose state fails tells the others in the planning itself: they are waiting for it there.
-        plan = planning.make(tensors, topology.rank, topology.world, self._group)
+        try:
+            plan = planning.make(tensors, topology.rank, self._group)
+        except RankLost as error:
+            raise RankLost(self._absent(), "left while ranks planned this save together") from error
         self.close()
         self._plan = plan
         self._node.call("reserve", ALLOCATION_TIMEOUT, sizes=[plan.sizes[rank] for rank in topology.ranks])
@@ -199,3 +204,15 @@ class Saver:
         self._staging = staging.choose(list(found[0].tensors.values()))
         self._snapshots = Snapshots(self._slots, plan, topology, self._how.checksum, self._staging)
         return found[0]
+
+    def _absent(self) -> list[int]:
+        """The ranks of this node that their writer sees no more; none when it was one of another node."""
+        ranks = self._topology.ranks
+        until = time.monotonic() + _SEEN
+        with contextlib.suppress(CheckpointError):  # who has left is only a better message
+            while time.monotonic() < until:
+                here = self._node.call("ranks")
+                if len(here) < len(ranks):
+                    return [rank for local, rank in enumerate(ranks) if local not in here]
+                time.sleep(0.01)
+        return []

@@ -16,6 +16,7 @@ from everstep.checkpoint import attempts, checksum, fence, slots, topology
 from everstep.checkpoint.agreement import Agreement
 from everstep.checkpoint.auto import Trigger, learned
 from everstep.checkpoint.board import Alone, Board, Shared
+from everstep.checkpoint.collectives import tell
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Callback, Event, Events, Metrics
@@ -89,7 +90,7 @@ class Checkpointer:
         self.store: Store = open_store(store, **self._options)
 
         token = together(lambda: self._first(lambda: self._claim(attempt, time_between_failures)), self._group)
-        self.attempt = Attempt.parse(self._tell(token))
+        self.attempt = Attempt.parse(tell(token, self._group) or "")
         directory = Path(memory) if memory is not None else None
         config = Config(
             url=self.store.url,
@@ -240,12 +241,6 @@ class Checkpointer:
 
     def _first(self, make: Any) -> Any:
         return make() if self._topology.rank == 0 else None
-
-    def _tell(self, token: str | None) -> str:
-        told = [token]
-        if self._group is not None:
-            dist.broadcast_object_list(told, src=0, group=self._group)
-        return str(told[0])
 
     def _join(self, directory: Path | None, config: Config, linger: float) -> Node:
         where = directory or slots.default_directory(config.url, config.node)

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from everstep.checkpoint.collectives import gather
 from everstep.checkpoint.errors import CheckpointError
 
 T = TypeVar("T")
@@ -26,8 +27,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = work()
     except Exception as error:
         failure = error
-    failures: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, None if failure is None else f"rank {dist.get_rank()}: {failure}", group=group)
+    failures = gather(None if failure is None else f"rank {dist.get_rank()}: {failure}", group)
     if failure is not None:
         raise failure
     if any(failures):

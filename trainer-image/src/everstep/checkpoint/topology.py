@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from everstep.checkpoint.collectives import gather
 from everstep.checkpoint.errors import CheckpointError
 
 
@@ -34,8 +35,7 @@ def find(group: dist.ProcessGroup | None) -> Topology:
         return Topology(0, 1, 0, 1, (0,))
     rank, world = dist.get_rank(), dist.get_world_size()
     name = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK") or socket.gethostname()
-    names: list[str] = [""] * world
-    dist.all_gather_object(names, name, group=group)
+    names = gather(name, group)
     order = list(dict.fromkeys(names))
     ranks = tuple(other for other in range(world) if names[other] == name)
     return Topology(rank, world, order.index(name), len(order), ranks)

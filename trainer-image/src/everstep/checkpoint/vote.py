@@ -10,25 +10,16 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from everstep.checkpoint.board import AgreementLost, Board
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, RankLost
 
 PATIENCE = 180.0  # seconds without a sign of life; longer than any single call of a store, with its retries
 
 _BEAT = 1.0  # seconds
 _SETTLE = 10.0  # seconds
-
-
-class RankLost(CheckpointError):
-    """These ranks have died, or given no sign of life for too long."""
-
-    def __init__(self, ranks: Iterable[int], why: str) -> None:
-        self.ranks = tuple(ranks)
-        named = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
-        super().__init__(f"rank {named} {why}; all ranks have to be started again")
 
 
 class Vote:

@@ -23,7 +23,7 @@ from typing import Any
 
 from everstep.checkpoint import control
 from everstep.checkpoint.control import Config
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keeping import Keeper, Save
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.slots import Claim, Slot, Slots, State
@@ -107,6 +107,8 @@ class Writer:
                 return self._fill(Key.parse(said["key"]), local)
             case "void":
                 return self._void(Key.parse(said["key"]), said["why"])
+            case "ranks":
+                return sorted(self._ranks.values())
             case "bye":
                 self._gone.add(local)
                 return None
@@ -147,7 +149,8 @@ class Writer:
             return
         for key, done in list(self._filled.items()):
             if local not in done:
-                self._void(key, f"local rank {local} left before it was done")
+                rank = self._config.ranks[local] if self._config else local
+                self._void(key, f"{RankLost([rank], 'left before its part was copied')}")
 
     # ---- a save
 

@@ -1,10 +1,16 @@
 """Lightning: a CheckpointIO plugin that publishes what the Trainer saves, and resumes from what is good.
 
     ckpt = Checkpoints("s3://bucket/run", "out")
-    trainer = Trainer(plugins=[ckpt], callbacks=[ModelCheckpoint("out", every_n_train_steps=500)], ...)
+    saves = ModelCheckpoint("out", every_n_train_steps=500)
+    trainer = Trainer(plugins=[ckpt], callbacks=[saves, Generators()], ...)
     trainer.fit(model, ckpt_path=ckpt.path())
 
 For strategies that save one file by rank 0 (a single device, DDP).
+
+What Lightning itself needs to go on exactly, seen with 2.6: a loader with `state_dict` (torchdata's
+StatefulDataLoader), since it begins an epoch anew with any other; and saves by `every_n_train_steps`, not at the end of
+an epoch: there it saves before it steps the schedulers of interval "epoch" and does not step them when it resumes, so
+that the learning rate of all later epochs is that of the one before.
 """
 
 from __future__ import annotations
@@ -14,13 +20,18 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
+from lightning.pytorch import Callback
 
 from everstep.checkpoint.adapters.published import Published
 from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.collectives import gather
 from everstep.checkpoint.errors import Missing
+from everstep.checkpoint.rng import Rng
 
 _FILE = "lightning.ckpt"
+_GENERATORS = "everstep_generators"
 
 
 class Checkpoints(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not where types are checked
@@ -63,3 +74,28 @@ class Checkpoints(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not 
     @property
     def _token(self) -> Path:
         return self._folder / ".everstep-restored" / _FILE
+
+
+class Generators(Callback):  # type: ignore[misc]  # lightning is not where types are checked
+    """The random generators of every rank go on where they were: Lightning saves none, and dropout draws from them.
+
+    With another number of ranks they begin anew.
+    """
+
+    def __init__(self) -> None:
+        self._loaded: dict[str, Any] | None = None
+
+    def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        """Lightning calls this on every rank; rank 0 writes what it finds."""
+        group = dist.new_group(backend="gloo") if trainer.world_size > 1 else None
+        checkpoint[_GENERATORS] = gather(Rng().state_dict(), group)
+
+    def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+        states = checkpoint.get(_GENERATORS, [])
+        self._loaded = states[trainer.global_rank] if len(states) == trainer.world_size else None
+
+    def on_train_batch_start(self, trainer: Any, *others: Any) -> None:
+        # Not before: the beginning of a fit draws numbers too, for its loaders.
+        if self._loaded is not None:
+            Rng().load_state_dict(self._loaded)
+            self._loaded = None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import attempts, fence, folder, retention, topology
 from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.collectives import gather, tell
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
 from everstep.checkpoint.folder import NoFolder
 from everstep.checkpoint.keys import Attempt, Key
@@ -83,16 +84,10 @@ def _next(store: Store, bad: dict[str, str]) -> Key | None:
 
 def _told(find: Callable[[], Key | None], rank: int, group: dist.ProcessGroup | None) -> Key | None:
     """What rank 0 found, on all ranks."""
-    told = [together(lambda: find() if rank == 0 else None, group)]
-    if group is not None:
-        dist.broadcast_object_list(told, src=0, group=group)
-    return told[0]
+    return tell(together(lambda: find() if rank == 0 else None, group), group)
 
 
 def _failures(work: Callable[[], str | None], group: dist.ProcessGroup | None) -> str:
     """Why it was bad, in the words of the first rank for which it was; "" when it was good for all."""
-    said: list[str | None] = [together(work, group)]
-    if group is not None:
-        mine, said = said[0], [None] * dist.get_world_size()
-        dist.all_gather_object(said, mine, group=group)
+    said = gather(together(work, group), group)
     return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")
