@@ -8,7 +8,9 @@ from everstep.pipeline.schedules.checks import Invalid
 from everstep.pipeline.schedules.deadlock import Buffered, Rendezvous
 from everstep.pipeline.schedules.generators import ALIASES, NAMES, make
 from everstep.pipeline.schedules.lowering import lower
+from everstep.pipeline.schedules.picture import html, svg
 from everstep.pipeline.schedules.simulation import Event, Result, memory, peaks, simulate
+from everstep.pipeline.schedules.text import text
 from everstep.pipeline.schedules.validation import Limits, held, in_flight, validate
 
 __all__ = [
@@ -25,6 +27,7 @@ __all__ = [
     "Schedule",
     "dump",
     "held",
+    "html",
     "in_flight",
     "lower",
     "make",
@@ -32,5 +35,7 @@ __all__ = [
     "parse",
     "peaks",
     "simulate",
+    "svg",
+    "text",
     "validate",
 ]
