@@ -1,0 +1,183 @@
+"""Which schedule, how many micro-batches and how many stages on each rank: everything that is named is simulated, what
+does not fit the memory is put aside, the fastest of the rest is taken, and the choice is told in words."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.graph import Device, Links, StageGraph
+from everstep.pipeline.schedules import NAMES, Result, make, simulate
+
+CLOSE = 0.005  # of the step: below what a profile can tell apart
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One choice and what it costs; `memory` in bytes, of each rank; `result` is None if it cannot be made, `why` then
+    says the reason, or why it is not the choice."""
+
+    schedule: str
+    stages: int
+    microbatches: int
+    result: Result | None = None
+    memory: tuple[int, ...] = ()
+    fits: bool = False
+    why: str = ""
+
+    @property
+    def seconds(self) -> float:
+        return self.result.makespan if self.result else float("inf")
+
+
+@dataclass(frozen=True)
+class Advice:
+    """`choice`, and all `alternatives`, the fastest that fit first; `reasons`: why, in sentences."""
+
+    choice: Alternative
+    alternatives: tuple[Alternative, ...]
+    reasons: tuple[str, ...]
+
+    def table(self, rows: int = 12) -> str:
+        """The best `rows` alternatives, as lines of text."""
+        lines = [f"{'schedule':<15}{'stages':>7}{'m':>5}{'step, s':>12}{'bubble':>9}{'memory, GB':>12}  "]
+        for one in self.alternatives[:rows]:
+            start = f"{one.schedule:<15}{one.stages:>7}{one.microbatches:>5}"
+            if one.result:
+                start += f"{one.seconds:>12.5g}{one.result.bubble_ratio:>9.1%}{max(one.memory) / 1e9:>12.4g}"
+            lines.append(f"{start:<60}  {'chosen' if one is self.choice else one.why}".rstrip())
+        if len(self.alternatives) > rows:
+            lines.append(f"… and {len(self.alternatives) - rows} more")
+        return "\n".join(lines) + "\n"
+
+
+def advise(
+    stage_graph: Callable[[int, int], StageGraph],
+    ranks: int,
+    microbatches: Collection[int],
+    *,
+    devices: Sequence[Device] | None = None,
+    links: Links | None = None,
+    chunks: Collection[int] = (1, 2, 3, 4),
+    schedules: Collection[str] = NAMES,
+    optimizer_words: float = 3.0,
+    split: Callable[[int, int], Collection[int] | None] = lambda stages, microbatches: None,
+) -> Advice:
+    """The fastest step that fits the devices' memory.
+
+    `stage_graph(stages, microbatches)`: the model in so many stages, its times and sizes those of one micro-batch when
+    there are so many; it may refuse with a PipelineError. `chunks`: stages on each rank to try. `optimizer_words`:
+    gradients and optimizer states, in parameters' sizes. `split(stages, microbatches)`: as in `make`.
+    Of those within 0.5 % of the fastest, the one of least memory, then of fewest stages, is taken. PipelineError if
+    nothing fits, with what comes nearest.
+    """
+    found = [
+        _try(name, stages, m, ranks, stage_graph, devices, links, optimizer_words, split)
+        for name in schedules
+        for stages in sorted({ranks * chunk for chunk in chunks})
+        for m in sorted(set(microbatches))
+        if _is_for(name, stages // ranks)
+    ]
+    fitting = [one for one in found if one.fits]
+    if not fitting:
+        raise PipelineError(_nothing(found, devices))
+    fastest = min(one.seconds for one in fitting)
+    choice = min(
+        (one for one in fitting if one.seconds <= fastest * (1 + CLOSE)),
+        key=lambda one: (max(one.memory), one.stages, one.seconds),
+    )
+    rest = sorted((one for one in found if one is not choice), key=lambda one: (not one.fits, one.seconds))
+    told = tuple(_compare(one, choice) for one in rest)
+    return Advice(choice, (choice, *told), tuple(_reasons(choice, told, devices)))
+
+
+def _is_for(name: str, chunks: int) -> bool:
+    """Interleaved schedules of one stage on each rank are the plain ones, by another name."""
+    return {"1f1b": chunks == 1, "zb-h1": chunks == 1, "zb-v": chunks == 2, "simple": True}.get(name, chunks > 1)
+
+
+def _try(
+    name: str,
+    stages: int,
+    microbatches: int,
+    ranks: int,
+    stage_graph: Callable[[int, int], StageGraph],
+    devices: Sequence[Device] | None,
+    links: Links | None,
+    optimizer_words: float,
+    split: Callable[[int, int], Collection[int] | None],
+) -> Alternative:
+    try:
+        graph = stage_graph(stages, microbatches)
+        schedule = make(name, stages, ranks, microbatches, split(stages, microbatches))
+        result = simulate(schedule, graph, devices, links)
+    except PipelineError as error:
+        return Alternative(name, stages, microbatches, why=str(error))
+    parameters = [0] * ranks
+    for stage, rank in zip(graph.stages, schedule.placement, strict=True):
+        parameters[rank] += stage.parameters
+    memory = tuple(
+        round(own * (1 + optimizer_words)) + kept + waiting
+        for own, kept, waiting in zip(parameters, result.peak, result.waiting, strict=True)
+    )
+    over, rank = _over(memory, devices)
+    why = f"rank {rank} needs {memory[rank] / 1e9:.4g} GB, it has {(memory[rank] - over) / 1e9:.4g}" if over > 0 else ""
+    return Alternative(name, stages, microbatches, result, memory, not why, why)
+
+
+def _over(memory: Sequence[int], devices: Sequence[Device] | None) -> tuple[int, int]:
+    """By how many bytes the rank that lacks most is over its limit, and which it is."""
+    return max(
+        (-1 if limit is None else own - limit, rank)
+        for rank, (own, limit) in enumerate(zip(memory, _limits(devices, len(memory)), strict=True))
+    )
+
+
+def _limits(devices: Sequence[Device] | None, ranks: int) -> list[int | None]:
+    return [device.memory for device in devices] if devices else [None] * ranks
+
+
+def _compare(one: Alternative, choice: Alternative) -> Alternative:
+    if not one.fits:
+        return one
+    slower = one.seconds / choice.seconds - 1 if choice.seconds else 0.0
+    if abs(slower) > CLOSE:
+        return replace(one, why=f"{slower:.1%} slower")
+    return replace(one, why="as fast, but no less memory and no fewer stages")
+
+
+def _reasons(choice: Alternative, rest: Sequence[Alternative], devices: Sequence[Device] | None) -> Iterator[str]:
+    assert choice.result is not None
+    most = max(range(len(choice.memory)), key=choice.memory.__getitem__)
+    limit = _limits(devices, len(choice.memory))[most]
+    yield (
+        f"{_name(choice)}: a step of {choice.seconds:.5g} s, {choice.result.bubble_ratio:.1%} longer than the work of "
+        f"its busiest rank; rank {most} needs most memory, {choice.memory[most] / 1e9:.4g} GB"
+        f"{'' if limit is None else f' of {limit / 1e9:.4g}'}."
+    )
+    faster = [one for one in rest if one.result and not one.fits and one.seconds < choice.seconds * (1 - CLOSE)]
+    if faster:
+        best = min(faster, key=lambda one: one.seconds)
+        yield f"{_name(best)} would be {1 - best.seconds / choice.seconds:.1%} faster, but {best.why}."
+    by_schedule = {one.schedule: one for one in reversed(rest) if one.fits and one.schedule != choice.schedule}
+    for one in sorted(by_schedule.values(), key=lambda one: one.seconds)[:2]:
+        yield f"The best of another schedule is {_name(one)}: {one.why}."
+    refused = next((one for one in rest if one.result is None), None)
+    if refused:
+        yield f"{_name(refused)} cannot be: {refused.why}."
+
+
+def _nothing(found: Sequence[Alternative], devices: Sequence[Device] | None) -> str:
+    made = [one for one in found if one.result]
+    if not made:
+        return f"no schedule can be made: {found[0].why}" if found else "there is no schedule to choose from"
+    nearest = min(made, key=lambda one: _over(one.memory, devices))
+    return (
+        f"no schedule fits the memory; {_name(nearest)} comes nearest, but {nearest.why}: "
+        "take more ranks, smaller micro-batches, or recompute activations"
+    )
+
+
+def _name(one: Alternative) -> str:
+    return f"{one.schedule} with {one.stages} stages and {one.microbatches} micro-batches"
