@@ -16,6 +16,7 @@ from everstep.agent.events import DaemonExited, DaemonOutput, Progress
 from everstep.agent.fencing import Lease, answers_tls, client_hello
 from everstep.agent.leader import Leader
 from everstep.agent.link import Link
+from everstep.agent.links import Links
 from everstep.agent.protocol import Gpu
 
 from .fakes import TOKEN, Agent, gang, introduce, local, until
@@ -163,6 +164,36 @@ def test_an_agent_waits_for_no_name_server_at_its_end(tmp_path: Path, monkeypatc
     answered.set()
 
 
+async def test_a_dial_that_ends_well_after_it_was_called_off_is_no_second_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As wait_for of Python < 3.12 does, when what it waits for ends in the moment of the cancellation."""
+    dial, called_off, begun = Links._try, asyncio.Event(), asyncio.Event()
+
+    async def late(links: Links, index: int, address: str) -> object:
+        if not begun.is_set():
+            begun.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                called_off.set()
+        return await dial(links, index, address)
+
+    monkeypatch.setattr(Links, "_try", late)
+    async with gang(tmp_path, 2) as agents:
+        leader = leader_of(agents)
+        await until(begun.is_set)
+        leader.announced(0.0, 1, "b", agents[1].address)
+        assert agents[0].leading is not None
+        agents[0].leading._pump()
+        await until(called_off.is_set)
+        await until(lambda: leader.phase == "running")
+        for agent in agents:
+            agent.processes.exit()
+        await until(lambda: leader.outcome is not None)
+        assert (leader.generation, list(leader.budget.ledger)) == (1, [])
+
+
 async def test_a_leader_of_another_epoch_wants_no_announcement(tmp_path: Path) -> None:
     async with gang(tmp_path, 2) as agents:
         leader = leader_of(agents)
@@ -276,7 +307,7 @@ async def test_without_a_lease_checkpoints_are_fenced_and_ranks_go_on(tmp_path: 
 
 
 async def test_strict_fencing_stops_the_ranks_of_a_node_without_a_leader(tmp_path: Path) -> None:
-    async with gang(tmp_path, 2, fence_timeout=1.0, fencing="strict") as agents:
+    async with gang(tmp_path, 2, fence_timeout=2.0, fencing="strict") as agents:
         await until(lambda: leader_of(agents).phase == "running")
         await agents[0].vanish()
         await until(lambda: not agents[1].processes.running)
@@ -284,10 +315,9 @@ async def test_strict_fencing_stops_the_ranks_of_a_node_without_a_leader(tmp_pat
 
 
 async def test_strict_fencing_stops_a_leader_without_a_lease(tmp_path: Path) -> None:
-    async with gang(tmp_path, 2, fence_timeout=1.0, fencing="strict") as agents:
+    async with gang(tmp_path, 2, fence_timeout=2.0, fencing="strict") as agents:
         leader = leader_of(agents)
-        await until(lambda: leader.phase == "running")
-        await until(lambda: leader.phase == "forming")
+        await until(lambda: leader.state()["ledger"], "an interruption")
         assert leader.state()["ledger"][0]["cause"] == "Fenced"
         assert not any(a.processes.running for a in agents)
 

@@ -69,6 +69,16 @@ def test_restarts_that_no_operator_saw_are_counted_by_the_last_word() -> None:
     ]
 
 
+def test_a_lost_link_right_before_the_end_is_counted_too() -> None:
+    world = running()
+    assert world.leader is not None
+    world.leader.end_generation("PodLost", world.now, index=1)
+    world.end()
+    world.reconcile()
+    assert world.phase == "Succeeded"
+    assert [(c.id, c.cause.value) for c in world.status.restarts.charges] == [("1.1", "Infrastructure")]
+
+
 def test_the_failure_that_ends_a_job_unseen_is_no_restart_either() -> None:
     world = running(application=1)
     word = last_word(

@@ -51,7 +51,7 @@ def settle(s: Situation, *, over: bool = False) -> Account:
                 continue
             if entry.cause == "Stopped":
                 continue
-            reason = _entry_reason(s, entry)
+            reason = _entry_reason(s, entry) or (_unknown(entry) if over else None)
             if reason is None:
                 # Charges are in the order of generations: the later ones wait with this one.
                 retry_at = (entry.ended_at or s.now) + WAIT_FOR_FATE
@@ -152,6 +152,11 @@ def _entry_reason(s: Situation, entry: Entry) -> Reason | None:
             return replace.why_lost(pod)
         if s.now < (entry.ended_at or s.now) + WAIT_FOR_FATE and entry.ended_at is not None:
             return None
+    return _unknown(entry)
+
+
+def _unknown(entry: Entry) -> Reason:
+    """What is said when nothing more will be known: after the end of a job nobody looks again."""
     return Reason.POD_DELETED if entry.cause == "Leaving" else Reason.POD_LOST
 
 

@@ -109,7 +109,12 @@ class Links:
                 break
             await asyncio.sleep(pause * random.uniform(0.75, 1.25))  # noqa: S311 - spreads load, hides nothing
             pause = min(2 * pause, most)
-        self._dials.pop(index, None)
+        if self._dials.get(index) is not asyncio.current_task():
+            # Told to stop at the moment of success: wait_for of Python < 3.12 then swallows the cancellation, and two
+            # links to one agent would look like an agent that was replaced.
+            link[0].close()
+            return
+        del self._dials[index]
         await self._read(index, *link)
 
     async def _try(self, index: int, address: str) -> tuple[Link, protocol.Hello] | None:
