@@ -112,7 +112,7 @@ def install(found: Cluster, **values: object) -> None:
         f"--namespace={SYSTEM}",
         "--create-namespace",
         "--wait",
-        "--timeout=120s",
+        "--timeout=300s",
         f"--set-string=podAnnotations.everstep\\.dev/image-key={key}",
         *settings,
     )
@@ -121,7 +121,7 @@ def install(found: Cluster, **values: object) -> None:
 
 def helm(found: Cluster, *args: str) -> str:
     command = [str(binaries.binary("helm")), f"--kubeconfig={found.kubeconfig}", *args]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=360, check=False)
     if done.returncode != 0:
         pods = found.kubectl("describe", "pods", "-n", SYSTEM, check=False)
         logs = found.kubectl("logs", "-n", SYSTEM, f"deploy/{RELEASE}", "--tail=30", check=False)

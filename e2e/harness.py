@@ -20,6 +20,7 @@ from kubernetes import client, config
 
 Object = dict[str, Any]
 T = TypeVar("T")
+PATIENCE = 3  # times as long as a wait takes on two idle cores: for it costs nothing where all goes well
 GROUP = "everstep.dev"
 JOBS = f"/apis/{GROUP}/v1alpha1/namespaces/{{namespace}}/trainingjobs"
 FINISHED = ("Succeeded", "Failed")
@@ -42,7 +43,7 @@ class Cluster:
 
     # -- kubectl ---------------------------------------------------------------------------------------------------
 
-    def kubectl(self, *args: str, stdin: str | None = None, check: bool = True, timeout: float = 60) -> str:
+    def kubectl(self, *args: str, stdin: str | None = None, check: bool = True, timeout: float = 60 * PATIENCE) -> str:
         """Run the real kubectl; returns its standard output. Raises AssertionError with what it said."""
         done = subprocess.run(
             [self._kubectl, "--kubeconfig", str(self.kubeconfig), *args],
@@ -198,7 +199,8 @@ class Cluster:
 
 
 def wait(look: Callable[[], T | None], timeout: float, what: str, every: float = 0.1) -> T:
-    """Poll ``look`` until it returns something truthy, at most ``timeout`` seconds."""
+    """Poll ``look`` until it returns something truthy, at most ``timeout`` seconds on an idle machine."""
+    timeout *= PATIENCE
     deadline = time.monotonic() + timeout
     while True:
         found = look()

@@ -111,7 +111,7 @@ class ControlPlane:
         command = apiserver_command(settings.address, settings.port, settings.etcd_port, self.folder)
         command += [f"--{name}={value}" for name, value in settings.apiserver_flags.items()]
         self._start("kube-apiserver", command)
-        until(self.ready, "kube-apiserver is ready", 60)
+        until(self.ready, "kube-apiserver is ready", 180)
 
     def stop_apiserver(self) -> None:
         """Kill the API server; etcd and its data stay."""

@@ -18,7 +18,7 @@ Object = dict[str, Any]
 @dataclass(frozen=True)
 class Kubectl:
     kubeconfig: Path
-    timeout: float = 60
+    timeout: float = 180
 
     def run(self, *arguments: str, stdin: str | None = None) -> str:
         """Standard output; a ClusterError with what kubectl said when it fails."""

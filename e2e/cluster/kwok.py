@@ -60,7 +60,7 @@ def up(cluster: LocalCluster, count: int) -> None:
         document = {"apiVersion": "v1", "kind": "List", "items": new}
         cluster.kubectl.run("create", "-f", "-", stdin=json.dumps(document))
     _remove(cluster.kubectl, present - wanted)
-    timeout = 30 + count / 10
+    timeout = 90 + count / 10
     until(lambda: sum(map(is_ready, _nodes(cluster.kubectl))) == count, f"{count} pretended nodes are Ready", timeout)
 
 

@@ -177,7 +177,7 @@ class LocalCluster:
                 self._wait_nodes()
             with phase("DNS, default service account"):
                 named.result()
-                until(self._has_default_account, "controller-manager made the default service account", 60)
+                until(self._has_default_account, "controller-manager made the default service account", 180)
         write_atomically(PUBLISHED_KUBECONFIG, self.kubeconfig.read_text())
         self._completed.touch()
 
@@ -219,7 +219,7 @@ class LocalCluster:
             print(f"{name} has ended and is started again", flush=True)
         if "kube-apiserver" in missing:
             self.control.start_apiserver()
-        until(self.control.ready, "the API server answers", 60)
+        until(self.control.ready, "the API server answers", 180)
         if missing & {CONTROLLER_MANAGER, SCHEDULER}:
             self.control.restart_controllers()
         if dns.NAME in missing:

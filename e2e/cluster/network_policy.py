@@ -54,7 +54,7 @@ def _start(cluster: LocalCluster) -> None:
         command += ["--run-firewall=true", "--run-router=false", "--run-service-proxy=false"]
         cluster.processes.start(_process(node.name), command, cluster.folder / f"{_process(node.name)}.log")
     for node in cluster.nodes:
-        until(partial(_knows_its_pods, node.place), f"{node.name} enforces network policies", 60)
+        until(partial(_knows_its_pods, node.place), f"{node.name} enforces network policies", 180)
 
 
 def _stop(cluster: LocalCluster) -> None:

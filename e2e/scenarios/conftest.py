@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from e2e import deploy
-from e2e.harness import Cluster, Object, python, training_job
+from e2e.harness import PATIENCE, Cluster, Object, python, training_job
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -17,6 +17,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # The hook is given the items of all folders.
         if here in item.path.parents:
             item.add_marker(pytest.mark.e2e)
+            own = item.get_closest_marker("timeout")
+            item.add_marker(pytest.mark.timeout(PATIENCE * (own.args[0] if own else 120)), append=False)
 
 
 @pytest.fixture(scope="session")

@@ -143,7 +143,7 @@ def test_suspend_frees_all_pods_and_resume_goes_on(cluster: Cluster, namespace: 
 def test_delete_leaves_nothing(cluster: Cluster, namespace: str) -> None:
     cluster.apply(training_job("trace", python(HOLD), numNodes=2), namespace=namespace)
     running(cluster, namespace, "trace")
-    cluster.kubectl("delete", "tj", "-n", namespace, "trace", "--timeout=30s")
+    cluster.kubectl("delete", "tj", "-n", namespace, "trace", "--timeout=90s", timeout=100)
 
     def left() -> list[str]:
         kinds = ("pods", "services", "secrets", "configmaps")

@@ -37,7 +37,7 @@ def test_the_columns_tell_phase_ready_step_and_restarts(cluster: Cluster, namesp
 
 def test_kubectl_wait_ends_with_the_job(cluster: Cluster, namespace: str) -> None:
     cluster.apply(training_job("short", ["true"]), namespace=namespace)
-    cluster.kubectl("wait", "-n", namespace, "tj/short", "--for=condition=Complete", "--timeout=60s", timeout=70)
+    cluster.kubectl("wait", "-n", namespace, "tj/short", "--for=condition=Complete", "--timeout=180s", timeout=200)
 
 
 def settled(cluster: Cluster, namespace: str, name: str) -> tuple[object, ...]:

@@ -42,7 +42,7 @@ class Trainer:
     def run(self, *command: str) -> str:
         """What the command printed; it must succeed."""
         # The limit ends what runs inside a container too, and before the test's own does.
-        command = ("timeout", "250", "env", f"SM_MODEL_DIR={self.output}", "OMP_NUM_THREADS=1", *command)
+        command = ("timeout", "750", "env", f"SM_MODEL_DIR={self.output}", "OMP_NUM_THREADS=1", *command)
         if self.image is not None:
             return self.image.run(*command, mounts={self.folder: self.output})
         words = [sys.executable if word == "python" else word for word in command]

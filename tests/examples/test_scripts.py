@@ -13,7 +13,7 @@ import pytest
 from tests.examples.conftest import EXAMPLES, Trainer, free_port, torchrun
 
 # Seconds on an idle machine; on a busy one, four ranks that import torch at once take their time.
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 # Gradients of the same batches, averaged by gloo and by MPI in another order of the sums.
 TOLERANCE = 1e-5

@@ -69,6 +69,16 @@ def test_restarts_that_no_operator_saw_are_counted_by_the_last_word() -> None:
     ]
 
 
+def test_progress_that_no_operator_saw_is_told_by_the_last_word() -> None:
+    world = running()
+    word = last_word('{"result": "succeeded", "epoch": 1, "generation": 1, "progress": {"step": 7, "totalSteps": 7}}')
+    world.exit(0, 0, word=word)
+    world.reconcile()
+    assert world.phase == "Succeeded"
+    assert world.status.progress is not None
+    assert (world.status.progress.step, world.status.progress.total_steps) == (7, 7)
+
+
 def test_a_lost_link_right_before_the_end_is_counted_too() -> None:
     world = running()
     assert world.leader is not None

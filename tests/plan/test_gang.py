@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep_operator.plan import gang
@@ -138,7 +138,6 @@ class Simulation:
             g.tried, g.bound, g.released_at = False, 0, self.now
 
 
-@settings(max_examples=60)
 @given(data=st.data(), capacity=st.integers(2, 20), seed=st.integers(0, 2**32))
 def test_every_gang_that_fits_finishes(data: st.DataObject, capacity: int, seed: int) -> None:
     sizes = data.draw(st.lists(st.integers(1, capacity), min_size=2, max_size=12))
@@ -150,7 +149,6 @@ def test_every_gang_that_fits_finishes(data: st.DataObject, capacity: int, seed:
         assert simulation.now < len(gangs) * 1000, [(g.name, g.bound, g.wanted) for g in gangs if not g.finished]
 
 
-@settings(max_examples=30)
 @given(seed=st.integers(0, 2**32))
 def test_jobs_that_each_need_everything_finish_in_order(seed: int) -> None:
     gangs = [SimulatedGang(f"g{i}", float(i), 8, runs_for=50.0) for i in range(6)]

@@ -188,4 +188,4 @@ class Chaos(RuleBasedStateMachine):
 
 
 TestChaos = Chaos.TestCase
-TestChaos.settings = settings(max_examples=100, stateful_step_count=40, suppress_health_check=list(HealthCheck))
+TestChaos.settings = settings(stateful_step_count=40, suppress_health_check=list(HealthCheck))

@@ -128,7 +128,7 @@ def leader_view(
         missing=tuple(i for i in map(_count, _list(data.get("missing"), MAX_LIST)) if i is not None),
         unclean=tuple(_unclean(item) for item in _list(data.get("unclean"), MAX_LIST) if _has_index(item)),
         running_since=running_since,
-        progress=_progress(data.get("progress")),
+        progress=progress_in(data.get("progress")),
         checkpoint=_saved(data.get("checkpoint")),
         ledger=tuple(sorted(_entries(data.get("ledger"), ended, answered_at), key=lambda e: e.order)),
         outcome=_outcome(data.get("outcome")),
@@ -192,7 +192,7 @@ def _not_after(at: float | None, limit: float) -> float | None:
     return None if at is None else min(at, limit)
 
 
-def _progress(raw: Any) -> Progress | None:
+def progress_in(raw: Any) -> Progress | None:
     data = _mapping(raw)
     if not data:
         return None

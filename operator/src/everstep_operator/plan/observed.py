@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from everstep_operator.plan.leader import Entry, LeaderView, entries_in_words
+from everstep_operator.plan.leader import Entry, LeaderView, Progress, entries_in_words, progress_in
 from everstep_operator.plan.node import NodeView
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ class LastWord:
     message: str = ""
     log_tail: tuple[str, ...] = ()
     ledger: tuple[Entry, ...] = ()  # agent 0's: id and cause only
+    progress: Progress | None = None  # agent 0's
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +275,7 @@ def last_word(text: str) -> LastWord | None:
         message=clip(data.get("message")),
         log_tail=tuple(clip(line, 512) for line in tail[-20:]) if isinstance(tail, list) else (),
         ledger=entries_in_words(data.get("ledger")),
+        progress=progress_in(data.get("progress")),
     )
 
 

@@ -115,14 +115,19 @@ def _timings(s: Situation) -> Timings:
 
 def _progress(s: Situation, decision: Decision) -> Progress | None:
     old = s.status.progress
-    seen = s.leader.progress if s.leader is not None else None
-    if s.leader is None or seen is None or seen.step is None:
+    word = s.head.ended.word if s.head is not None and s.head.ended is not None else None
+    # The last answer of the leader, if there was one, is older than its last word.
+    teller = word if word is not None and word.progress is not None else s.leader
+    if teller is None:
+        return old
+    seen, order = teller.progress, (teller.epoch, teller.generation)
+    if seen is None or seen.step is None:
         return old
     # Steps only grow, but that a new generation may begin further back, at the checkpoint it has loaded: in the write
     # that names this generation.
     generation = s.status.generation if decision.generation is None else decision.generation
     named = (max(s.status.epoch, decision.epoch or 0), generation)
-    begins = named == (s.leader.epoch, s.leader.generation) != (s.status.epoch, s.status.generation)
+    begins = named == order != (s.status.epoch, s.status.generation)
     if old is not None and not begins and seen.step < old.step:
         return old
     return Progress.model_construct(

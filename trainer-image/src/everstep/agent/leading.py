@@ -256,6 +256,11 @@ class Leading:
         """The newest ended generations, "epoch.generation cause" each, as the termination message holds them."""
         return [f"{e.id} {e.cause}" for e in self._leader.budget.ledger][-LAST_CHARGES:]
 
+    def progress(self) -> dict[str, Any] | None:
+        """How far the job came, without what may be long."""
+        told = self._leader.meter.to_json()
+        return {key: told[key] for key in ("step", "totalSteps", "stepsPerSecond", "at")} if told else None
+
     async def linger(self) -> None:
         """After the end: until every agent was told, and the operator too if it was there lately."""
         await self._links.flushed(LINGER_SECONDS)

@@ -162,8 +162,9 @@ class _Agent:
     def _leave_word(self, node: Node, leading: Leading | None, ended: Ended) -> None:
         word: dict[str, Any] = node.last_word(ended)
         if leading is not None:
-            # For an operator that was away: what the job's restarts were, before nobody can be asked any more.
-            word["ledger"] = leading.charges()
+            # For an operator that was away: what the job's restarts were, and how far it came, before nobody can be
+            # asked any more.
+            word["ledger"], word["progress"] = leading.charges(), leading.progress()
         failure = leading.failure() if leading is not None else None
         if failure is not None:
             # Agent 0 speaks for the job: what made it fail, on whichever node.
