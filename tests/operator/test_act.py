@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from everstep_operator.api.job import TrainingJob
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.act import LEFTOVER_SECONDS, Actor, Job, Leftover
 from everstep_operator.cluster.agentcode import AgentCode
 from everstep_operator.cluster.cache import Cache
+from everstep_operator.cluster.client import Page
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.plan import template
-from everstep_operator.plan.actions import Action, EnsureSecret, EnsureTemplate
+from everstep_operator.plan.actions import Action, DeleteStale, EnsureSecret, EnsureTemplate
 from everstep_operator.plan.observed import Frozen, Settings
 from tests.builders import job
 
@@ -38,8 +41,11 @@ class Objects:
         assert resource.plural != "secrets"
         return self.there[(resource.plural, name)]
 
-    async def delete(self, resource: Any, namespace: str, name: str, *, uid: str) -> None:
-        del self.there[(resource.plural, name)]
+    async def list(self, resource: Any, namespace: str, *, labels: str) -> AsyncIterator[Page]:
+        yield Page([body for (plural, _), body in self.there.items() if plural == resource.plural], 1)
+
+    async def delete(self, resource: Any, namespace: str, name: str, *, uid: str | None) -> None:
+        self.there.pop((resource.plural, name), None)
 
 
 @pytest.fixture
@@ -62,8 +68,7 @@ async def test_a_strangers_secret_is_waited_for_and_then_told_as_a_conflict(
     actor: Actor, objects: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built = job().build()
-    frozen = template.resolve(built, epoch=1, pool=None, plain=False, settings=Settings())
-    assert isinstance(frozen, Frozen)
+    frozen = resolved(built, 1)
     actions: list[Action] = [
         EnsureSecret("digits-1", 1, template.secret(built, 1)),
         EnsureTemplate("digits-1", 1, template.config_map(built, frozen)),
@@ -81,3 +86,25 @@ async def test_a_strangers_secret_is_waited_for_and_then_told_as_a_conflict(
         assert objects.there == {("secrets", "digits-1"): theirs}, "and nothing vouches for it"
     del objects.there[("secrets", "digits-1")]
     assert await actor.carry_out(JOB, actions) == (None, None)
+
+
+def resolved(built: TrainingJob, epoch: int) -> Frozen:
+    made = template.resolve(built, epoch=epoch, pool=None, plain=False, settings=Settings())
+    assert isinstance(made, Frozen)
+    return made
+
+
+async def test_of_old_templates_only_what_bears_their_name_is_deleted(actor: Actor, objects: Any) -> None:
+    """Somebody may be allowed to write ConfigMaps, and not to delete Secrets."""
+    built = job().build()
+    for epoch in (1, 2):
+        objects.there[("secrets", f"digits-{epoch}")] = template.secret(built, epoch)
+        made = template.config_map(built, resolved(built, epoch))
+        objects.there[("configmaps", f"digits-{epoch}")] = {**made, "metadata": {**made["metadata"], "uid": "u"}}
+    lure = objects.there[("configmaps", "digits-1")]
+    objects.there[("configmaps", "database")] = {**lure, "metadata": {**lure["metadata"], "name": "database"}}
+    objects.there[("secrets", "database")] = {}
+    assert await actor.carry_out(JOB, [DeleteStale(2)]) == (None, None)
+    assert sorted(objects.there) == [
+        ("configmaps", "database"), ("configmaps", "digits-2"), ("secrets", "database"), ("secrets", "digits-2"),
+    ]  # fmt: skip

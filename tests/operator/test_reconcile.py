@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from everstep_operator.api.status import Cause, LastFailure, TrainingJobStatus
+from everstep_operator.api.status import Cause, LastFailure, Phase, TrainingJobStatus
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.act import Actor
 from everstep_operator.cluster.agentcode import AgentCode
@@ -32,6 +32,7 @@ class Server:
         self.refuse: Any = lambda status: None
         self.statuses: list[Any] = []
         self.created: list[Any] = []
+        self.protected: set[str] = set()  # kinds of which nothing may be deleted
 
     async def apply_status(self, resource: Any, namespace: str, body: Any) -> Any:
         self.statuses.append(body["status"])
@@ -44,7 +45,9 @@ class Server:
         self.created.append(body)
         return {**body, "metadata": {"resourceVersion": "1", "uid": "u", **body["metadata"]}}
 
-    async def delete(self, *_: Any, **__: Any) -> None: ...
+    async def delete(self, resource: Any, *_: Any, **__: Any) -> None:
+        if resource.plural in self.protected:
+            raise errors.Forbidden(403, "Forbidden", 'admission webhook "no-deletes" denied the request')
 
     async def get(self, resource: Any, namespace: str, name: str) -> Any:
         raise errors.NotFound(404, "NotFound", name)
@@ -92,3 +95,29 @@ async def test_a_status_that_is_refused_whatever_is_left_out_is_told_too(reconci
         await reconciler.reconcile(KEY)
     assert [event["reason"] for event in server.events()] == ["StatusRefused"]
     assert [body["kind"] for body in server.created] == ["Event"], "nothing is done that is not on record"
+
+
+async def test_what_is_refused_again_and_again_is_for_the_queue_to_back_off_from(
+    reconciler: Reconciler, server: Any
+) -> None:
+    """A policy against deletions, and a job whose TTL is over: there is no other plan."""
+    server.protected = {"trainingjobs"}
+    over = TrainingJobStatus(phase=Phase.SUCCEEDED)
+    reconciler.cache.jobs.put(job().ttl("1s").status(over).manifest())
+    reconciler.clock = lambda: CREATED.timestamp() + 3600
+    rejection = await reconciler.reconcile(KEY)
+    assert rejection is not None
+    assert "no-deletes" in rejection.message
+    server.protected = set()
+    assert await reconciler.reconcile(KEY) is None
+
+
+async def test_of_a_job_that_nobody_can_read_its_users_are_told_once(reconciler: Reconciler, server: Any) -> None:
+    unreadable = job().manifest()
+    unreadable["spec"]["numNodes"] = "many"
+    for version in ("10", "20"):
+        unreadable["metadata"]["resourceVersion"] = version
+        reconciler.cache.jobs.put(unreadable)
+        for _ in range(3):  # its pods change
+            assert await reconciler.reconcile(KEY) is None
+    assert [event["reason"] for event in server.events()] == ["SpecInvalid"] * 2, "once for each correction"

@@ -126,8 +126,12 @@ class Operator:
             started, result = time.monotonic(), "ok"
             try:
                 async with asyncio.timeout(self.settings.stuck_seconds):
-                    await self.reconciler.reconcile(job)
-                self.queue.forget(job)
+                    rejection = await self.reconciler.reconcile(job)
+                if rejection is None:
+                    self.queue.forget(job)
+                else:
+                    result = "refused"
+                    log.info("still refused", job=job, message=rejection.message, again_in=self.queue.retry(job))
             except Leftover as error:
                 result = "waiting"
                 log.info("waiting for a former object to go", what=str(error), again_in=self.queue.retry(job))

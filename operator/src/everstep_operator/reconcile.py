@@ -56,24 +56,26 @@ class Reconciler:
     _written: dict[Key, float] = field(default_factory=dict)  # when we last wrote a status, for those that may wait
     _scale_up: dict[Key, float] = field(default_factory=dict)  # when a node was last promised to a pod of the job
     _refused: set[Key] = field(default_factory=set)  # whose users have been told of a refused status
+    _unreadable: dict[Key, int] = field(default_factory=dict)  # of which version they have been told that it is that
 
-    async def reconcile(self, key: Key) -> None:
-        """Look at the job once. Raises what the queue should back off from."""
+    async def reconcile(self, key: Key) -> Rejection | None:
+        """Look at the job once. What the API server goes on refusing is returned, anything else that went wrong is
+        raised: the queue should back off from both."""
         job = await self._job(key)
         if job is None:
-            return
+            return None
         rejection: Rejection | None = None
         for _ in range(2):  # what is refused is planned for once more; a refusal of that too waits for the next look
             observed = await self._observe(key, job, rejection)
             made = await self._plan(key, observed)
             if made.status is None:
                 self._forget(key, job.metadata.uid)
-                return
+                return None
             confirmed = made.changed
             if made.changed:
                 written = await self._write_status(key, job, made.status)
                 if written is None:
-                    return
+                    return None
                 job = written
             self._poll(key, job, made)
             rejection, again = await self.actor.carry_out(_target(key, job, confirmed), made.actions)
@@ -83,12 +85,11 @@ class Reconciler:
                 break
             log.info("refused", job="/".join(key), kind=rejection.kind, message=rejection.message)
         self.gangs.update(key, gang_view(job, self.cache.pods_of(key)))
-        if rejection is not None:
-            self.queue.retry(key)
         if again is not None:
             self.queue.add_after(key, again)
         if made.requeue_at is not None:
             self.queue.add_after(key, max(0.1, made.requeue_at - self.clock()))
+        return rejection
 
     async def _plan(self, key: Key, observed: Observed) -> Plan:
         """Nodes are not given back while an autoscaler makes more of them. It is asked only then, and its word kept."""
@@ -113,10 +114,14 @@ class Reconciler:
             return TrainingJob.parse(entry.value)
         except ValidationError as error:
             # Stored before a rule existed, or by a newer version. Nothing is touched until somebody corrects it.
-            about = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
-            log.warning("a job that breaks the rules of the API", job="/".join(key), error=about)
-            event = Event("Warning", Reason.SPEC_INVALID.value, f"{Reason.SPEC_INVALID.meaning} {about}")
-            await events.send(self.client, *key, entry.uid, event)
+            self.leaders.drop(key)
+            self.gangs.update(key, None)  # nobody plans for it, so nobody may wait for it
+            if self._unreadable.get(key) != entry.version:  # its pods go on changing, and each change is a look
+                self._unreadable[key] = entry.version
+                about = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
+                log.warning("a job that breaks the rules of the API", job="/".join(key), error=about)
+                event = Event("Warning", Reason.SPEC_INVALID.value, f"{Reason.SPEC_INVALID.meaning} {about}")
+                await events.send(self.client, *key, entry.uid, event)
             return None
 
     async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observed:
@@ -223,6 +228,7 @@ class Reconciler:
         self._written.pop(key, None)
         self._scale_up.pop(key, None)
         self._refused.discard(key)
+        self._unreadable.pop(key, None)
         self.frozen.forget(uid)
         self.queue.discard(key)
 

@@ -177,6 +177,8 @@ class Actor:
                 template = str(meta["labels"][LABEL_TEMPLATE])
                 if owner(item).get("uid") != job.uid or not template.isdecimal() or int(template) >= action.template:
                     continue
+                if meta["name"] != f"{job.name}-{template}":
+                    continue  # who may write ConfigMaps would have us delete any Secret, by giving one its name
                 # The Secret first: its ConfigMap is the only evidence that it is ours.
                 await self.client.delete(SECRETS, job.namespace, meta["name"], uid=None)
                 await self.client.delete(CONFIG_MAPS, job.namespace, meta["name"], uid=meta["uid"])
