@@ -1,9 +1,11 @@
-"""Stores for the tests: a folder, memory, and a real S3 server which is started once, when a test asks for it."""
+"""Stores for the tests: a folder, memory, and a real S3 server which is started once, when a test asks for it.
+
+When the last test has ended, no process that any of them started is left, and nothing in shared memory.
+"""
 
 from __future__ import annotations
 
 import os
-import tempfile
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,8 +13,19 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint.store.base import Store, open_store
+from tests.checkpoint import leftovers
+from tests.checkpoint.crash import in_memory
 from tests.checkpoint.faults import FaultProxy, fault_proxy
 from tests.checkpoint.s3_server import ENVIRONMENT, S3Server, s3_server
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    mark = uuid.uuid4().hex
+    os.environ[leftovers.MARK] = mark
+    with leftovers.shared_memory():
+        yield
+        leftovers.check(mark)
 
 
 @pytest.fixture(scope="session")
@@ -45,12 +58,8 @@ def proxy(s3: S3Server) -> Iterator[FaultProxy]:
 @pytest.fixture
 def quick_path(tmp_path: Path) -> Iterator[Path]:
     """A folder where an fsync costs nothing, if the machine has one: what it is for, the power loss tests show."""
-    memory = Path("/dev/shm")
-    if not os.access(memory, os.W_OK):
-        yield tmp_path
-        return
-    with tempfile.TemporaryDirectory(dir=memory, prefix="everstep-test-") as folder:
-        yield Path(folder)
+    with in_memory(tmp_path) as folder:
+        yield folder
 
 
 @pytest.fixture(params=["posix", "memory", pytest.param("s3", marks=pytest.mark.integration)])

@@ -19,6 +19,7 @@ from everstep.checkpoint.keys import Key
 from everstep.checkpoint.retention import prune
 from everstep.checkpoint.store.files import Files
 from everstep.checkpoint.store.posix import PosixStore
+from tests.checkpoint import leftovers
 from tests.checkpoint.builders import Training
 
 # Every method of the seam changes the file system, or makes a change durable.
@@ -72,8 +73,8 @@ Task = Callable[[PosixStore, Training, Key, int], None]
 
 def count_calls(folder: Path, task: Task, training: Training, key: Key, node: int) -> list[str]:
     """The names of the calls that an undisturbed process of its own makes."""
-    reader, writer = _context().Pipe(duplex=False)
-    process = _context().Process(target=_counted, args=(writer, folder, task, training, key, node))
+    reader, writer = forkserver().Pipe(duplex=False)
+    process = forkserver().Process(target=_counted, args=(writer, folder, task, training, key, node))
     process.start()
     names: list[str] = reader.recv()
     process.join(30)
@@ -83,7 +84,7 @@ def count_calls(folder: Path, task: Task, training: Training, key: Key, node: in
 
 def start(folder: Path, task: Task, training: Training, key: Key, node: int, point: Point, number: int) -> BaseProcess:
     """A process that sends itself the signal `number` at `point`."""
-    process = _context().Process(target=_disturbed, args=(folder, task, training, key, node, point, number))
+    process = forkserver().Process(target=_disturbed, args=(folder, task, training, key, node, point, number))
     process.start()
     return process
 
@@ -100,8 +101,8 @@ def frozen(folder: Path, task: Task, training: Training, key: Key, node: int, po
     process = start(folder, task, training, key, node, point, signal.SIGSTOP)
     assert process.pid is not None
     deadline = time.monotonic() + 30
-    while _state(process.pid) != "T":
-        assert time.monotonic() < deadline, f"{point}: not stopped but {_state(process.pid)}"
+    while state_of(process.pid) != "T":
+        assert time.monotonic() < deadline, f"{point}: not stopped but {state_of(process.pid)}"
         assert process.is_alive(), f"{point}: {process.exitcode}"
         time.sleep(0.001)
     return process
@@ -110,10 +111,11 @@ def frozen(folder: Path, task: Task, training: Training, key: Key, node: int, po
 @contextmanager
 def in_memory(otherwise: Path) -> Iterator[Path]:
     """A folder in memory where there is some: what a kill leaves does not depend on the disk, fsync's price does."""
-    if not Path("/dev/shm").is_dir():
+    place = os.environ.get(leftovers.MEMORY)
+    if place is None:
         yield otherwise
         return
-    with tempfile.TemporaryDirectory(dir="/dev/shm", prefix="everstep-test-") as name:
+    with tempfile.TemporaryDirectory(dir=place) as name:
         yield Path(name)
 
 
@@ -121,14 +123,16 @@ def everything(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def _context() -> multiprocessing.context.ForkServerContext:
+def forkserver() -> multiprocessing.context.ForkServerContext:
+    """Where processes of tests come from."""
     # Not fork: the test's process has threads. The server has imported everything, so a process takes milliseconds.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint.crash", "xxhash"])
+    context.set_forkserver_preload(["tests.checkpoint.processes", "xxhash"])
     return context
 
 
-def _state(pid: int) -> str:
+def state_of(pid: int) -> str:
+    """A letter, as in /proc: T is stopped."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 

@@ -98,6 +98,23 @@ def test_a_late_decision_is_waited_for() -> None:
     assert run(2, late) == [3, 3]
 
 
+def waits_for_a_store(rank: int) -> bool:
+    """Rank 0 decides long after the others' patience, but says meanwhile that it lives."""
+    place = board()
+    agreement = Agreement(place, rank, 0.8)
+    until = time.monotonic() + 2.0
+    while rank == 0 and time.monotonic() < until:
+        agreement.busy()
+        time.sleep(0.02)  # this is the store
+    decision = agreement.arrive(3, every_third, nobody_waits)
+    dist.barrier()
+    return decision is not None and decision.save
+
+
+def test_while_rank_0_waits_for_a_store_nobody_gives_it_up() -> None:
+    assert run(2, waits_for_a_store) == [True, True]
+
+
 def leader_dies(rank: int) -> str:
     place = board()
     dist.barrier()

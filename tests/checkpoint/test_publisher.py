@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -68,6 +69,20 @@ def test_what_has_its_marker_is_published_at_once_and_again_with_a_new_one(
     (watched / "model").write_text("half of 2")
     assert publisher.poll() == []
     assert restored(store, tmp_path / "back") == {"model": "1", "DONE": "1"}
+    (watched / "model").write_text("2")
+    (watched / "DONE").write_text("2")
+    assert len(publisher.poll()) == 1
+    assert restored(store, tmp_path / "back") == {"model": "2", "DONE": "2"}
+
+
+def test_a_marker_says_nothing_of_what_was_written_after_it(store: Store, watched: Path, tmp_path: Path) -> None:
+    publisher = Publisher(store, watched, marker="DONE", clock=Clock())
+    (watched / "model").write_text("1")
+    (watched / "DONE").write_text("1")
+    (watched / "model").write_text("half of 2")
+    later = (watched / "DONE").stat().st_mtime_ns + 1
+    os.utime(watched / "model", ns=(later, later))
+    assert publisher.poll() == []
     (watched / "model").write_text("2")
     (watched / "DONE").write_text("2")
     assert len(publisher.poll()) == 1

@@ -119,3 +119,20 @@ def test_a_checkpoint_fits_another_layout(
         seen |= state.keys()
     assert seen == expected.keys()
     assert not list(memory.glob("*/restore-*")), "memory is given back"
+
+
+def pass_on(rank: int, folder: Path, memory: Path, step: int) -> int:
+    """Reads, and saves again as it is spread here."""
+    objects = build("fsdp")
+    restored = ranks.restore(folder, memory, objects)
+    ranks.save(PosixStore(folder), ranks.key(step), objects)
+    return restored.step
+
+
+def test_a_checkpoint_goes_from_four_ranks_to_two_to_eight(tmp_path: Path, expected: dict[str, Any]) -> None:
+    store = tmp_path / "store"
+    ranks.run(4, write, store, "fsdp")
+    assert ranks.run(2, pass_on, store, tmp_path / "two", 20) == [KEY.step] * 2
+    for step, state in ranks.run(8, read, store, tmp_path / "eight", "fsdp"):
+        assert step == 20
+        assert ranks.same(expected, state)

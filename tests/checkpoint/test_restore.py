@@ -264,24 +264,27 @@ def test_one_bad_chunk_on_one_rank_sends_all_ranks_to_the_same_older_checkpoint(
     assert "rank 1" in results[0]["fell_back"][str(NEW)]
 
 
-def count(rank: int, store: Path, memory: Path, nodes: int) -> tuple[int, int]:
-    if not (store / NEW.manifest_name).exists():
-        save_both(store, size=2500)
-    dist.barrier()
+def count(rank: int, store: Path, memory: Path, nodes: int, size: int) -> tuple[int, int]:
     watched = Watched(store)
-    made = model(-1, size=2500)
+    made = model(-1, size)
     ranks.restore(watched, memory, {"model": made}, nodes=nodes)
     assert filled(made) == NEW.step
     return watched.bytes, watched.manifests
 
 
-@pytest.mark.parametrize(("world", "nodes"), [(4, 1), (4, 2)])
-def test_the_bytes_of_a_checkpoint_leave_the_store_once_for_each_node(world: int, nodes: int, tmp_path: Path) -> None:
-    results = ranks.run(world, count, tmp_path / "store", tmp_path / "memory", nodes)
-    whole = 4 * (2500 * 2500 + 2500)
+@pytest.mark.parametrize(
+    ("world", "nodes", "size"),
+    [(4, 1, 2500), (4, 2, 2500), pytest.param(8, 1, 15_811, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])],
+    ids=["4 ranks", "2 nodes of 2 ranks", "8 ranks and 1 GB"],
+)
+def test_the_bytes_of_a_checkpoint_leave_the_store_once_for_each_node(
+    world: int, nodes: int, size: int, tmp_path: Path
+) -> None:
+    ranks.save(PosixStore(tmp_path / "store"), NEW, {"model": model(NEW.step, size)})
+    results = ranks.run(world, count, tmp_path / "store", tmp_path / "memory", nodes, size, timeout=600)
+    whole = 4 * (size * size + size)
     read = sum(count for count, _ in results)
-    headers = nodes * world * HEADER
-    assert nodes * whole <= read <= nodes * whole + headers
+    assert nodes * whole <= read <= nodes * (whole + HEADER)
     assert sum(manifests for _, manifests in results) == nodes
     assert max(count for count, _ in results) <= nodes * whole / world + CHUNK, "the ranks of a node share the work"
 

@@ -104,6 +104,14 @@ def test_the_end_waits_for_the_last_commit_and_leaves_no_memory(folder: Path) ->
         time.sleep(0.01)
 
 
+def test_a_session_that_names_nothing_leaves_no_memory_either(folder: Path) -> None:
+    session(folder).close()
+    until = time.monotonic() + 10
+    while (folder / "memory").exists():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
 def test_an_error_in_the_script_is_not_delayed_and_what_was_filled_is_still_saved(folder: Path) -> None:
     def script() -> None:
         model = Model()

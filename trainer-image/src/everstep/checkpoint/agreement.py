@@ -16,7 +16,7 @@ from everstep.checkpoint.board import AgreementLost, Board
 PERIOD = 1.0  # seconds between two boundaries
 MOST_CALLS = 100  # between two boundaries: a run that slows down suddenly still asks soon
 
-_PATIENCE = 30.0
+_LOOK = 30.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ Choose = Callable[[int, int], Decision]
 
 
 class Agreement:
-    """One rank's view. `patience`: seconds that a rank waits for rank 0 at a boundary."""
+    """One rank's view. `patience`: seconds that a rank waits at a boundary without a sign of rank 0."""
 
     def __init__(self, board: Board, rank: int, patience: float) -> None:
         self.boundary = 0
@@ -117,11 +117,19 @@ class Agreement:
         self._made = choose(step, self._pace.ahead())
         self._board.leave(f"d/{self._number}", asdict(self._made))
 
+    def busy(self) -> None:
+        """Rank 0, now and then while it waits for a store: it lives, and the others' patience begins anew."""
+        self._board.count("busy", 1)
+
     def _await(self, name: str, waiting: Callable[[float], None]) -> Any:
-        began = time.monotonic()
-        while (waited := time.monotonic() - began) < self._patience:
-            found = self._board.read(name, max(0.001, min(_PATIENCE, self._patience - waited)))
+        began = sign = time.monotonic()
+        signs: int | None = None
+        while (waited := time.monotonic() - sign) < self._patience:
+            found = self._board.read(name, max(0.001, min(_LOOK, self._patience / 4, self._patience - waited)))
             if found is not None:
                 return found
             waiting(time.monotonic() - began)
+            before, signs = signs, self._board.count("busy")
+            if before not in (None, signs):
+                sign = time.monotonic()
         raise AgreementLost(f"rank 0 has not decided in {self._patience:g} s whether to save ({name})")

@@ -35,6 +35,18 @@ def announce(store: Store, node: int, manifest: Manifest) -> None:
     store.replace(manifest.key.node_name(node), encode(manifest))
 
 
+def announced(store: Store, node: int, manifest: Manifest) -> bool:
+    """Whether this node has said so before: then its parts stay as they are. Conflict if it said something else."""
+    name = manifest.key.node_name(node)
+    try:
+        said = store.read(name)
+    except Missing:
+        return any(store.list(manifest.key.manifest_name))
+    if said != encode(manifest):
+        raise Conflict(name, "was written by somebody else with the same attempt")
+    return True
+
+
 def commit(
     store: Store,
     key: Key,

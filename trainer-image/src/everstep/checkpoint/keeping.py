@@ -13,18 +13,22 @@ from everstep.checkpoint import commit, fence, retention
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.format import Manifest
-from everstep.checkpoint.persist import Mappings, Progress, store_slot, sum_slot
+from everstep.checkpoint.persist import Mappings, Progress, store_again, store_slot, sum_slot
 from everstep.checkpoint.slots import Claim, Slot, Slots
 from everstep.checkpoint.store.base import Store, open_store
 
 
 class Save:
-    """One filled slot on its way. `doing` is for messages; `told`: when somebody was told that it stalls."""
+    """One filled slot on its way. `left_behind`: another writer, or this one, may have begun to store it before.
 
-    def __init__(self, slot: Slot, claim: Claim, config: Config) -> None:
+    `doing` is for messages; `told`: when somebody was told that it stalls.
+    """
+
+    def __init__(self, slot: Slot, claim: Claim, config: Config, *, left_behind: bool) -> None:
         self.slot = slot
         self.claim = claim
         self.config = config
+        self.left_behind = left_behind
         self.progress = Progress()
         self.doing = "waiting for its turn"
         self.needs_slot = True
@@ -72,7 +76,8 @@ class Keeper:
         save.doing = "summing"
         manifest = slot.manifest() or sum_slot(self._slots, slot, self._mappings, self._pieces, save.progress)
         save.doing = "writing to the store"
-        store_slot(self._at(config), slot, save.claim.node, manifest, self._mappings, self._pieces, save.progress)
+        store = store_again if save.left_behind else store_slot
+        store(self._at(config), slot, save.claim.node, manifest, self._mappings, self._pieces, save.progress)
         slot.store(save.claim.key)
         return manifest
 

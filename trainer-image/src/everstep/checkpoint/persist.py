@@ -10,7 +10,7 @@ from concurrent.futures import Executor
 from pathlib import Path
 
 from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.commit import announce
+from everstep.checkpoint.commit import announce, announced
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, Part, Shard, Tensor, chunk_lengths
 from everstep.checkpoint.merging import join
@@ -79,7 +79,7 @@ def sum_slot(slots: Slots, slot: Slot, mappings: Mappings, pool: Executor, progr
 def store_slot(
     store: Store, slot: Slot, node: int, manifest: Manifest, mappings: Mappings, pool: Executor, progress: Progress
 ) -> None:
-    """Puts the parts and then the node manifest: durable on return."""
+    """Puts the parts and then the node manifest: durable on return. See store_again for what was begun before."""
 
     def put(local: int) -> None:
         part = manifest.parts[local]
@@ -88,6 +88,17 @@ def store_slot(
     list(pool.map(put, range(len(manifest.parts))))
     progress.step()
     announce(store, node, manifest)
+
+
+def store_again(
+    store: Store, slot: Slot, node: int, manifest: Manifest, mappings: Mappings, pool: Executor, progress: Progress
+) -> None:
+    """Like store_slot, for a slot that a writer which has died since may have begun to store. Conflict."""
+    if announced(store, node, manifest):
+        return
+    # Maybe torn, and nobody else has heard of them; a name in a store is written once.
+    store.delete([part.name for part in manifest.parts])
+    store_slot(store, slot, node, manifest, mappings, pool, progress)
 
 
 def _sum_part(boxes: Sequence[Box], data: memoryview, record: Record, created: float, progress: Progress) -> Manifest:

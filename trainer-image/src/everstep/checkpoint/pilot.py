@@ -189,6 +189,7 @@ class Pilot:
     def _finish_pending(self, timeout: float | None = None) -> None:
         until = time.monotonic() + (self.commit_timeout if timeout is None else timeout)
         while self._pending and (left := until - time.monotonic()) > 0:
+            self.agreement.busy()  # others wait for a decision meanwhile, and a store may take its time
             self._poll(min(_POLL, left))
             self._read_notes()
 

@@ -36,8 +36,9 @@ def step_of(path: Path) -> int | None:
 class Publisher:
     """Publishes `watched`, or with `each` (a pattern as `checkpoint-*`) every folder in it that matches.
 
-    `marker`: a file in a folder that is written last, anew for each checkpoint; without it a folder is complete after
-    `quiet` seconds without a change. `keep_last`: older ones are removed once a new one is verified; None: never.
+    `marker`: a file in a folder that is written last, anew for each checkpoint, and best removed before anything else
+    is written; without it a folder is complete after `quiet` seconds without a change. `keep_last`: older ones are
+    removed once a new one is verified; None: never.
     Events: `saved`, `failed`.
     """
 
@@ -116,7 +117,10 @@ class Publisher:
         if self.marker is not None:
             written = _marker(contents, self.marker)
             before = self._published.get(path)
-            return written is not None and (before is None or written != _marker(before, self.marker))
+            if written is None or (before is not None and written == _marker(before, self.marker)):
+                return False
+            # In a folder that is used again and again, a marker that is older than a file is that of an earlier save.
+            return self.each is not None or written.modified >= max(file.modified for file in contents.files)
         known, since = self._seen.get(path, (None, 0.0))
         now = self.clock()
         if known != contents:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import time
@@ -184,6 +185,9 @@ class Checkpointer:
         try:
             if self._pilot is not None:
                 self._pilot.close(wait)
+            elif wait:
+                with contextlib.suppress(CheckpointError):
+                    self._node.call("bye")
         finally:
             if self._saver is not None:
                 self._saver.close()

@@ -256,7 +256,11 @@ class Slots:
 
     def remove(self) -> None:
         """Gives the memory back."""
-        shutil.rmtree(self.directory, ignore_errors=True)
+        # At once: a new writer that comes meanwhile makes a directory of its own, and loses nothing of it.
+        gone = self.directory.with_name(f".{self.directory.name}.{os.getpid()}")
+        with contextlib.suppress(OSError):
+            self.directory.rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def secure(directory: Path) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import control
+from everstep.checkpoint import control, slots
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keeping import Keeper, Save
@@ -31,6 +31,7 @@ from everstep.checkpoint.slots import Claim, Slot, Slots, State
 _log = logging.getLogger("everstep.checkpoint.writer")
 
 _NICE = 5
+_LEFT = "left before its part was copied"
 
 
 class Writer:
@@ -41,6 +42,7 @@ class Writer:
         self._linger = linger
         self._config: Config | None = None
         self._ranks: dict[asyncio.StreamWriter, int] = {}
+        self._known: set[int] = set()  # local ranks that have come in this attempt
         self._gone: set[int] = set()  # local ranks that said goodbye
         self._filled: dict[Key, set[int]] = {}
         self._saves: dict[Key, Save] = {}
@@ -124,8 +126,10 @@ class Writer:
         if config != self._config:
             Slots.create(self._slots.directory, config.slots)
             self._config = config
+            self._known.clear()
             self._gone.clear()
         self._ranks[writer] = said["local"]
+        self._known.add(said["local"])
         for slot in self._slots:
             self._recover(slot, config)
 
@@ -139,7 +143,7 @@ class Writer:
                 slot.release()
             case State.FILLED | State.WHOLE:
                 _log.info("%s was left behind: storing it", claim.key)
-                self._start(slot, claim, config)
+                self._start(slot, claim, config, left_behind=True)
 
     def _lose(self, writer: asyncio.StreamWriter) -> None:
         local = self._ranks.pop(writer, None)
@@ -150,7 +154,7 @@ class Writer:
         for key, done in list(self._filled.items()):
             if local not in done:
                 rank = self._config.ranks[local] if self._config else local
-                self._void(key, f"{RankLost([rank], 'left before its part was copied')}")
+                self._void(key, f"{RankLost([rank], _LEFT)}")
 
     # ---- a save
 
@@ -171,8 +175,10 @@ class Writer:
                 if key not in self._filled:
                     raise CheckpointError(f"{key} was given up")
                 return slot.number
-        slot = self._free()
         ranks = self._config.ranks
+        if absent := self._known - set(self._ranks.values()):
+            raise RankLost([ranks[local] for local in sorted(absent)], _LEFT)
+        slot = self._free()
         slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes))
         self._filled[key] = set()
         return slot.number
@@ -222,8 +228,8 @@ class Writer:
                 slot.release()
         self._report({"event": "failed", "key": str(key), "why": why})
 
-    def _start(self, slot: Slot, claim: Claim, config: Config) -> None:
-        save = self._saves[claim.key] = Save(slot, claim, config)
+    def _start(self, slot: Slot, claim: Claim, config: Config, *, left_behind: bool = False) -> None:
+        save = self._saves[claim.key] = Save(slot, claim, config, left_behind=left_behind)
         task = asyncio.create_task(self._keep(save))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
@@ -299,17 +305,20 @@ class Writer:
 
 def _lock(directory: Path, timeout: float) -> Callable[[], None]:
     """There is one writer in a directory; the lock ends with the process."""
-    file = (directory / "writer.lock").open("a")
+    path = directory / "writer.lock"
     until = time.monotonic() + timeout
     while True:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= until:
-                raise SystemExit(f"another writer has {directory}") from None
-            time.sleep(0.05)
-        else:
-            return file.close
+        slots.secure(directory)
+        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
+            file = stack.enter_context(path.open("a"))
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # The writer before us may have removed the directory, and our lock with it, when it ended.
+                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                    return stack.pop_all().close
+        if time.monotonic() >= until:
+            raise SystemExit(f"another writer has {directory}")
+        time.sleep(0.05)
 
 
 async def _serve(directory: Path, linger: float) -> None:

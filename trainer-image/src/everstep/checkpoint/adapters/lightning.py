@@ -56,8 +56,11 @@ class Checkpoints(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not 
         shutil.rmtree(outgoing, ignore_errors=True)
         outgoing.mkdir(parents=True)
         try:
-            # The same file under a name of ours: nothing is copied, and nobody writes into it while it is read.
-            (outgoing / _FILE).hardlink_to(path)
+            try:
+                # The same file under a name of ours: nothing is copied, and nobody writes into it while it is read.
+                (outgoing / _FILE).hardlink_to(path)
+            except OSError:  # `path` is on another file system, or none at all
+                super().save_checkpoint(checkpoint, outgoing / _FILE)
             self._published.publish(outgoing, int(checkpoint["global_step"]))
         finally:
             shutil.rmtree(outgoing, ignore_errors=True)
