@@ -98,7 +98,7 @@ def parse(text: str, name: str = "") -> Schedule:
     first = text.lstrip().split("\n", 1)[0]
     name = name or (first[1:].strip() if first.startswith("#") else "") or "file"
     lines = [(number, line.split("#")[0].strip()) for number, line in enumerate(text.split("\n"), 1)]
-    ranks = [_line(number, line) for number, line in lines if line]
+    ranks = [parse_rank(line, number) for number, line in lines if line]
     home: dict[int, int] = {}
     for rank, actions in enumerate(ranks):
         for action in actions:
@@ -110,7 +110,8 @@ def parse(text: str, name: str = "") -> Schedule:
     return Schedule(name, tuple(home[stage] for stage in range(len(home))), microbatches, tuple(ranks))
 
 
-def _line(number: int, line: str) -> tuple[Action, ...]:
+def parse_rank(line: str, number: int = 1) -> tuple[Action, ...]:
+    """The actions of one line, without a look at the others. PipelineError names `number` and the token."""
     tokens: Sequence[str] = [] if line == "-" else [token for token in re.split(r"[\s,]+", line) if token]
     return tuple(_action(number, token) for token in tokens)
 

@@ -66,6 +66,7 @@ class _Rank:
         self.used: set[Message] = set()
         self.finished: dict[int, int] = defaultdict(int)  # micro-batches by stage
         self.reduced: set[int] = set()
+        self.reduces = any(action.kind is Kind.REDUCE for action in schedule.ranks[rank])
         self.ties = {
             name: [stage for stage in owners if flow.placement[stage] == rank] for name, owners in flow.graph.ties
         }
@@ -142,7 +143,7 @@ class _Rank:
         if action.value in self.tied:
             return "is there twice"
         self.tied.add(action.value)
-        if self.reduced and not self.reduced.issuperset(owners):
+        if self.reduces and not self.reduced.issuperset(owners):
             return "comes before the reduction of its owners"
         return self._check_last(owners)
 

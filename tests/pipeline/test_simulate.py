@@ -1,0 +1,247 @@
+"""The simulator meets every closed form exactly, and never promises less time than there must be."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.graph import Device, Edge, Link, Stage, StageGraph, chain, uniform
+from everstep.pipeline.schedules import Action, Kind, Result, Schedule, lower, make, memory, parse, simulate
+from everstep.pipeline.schedules.flow import Done, Flow, Message
+from tests.pipeline.random_pipelines import pipelines
+
+PHASES = [(12, 12, 12), (60, 72, 48)]  # F, B, W of a rank; a multiple of 12, so that chunks of it are whole numbers
+SIZES = [(4, 8), (4, 16), (8, 16)]
+
+
+def run(name: str, ranks: int, chunks: int, m: int, phases: tuple[int, int, int]) -> Result:
+    forward, input_grad, weight_grad = (phase / chunks for phase in phases)
+    stage = Stage(forward, input_grad, weight_grad)
+    return simulate(make(name, ranks * chunks, ranks, m), chain([stage] * (ranks * chunks)))
+
+
+def bubble(name: str, p: int, v: int, f: float, b: float, w: float) -> float:
+    """The closed forms: arXiv 1811.06965, 2104.04473, 2401.10241."""
+    if name.startswith("zb-"):
+        return (p - 1) * (f + b - w) / v
+    return (p - 1) * (f + b + w) / v
+
+
+def peak(name: str, p: int, v: int, m: int) -> float:
+    """In micro-batches of a rank."""
+    return {"simple": m, "interleaved": p + (p - 1) / v}.get(name, p)
+
+
+@pytest.mark.parametrize("phases", PHASES)
+@pytest.mark.parametrize(("p", "m"), SIZES)
+@pytest.mark.parametrize(
+    ("name", "v"),
+    [
+        ("simple", 1),
+        ("1f1b", 1),
+        ("interleaved", 2),
+        ("interleaved", 4),
+        ("zb-h1", 1),
+        ("zb-interleaved", 2),
+        ("zb-interleaved", 3),
+    ],
+)
+def test_equal_stages_take_what_the_closed_form_says(
+    name: str, v: int, p: int, m: int, phases: tuple[int, int, int]
+) -> None:
+    result = run(name, p, v, m, phases)
+    assert result.makespan - m * sum(phases) == result.bubble == bubble(name, p, v, *phases)
+    assert max(result.spans) == result.makespan
+    assert max(result.peak) == peak(name, p, v, m) * v
+
+
+@pytest.mark.parametrize(("p", "m"), SIZES)
+def test_zbv_has_no_bubble_between_first_and_last_action_of_a_rank(p: int, m: int) -> None:
+    result = run("zb-v", p, 2, m, (12, 12, 12))
+    assert max(result.spans) == m * 36
+    assert result.makespan - m * 36 == (p - 1) * 12 / 2  # the last rank begins so much later
+    assert max(result.peak) == p * 2
+
+
+def test_zbv_with_unequal_phases() -> None:
+    result = run("zb-v", 4, 2, 16, (60, 72, 48))
+    assert result.makespan - 16 * 180 == 1.8 * 60
+    assert max(result.spans) - 16 * 180 == 1.2 * 60
+
+
+@pytest.mark.parametrize("m", range(5, 16))
+@pytest.mark.parametrize("v", [2, 3])
+def test_interleaved_of_any_number_of_micro_batches_has_the_bubble_of_a_multiple(m: int, v: int) -> None:
+    """What it costs is memory: rounds are of g micro-batches instead of p."""
+    result = run("interleaved", 4, v, m, (12, 12, 12))
+    g = -(-m // (m // 4))
+    assert result.bubble == bubble("interleaved", 4, v, 12, 12, 12)
+    assert max(result.peak) == min((v - 1) * g + 2 * 3 + 1, v * m)
+
+
+def test_one_rank_has_no_bubble() -> None:
+    assert run("1f1b", 1, 1, 5, (1, 2, 3)).makespan == 30
+
+
+def _random_chain(rng: random.Random, most: int) -> tuple[StageGraph, int, int]:
+    p = rng.randint(2, most)
+    m = rng.randint(1, 4 * p if most > 4 else 6)
+    return chain([Stage(*(rng.randint(1, 50) for _ in range(3))) for _ in range(p)]), p, m
+
+
+def _check_bounds(count: int, most: int) -> None:
+    rng = random.Random(count)
+    for _ in range(count):
+        graph, p, m = _random_chain(rng, most)
+        work = [stage.work for stage in graph.stages]
+        least = max(sum(work[:i]) + m * work[i] for i in range(p))
+        most = sum(work) + (m - 1) * max(work)
+        assert least <= simulate(make("1f1b", p, p, m), graph).makespan <= most
+        slowest = max(s.forward for s in graph.stages) + max(s.backward for s in graph.stages)
+        simple = simulate(make("simple", p, p, m), graph).makespan
+        assert simple == sum(work) + (m - 1) * slowest >= least
+        # Halves of a backward may overlap with other ranks' backward, but not with the forwards before.
+        least_split = max(sum(s.forward for s in graph.stages[:i]) + m * work[i] for i in range(p))
+        assert simulate(make("zb-h1", p, p, m), graph).makespan >= least_split
+
+
+def test_no_step_is_shorter_than_the_lower_bound() -> None:
+    _check_bounds(500, most=4)
+
+
+@pytest.mark.chaos
+def test_no_step_of_ten_thousand_is_shorter_than_the_lower_bound() -> None:
+    _check_bounds(10_000, most=8)
+
+
+@settings(max_examples=15)
+@given(pipelines(), st.booleans())
+def test_every_action_starts_as_soon_as_it_may(pipeline: tuple[Schedule, StageGraph], lowered: bool) -> None:
+    """Which is the only timeline in which nothing waits longer than for its rank, and for what it needs."""
+    schedule, graph = pipeline
+    link = Link(latency=3.0)
+    links = uniform(len(schedule.ranks), link)
+    result = simulate(lower(schedule, graph) if lowered else schedule, graph, links=links)
+    ends = {event.action: event.end for event in result.timeline}
+    for rank, actions in enumerate(schedule.ranks):
+        events = [event for event in result.timeline if event.rank == rank]
+        assert [event.action for event in events] == list(actions)
+        free = dict(zip([event.action for event in events[1:]], [event.end for event in events], strict=False))
+        for event in events:
+            needs = [
+                _end(ends, stage, event.action.microbatch, gradient)
+                + (link.latency if schedule.placement[stage] != rank else 0.0)
+                for stage, gradient in _needs(event.action, graph)
+            ]
+            assert event.start == max([free.get(event.action, 0.0), *needs])
+
+
+def _needs(action: Action, graph: StageGraph) -> Iterator[tuple[int, bool]]:
+    """Stages whose forward, or whose input gradient, an action needs: said again, in the simplest way."""
+    if action.kind is Kind.WEIGHT_GRAD:
+        yield action.stage, True
+    elif action.kind is Kind.FORWARD:
+        yield from ((edge.source, False) for edge in graph.edges if action.stage in edge.targets)
+    else:
+        yield action.stage, False
+        for edge in graph.edges:
+            if edge.source == action.stage and edge.gradient:
+                yield from ((user, True) for user in edge.targets)
+
+
+def _end(ends: dict[Action, float], stage: int, microbatch: int, gradient: bool) -> float:
+    kinds = (Kind.BACKWARD, Kind.INPUT_GRAD) if gradient else (Kind.FORWARD,)
+    return next(ends[Action(kind, stage, microbatch)] for kind in kinds if Action(kind, stage, microbatch) in ends)
+
+
+def test_devices_of_other_speeds_take_other_times() -> None:
+    result = simulate(make("1f1b", 2, 2, 4), chain([Stage(1, 1, 1)] * 2), [Device(1.0), Device(0.5)])
+    assert result.busy == (12.0, 24.0)
+    assert (
+        result.makespan == 24.0 + 3.0
+    )  # the slow rank never waits but for the first forward, and ends one backward early
+    assert result.bubble == 3.0
+
+
+def test_a_link_carries_one_message_after_the_other() -> None:
+    graph = StageGraph((Stage(1, 1, 1),) * 2, (Edge("a", 0, (1,), 30), Edge("b", 0, (1,), 30, gradient=False)))
+    result = simulate(make("simple", 2, 2, 1), graph, links=uniform(2, Link(10.0, 0.5)))
+    forward = next(event for event in result.timeline if event.rank == 1)
+    assert forward.start == 1 + 3 + 3 + 0.5  # the wire twice, the way once: it is full while the first is on its way
+    assert result.waiting == (30, 60)
+
+
+def test_overlapped_messages_cost_fill_and_drain_only() -> None:
+    graph = chain([Stage(10, 10, 10)] * 4, size=1)
+    free = simulate(make("1f1b", 4, 4, 1), graph)
+    slow = simulate(make("1f1b", 4, 4, 1), graph, links=uniform(4, Link(1.0)))
+    assert slow.makespan == free.makespan + 2 * 3 * 1
+
+
+@pytest.mark.parametrize("m", [1, 4, 16])
+def test_messages_cost_fill_and_drain_and_what_holds_up_the_alternation(m: int) -> None:
+    """In between, a round trip for each micro-batch; if they block, a rank also stands in its four messages of it."""
+    graph, links = chain([Stage(10, 10, 10)] * 4, size=1), uniform(4, Link(1.0))
+    schedule = lower(make("1f1b", 4, 4, m), graph)
+    free, overlapped = simulate(schedule, graph).makespan, simulate(schedule, graph, links=links).makespan
+    blocked = simulate(schedule, graph, links=links, blocking=True)
+    assert 6 <= overlapped - free <= 6 + 2 * m
+    assert overlapped <= blocked.makespan <= free + 6 + 4 * m
+    for rank in range(4):
+        events = [event for event in blocked.timeline if event.rank == rank]
+        assert all(before.end <= after.start for before, after in pairwise(events))
+
+
+@settings(max_examples=10)
+@given(pipelines())
+def test_overlapped_messages_are_never_slower_than_blocking_ones(pipeline: tuple[Schedule, StageGraph]) -> None:
+    schedule, graph = pipeline
+    lowered, links = lower(schedule, graph), uniform(len(schedule.ranks), Link(2.0))
+    overlapped = simulate(lowered, graph, links=links)
+    assert overlapped.makespan <= simulate(lowered, graph, links=links, blocking=True).makespan
+    assert overlapped == simulate(schedule, graph, links=links)
+
+
+def test_memory_over_time_reaches_the_peak_and_ends_empty() -> None:
+    graph = chain([Stage(1, 1, 1, activation=7)] * 4)
+    result = simulate(make("zb-h1", 4, 4, 6), graph)
+    for rank in range(4):
+        curve = memory(result, graph, rank)
+        assert max(kept for _, kept in curve) == result.peak[rank]
+        assert curve[-1][1] == 0
+        assert [at for at, _ in curve] == sorted(at for at, _ in curve)
+
+
+def test_computations_that_wait_for_each_other_are_told() -> None:
+    schedule = parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0\n")
+    with pytest.raises(PipelineError, match=r"rank 0 at 0B0 .* waits for gradient of 'v0' .* rank 1 at 1F1"):
+        simulate(schedule, chain([Stage()] * 2))
+
+
+def test_wrong_numbers_of_devices_and_links_are_refused() -> None:
+    schedule, graph = make("simple", 2, 2, 1), chain([Stage()] * 2)
+    with pytest.raises(PipelineError, match="1 devices for 2 ranks"):
+        simulate(schedule, graph, [Device()])
+    with pytest.raises(PipelineError, match="2 rows of 2"):
+        simulate(schedule, graph, links=uniform(3, Link()))
+    with pytest.raises(PipelineError, match="lower the schedule first"):
+        simulate(schedule, graph, blocking=True)
+    with pytest.raises(PipelineError, match="is for 2 stages, the model has 3"):
+        simulate(schedule, chain([Stage()] * 3))
+
+
+def test_what_an_action_needs_is_said_by_the_rank_it_comes_from() -> None:
+    graph = StageGraph((Stage(),) * 4, (Edge("v", 0, (1, 2, 3)),))
+    flow = Flow(graph, (0, 1, 0, 1))
+    assert flow.needs(Action(Kind.FORWARD, 2, 5)) == [Done(0, 5, False)]
+    assert flow.needs(Action(Kind.BACKWARD, 0, 5)) == [Done(0, 5, False), Message("v", 5, True, 1, 0), Done(2, 5, True)]
+    assert flow.gives(Action(Kind.INPUT_GRAD, 3, 5), {Done(3, 5, True)}) == []
+    assert flow.gives(Action(Kind.INPUT_GRAD, 1, 5), {Done(3, 5, True), Done(1, 5, True)}) == [
+        Message("v", 5, True, 1, 0)
+    ]
