@@ -18,7 +18,8 @@ from benchmarks.checkpoint.rows import RESULT, Interval
 from benchmarks.measure import show, write
 
 SIZES = {"100m": 100_000_000, "1g": 1_000_000_000, "4g": 4_000_000_000}
-KINDS = ("save", "restore", "train-cost")
+SAVE = ("stall", "stall-dcp", "write")
+KINDS = (*SAVE, *restoring.TARGETS, "train-cost")
 # The state, two slots, the floor's buffer, and a stager's buffers of each mode of DCP with what its process holds.
 COPIES, COPIES_WITH_DCP = 4.5, 9.0
 
@@ -50,21 +51,19 @@ def main(
 
 
 def measured(kinds: set[str], sizes: list[str], folder: Path, console: Console) -> Iterator[Interval]:
-    for name in sizes:
-        if not kinds & {"save", "restore"}:
-            break
+    for name in sizes if kinds - {"train-cost"} else ():
         room = psutil.virtual_memory().available
         if room < COPIES * SIZES[name]:
             console.print(f"no rows of {name}: they need {COPIES * SIZES[name] / 1e9:.0f} GB of memory")
             continue
-        if "restore" in kinds:
-            yield from restoring.rows(SIZES[name], name, folder)
-        if "save" not in kinds:
-            continue
-        with_dcp = room > COPIES_WITH_DCP * SIZES[name]
-        if not with_dcp:
+        if kinds & set(restoring.TARGETS):
+            yield from restoring.rows(SIZES[name], name, folder, kinds)
+        saves = kinds & set(SAVE)
+        if "stall-dcp" in saves and room < COPIES_WITH_DCP * SIZES[name]:
             console.print(f"no stall-dcp-{name}: it needs {COPIES_WITH_DCP * SIZES[name] / 1e9:.0f} GB of memory")
-        yield from saving.rows(SIZES[name], name, folder, with_dcp)
+            saves.remove("stall-dcp")
+        if saves:
+            yield from saving.rows(SIZES[name], name, folder, saves)
     if "train-cost" in kinds:
         yield training.row(folder)
 

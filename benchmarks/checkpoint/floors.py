@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import socket
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -85,4 +86,17 @@ def read(path: Path, into: Buffer) -> float:
                 at += count
         finally:
             os.close(descriptor)
+        return time.perf_counter() - began
+
+
+def receive(address: tuple[str, int], into: Buffer, size: int) -> float:
+    """As many bytes as a plain sender sends, into memory whose pages are there."""
+    with memoryview(into.pages) as data:
+        began = time.perf_counter()
+        with socket.create_connection(address) as peer:
+            at = 0
+            while at < size:
+                count = peer.recv_into(data[at : min(at + PIECE, size)], 0, socket.MSG_WAITALL)
+                assert count, "the sender has gone"
+                at += count
         return time.perf_counter() - began

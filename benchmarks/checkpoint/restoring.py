@@ -1,115 +1,113 @@
-"""Rows `restore-cold-*`, `restore-warm-*` and `restore-node-*`: from the store without and with the page cache, and
-from this node's memory, each until the tensors of a script hold the state."""
+"""Rows `restore-cold`, `-warm`, `-node` and `-peer`: from the store without and with the page cache, from this node's
+memory and from another's, each until the tensors of a script hold the state."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import os
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
-from benchmarks.checkpoint import floors, state
+from benchmarks.checkpoint import floors, residency, state
 from benchmarks.checkpoint.rows import REPEATS, Interval
+from benchmarks.checkpoint.wire import wire
 from benchmarks.measure import alternate
 from everstep.checkpoint.board import Alone
+from everstep.checkpoint.peers import Peers
+from everstep.checkpoint.proposals import mine
 from everstep.checkpoint.restore import Restorer
 from everstep.checkpoint.session import Checkpointer
 from everstep.checkpoint.topology import Topology
 from everstep.checkpoint.vote import Vote
 
-COLD, WARM, NODE = 1.2, 1.6, 2.0  # times a plain read, a plain read, a copy
+TARGETS = {  # times a plain read, a plain read, a copy, as many bytes through a socket
+    "restore-cold": 1.2,
+    "restore-warm": 1.6,
+    "restore-node": 2.0,
+    "restore-peer": 1.2,
+}
 
-PIECE = 8 << 20
+SECRET = "of this benchmark"
+ALONE = Topology(0, 1, 0, 1, (0,))
 
 
-def rows(size: int, name: str, folder: Path) -> Iterator[Interval]:
+class _Vote(Vote):
+    """Of this rank alone, which hears what another node offers; that one's rank is no part of what is measured."""
+
+    def __init__(self, offer: dict[str, Any]) -> None:
+        super().__init__(Alone(), 0, 1)
+        self._offer = offer
+        self._first = True
+
+    def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
+        first, self._first = self._first, False
+        return super().agree(mine, lambda messages: decide([*messages, self._offer] if first else messages))
+
+
+def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterator[Interval]:
     """One checkpoint of `size` bytes, restored into the objects that it was saved from."""
     objects = state.made(size)
-    memory, nothing = folder / "memory", folder / "nothing"
-    with Checkpointer(folder / "ours", every="365d", memory=_shared(memory)) as ckpt:
+    memory, nothing = _shared(folder / "memory"), folder / "nothing"
+    with ExitStack() as stack:
+        ckpt = stack.enter_context(Checkpointer(folder / "ours", every="365d", slots=1, memory=memory))
         ckpt.track(**objects)
         ckpt.save(1)
         ckpt.wait()
         [part] = (folder / "ours" / "data").glob("*/*/*.part")
         length = part.stat().st_size
+        buffer = stack.enter_context(floors.buffer(length))
 
-        def restore(place: Path, tier: str) -> float:
-            restorer = Restorer(objects, ckpt.store, Topology(0, 1, 0, 1, (0,)), Vote(Alone(), 0, 1), place)
+        def restore(tier: str, place: Path, topology: Topology, vote: Vote, peers: Peers | None = None) -> float:
+            restorer = Restorer(objects, ckpt.store, topology, vote, place, peers=peers)
             began = time.perf_counter()
             restored = restorer.restore()
             took = time.perf_counter() - began
             assert restored.tier == tier, restored
             return took
 
-        with floors.buffer(length) as buffer:
+        def read() -> float:
+            return floors.read(part, buffer)
 
-            def cold(arm: Callable[[], float]) -> Callable[[], float]:
-                def measured() -> float:
-                    evict(part)
-                    assert resident(part) < 0.01, f"{part} cannot be driven out of the page cache"
-                    return arm()
+        def from_store() -> float:
+            return restore("store", nothing, ALONE, Vote(Alone(), 0, 1))
 
-                return measured
+        def cold(arm: Callable[[], float]) -> Callable[[], float]:
+            def measured() -> float:
+                residency.evict(part)
+                share = residency.resident(part)
+                assert share < 0.01, f"{share:.0%} of {part} cannot be driven out of the page cache"
+                return arm()
 
-            def read() -> float:
-                return floors.read(part, buffer)
+            return measured
 
-            def from_store() -> float:
-                return restore(nothing, "store")
-
-            yield _row("restore-cold", name, COLD, cold(from_store), cold(read))
-            yield _row("restore-warm", name, WARM, from_store, read)
-            sources = state.tensors(objects)
-            yield _row(
-                "restore-node",
-                name,
-                NODE,
-                lambda: restore(_shared(memory), "memory"),
-                lambda: floors.copy(buffer, sources),
+        arms: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
+            "restore-cold": (cold(from_store), cold(read)),
+            "restore-warm": (from_store, read),
+        }
+        sources = state.tensors(objects)
+        arms["restore-node"] = (
+            lambda: restore("memory", memory, ALONE, Vote(Alone(), 0, 1)),
+            lambda: floors.copy(buffer, sources),
+        )
+        if "restore-peer" in wanted:
+            # Node 1 of this run holds the only share; we are node 0, whose memory is empty.
+            ends = stack.enter_context(wire(memory, memory / "0" / "0.part", length, SECRET))
+            offer = mine(memory, Topology(1, 2, 1, 2, (1,))) or {}
+            peers = Peers(SECRET, (ends.writer, ends.writer), 1, ())
+            arms["restore-peer"] = (
+                lambda: restore("peer", nothing, Topology(0, 1, 0, 2, (0,)), _Vote(offer), peers),
+                lambda: floors.receive(ends.plain, buffer, length),
             )
+        for kind, (ours, floor) in arms.items():
+            if kind in wanted:
+                row = Interval(f"{kind}-{name}", "s", TARGETS[kind])
+                alternate(row, ours, floor, REPEATS)
+                yield row
     shutil.rmtree(folder / "ours")
-
-
-def _row(kind: str, name: str, target: float, ours: Callable[[], float], floor: Callable[[], float]) -> Interval:
-    row = Interval(f"{kind}-{name}", "s", target)
-    alternate(row, ours, floor, REPEATS)
-    return row
 
 
 def _shared(folder: Path) -> Path:
     """The same name in shared memory."""
     return Path("/dev/shm") / f"everstep-bench-{folder.parent.name}-{folder.name}"
-
-
-def evict(path: Path) -> None:
-    """Drives a file that is on disk out of the page cache."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
-def resident(path: Path) -> float:
-    """Which share of a file's pages is in the page cache (mincore)."""
-    size = path.stat().st_size
-    pages = -(-size // mmap.PAGESIZE)
-    found = (ctypes.c_ubyte * pages)()
-    libc = ctypes.CDLL(None, use_errno=True)
-    libc.mmap.restype = ctypes.c_void_p
-    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        address = libc.mmap(None, size, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-    finally:
-        os.close(descriptor)
-    try:
-        if libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(size), found):
-            raise OSError(ctypes.get_errno(), "mincore")
-    finally:
-        libc.munmap(ctypes.c_void_p(address), ctypes.c_size_t(size))
-    return sum(each & 1 for each in found) / pages

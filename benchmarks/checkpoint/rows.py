@@ -10,7 +10,7 @@ from pathlib import Path
 from benchmarks.measure import Row
 
 RESULT = Path("build/bench/checkpoint.json")
-REPEATS = 9
+REPEATS = 7
 
 _RESAMPLES = 2000
 

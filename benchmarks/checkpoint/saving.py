@@ -6,7 +6,7 @@ import gc
 import shutil
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from benchmarks.checkpoint import floors, state
@@ -21,8 +21,9 @@ WRITE = 1.15
 DCP_MODES = ("thread", "process")
 
 
-def rows(size: int, name: str, folder: Path, with_dcp: bool) -> Iterator[Interval]:
+def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterator[Interval]:
     """Saves of a state of `size` bytes, one after the other, each waited for; the arms alternate."""
+    with_dcp = "stall-dcp" in wanted
     stall = Interval(f"stall-{name}", "s", STALL)
     against = Interval(f"stall-dcp-{name}", "s", 1.0, strict=True)
     write = Interval(f"write-{name}", "s", WRITE)
@@ -41,21 +42,24 @@ def rows(size: int, name: str, folder: Path, with_dcp: bool) -> Iterator[Interva
                     "floor": floors.copy(buffer, sources),
                     **{f"dcp {mode}": each.stall() for mode, each in dcp.items()},
                 }
-                plain = floors.write(folder / "plain", buffer, length)
+                if "write" in wanted:
+                    samples["plain"] = floors.write(folder / "plain", buffer, length)
                 if number:
+                    write.samples.setdefault("ours", []).append(stored)
+                    write.samples.setdefault("floor", []).append(samples.pop("plain", 0.0))
                     for arm, sample in samples.items():
                         stall.samples.setdefault(arm, []).append(sample)
-                    write.samples.setdefault("ours", []).append(stored)
-                    write.samples.setdefault("floor", []).append(plain)
     for each in dcp.values():
         each.close()
     stall.target = STALL + STALL_MORE / statistics.median(stall.samples["floor"])
-    yield stall
+    if "stall" in wanted:
+        yield stall
     if with_dcp:
         modes = [stall.samples[f"dcp {mode}"] for mode in DCP_MODES]
         against.samples = {"ours": stall.samples["ours"], "floor": min(modes, key=statistics.median)}
         yield against
-    yield write
+    if "write" in wanted:
+        yield write
     del objects, sources
     gc.collect()
     shutil.rmtree(folder / "ours")

@@ -5,12 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -18,109 +14,18 @@ from everstep.checkpoint import control
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.control import Config, WriterLost
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.keys import Attempt
 from everstep.checkpoint.slots import Claim, Slots, State
-from everstep.checkpoint.store.base import Store, open_store
 from tests.checkpoint.builders import key
-from tests.checkpoint.slot_builders import content, fill
-
-SIZES = [300_000, 9_000]
-PATIENCE = 20.0
-
-
-def until(true: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
-    end = time.monotonic() + seconds
-    while not (found := true()):
-        assert time.monotonic() < end, f"not within {seconds} s: {what}"
-        time.sleep(0.01)
-    return found
-
-
-class Node:
-    """The ranks of one node, as far as a writer sees them."""
-
-    def __init__(self, directory: Path, config: Config, linger: float) -> None:
-        self.directory = directory
-        self.config = config
-        self.links = [control.join(directory, config, local, linger) for local in range(len(config.ranks))]
-        self.slots = Slots(directory)
-        self.pid = self.links[0].pid
-        for link in self.links:
-            link.call("reserve", sizes=SIZES[: len(config.ranks)])
-
-    def begin(self, key: Key) -> int:
-        numbers = {link.call("begin", key=str(key)) for link in self.links}
-        assert len(numbers) == 1
-        return int(numbers.pop())
-
-    def fill(self, key: Key, number: int, local: int) -> None:
-        rank = self.config.ranks[local]
-        fill(self.slots, number, key, local, SIZES[local], rank=rank, world=self.config.world)
-        self.links[local].call("filled", key=str(key))
-
-    def save(self, key: Key) -> int:
-        number = self.begin(key)
-        for local in range(len(self.links)):
-            self.fill(key, number, local)
-        return number
-
-    def report(self, event: str, local: int = 0) -> dict[str, Any]:
-        """The next report of this kind; others before it are passed over."""
-        end = time.monotonic() + PATIENCE
-        while time.monotonic() < end:
-            for report in self.links[local].reports(0.1):
-                if report["event"] == event:
-                    return report
-        raise AssertionError(f"the writer has not said {event}: {(self.directory / control.LOG).read_text()}")
-
-    def die(self) -> None:
-        for link in self.links:
-            link.close()
-
-    def leave(self) -> None:
-        for link in self.links:
-            link.call("bye")
-        self.die()
-
-    @property
-    def runs(self) -> bool:
-        try:
-            return Path(f"/proc/{self.pid}/stat").read_text().split(")")[1].split()[0] != "Z"
-        except FileNotFoundError:
-            return False
-
-
-class Site:
-    """A store, and nodes that save into it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.store: Store = open_store(folder / "store")
-        self.pids: list[int] = []
-
-    def config(self, **fields: Any) -> Config:
-        common = Config(self.store.url, {}, "0000000000.0000000001", 0, 1, 2, (0, 1), commit_timeout=PATIENCE)
-        return replace(common, **fields)
-
-    def node(self, linger: float = 30.0, **fields: Any) -> Node:
-        config = self.config(**fields)
-        made = Node(self.folder / f"memory-{config.node}", config, linger)
-        self.pids.append(made.pid)
-        return made
-
-    def good(self, key: Key, ranks: int = 2) -> bool:
-        manifest = verify(self.store, key)
-        parts = {part.name: self.store.read(part.name) for part in manifest.parts}
-        return parts == {key.part_name(rank): content(key, rank, SIZES[rank]) for rank in range(ranks)}
+from tests.checkpoint.slot_builders import fill
+from tests.checkpoint.writers import PATIENCE, SIZES, Site, until
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Iterator[Site]:
     made = Site(tmp_path)
     yield made
-    for pid in made.pids:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+    made.end()
 
 
 def test_what_all_ranks_filled_is_committed_and_both_hear_of_it(site: Site) -> None:
@@ -145,7 +50,7 @@ def test_a_rank_that_dies_before_it_has_filled_voids_the_save(site: Site) -> Non
     number = node.begin(key(10))
     node.fill(key(10), number, 0)
     node.links[1].close()
-    assert "rank 1 left before its part was copied" in node.report("failed")["why"]
+    assert "rank 1 left" in node.report("failed")["why"]
     assert node.slots[number].state is State.EMPTY
     assert candidates(site.store) == []
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import local
+from typing import Protocol
 
 from everstep.checkpoint.checksum import digest
 from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, Missing
@@ -50,7 +51,15 @@ def read_manifest(store: Store, key: Key) -> Manifest:
     return manifest
 
 
-def read_chunk(store: Store, manifest: Manifest, chunk: Chunk, into: memoryview) -> None:
+class Readable(Protocol):
+    """Where parts of a checkpoint can be read: a store, or what stands for one."""
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+        """See Store.read_into."""
+        ...
+
+
+def read_chunk(store: Readable, manifest: Manifest, chunk: Chunk, into: memoryview) -> None:
     """Fill `into`, of `chunk.length` bytes, and verify what came. Missing, Damaged."""
     name = manifest.parts[chunk.part].name
     store.read_into(name, chunk.offset, into)

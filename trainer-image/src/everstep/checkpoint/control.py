@@ -18,7 +18,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from everstep.checkpoint import slots
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Attempt
 
-PROTOCOL = 1
+PROTOCOL = 2
 SOCKET = "control"
 LOG = "writer.log"
 MAX_LINE = 1 << 20
@@ -55,10 +55,15 @@ class Config:
     commit_timeout: float = 1800.0
     stall_after: float = 60.0
     fence: str | None = None
+    secret: str = field(default="", repr=False)  # of the run; without one the writer listens to no other node
+    keeper: tuple[str, int] | None = None  # host and port of the writer that keeps copies of our slots
+    insist: bool = False  # the run does not begin without room for the copies of another node
 
     def __post_init__(self) -> None:
         Attempt.parse(self.attempt)
         object.__setattr__(self, "ranks", tuple(self.ranks))
+        if self.keeper is not None:
+            object.__setattr__(self, "keeper", (str(self.keeper[0]), int(self.keeper[1])))
 
 
 def peer_of(peer: socket.socket) -> tuple[int, int]:
@@ -85,6 +90,7 @@ class Link:
         self._rest = b""
         self._calls = 0
         self._reports: deque[dict[str, Any]] = deque()
+        self.port: int | None = None  # of the writer, for other nodes
 
     @classmethod
     def connect(cls, directory: Path) -> Link:
@@ -101,6 +107,11 @@ class Link:
             raise
         peer.setblocking(False)
         return cls(peer)
+
+    def hello(self, config: Config, local: int, timeout: float = ANSWER_TIMEOUT) -> None:
+        """Says who we are and what the run is like; again when that has changed, on all ranks of the node."""
+        said = self.call("hello", timeout, protocol=PROTOCOL, local=local, config=vars(config))
+        self.port = said["port"]
 
     @property
     def pid(self) -> int:
@@ -208,7 +219,7 @@ def join(directory: Path, config: Config, local: int, linger: float, timeout: fl
     while True:
         try:
             link = Link.connect(directory)
-            link.call("hello", max(1.0, until - time.monotonic()), protocol=PROTOCOL, local=local, config=vars(config))
+            link.hello(config, local, max(1.0, until - time.monotonic()))
         except (OSError, WriterLost) as error:  # none yet, or one that is just about to end
             if local == 0 and (child is None or child.poll() is not None):
                 if child is not None and child.returncode != 0:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -39,8 +40,10 @@ class Save:
 class Keeper:
     """Stores slots, one after the other; waits for commits beside that."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: Slots, on_whole: Callable[[Slot, Claim, Manifest], None]) -> None:
+        """`on_whole` is called, in a thread, as soon as a slot may be restored from."""
         self._slots = slots
+        self._on_whole = on_whole
         self._stores: dict[str, Store] = {}
         self._mappings = Mappings()
         # Two pools: work of the first waits for work of the second.
@@ -75,6 +78,7 @@ class Keeper:
         slot, config = save.slot, save.config
         save.doing = "summing"
         manifest = slot.manifest() or sum_slot(self._slots, slot, self._mappings, self._pieces, save.progress)
+        self._on_whole(slot, save.claim, manifest)
         save.doing = "writing to the store"
         store = store_again if save.left_behind else store_slot
         store(self._at(config), slot, save.claim.node, manifest, self._mappings, self._pieces, save.progress)

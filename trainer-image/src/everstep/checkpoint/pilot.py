@@ -256,6 +256,8 @@ class Pilot:
                 self._note({"kind": "void", "number": number, "why": report["why"], "replan": False})
         elif report["event"] == "saved" and number is not None and self.agreement.leads:
             self._end(number, {"saved": report})
+        elif report["event"] == "uncopied":
+            self.events.emit(Event("uncopied", key, report["why"]))
         elif report["event"] == "untidy":
             _log.warning("retention after %s: %s", key, report["why"])
 

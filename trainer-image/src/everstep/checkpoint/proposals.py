@@ -5,12 +5,16 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from everstep.checkpoint import peer_server
 from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.errors import StoreError
-from everstep.checkpoint.keys import Key
+from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.leases import SECONDS, Lease
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.base import Store
@@ -19,50 +23,91 @@ from everstep.checkpoint.topology import Topology
 _log = logging.getLogger("everstep.checkpoint")
 
 MEMORY = "memory"
+PEER = "peer"
 STORE = "store"
 
 
-def mine(memory: Path, topology: Topology) -> list[str]:
-    """What this rank offers: the checkpoints in its node's memory, told by one rank of each node."""
+def mine(memory: Path, topology: Topology) -> dict[str, Any] | None:
+    """What this rank offers: the shares of checkpoints in its node's memory, its own and copies of others', told by
+    one rank of each node."""
     if topology.local != 0 or not memory.is_dir():
-        return []
-    offered = []
-    for slot, manifest in Slots(memory).whole():
-        claim = slot.claimed()
-        # Slots of another layout of nodes are worth nothing: their parts are spread over other machines.
-        if claim is not None and (claim.node, claim.nodes) == (topology.node, topology.nodes):
-            offered.append(str(manifest.key))
-    return offered
+        return None
+    shares = {
+        (str(manifest.key), claim.node, claim.nodes): [int(Path(part.name).stem) for part in manifest.parts]
+        for slot, manifest in peer_server.held(memory)
+        if (claim := slot.claimed()) is not None
+    }
+    newest = [str(manifest.key) for _, manifest in Slots(memory).whole()[:1]]
+    return {
+        "node": topology.node,
+        "newest": newest[0] if newest else None,  # in slots of its own
+        "shares": [[*which, ranks] for which, ranks in shares.items()],
+    }
+
+
+Shares = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """What all ranks try: nothing when `key` is None. `tier`: "memory" also means the memory of other nodes.
+
+    `shares`: by the number of the node that saved it, the ranks whose parts are in a share and the nodes of this run
+    that hold it. `complete`: they are all held, so that the store is not needed. `rejected`: newer checkpoints that are
+    bad, with the reason.
+    """
+
+    key: str | None
+    tier: str = ""
+    shares: Shares = ()
+    complete: bool = False
+    rejected: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> Proposal:
+        """From what JSON has made of asdict()."""
+        shares = tuple((tuple(ranks), tuple(nodes)) for ranks, nodes in fields["shares"])
+        return cls(**{**fields, "shares": shares})
 
 
 class Proposals:
     """Rank 0's list, made anew for every proposal: while one checkpoint was read, newer ones may have come."""
 
-    def __init__(self, store: Store, topology: Topology) -> None:
+    def __init__(self, store: Store, topology: Topology, *, reach: bool, attempt: Attempt | None) -> None:
+        """`reach`: nodes can read each other's memory. `attempt`: of this run, if it is known."""
         self._store = store
         self._nodes = topology.nodes
+        self._reach = reach
+        self._attempt = attempt
         self._rejected: dict[tuple[Key, str], str] = {}
         self._last: tuple[Key, str] | None = None
         self._lease: Lease | None = None
 
-    def next(self, offers: list[list[str]]) -> dict[str, Any]:
-        """The next proposal as all ranks hear it. StoreError when the store cannot be listed: no fresh start then."""
-        committed = set(candidates(self._store))
-        held = [Key.parse(key) for offered in offers for key in offered]
-        # Memory serves what every node still has. A node's own share says everything only where there is one node;
-        # of others, the manifest is in the store.
-        whole = {key for key in held if held.count(key) == self._nodes and (self._nodes == 1 or key in committed)}
-        tries = [(key, MEMORY) for key in whole] + [(key, STORE) for key in committed]
+    def next(self, offers: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
+        """The next proposal as all ranks hear it (see Proposal).
+
+        StoreError when the store cannot be listed and the nodes do not hold what must be the newest: no fresh start.
+        """
+        held = _held(offers)
+        complete = {key for key, shares in held.items() if self._serves(shares)}
+        committed = self._committed(max(held, default=None), complete, offers)
+        # What is committed may lie in memory in part; the store has the rest.
+        tries = [(key, MEMORY) for key in held if key in complete or key in committed]
+        tries += [(key, STORE) for key in committed]
         left = [each for each in tries if each not in self._rejected]
         told: dict[str, str] = {}
         for (key, tier), why in self._rejected.items():
             told[str(key)] = f"{told[str(key)]}; {tier}: {why}" if str(key) in told else f"{tier}: {why}"
         if not left:
-            return {"key": None, "tier": "", "rejected": told}
+            return asdict(Proposal(None, rejected=told))
         key, tier = self._last = max(left, key=lambda each: (each[0], each[1] == MEMORY))
         told.pop(str(key), None)  # a bad copy in memory is no older step
-        self._hold(key)
-        return {"key": str(key), "tier": tier, "rejected": told}
+        shares = held[key] if tier == MEMORY else ()
+        alone = tier == MEMORY and key in complete
+        self.close()
+        if not alone:  # slots are held by who reads them
+            self._hold(key)
+        return asdict(Proposal(str(key), tier, shares, alone, told))
 
     def reject(self, why: str) -> None:
         """The last proposal is bad. Only rank 0's list counts, but every rank may say so."""
@@ -82,10 +127,56 @@ class Proposals:
                 self._lease.release()
             self._lease = None
 
+    def _serves(self, shares: Shares) -> bool:
+        """Whether every node gets at every share without the store."""
+        return all(len(nodes) >= (1 if self._reach else self._nodes) for _, nodes in shares)
+
+    def _committed(
+        self, newest: Key | None, complete: Collection[Key], offers: Sequence[dict[str, Any] | None]
+    ) -> set[Key]:
+        """What the store has; nothing when it cannot be asked and `newest`, the greatest in memory, must do."""
+        try:
+            return set(candidates(self._store))
+        except StoreError as error:
+            bad = newest not in complete or (newest, MEMORY) in self._rejected
+            if newest is None or bad or not self._must_be_newest(newest, offers):
+                raise
+            _log.warning("%s: %s is in the memory of the nodes, and nothing newer can be in the store", error, newest)
+            return set()
+
+    def _must_be_newest(self, key: Key, offers: Sequence[dict[str, Any] | None]) -> bool:
+        """Whether nothing newer than what is the greatest in memory can be committed, as far as nodes can tell.
+
+        No attempt lies between its and ours. And had its attempt committed a greater one, the slots of every node would
+        have been whole then; a node's newest slot that is whole is only ever given up for a newer one.
+        """
+        ours = self._attempt
+        if ours is None or (key.attempt.epoch, key.attempt.generation + 1) != (ours.epoch, ours.generation):
+            return False
+        return any(offer["newest"] == str(key) for offer in offers if offer)
+
     def _hold(self, key: Key) -> None:
-        self.close()
         try:
             self._lease = Lease(self._store, key)
         except StoreError as error:
             # A reader that may not write reads all the same: what vanishes under it is a reason to fall back.
             _log.warning("no lease on checkpoint %s: %s", key, error)
+
+
+def _held(offers: Sequence[dict[str, Any] | None]) -> dict[Key, Shares]:
+    """What nodes hold of each checkpoint."""
+    found: dict[Key, dict[int, tuple[list[int], list[int]]]] = defaultdict(dict)
+    counts: dict[Key, int] = {}
+    for offer in filter(None, offers):
+        for text, node, nodes, ranks in offer["shares"]:
+            key = Key.parse(text)
+            counts[key] = nodes
+            found[key].setdefault(node, (ranks, []))[1].append(offer["node"])
+    nobody: tuple[list[int], list[int]] = ([], [])
+    return {
+        key: tuple(
+            (tuple(ranks), tuple(nodes))
+            for ranks, nodes in (shares.get(number, nobody) for number in range(counts[key]))
+        )
+        for key, shares in found.items()
+    }

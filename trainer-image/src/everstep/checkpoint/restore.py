@@ -10,22 +10,26 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from everstep.checkpoint.candidates import read_chunk
+from everstep.checkpoint.candidates import Readable, read_chunk
 from everstep.checkpoint.checksum import digest
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Incomplete, StoreError
 from everstep.checkpoint.format import Chunk, Manifest, decode, encode
-from everstep.checkpoint.keys import Key
+from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.loading import Chunks, Loading
 from everstep.checkpoint.merging import merge
 from everstep.checkpoint.node_cache import NodeCache, pack, share, units, unpack
-from everstep.checkpoint.proposals import MEMORY, Proposals, mine
-from everstep.checkpoint.slots import Slots
+from everstep.checkpoint.peer_link import Address
+from everstep.checkpoint.peer_parts import PeerParts
+from everstep.checkpoint.peer_server import held
+from everstep.checkpoint.peers import Peers
+from everstep.checkpoint.proposals import MEMORY, PEER, STORE, Proposal, Proposals, mine
+from everstep.checkpoint.slots import Claim
 from everstep.checkpoint.state.kinds import StateMismatch
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.topology import Topology
@@ -35,6 +39,7 @@ from everstep.checkpoint.vote import Vote
 _BAD = (Damaged, StoreError, Incomplete, Conflict)
 
 _THREADS = 4  # readers of one rank
+_FARTHER = (MEMORY, PEER, STORE)
 
 T = TypeVar("T")
 
@@ -52,9 +57,10 @@ class NoGoodCheckpoint(CheckpointError):
 class Restored:
     """What was loaded. `step` is 0 and `key` None for a fresh start.
 
-    `tier`: "memory" or "store". `fell_back`: newer checkpoints that are bad, with the reason. `left`: names of objects
-    that each rank has its own state of, saved by another number of ranks. `values`: plain values that were given, by
-    name, as they are now. `bytes` were read and verified by this rank, in `seconds`, the whole restore's.
+    `tier`: "memory", "peer" (other nodes' memory) or "store", the farthest that bytes came from. `fell_back`: newer
+    checkpoints that are bad, with the reason. `left`: names of objects that each rank has its own state of, saved by
+    another number of ranks. `values`: plain values that were given, by name, as they are now. `bytes` were read and
+    verified by this rank, in `seconds`, the whole restore's.
     """
 
     step: int = 0
@@ -82,16 +88,19 @@ class Restorer:
         vote: Vote,
         memory: Path,
         *,
+        peers: Peers | None = None,
+        attempt: Attempt | None = None,
         allow_pickle: bool = False,
     ) -> None:
-        """`memory`: the folder of this node's slots."""
+        """`memory`: the folder of this node's slots. `peers`: where those of other nodes are. `attempt`: this run's."""
         self._objects = objects
         self._store = store
         self._topology = topology
         self._vote = vote
         self._memory = memory
         self._allow_pickle = allow_pickle
-        self._proposals = Proposals(store, topology)
+        self._peers = peers
+        self._proposals = Proposals(store, topology, reach=peers is not None, attempt=attempt)
         self._bytes = 0
 
     def restore(self) -> Restored:
@@ -103,39 +112,67 @@ class Restorer:
         began = time.monotonic()
         try:
             while True:
-                proposal = self._vote.agree(mine(self._memory, self._topology), self._proposals.next)
-                if proposal["key"] is None:
-                    if proposal["rejected"]:
-                        raise NoGoodCheckpoint(proposal["rejected"])
+                offer = mine(self._memory, self._topology)
+                proposal = Proposal.of(self._vote.agree(offer, self._proposals.next))
+                if proposal.key is None:
+                    if proposal.rejected:
+                        raise NoGoodCheckpoint(proposal.rejected)
                     return Restored(seconds=time.monotonic() - began)
                 try:
-                    restored = self._load(Key.parse(proposal["key"]), proposal["tier"])
+                    restored = self._load(Key.parse(proposal.key), proposal)
                 except _Bad as bad:
                     self._proposals.reject(str(bad))
                     continue
                 return replace(
-                    restored, fell_back=proposal["rejected"], bytes=self._bytes, seconds=time.monotonic() - began
+                    restored, fell_back=proposal.rejected, bytes=self._bytes, seconds=time.monotonic() - began
                 )
         finally:
             self._proposals.close()
             self._vote.settle()
 
-    def _load(self, key: Key, tier: str) -> Restored:
-        name = self._together(lambda: secrets.token_hex(8) if self._topology.rank == 0 else None)[0]
-        cache = NodeCache(self._memory, name, shared=len(self._topology.ranks) > 1)
+    def _load(self, key: Key, proposal: Proposal) -> Restored:
         with contextlib.ExitStack() as stack:
+            peers = stack.enter_context(contextlib.closing(self._reached(key, proposal)))
+            name = self._together(lambda: self._name(key, proposal, peers))[0]
+            cache = NodeCache(self._memory, name, shared=len(self._topology.ranks) > 1)
             if self._leads:
                 stack.callback(cache.remove)
-            self._together(lambda: self._fetch(key, tier, cache) if self._leads else None)
+            self._together(lambda: self._fetch(key, proposal, name, cache) if self._leads else None)
             manifest = decode(cache.message("manifest"), key.manifest_name)
             chunks = Chunks(manifest)
             loading = self._plan(manifest, chunks, cache)
-            tiers = self._together(lambda: self._read(manifest, chunks, cache, tier, stack))
+            tiers = self._together(lambda: self._read(manifest, chunks, cache, proposal, peers, stack))
             loaded = self._together(
                 lambda: loading.apply(lambda part: cache.part(part, manifest), self._alive), local=True
             )
-        found = MEMORY if all(each == MEMORY for each in tiers) else "store"
+        found = max(tiers, key=_FARTHER.index)
         return Restored(key.step, key, found, left=tuple(loading.left), values=loaded)
+
+    def _reached(self, key: Key, proposal: Proposal) -> PeerParts:
+        """The shares of the checkpoint that other nodes hold."""
+        if self._peers is None:
+            return PeerParts(key, [], {}, "")
+        places: list[list[Address]] = []
+        names: dict[str, int] = {}
+        for number, (ranks, nodes) in enumerate(proposal.shares):
+            # Another first one for each of us, where there are several.
+            others = [node for node in nodes if node != self._topology.node]
+            turn = self._topology.node % max(1, len(others))
+            places.append([self._peers.addresses[node] for node in others[turn:] + others[:turn]])
+            names.update((key.part_name(rank), number) for rank in ranks if others)
+        return PeerParts(key, places, names, self._peers.secret)
+
+    def _name(self, key: Key, proposal: Proposal, peers: PeerParts) -> str | None:
+        """Rank 0 names this try, and posts the manifest where it can be had without the store."""
+        if self._topology.rank != 0:
+            return None
+        name = secrets.token_hex(8)
+        if proposal.complete:
+            own = {claim.node: manifest for claim, manifest in _own(self._memory, key)}
+            every = range(len(proposal.shares))
+            merged = merge([own[number] if number in own else peers.manifest(number) for number in every])
+            self._vote.post(name, encode(merged).decode())
+        return name
 
     @property
     def _leads(self) -> bool:
@@ -145,16 +182,10 @@ class Restorer:
         self._vote.alive()
         self._proposals.renew()
 
-    def _fetch(self, key: Key, tier: str, cache: NodeCache) -> None:
+    def _fetch(self, key: Key, proposal: Proposal, name: str, cache: NodeCache) -> None:
         """The node's leader gets the manifest, for all of the node."""
         cache.create()
-        if tier == MEMORY and self._topology.nodes == 1:
-            found = [manifest for _, manifest in Slots(self._memory).whole() if manifest.key == key]
-            if not found:
-                raise _gone(key)
-            data = encode(merge(found[:1]))
-        else:
-            data = self._store.read(key.manifest_name)
+        data = self._vote.read(name).encode() if proposal.complete else self._store.read(key.manifest_name)
         if decode(data, key.manifest_name).key != key:
             raise Damaged(key.manifest_name, "is the manifest of another checkpoint")
         cache.leave("manifest", data)
@@ -201,37 +232,46 @@ class Restorer:
         return loading
 
     def _read(
-        self, manifest: Manifest, chunks: Chunks, cache: NodeCache, tier: str, stack: contextlib.ExitStack
+        self,
+        manifest: Manifest,
+        chunks: Chunks,
+        cache: NodeCache,
+        proposal: Proposal,
+        peers: PeerParts,
+        stack: contextlib.ExitStack,
     ) -> str:
         """Brings this rank's share of what the node needs into its memory and verifies it. The tier it was in."""
         topology = self._topology
         needed = unpack([cache.message(f"needs.{local}") for local in range(len(topology.ranks))])
-        held = _adopt(self._memory, manifest, cache, stack) if tier == MEMORY else set()
+        here = _adopt(self._memory, manifest, cache, stack) if proposal.tier == MEMORY else set()
         every = units([chunks.all[number] for number in needed], manifest)
         if self._leads:
-            cache.check_room(sum(unit.length for unit in every if unit.part not in held))
+            cache.check_room(sum(unit.length for unit in every if unit.part not in here))
         own = share(every, topology.local, len(topology.ranks))
-        cache.reserve([unit for unit in own if unit.part not in held], manifest)
+        cache.reserve([unit for unit in own if unit.part not in here], manifest)
         # Mapped before the threads begin, which then share the mappings.
         parts = {unit.part: cache.part(unit.part, manifest) for unit in own}
 
-        def bring(unit: Chunk) -> None:
+        def bring(unit: Chunk) -> str:
             into = parts[unit.part][unit.offset : unit.offset + unit.length]
-            if unit.part not in held:
-                read_chunk(self._store, manifest, unit, into)
-            elif digest(manifest.checksum, into) != unit.sum:
-                name = manifest.parts[unit.part].name
-                raise Damaged(name, f"bytes {unit.offset} to {unit.offset + unit.length} are bad in this node's memory")
+            name = manifest.parts[unit.part].name
             self._alive()
+            if unit.part in here:
+                if digest(manifest.checksum, into) != unit.sum:
+                    where = f"bytes {unit.offset} to {unit.offset + unit.length}"
+                    raise Damaged(name, f"{where} are bad in this node's memory")
+                return MEMORY
+            source: Readable = peers if name in peers else self._store
+            read_chunk(source, manifest, unit, into)
+            return PEER if name in peers else STORE
 
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="restore")
         try:
-            for _ in pool.map(bring, own):
-                pass
+            tiers = set(pool.map(bring, own))
         finally:
             pool.shutdown(cancel_futures=True)
         self._bytes += sum(unit.length for unit in own)
-        return MEMORY if all(unit.part in held for unit in own) else "store"
+        return max(tiers, key=_FARTHER.index, default=MEMORY)
 
     def _together(self, work: Callable[[], T], *, local: bool = False) -> Any:
         """Every rank works; what all of them made, or with `local` what this one did.
@@ -267,23 +307,27 @@ def _judge(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {"made": [message.get("made") for message in messages]}
 
 
+def _own(memory: Path, key: Key) -> Iterator[tuple[Claim, Manifest]]:
+    """What this node's memory holds of a checkpoint."""
+    for slot, manifest in held(memory):
+        claim = slot.claimed()
+        if claim is not None and claim.key == manifest.key == key:
+            yield claim, manifest
+
+
 def _adopt(memory: Path, manifest: Manifest, cache: NodeCache, stack: contextlib.ExitStack) -> set[int]:
-    """The parts of this checkpoint that are in a slot of this node, used where they are; their numbers."""
+    """The parts of this checkpoint that are in this node's memory, used where they are; their numbers."""
     numbers = {part.name: i for i, part in enumerate(manifest.parts)}
-    for slot, found in Slots(memory).whole():
-        if found.key != manifest.key:
+    found: set[int] = set()
+    for slot, own in held(memory):
+        if own.key != manifest.key:
             continue
         stack.enter_context(slot.reading())
-        if slot.manifest() != found:
-            raise _gone(manifest.key)
-        held = set()
-        for local, part in enumerate(found.parts):
-            if part.name in numbers and manifest.parts[numbers[part.name]] == part:
-                cache.adopt(numbers[part.name], slot.part(local), part.size)
-                held.add(numbers[part.name])
-        return held
-    raise _gone(manifest.key)
-
-
-def _gone(key: Key) -> Damaged:
-    return Damaged(str(key), "is not in this node's memory any more")
+        if slot.manifest() != own:
+            continue  # filled anew since
+        for local, part in enumerate(own.parts):
+            number = numbers.get(part.name)
+            if number is not None and number not in found and manifest.parts[number] == part:
+                cache.adopt(number, slot.part(local), part.size)
+                found.add(number)
+    return found

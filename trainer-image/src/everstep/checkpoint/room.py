@@ -19,8 +19,11 @@ class NoRoom(CheckpointError):
     """The slots do not fit; the message says by how much and what to change."""
 
 
-def check(directory: Path, need: int, copies: int) -> None:
-    """NoRoom unless `need` more bytes fit into the directory's file system, our cgroups and the machine's memory."""
+def check(directory: Path, need: int, copies: int, kept: int = 0) -> None:
+    """NoRoom unless `need` more bytes fit into the directory's file system, our cgroups and the machine's memory.
+
+    `copies` and `kept`, for the message: slots of this node, and copies of another's.
+    """
     if need <= 0:
         return
     rooms = [
@@ -30,10 +33,11 @@ def check(directory: Path, need: int, copies: int) -> None:
     ]
     free, where, remedy = min(rooms)
     if need + _SPARE > free:
-        fewer = " or use slots=1" if copies > 1 else ""
+        fewer = " or use slots=1" * (max(copies, kept) > 1) + " or peers=0" * (kept > 0)
+        parts = [f"{copies} slot{'s' * (copies > 1)} for checkpoints"] if copies else []
+        parts += [f"{kept} cop{'ies' if kept > 1 else 'y'} of another node's slots"] if kept else []
         raise NoRoom(
-            f"{copies} slot{'s' * (copies > 1)} for checkpoints need {_size(need)} more memory, {where} has "
-            f"{_size(free)} left: {remedy}{fewer}"
+            f"{' and '.join(parts)} need {_size(need)} more memory, {where} has {_size(free)} left: {remedy}{fewer}"
         )
 
 

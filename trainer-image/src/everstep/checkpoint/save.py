@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state.flat import Flat, flatten
 from everstep.checkpoint.topology import Topology
 
+_log = logging.getLogger("everstep.checkpoint")
+
 ALLOCATION_TIMEOUT = 600.0  # seconds; memory that was never touched comes at some hundred MB each second
 _AGAIN = 10.0  # seconds between two tries to find a lost writer
 _SEEN = 1.0  # seconds that a writer may take to see that a rank is gone
@@ -38,10 +41,21 @@ class Node:
     def __init__(self, directory: Path, config: Config, local: int, linger: float) -> None:
         self.directory = directory
         self.config = config
+        self.kept: tuple[int, ...] = ()  # ranks of another node, whose copies are kept here
         self._local = local
         self._linger = linger
         self._link: Link | None = control.join(directory, config, local, linger)
         self._tried = time.monotonic()
+
+    @property
+    def port(self) -> int | None:
+        """Where other nodes reach our writer."""
+        return None if self._link is None else self._link.port
+
+    def settle(self, config: Config, kept: tuple[int, ...]) -> None:
+        """Tells the writer what is known only after all nodes have met; all ranks of the node do."""
+        self.config, self.kept = config, kept
+        self._found().hello(config, self._local)
 
     def call(self, verb: str, timeout: float = control.ANSWER_TIMEOUT, **fields: Any) -> Any:
         """See Link.call; a writer that was lost before is looked for first."""
@@ -199,7 +213,10 @@ class Saver:
             raise RankLost(self._absent(), "left while ranks planned this save together") from error
         self.close()
         self._plan = plan
-        self._node.call("reserve", ALLOCATION_TIMEOUT, sizes=[plan.sizes[rank] for rank in topology.ranks])
+        sizes = [[plan.sizes[rank] for rank in ranks] for ranks in (topology.ranks, self._node.kept)]
+        why = self._node.call("reserve", ALLOCATION_TIMEOUT, sizes=sizes[0], kept=sizes[1])
+        if why is not None:
+            _log.warning("no copy of another node's slots is kept here: %s", why)
         self._layout = self._slots.save_layout(plan.boxes)
         self._staging = staging.choose(list(found[0].tensors.values()))
         self._snapshots = Snapshots(self._slots, plan, topology, self._how.checksum, self._staging)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import logging
 import os
+import secrets
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, cast
@@ -19,9 +22,10 @@ from everstep.checkpoint.auto import Trigger, learned
 from everstep.checkpoint.board import Alone, Board, Shared
 from everstep.checkpoint.collectives import tell
 from everstep.checkpoint.control import Config
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import Callback, Event, Events, Metrics
 from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
+from everstep.checkpoint.peers import Peers, meet
 from everstep.checkpoint.pilot import Forecast, Pilot, Policy, SaveFailed
 from everstep.checkpoint.restore import Restored, Restorer
 from everstep.checkpoint.rng import Rng
@@ -32,6 +36,8 @@ from everstep.checkpoint.together import together
 from everstep.checkpoint.vote import Vote
 
 __all__ = ["Checkpointer", "Forecast", "SaveFailed"]
+
+_log = logging.getLogger("everstep.checkpoint")
 
 DEFAULT_EVERY = "10m"
 GENERATORS = "rng"
@@ -47,6 +53,9 @@ class Checkpointer:
     policy: what a save does that is due while one is still being stored: "skip" (it is taken when the next one is due),
     "wait" (training waits) or "queue" (it is taken into the other slot, one at most).
     slots: copies in each node's memory; with one, no whole copy is there while a save is copied.
+    peers: 1 keeps a copy of each node's slots in the memory of another node, so that the loss of a node costs no read
+    of the store; by default where there are several nodes with room for it. EVERSTEP_FAILURE_DOMAIN: what a node fails
+    together with, by default its machine.
     memory: the slots' directory; by default one in /dev/shm, or in EVERSTEP_CHECKPOINT_MEMORY.
     attempt: the fencing token (epoch, generation), by default EVERSTEP_EPOCH and EVERSTEP_GENERATION, or counted.
     time_between_failures: seconds, for "auto"; by default learned from the store.
@@ -64,6 +73,7 @@ class Checkpointer:
         keep_every: int | None = None,
         policy: Policy = "skip",
         slots: int = 2,
+        peers: Literal[0, 1] | None = None,
         memory: str | os.PathLike[str] | None = None,
         attempt: tuple[int, int] | None = None,
         checksum: str = checksum.DEFAULT,
@@ -79,6 +89,8 @@ class Checkpointer:
             every = DEFAULT_EVERY
         if slots < 1:
             raise ValueError(f"there is at least one slot, not {slots}")
+        if peers not in (None, 0, 1):
+            raise ValueError(f"each node's slots are copied to 0 or 1 other nodes, not {peers}")
         self._trigger = Trigger.parse(every, every_steps, time_between_failures)
         self._events = Events()
         self._metrics = Metrics()
@@ -91,7 +103,8 @@ class Checkpointer:
         self.store: Store = open_store(store, **self._options)
 
         token = together(lambda: self._first(lambda: self._claim(attempt, time_between_failures)), self._group)
-        self.attempt = Attempt.parse(tell(token, self._group) or "")
+        token, secret = tell((token, secrets.token_hex(32)), self._group)
+        self.attempt = Attempt.parse(token or "")
         directory = Path(memory) if memory is not None else None
         config = Config(
             url=self.store.url,
@@ -107,8 +120,11 @@ class Checkpointer:
             commit_timeout=commit_timeout,
             stall_after=stall_after,
             fence=str(fence.FENCE) if attempt is None and fence.given() else None,
+            secret=secret if self._topology.nodes > 1 and peers != 0 else "",
+            insist=peers == 1,
         )
         self._node = together(lambda: self._join(directory, config, linger), self._group)
+        self._peers = self._meet() if config.secret else None
         board: Board = Shared.open(self._group, timeout) if self._group is not None else Alone()
         self._agreement = Agreement(board, self._topology.rank, timeout)
         self._board = board
@@ -133,6 +149,8 @@ class Checkpointer:
             self._topology,
             self._vote,
             self._node.directory,
+            peers=self._peers,
+            attempt=self.attempt,
             allow_pickle=self._how.allow_pickle,
         )
         restored = restorer.restore()
@@ -173,7 +191,8 @@ class Checkpointer:
         self._flying().wait(timeout)
 
     def on(self, event: str, callback: Callback) -> None:
-        """Calls back with each event of this name: saved, restored, fell_back, stalled, failed. All are logged."""
+        """Calls back with each event of this name: saved, restored, fell_back, stalled, failed, uncopied (a save has no
+        copy in another node's memory). All are logged."""
         self._events.on(event, callback)
 
     def metrics(self) -> dict[str, float | int | None]:
@@ -229,6 +248,13 @@ class Checkpointer:
             commit_timeout=self._commit_timeout,
         )
 
+    def _meet(self) -> Peers:
+        config = self._node.config
+        found = meet(self._node.port or 0, config.secret, self._topology, self._group)
+        settled = replace(config, keeper=found.addresses[found.keeper])
+        together(lambda: self._node.settle(settled, found.kept), self._group)
+        return found
+
     def _flying(self) -> Pilot:
         if self._pilot is None:
             raise CheckpointError("nothing is tracked yet: call restore(model=…, optimizer=…) first")
@@ -240,7 +266,11 @@ class Checkpointer:
             self._trigger.between_failures = learned(*_history(self.store))
         if token is None:
             return str(attempts.claim(self.store))
-        attempts.check(self.store, token)
+        try:
+            attempts.check(self.store, token)
+        except StoreError as error:
+            # Nodes may hold in memory what is needed; a later attempt's checkpoints are greater than ours anyway.
+            _log.warning("whether a later attempt has used the store is not known: %s", error)
         return str(token)
 
     def _first(self, make: Any) -> Any:

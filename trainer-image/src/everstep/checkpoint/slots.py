@@ -10,6 +10,8 @@
       <slot>/whole               the same is complete (a name to look at without reading a manifest)
       <slot>/stored              the same is durable in the store
       <slot>/lock                readers share it; a slot that is read is not filled anew
+      peer/<slot>/               the same of another node, whose copies are kept here (peer_copies.py)
+      port                       where other nodes' writers reach ours
 
 What a slot is follows from these files alone, so that any process can tell after any crash: every small file is
 replaced whole and names its key, and one that names another key than the claim says nothing.

@@ -62,6 +62,20 @@ class Vote:
         except AgreementLost as error:
             raise RankLost([0], "cannot be reached during the restore") from error
 
+    def post(self, name: str, message: Any) -> None:
+        """Leaves something for other ranks to read() after the next round, without giving it to all of them."""
+        self._board.leave(f"vote/post/{name}", message)
+
+    def read(self, name: str) -> Any:
+        """What was posted. RankLost when it does not come."""
+        try:
+            found = self._board.read(f"vote/post/{name}", self._patience)
+        except AgreementLost as error:
+            raise RankLost([0], "cannot be reached during the restore") from error
+        if found is None:
+            raise RankLost([0], f"has posted nothing for {self._patience:g} s during the restore")
+        return found
+
     def settle(self) -> None:
         """After the last round: rank 0, which holds the board, waits until all have heard, or a few seconds at most.
 

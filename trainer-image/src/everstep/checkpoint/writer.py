@@ -21,11 +21,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import control, slots
+from everstep.checkpoint import control, room, slots
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keeping import Keeper, Save
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.peer_copier import Copier
+from everstep.checkpoint.peer_server import PeerServer
 from everstep.checkpoint.slots import Claim, Slot, Slots, State
 
 _log = logging.getLogger("everstep.checkpoint.writer")
@@ -48,7 +50,9 @@ class Writer:
         self._saves: dict[Key, Save] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._reserving: asyncio.Future[None] | None = None
-        self._keeper = Keeper(self._slots)
+        self._peers = PeerServer(directory)
+        self._copier = Copier(self._copied)
+        self._keeper = Keeper(self._slots, self._copier.offer)
         self._idle_since = time.monotonic()
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()  # it may be time to end
@@ -56,6 +60,7 @@ class Writer:
 
     async def serve(self) -> None:
         """Until the ranks are gone for good and nothing is left to do."""
+        self._loop = asyncio.get_running_loop()
         path = self._slots.directory / control.SOCKET
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
@@ -102,7 +107,7 @@ class Writer:
         local = self._ranks[writer]
         match said["verb"]:
             case "reserve":
-                return await self._reserve(said["sizes"])
+                return await self._reserve(said["sizes"], said["kept"])
             case "begin":
                 return await self._begin(Key.parse(said["key"]))
             case "filled":
@@ -116,7 +121,7 @@ class Writer:
                 return None
         raise CheckpointError(f"no such verb: {said['verb']}")
 
-    def _hello(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> None:
+    def _hello(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> dict[str, Any]:
         if said["protocol"] != control.PROTOCOL:
             raise CheckpointError(f"this writer speaks protocol {control.PROTOCOL}, not {said['protocol']}")
         config = Config(**said["config"])
@@ -130,8 +135,10 @@ class Writer:
             self._gone.clear()
         self._ranks[writer] = said["local"]
         self._known.add(said["local"])
+        self._copier.aim(config.keeper, config.secret)
         for slot in self._slots:
             self._recover(slot, config)
+        return {"port": self._peers.trust(config.secret, config.slots)}
 
     def _recover(self, slot: Slot, config: Config) -> None:
         """Slots that no living save is about: a writer or an attempt before us left them."""
@@ -158,12 +165,31 @@ class Writer:
 
     # ---- a save
 
-    async def _reserve(self, sizes: list[int]) -> None:
-        """Says at once whether there is room; the pages come while training runs, `begin` waits for them."""
+    async def _reserve(self, sizes: list[int], kept: list[int]) -> str | None:
+        """Says at once whether there is room; the pages come while training runs, `begin` waits for them.
+
+        `kept`: the sizes of another node's parts. Why they find no room, where the run does not insist on it.
+        """
+        assert self._config is not None
         if self._reserving is not None:
             await self._reserving
-        self._slots.check(sizes)
-        self._reserving = asyncio.get_running_loop().run_in_executor(None, self._slots.reserve, sizes)
+        why, count, copies = None, self._config.slots, self._peers.copies
+        try:
+            need = copies.need(kept, count) if kept else 0
+            room.check(self._slots.directory, self._slots.need(sizes) + need, count, count if kept else 0)
+        except room.NoRoom as error:
+            if not kept or self._config.insist:
+                raise
+            self._slots.check(sizes)
+            why, kept = str(error), []
+
+        def allocate() -> None:
+            self._slots.reserve(sizes)
+            if kept:
+                copies.reserve(kept, count)
+
+        self._reserving = asyncio.get_running_loop().run_in_executor(None, allocate)
+        return why
 
     async def _begin(self, key: Key) -> int:
         if self._reserving is not None:
@@ -234,6 +260,17 @@ class Writer:
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 
+    def _copied(self, key: Key, why: str | None) -> None:
+        """In the copier's thread: a copy has ended."""
+
+        def tell() -> None:
+            self._idle_since = time.monotonic()
+            self._report({"event": "copied" if why is None else "uncopied", "key": str(key), "why": why or ""})
+            self._changed.set()
+
+        with contextlib.suppress(RuntimeError):  # this process ends
+            self._loop.call_soon_threadsafe(tell)
+
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._tasks.discard(task)
         self._changed.set()
@@ -283,10 +320,12 @@ class Writer:
     def _done(self) -> bool:
         if self._tasks:
             return False
-        if self._told_to_end and not self._ranks:
-            return True
         if self._config is not None and not self._ranks and self._gone >= set(range(len(self._config.ranks))):
             self._slots.remove()
+            return True
+        if self._copier.busy:
+            return False
+        if self._told_to_end and not self._ranks:
             return True
         if self._ranks or time.monotonic() - self._idle_since < self._linger:
             return False

@@ -1,0 +1,294 @@
+"""Copies in another node's memory: verified as they come, from those who know the secret, and no matter to a save."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from everstep.checkpoint import control, peer_copies
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format import CHUNK, HEADER, Manifest, encode
+from everstep.checkpoint.keys import Key
+from everstep.checkpoint.peer_copier import send
+from everstep.checkpoint.peer_link import Address, Link, PeerLost
+from everstep.checkpoint.peer_parts import PeerParts, Share
+from everstep.checkpoint.peer_server import PeerServer
+from everstep.checkpoint.persist import Mappings, Progress, sum_slot
+from everstep.checkpoint.slots import Claim, Slot, Slots, State
+from tests.checkpoint.builders import key
+from tests.checkpoint.slot_builders import content, fill
+from tests.checkpoint.writers import PATIENCE, SECRET, SIZES, Site, until
+
+PARTS = [HEADER + CHUNK + 5000, 9000]
+
+
+class Away:
+    """A node with two ranks whose slots are copied, and one that keeps the copies; the latter is a thread of ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self.here = folder / "keeper"
+        self.slots = Slots.create(folder / "node", 2)
+        self.slots.reserve(PARTS)
+        self.here.mkdir()
+        self.server = PeerServer(self.here)
+        self.address: Address = ("127.0.0.1", self.server.trust(SECRET, 2) or 0)
+
+    def whole(self, number: int, key: Key) -> tuple[Slot, Claim, Manifest]:
+        slot = self.slots[number]
+        claim = Claim(key, 2, 1, 2)
+        slot.claim(claim)
+        for local, size in enumerate(PARTS):
+            fill(self.slots, number, key, local, size, rank=2 + local, world=4)
+        with ThreadPoolExecutor(1) as pool:
+            return slot, claim, sum_slot(self.slots, slot, Mappings(), pool, Progress())
+
+    def send(self, number: int, key: Key) -> None:
+        send(self.address, SECRET, *self.whole(number, key))
+
+    def begin(self, slot: Slot, claim: Claim, manifest: Manifest) -> Link:
+        """A copy whose parts are to follow."""
+        data = encode(manifest)
+        link = Link.connect(self.address, SECRET)
+        link.tell({"verb": "put", **vars(claim), "key": str(claim.key), "size": len(data)})
+        link.put(data)
+        link.answer()
+        return link
+
+    @property
+    def kept(self) -> list[Key]:
+        return [manifest.key for _, manifest in peer_copies.of(self.here).whole()]
+
+
+@pytest.fixture
+def away(tmp_path: Path) -> Away:
+    return Away(tmp_path)
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    made = Site(tmp_path)
+    yield made
+    made.end()
+
+
+def test_a_copy_is_the_same_to_the_byte_and_can_be_read_from_there(away: Away) -> None:
+    away.send(0, key(10))
+    [(slot, manifest)] = peer_copies.of(away.here).whole()
+    assert manifest == away.slots[0].manifest()
+    assert slot.claimed() == away.slots[0].claimed()
+    for local, size in enumerate(PARTS):
+        assert slot.part(local).read_bytes() == content(key(10), 2 + local, size)
+    names = {part.name: 1 for part in manifest.parts}
+    with closing(PeerParts(key(10), [[], [("127.0.0.1", 1), away.address]], names, SECRET)) as parts:
+        assert key(10).part_name(2) in parts
+        got = bytearray(CHUNK + 10)
+        parts.read_into(key(10).part_name(2), 4000, memoryview(got))
+        assert got == content(key(10), 2, PARTS[0])[4000 : 4000 + len(got)]
+
+
+def test_two_copies_are_kept_and_the_oldest_goes_first(away: Away) -> None:
+    for number, step in enumerate((10, 20, 30)):
+        away.send(number % 2, key(step))
+    assert away.kept == [key(30), key(20)]
+
+
+def test_with_one_slot_one_copy_is_kept(away: Away) -> None:
+    away.server.trust(SECRET, 1)
+    for step in (10, 20):
+        away.send(0, key(step))
+        assert away.kept == [key(step)]
+
+
+def test_the_last_copy_stays_whole_while_the_next_one_comes_and_breaks_off(away: Away) -> None:
+    away.send(0, key(10))
+    slot, claim, manifest = away.whole(1, key(20))
+    with closing(away.begin(slot, claim, manifest)) as link:
+        link.put(slot.part(0).read_bytes()[: CHUNK + HEADER + 1])
+        assert away.kept == [key(10)]
+    until(lambda: peer_copies.of(away.here)[1].state is State.EMPTY, "the torn copy is given up")
+    assert away.kept == [key(10)]
+
+
+@pytest.mark.parametrize("at", [20, HEADER + 7, HEADER + CHUNK + 7])
+def test_a_copy_that_came_otherwise_than_it_was_summed_is_not_kept(away: Away, at: int) -> None:
+    slot, claim, manifest = away.whole(0, key(10))
+    with slot.part(0).open("r+b") as file:
+        file.seek(at)
+        file.write(b"spoilt")
+    with pytest.raises(PeerLost, match="came otherwise"):
+        send(away.address, SECRET, slot, claim, manifest)
+    assert away.kept == []
+
+
+def test_a_slot_that_is_filled_anew_while_it_is_sent_is_no_copy(away: Away) -> None:
+    slot, claim, manifest = away.whole(0, key(10))
+    slot.claim(Claim(key(30), 2, 1, 2))
+    with pytest.raises(CheckpointError, match="filled anew"):
+        send(away.address, SECRET, slot, claim, manifest)
+    assert away.kept == []
+
+
+def test_a_copy_of_an_older_attempt_takes_no_newer_ones_place(away: Away) -> None:
+    away.send(0, key(5, generation=2))
+    slot, claim, manifest = away.whole(1, key(1000, generation=1))
+    with pytest.raises(PeerLost, match="a newer copy is here"):
+        send(away.address, SECRET, slot, claim, manifest)
+    assert away.kept == [key(5, generation=2)]
+
+
+def test_a_frozen_sender_does_not_hold_up_the_next_copy(away: Away) -> None:
+    slot, claim, manifest = away.whole(0, key(10))
+    with closing(away.begin(slot, claim, manifest)) as frozen:
+        frozen.put(slot.part(0).read_bytes()[:CHUNK])
+        done = threading.Thread(target=away.send, args=(1, key(20)), daemon=True)
+        done.start()
+        done.join(10)  # less than what a sender may be silent
+        assert away.kept == [key(20)]
+
+
+def test_a_slot_that_another_node_reads_is_not_taken_for_a_new_copy(away: Away) -> None:
+    away.send(0, key(10))
+    away.send(1, key(20))
+    with closing(Share(away.address, SECRET, key(10), 1)):
+        with pytest.raises(PeerLost, match="every copy here is being read"):
+            away.send(0, key(30))
+        assert away.kept == [key(20), key(10)]
+    until(lambda: not peer_copies.of(away.here)[0].is_read, "the reader is gone")
+    away.send(0, key(30))
+    assert away.kept == [key(30), key(20)]
+
+
+def test_what_is_not_here_is_not_given_out(away: Away) -> None:
+    away.send(0, key(10))
+    for other, node in ((key(20), 1), (key(10), 0)):
+        with pytest.raises(PeerLost, match="is not here"):
+            Share(away.address, SECRET, other, node)
+    share = Share(away.address, SECRET, key(10), 1)
+    with closing(share), pytest.raises(PeerLost, match="has no bytes"):
+        share.read_into(key(10).part_name(3), PARTS[1], memoryview(bytearray(1)))
+
+
+def test_who_does_not_know_the_secret_learns_nothing_and_leaves_nothing(away: Away) -> None:
+    away.send(0, key(10))
+    with pytest.raises(PeerLost, match="does not know this attempt"):
+        Link.connect(away.address, "a guess")
+    with socket.create_connection(away.address) as plain:
+        plain.settimeout(PATIENCE)
+        heard = plain.recv(1000)
+        plain.sendall(b'{"verb": "open"}'.ljust(64))  # as long as an answer to the challenge
+        assert plain.recv(1000) == b""
+    assert SECRET.encode() not in heard
+    # And who listens at that port instead of a writer cannot pass for one.
+    with socket.create_server(("127.0.0.1", 0)) as false:
+
+        def pretend() -> None:
+            peer, _ = false.accept()
+            with peer:
+                peer.sendall(heard[:48])
+                peer.recv(64, socket.MSG_WAITALL)
+                peer.sendall(bytes(32))
+
+        threading.Thread(target=pretend, daemon=True).start()
+        with pytest.raises(PeerLost, match="does not know this attempt's secret"):
+            Link.connect(false.getsockname(), SECRET)
+    for secret in ("the next attempt's", ""):
+        away.server.trust(secret, 2)
+        for guess in (SECRET, ""):
+            with pytest.raises(PeerLost, match="does not know this attempt"):
+                Link.connect(away.address, guess)
+
+
+def test_a_copy_that_finds_no_room_is_refused_with_the_reason(away: Away, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 30_000_000))
+    with pytest.raises(PeerLost, match=r"2 copies of another node's slots need 16.8 MB more memory, the file system"):
+        away.send(0, key(10))
+    assert away.kept == []
+
+
+# ---- writers
+
+
+def test_each_save_is_kept_by_the_other_node_too(site: Site) -> None:
+    first, second = site.pair()
+    for step in (10, 20):
+        first.save(key(step))
+        assert first.report("copied")["key"] == str(key(step))
+    assert second.copies() == [key(20), key(10)]
+    [(slot, _), _] = peer_copies.of(second.directory).whole()
+    assert slot.part(0).read_bytes() == content(key(20), 0, SIZES[0])
+    for node in (first, second):
+        told = (node.directory / control.LOG).read_text() + Path(f"/proc/{node.pid}/cmdline").read_text()
+        assert SECRET not in told + Path(f"/proc/{node.pid}/environ").read_text(errors="replace")
+
+
+def test_a_run_that_wants_no_copies_opens_no_port(site: Site) -> None:
+    node = site.node()
+    assert node.links[0].port is None
+    assert not (node.directory / "port").exists()
+
+
+def test_a_copy_that_fails_is_told_and_the_save_is_stored_all_the_same(site: Site) -> None:
+    first, second = site.pair()
+    os.kill(second.pid, signal.SIGKILL)
+    first.save(key(10))
+    assert "cannot be reached" in first.report("uncopied")["why"]
+    until(lambda: first.slots[0].state is State.STORED, "its part is in the store")
+
+
+def test_a_keeper_that_is_frozen_holds_up_neither_saves_nor_slots(site: Site) -> None:
+    first, second = site.pair()
+    os.kill(second.pid, signal.SIGSTOP)
+    for step in (10, 20, 30):
+        number = first.save(key(step))
+        until(lambda number=number: first.slots[number].state is State.STORED, "its part is in the store")
+
+
+def test_the_next_writer_of_a_node_listens_where_the_last_one_did(site: Site) -> None:
+    first, second = site.pair()
+    first.save(key(10))
+    first.report("copied")
+    os.kill(second.pid, signal.SIGKILL)
+    until(lambda: not second.runs, "the writer is gone")
+    again = site.node(node=1, ranks=(1,), nodes=2, secret=SECRET)
+    assert again.links[0].port == second.links[0].port
+    assert again.copies() == [key(10)]
+    first.save(key(20))
+    first.report("copied")
+    assert again.copies() == [key(20), key(10)]
+
+
+def test_copies_go_with_the_run_at_its_clean_end(site: Site) -> None:
+    first, second = site.pair()
+    first.save(key(10))
+    first.report("copied")
+    second.leave()
+    until(lambda: not second.runs, "the writer has ended")
+    assert not second.directory.exists()
+
+
+def test_where_copies_find_no_room_a_run_that_insists_is_told_and_another_goes_on(site: Site) -> None:
+    first, _second = site.pair()
+    why = first.links[0].call("reserve", sizes=SIZES[:1], kept=[1 << 50])
+    assert "2 slots for checkpoints and 2 copies of another node's slots need" in why
+    assert "peers=0" in why
+    first.save(key(10))
+    until(lambda: first.slots[0].state is State.STORED, "its part is in the store")
+    insists = site.node(node=2, ranks=(0,), nodes=2, secret=SECRET, insist=True)
+    with pytest.raises(CheckpointError, match="2 copies of another node's slots"):
+        insists.links[0].call("reserve", sizes=SIZES[:1], kept=[1 << 50])
+
+
+def test_ranks_may_die_as_soon_as_they_have_filled(site: Site) -> None:
+    first, second = site.pair()
+    first.save(key(10))
+    first.die()
+    until(lambda: second.copies() == [key(10)], "the dead ranks' checkpoint is copied")

@@ -1,0 +1,134 @@
+"""The copies of another node's slots that this node keeps: slots of their own, below the node's own ones.
+
+    <directory>/peer/<slot>/claim.json, <local>.part, slot.json, whole, lock
+
+A copy is whole only when every chunk of it has the sum that its node manifest says; until then it is nothing.
+"""
+
+from __future__ import annotations
+
+import mmap
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from everstep.checkpoint import room
+from everstep.checkpoint.checksum import digest
+from everstep.checkpoint.errors import CheckpointError, Damaged
+from everstep.checkpoint.format import HEADER, Chunk, Manifest, decode
+from everstep.checkpoint.keys import Key
+from everstep.checkpoint.peer_link import TIMEOUT, Link
+from everstep.checkpoint.slots import Claim, Slot, Slots
+
+FOLDER = "peer"
+
+
+class Refused(CheckpointError):
+    """This node does not take the copy; the message says why."""
+
+
+def of(directory: Path) -> Slots:
+    """The copies that the node with this slots' directory keeps, there or not."""
+    return Slots(directory / FOLDER)
+
+
+class Copies:
+    """Takes one copy at a time. The newest whole one stays while the next one comes, if there are two slots."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._slots = of(directory)
+        self._turn = threading.Lock()
+        self._present: tuple[Key, Link] | None = None
+
+    def need(self, sizes: Sequence[int], count: int) -> int:
+        """Bytes of memory that `count` copies with parts of these sizes would take beyond what is there."""
+        missing = max(0, count - len(list(self._slots)))
+        return self._slots.need(sizes) + missing * sum(sizes)
+
+    def reserve(self, sizes: Sequence[int], count: int) -> None:
+        """Allocates them. NoRoom."""
+        Slots.create(self._slots.directory, count)
+        self._slots.reserve(sizes)
+
+    def take(self, link: Link, claim: Claim, data: bytes, count: int) -> None:
+        """Receives the parts of a node manifest (`data`) and verifies them; Refused before, Damaged and PeerLost later.
+
+        A copy of an older checkpoint that still comes makes way; one of a newer checkpoint is never given up for this.
+        """
+        manifest = decode(data, f"the node manifest of {claim.key}")
+        if manifest.key != claim.key or claim.locals != len(manifest.parts):
+            raise Refused("the node manifest is of something else")
+        present = self._present
+        if present is not None and present[0] < claim.key:
+            present[1].abort()  # its sender may be frozen
+        if not self._turn.acquire(timeout=TIMEOUT / 2):
+            raise Refused(f"{present[0] if present else 'another checkpoint'} is being copied here")
+        self._present = (claim.key, link)
+        try:
+            self._take(link, claim, manifest, count)
+        finally:
+            self._present = None
+            self._turn.release()
+
+    def _take(self, link: Link, claim: Claim, manifest: Manifest, count: int) -> None:
+        whole = self._slots.whole()
+        if whole and whole[0][1].key > claim.key:
+            raise Refused(f"a newer copy is here, {whole[0][1].key}")
+        sizes = [part.size for part in manifest.parts]
+        need = self.need(sizes, count)
+        if need > 0:
+            room.check(self._directory, need, copies=0, kept=count)
+            self.reserve(sizes, count)
+        slot = self._free(whole)
+        slot.claim(claim)
+        try:
+            link.tell({"ok": None})  # now the bytes
+            chunks = _by_part(manifest)
+            for local, part in enumerate(manifest.parts):
+                _receive(link, slot.part(local), part.size, manifest, chunks[local])
+            slot.complete(manifest)
+        except BaseException:
+            with suppress(OSError):
+                slot.release()
+            raise
+
+    def _free(self, whole: Sequence[tuple[Slot, Manifest]]) -> Slot:
+        slots = list(self._slots)
+        newest = whole[0][0].number if whole and len(slots) > 1 else None
+        age = {slot.number: i + 1 for i, (slot, _) in enumerate(whole)}  # the oldest has the greatest
+        free = [slot for slot in slots if slot.number != newest and not slot.is_read]
+        if not free:
+            raise Refused("every copy here is being read")
+        # What is not whole first, then the oldest.
+        return max(free, key=lambda slot: (slot.number not in age, age.get(slot.number, 0)))
+
+
+def _by_part(manifest: Manifest) -> list[list[Chunk]]:
+    found: list[list[Chunk]] = [[Chunk(i, 0, HEADER, part.header)] for i, part in enumerate(manifest.parts)]
+    for tensor in manifest.tensors.values():
+        for shard in tensor.shards:
+            for chunk in shard.chunks:
+                found[chunk.part].append(chunk)
+    return [sorted(chunks, key=lambda chunk: chunk.offset) for chunks in found]
+
+
+def _receive(link: Link, path: Path, size: int, manifest: Manifest, chunks: Sequence[Chunk]) -> None:
+    """A part into its file; each chunk is summed as soon as it has come, while it is in the processor's cache."""
+    with path.open("r+b") as file:
+        pages = mmap.mmap(file.fileno(), size)
+    with pages, memoryview(pages) as data:
+        at = 0
+        for chunk in chunks:
+            end = chunk.offset + chunk.length
+            if chunk.offset < at or end > size:
+                raise Damaged(manifest.parts[chunk.part].name, "its chunks do not lie one after the other")
+            with data[at:end] as piece:
+                link.fill(piece)
+            with data[chunk.offset : end] as piece:
+                if digest(manifest.checksum, piece) != chunk.sum:
+                    raise Damaged(manifest.parts[chunk.part].name, f"bytes {chunk.offset} to {end} came otherwise")
+            at = end
+        with data[at:size] as piece:
+            link.fill(piece)

@@ -1,0 +1,189 @@
+"""How writers, and ranks that restore, speak over TCP: who knows the run's secret is heard, nobody else.
+
+A connection begins with a challenge from each end, answered by HMAC-SHA256 under the secret; the secret itself is never
+sent. After that: messages, each one line of JSON behind its length in four bytes, and raw bytes where a message says
+so. What is authenticated is who connects, not each byte: bytes are checked against the manifest's sums, as everywhere.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Self
+
+from everstep.checkpoint.errors import StoreError
+
+Address = tuple[str, int]
+
+CONNECT_TIMEOUT = 5.0  # seconds, also for each half of the challenge
+TIMEOUT = 30.0  # seconds without a byte
+MAX_MESSAGE = 1 << 28
+
+_GREETING = b"EVERSTEP PEER 1\n"
+_NONCE = 32
+_LENGTH = struct.Struct("!I")
+
+
+class PeerLost(StoreError):
+    """The other node's writer cannot be reached, says nothing, or has not what it is asked for."""
+
+
+class Link:
+    """One end of a connection whose other end has shown that it knows the secret. One thread at a time.
+
+    Every call waits for TIMEOUT seconds at most and raises PeerLost; the connection is of no use then.
+    """
+
+    def __init__(self, peer: socket.socket, name: str) -> None:
+        self._peer = peer
+        self.name = name
+
+    @classmethod
+    def connect(cls, address: Address, secret: str) -> Self:
+        """Raises PeerLost when nobody is there or who is there does not know the secret."""
+        name = f"the writer at {address[0]}:{address[1]}"
+        try:
+            peer = socket.create_connection(address, CONNECT_TIMEOUT)
+        except OSError as error:
+            raise PeerLost(f"cannot be reached: {error}", name, may_pass=True) from error
+        link = cls(peer, name)
+        try:
+            link._limit(CONNECT_TIMEOUT)
+            greeting = link.get(len(_GREETING) + _NONCE)
+            if not greeting.startswith(_GREETING):
+                raise PeerLost("is no writer of this version", name)
+            theirs, ours = greeting[len(_GREETING) :], secrets.token_bytes(_NONCE)
+            link.put(ours + _proof(secret, b"client", theirs, ours))
+            try:
+                proof = link.get(hashlib.sha256().digest_size)
+            except PeerLost as error:
+                raise PeerLost("does not know this attempt, or does not take part in it any more", name) from error
+            if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, ours)):
+                raise PeerLost("does not know this attempt's secret", name)
+            link._limit(TIMEOUT)
+        except BaseException:
+            link.close()
+            raise
+        return link
+
+    @classmethod
+    def accept(cls, peer: socket.socket, secret: Callable[[], str]) -> Self | None:
+        """The other end of connect(); None, and closed, when whoever called does not know the secret."""
+        link = cls(peer, "a peer")
+        try:
+            link._limit(CONNECT_TIMEOUT)
+            ours = secrets.token_bytes(_NONCE)
+            link.put(_GREETING + ours)
+            answer = link.get(_NONCE + hashlib.sha256().digest_size)
+            theirs, proof, known = answer[:_NONCE], answer[_NONCE:], secret()
+            if not known or not hmac.compare_digest(proof, _proof(known, b"client", ours, theirs)):
+                raise PeerLost("does not know the secret", link.name)
+            link.put(_proof(known, b"server", ours, theirs))
+            link._limit(TIMEOUT)
+        except (PeerLost, OSError):
+            link.close()
+            return None
+        return link
+
+    def close(self) -> None:
+        self._peer.close()
+
+    def abort(self) -> None:
+        """From another thread: whoever waits in a call of this link gets PeerLost."""
+        with contextlib.suppress(OSError):
+            self._peer.shutdown(socket.SHUT_RDWR)
+
+    def call(self, verb: str, **fields: Any) -> Any:
+        """Sends a message and returns the answer. PeerLost with the other end's words when it refuses."""
+        self.tell({"verb": verb, **fields})
+        return self.answer()
+
+    def answer(self) -> Any:
+        """What the other end says to the last message."""
+        said = self.hear()
+        if said is None or "error" in said:
+            raise PeerLost("hung up" if said is None else str(said["error"]), self.name)
+        return said.get("ok")
+
+    def tell(self, message: dict[str, Any]) -> None:
+        data = json.dumps(message).encode()
+        self.put(_LENGTH.pack(len(data)) + data)
+
+    def hear(self) -> dict[str, Any] | None:
+        """The next message; None when the other end has closed the connection between two messages."""
+        first = self._some(_LENGTH.size)
+        if not first:
+            return None
+        [length] = _LENGTH.unpack(first + self.get(_LENGTH.size - len(first)))
+        if length > MAX_MESSAGE:
+            raise PeerLost(f"sends a message of {length} bytes", self.name)
+        try:
+            said = json.loads(self.get(length))
+        except ValueError as error:
+            raise PeerLost("does not speak JSON", self.name) from error
+        if not isinstance(said, dict):
+            raise PeerLost("sends no message", self.name)
+        return said
+
+    def get(self, count: int) -> bytes:
+        """Exactly so many raw bytes."""
+        data = bytearray(count)
+        self.fill(memoryview(data))
+        return bytes(data)
+
+    def fill(self, into: memoryview) -> None:
+        """Raw bytes until `into` is full."""
+        while into:
+            try:
+                count = self._peer.recv_into(into, len(into), socket.MSG_WAITALL)
+            except OSError as error:
+                raise self._lost(error) from error
+            if not count:
+                raise PeerLost("hung up", self.name)
+            into = into[count:]
+
+    def put(self, data: bytes | memoryview) -> None:
+        try:
+            self._peer.sendall(data)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def put_file(self, descriptor: int, offset: int, count: int) -> None:
+        """`count` raw bytes of a file, which are not copied on their way: who changes them meanwhile spoils them."""
+        while count:
+            try:
+                sent = os.sendfile(self._peer.fileno(), descriptor, offset, count)
+            except OSError as error:
+                raise self._lost(error) from error
+            if not sent:
+                raise PeerLost("the file ended before the bytes that were promised", self.name)
+            offset, count = offset + sent, count - sent
+
+    def _some(self, most: int) -> bytes:
+        try:
+            return self._peer.recv(most)
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def _limit(self, seconds: float) -> None:
+        """By the kernel, in blocking calls: a piece of megabytes is then one call, however it comes in."""
+        self._peer.settimeout(None)
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            self._peer.setsockopt(socket.SOL_SOCKET, option, limit)
+        self._peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def _lost(self, error: OSError) -> PeerLost:
+        why = "says nothing any more" if isinstance(error, BlockingIOError) else f"is lost: {error}"
+        return PeerLost(why, self.name, may_pass=True)
+
+
+def _proof(secret: str, role: bytes, server: bytes, client: bytes) -> bytes:
+    return hmac.new(secret.encode(), b"everstep " + role + server + client, hashlib.sha256).digest()
