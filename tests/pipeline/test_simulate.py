@@ -101,8 +101,8 @@ def _check_bounds(count: int, most: int) -> None:
         graph, p, m = _random_chain(rng, most)
         work = [stage.work for stage in graph.stages]
         least = max(sum(work[:i]) + m * work[i] for i in range(p))
-        most = sum(work) + (m - 1) * max(work)
-        assert least <= simulate(make("1f1b", p, p, m), graph).makespan <= most
+        estimate = sum(work) + (m - 1) * max(work)
+        assert least <= simulate(make("1f1b", p, p, m), graph).makespan <= estimate
         slowest = max(s.forward for s in graph.stages) + max(s.backward for s in graph.stages)
         simple = simulate(make("simple", p, p, m), graph).makespan
         assert simple == sum(work) + (m - 1) * slowest >= least
