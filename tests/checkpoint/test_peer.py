@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -217,6 +218,10 @@ def test_a_copy_that_finds_no_room_is_refused_with_the_reason(away: Away, monkey
 # ---- writers
 
 
+def is_stored(slot: Slot) -> bool:
+    return slot.state is State.STORED
+
+
 def test_each_save_is_kept_by_the_other_node_too(site: Site) -> None:
     first, second = site.pair()
     for step in (10, 20):
@@ -241,15 +246,15 @@ def test_a_copy_that_fails_is_told_and_the_save_is_stored_all_the_same(site: Sit
     os.kill(second.pid, signal.SIGKILL)
     first.save(key(10))
     assert "cannot be reached" in first.report("uncopied")["why"]
-    until(lambda: first.slots[0].state is State.STORED, "its part is in the store")
+    until(partial(is_stored, first.slots[0]), "its part is in the store")
 
 
 def test_a_keeper_that_is_frozen_holds_up_neither_saves_nor_slots(site: Site) -> None:
     first, second = site.pair()
     os.kill(second.pid, signal.SIGSTOP)
     for step in (10, 20, 30):
-        number = first.save(key(step))
-        until(lambda number=number: first.slots[number].state is State.STORED, "its part is in the store")
+        stored = first.slots[first.save(key(step))]
+        until(partial(is_stored, stored), "its part is in the store")
 
 
 def test_the_next_writer_of_a_node_listens_where_the_last_one_did(site: Site) -> None:
@@ -281,7 +286,7 @@ def test_where_copies_find_no_room_a_run_that_insists_is_told_and_another_goes_o
     assert "2 slots for checkpoints and 2 copies of another node's slots need" in why
     assert "peers=0" in why
     first.save(key(10))
-    until(lambda: first.slots[0].state is State.STORED, "its part is in the store")
+    until(partial(is_stored, first.slots[0]), "its part is in the store")
     insists = site.node(node=2, ranks=(0,), nodes=2, secret=SECRET, insist=True)
     with pytest.raises(CheckpointError, match="2 copies of another node's slots"):
         insists.links[0].call("reserve", sizes=SIZES[:1], kept=[1 << 50])
