@@ -15,6 +15,7 @@ that the learning rate of all later epochs is that of the one before.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -29,6 +30,7 @@ from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.collectives import gather
 from everstep.checkpoint.errors import Missing
 from everstep.checkpoint.rng import Rng
+from everstep.checkpoint.values import pack, unpack
 
 _FILE = "lightning.ckpt"
 _GENERATORS = "everstep_generators"
@@ -86,12 +88,13 @@ class Generators(Callback):  # type: ignore[misc]  # lightning is not where type
     """
 
     def __init__(self) -> None:
-        self._loaded: dict[str, Any] | None = None
+        self._loaded: str | None = None
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         """Lightning calls this on every rank; rank 0 writes what it finds."""
         group = dist.new_group(backend="gloo") if trainer.world_size > 1 else None
-        checkpoint[_GENERATORS] = gather(Rng().state_dict(), group)
+        # As text: Lightning loads with weights_only, which lets no array of NumPy pass.
+        checkpoint[_GENERATORS] = gather(json.dumps(pack(Rng().state_dict())), group)
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get(_GENERATORS, [])
@@ -100,5 +103,5 @@ class Generators(Callback):  # type: ignore[misc]  # lightning is not where type
     def on_train_batch_start(self, trainer: Any, *others: Any) -> None:
         # Not before: the beginning of a fit draws numbers too, for its loaders.
         if self._loaded is not None:
-            Rng().load_state_dict(self._loaded)
+            Rng().load_state_dict(unpack(json.loads(self._loaded)))
             self._loaded = None
