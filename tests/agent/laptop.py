@@ -1,4 +1,4 @@
-"""A job of real agents: the zipapp, started once per node as on a laptop."""
+"""A job of real agents, one process per node as on a laptop."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -22,10 +23,12 @@ from everstep.agent.client import LeaderClient
 from .bench import JOB
 
 VERSIONS = ["3.9", "3.10", "3.11", "3.12", "3.13", "3.14"]
-DEADLINE = 30.0
+SOURCE = Path(agent_zip.__file__).parent / "agent"
+DEADLINE = 60.0
 T = TypeVar("T")
 
 
+@cache
 def interpreter(version: str) -> str | None:
     """A Python of this minor version that runs, from PATH or pyenv."""
     candidates = [shutil.which(f"python{version}")]
@@ -54,15 +57,27 @@ class Laptop:
         procs: int = 1,
         python: str = sys.executable,
         environ: Mapping[str, str] | None = None,
+        zipped: bool = False,
         **job: Any,
     ) -> None:
-        """`environ`: what every agent, and so every rank, finds in its environment besides this process's own."""
+        """`environ`: what every agent, and so every rank, finds in its environment besides this process's own.
+
+        `zipped`: the agents run the zipapp, which a Python compiles anew in each process, for 0.2 s; else the same
+        files in a folder.
+        """
         self.base, self.nodes, self.python = base, nodes, python
         self.environ = {**os.environ, **(environ or {})}
         self.ports = [free_port() for _ in range(nodes)]
         self.agents: dict[int, subprocess.Popen[bytes]] = {}
         base.mkdir(parents=True, exist_ok=True)
-        (base / "agent.pyz").write_bytes(agent_zip.build())
+        self._agent = base / ("agent.pyz" if zipped else "agent")
+        if zipped:
+            self._agent.write_bytes(agent_zip.build())
+        else:
+            (self._agent / "everstep").mkdir(parents=True)
+            (self._agent / "everstep" / "__init__.py").touch()
+            (self._agent / "everstep" / "agent").symlink_to(SOURCE)
+            (self._agent / "__main__.py").symlink_to(SOURCE / "__main__.py")
         self.token = secrets.token_bytes(32)
         (base / "token").write_bytes(self.token)
         fields = {"numNodes": nodes, "numProcPerNode": procs, "command": command, "service": "", **job}
@@ -84,7 +99,7 @@ class Laptop:
                 agent.send_signal(signal.SIGINT)
         for agent in self.agents.values():
             try:
-                agent.wait(10)
+                agent.wait(DEADLINE)
             except subprocess.TimeoutExpired:
                 agent.kill()
                 agent.wait()
@@ -94,7 +109,7 @@ class Laptop:
 
     def start(self, index: int, epoch: int = 1, leader: str = "") -> None:
         """`leader`: to which the agent announces itself, so that it needs no `introduce`."""
-        argv = [self.python, "-I", "-S", "-B", str(self.base / "agent.pyz"), "run", "--local", str(self.base)]
+        argv = [self.python, "-I", "-S", str(self._agent), "run", "--local", str(self.base)]
         argv += ["--index", str(index), "--epoch", str(epoch), "--port", str(self.ports[index])]
         argv += ["--leader", leader] if leader else []
         with (self.base / f"log-{index}").open("ab") as log:

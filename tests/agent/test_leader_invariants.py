@@ -214,5 +214,5 @@ class World(RuleBasedStateMachine):
         assert self.leader.outcome == self.outcome
 
 
-World.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
+World.TestCase.settings = settings(stateful_step_count=50)
 TestWorld = World.TestCase

@@ -1,4 +1,4 @@
-"""The zipapp as users' images run it: real agents, real ranks, every Python that is here."""
+"""The agent as users' images run it: real agents, real ranks; the zipapp under every Python that is here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from everstep import agent_zip
 
-from .laptop import VERSIONS, Laptop, interpreter, until
+from .laptop import DEADLINE, VERSIONS, Laptop, interpreter, until
 
 # Fails once, in the first generation; the second one succeeds.
 FAIL_ONCE = 'test "$EVERSTEP_GENERATION" = 2 || test "$RANK" = 0 || exit 7; test "$EVERSTEP_GENERATION" = 2 || sleep 60'
@@ -26,7 +26,7 @@ def test_restarts_in_place_and_succeeds_under_every_python(tmp_path: Path, versi
     python = interpreter(version)
     if python is None:
         pytest.skip(f"no Python {version} here")
-    with Laptop(tmp_path, ["sh", "-c", FAIL_ONCE], python=python) as job:
+    with Laptop(tmp_path, ["sh", "-c", FAIL_ONCE], python=python, zipped=True) as job:
         state = job.until(lambda s: s["outcome"])
         assert state["outcome"]["result"] == "succeeded"
         assert [(e["id"], e["rank"], e["exitCode"]) for e in state["ledger"]] == [("1.1", 1, 7)]
@@ -67,7 +67,7 @@ def test_a_pod_that_is_told_to_stop_says_so_and_its_ranks_may_finish(tmp_path: P
         job.until(lambda s: s["phase"] == "running")
         until(lambda: "ready" in job.log(0) and "ready" in job.log(1), "the ranks are ready")
         job.agents[1].send_signal(signal.SIGTERM)
-        assert job.agents[1].wait(10) == 143
+        assert job.agents[1].wait(DEADLINE) == 143
         assert job.word(1)["result"] == "left"
         assert "saved" in job.log(1)
         state = job.until(lambda s: s["phase"] == "forming")
@@ -81,7 +81,7 @@ def test_a_leader_that_is_told_to_stop_stops_all_and_a_new_one_goes_on(tmp_path:
     with Laptop(tmp_path, ["sleep", "60"]) as job:
         job.until(lambda s: s["phase"] == "running")
         job.agents[0].send_signal(signal.SIGTERM)
-        assert job.agents[0].wait(10) == 143
+        assert job.agents[0].wait(DEADLINE) == 143
         assert job.word(0)["result"] == "left"  # not an outcome: the job goes on
         job.start(0, epoch=2)
         job.introduce(epoch=2)
@@ -196,7 +196,7 @@ def test_a_missing_module_is_named(tmp_path: Path) -> None:
 
 
 def test_a_job_that_cannot_be_read_is_a_failure_and_not_the_images_fault(tmp_path: Path) -> None:
-    job = Laptop(tmp_path, ["true"], nodes=1)
+    job = Laptop(tmp_path, ["true"], nodes=1, zipped=True)
     (tmp_path / "job.json").write_text("{}")
     job.start(0)
     assert job.exit_codes() == [1]

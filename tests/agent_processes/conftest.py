@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from .node import build_agent, interpreter
+from tests.agent.laptop import interpreter
+
+from .node import build_agent
 
 
 @pytest.fixture(params=["3.9", "this", "3.13"])

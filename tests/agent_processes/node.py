@@ -19,18 +19,6 @@ DEADLINE = float(os.environ.get("EVERSTEP_TEST_DEADLINE", "60"))  # seconds
 Event = dict[str, Any]
 
 
-def interpreter(version: str) -> str | None:
-    """A Python of this minor version that runs, from PATH or pyenv."""
-    candidates = [shutil.which(f"python{version}")]
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    candidates += sorted(map(str, pyenv.glob(f"{version}.*/bin/python{version}")))
-    for path in filter(None, candidates):
-        asked = subprocess.run([path, "-c", "print(1)"], capture_output=True)
-        if asked.returncode == 0:
-            return path
-    return None
-
-
 def build_agent(folder: Path) -> Path:
     """A zipapp with the agent's two commands that MPI starts."""
     tree = folder / "tree"
@@ -111,7 +99,7 @@ class Node:
         commands_in, self._commands = os.pipe()
         events, events_out = os.pipe()
         unshare = ["unshare", "--pid", "--ipc", "--fork", "--mount-proc", "--kill-child"] if self._pod else []
-        argv = [*unshare, *self._prefix, self._python, "-I", "-S", "-B", str(Path(__file__).with_name("driver.py"))]
+        argv = [*unshare, *self._prefix, self._python, "-I", "-S", str(Path(__file__).with_name("driver.py"))]
         argv += [str(SOURCE), json.dumps(self._setup), str(commands_in), str(events_out)]
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(  # noqa: ASYNC220 - it returns at once

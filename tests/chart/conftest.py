@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -32,27 +33,31 @@ def helm() -> Callable[..., subprocess.CompletedProcess[str]]:
     return call
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def template(
-    helm: Callable[..., subprocess.CompletedProcess[str]], tmp_path: Path
+    helm: Callable[..., subprocess.CompletedProcess[str]], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., subprocess.CompletedProcess[str]]:
     """`helm template` with these top-level values."""
+    file = tmp_path_factory.mktemp("chart") / "values.yaml"
 
     def call(**values: object) -> subprocess.CompletedProcess[str]:
-        file = tmp_path / "values.yaml"
         file.write_text(yaml.safe_dump(values))
         return helm("template", "everstep", str(CHART), "--namespace", "everstep-system", "--values", str(file))
 
     return call
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def render(template: Callable[..., subprocess.CompletedProcess[str]]) -> Render:
-    """The objects that the chart makes of these top-level values."""
+    """The objects that the chart makes of these top-level values; rendered once for each set of values."""
+    rendered: dict[str, Objects] = {}
 
     def call(**values: object) -> Objects:
-        result = template(**values)
-        assert result.returncode == 0, result.stderr
-        return [document for document in yaml.safe_load_all(result.stdout) if document]
+        key = yaml.safe_dump(values)
+        if key not in rendered:
+            result = template(**values)
+            assert result.returncode == 0, result.stderr
+            rendered[key] = [each for each in yaml.load_all(result.stdout, Loader=yaml.CSafeLoader) if each]
+        return copy.deepcopy(rendered[key])
 
     return call

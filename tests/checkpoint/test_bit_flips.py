@@ -25,6 +25,9 @@ trainings = pytest.mark.parametrize(
     ids=lambda training: training.checksum,
 )
 
+# Where each change has the same meaning, every seventh is tried in seconds, and all of them by the long sweeps.
+thinned = pytest.mark.parametrize("stride", [pytest.param(1, marks=pytest.mark.chaos), 7])
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
@@ -76,13 +79,14 @@ def regions(manifest: Manifest, part: int) -> list[tuple[int, int]]:
     return sorted(chunks)
 
 
+@thinned
 @trainings
-def test_a_flipped_bit_of_a_manifest(folder: Path, training: Training) -> None:
+def test_a_flipped_bit_of_a_manifest(folder: Path, training: Training, stride: int) -> None:
     """One bit of each byte, on both lines: every bit of a manifest is tried by the test of the format."""
     saved = Saved(folder, training)
     name = NEWEST.manifest_name
     data = saved.store.read(name)
-    for byte in range(len(data)):
+    for byte in range(0, len(data), stride):
         saved.check(name, flipped(data, byte * 8 + byte % 8))
 
 
@@ -97,13 +101,14 @@ def test_a_flipped_bit_of_a_chunk(folder: Path, training: Training) -> None:
                 saved.check(part.name, flipped(data, bit))
 
 
-def test_every_flipped_bit_of_a_chunk_changes_its_sum(folder: Path) -> None:
+@thinned
+def test_every_flipped_bit_of_a_chunk_changes_its_sum(folder: Path, stride: int) -> None:
     """All bits of one chunk, through the same check as a reader's."""
     saved = Saved(folder, Training(rows=1, chunk=64))
     part = saved.manifest.parts[1]
     data = saved.store.read(part.name)
     ((start, stop),) = regions(saved.manifest, 1)
-    for bit in range(start * 8, stop * 8):
+    for bit in range(start * 8, stop * 8, stride):
         saved.check(part.name, flipped(data, bit))
 
 
@@ -135,23 +140,25 @@ def test_a_flipped_bit_between_tensors_is_never_read(folder: Path, training: Tra
     assert count > 10
 
 
+@thinned
 @pytest.mark.parametrize("name", [HINT, NEWEST.node_name(0), NEWEST.node_name(1)])
-def test_what_is_not_read_may_be_flipped_cut_or_missing(folder: Path, name: str) -> None:
+def test_what_is_not_read_may_be_flipped_cut_or_missing(folder: Path, name: str, stride: int) -> None:
     saved = Saved(folder, Training(rows=1))
     data = saved.store.read(name)
-    for byte in range(len(data)):
+    for byte in range(0, len(data), stride):
         saved.check(name, flipped(data, byte * 8 + byte % 8), needed=False)
-    for size in range(0, len(data), 7):
+    for size in range(0, len(data), 7 * stride):
         saved.check(name, data[:size], needed=False)
     saved.check(name, None, needed=False)
 
 
+@thinned
 @trainings
-def test_a_cut_file(folder: Path, training: Training) -> None:
-    """Manifests at every length; parts at, and one byte before, each end of a chunk and of the header."""
+def test_a_cut_file(folder: Path, training: Training, stride: int) -> None:
+    """Manifests at every third length; parts at, and one byte before, each end of a chunk and of the header."""
     saved = Saved(folder, training)
     data = saved.store.read(NEWEST.manifest_name)
-    for size in range(0, len(data), 3):
+    for size in range(0, len(data), 3 * stride):
         saved.check(NEWEST.manifest_name, data[:size])
     for number, part in enumerate(saved.manifest.parts):
         data = saved.store.read(part.name)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from everstep.data import Sampler
 from everstep.data.order import shuffled
 
-sizes = st.integers(1, 300)
+# Large enough for every width of the network that small sizes have, and for walking on in each.
+sizes = st.integers(1, 100)
 seeds = st.integers(0, 2**63) | st.none()
 
 
@@ -83,8 +84,8 @@ def test_the_order_is_the_same_in_every_version() -> None:
 
 
 def test_epochs_and_seeds_shuffle_differently_and_no_sample_is_preferred() -> None:
-    first = Counter(sequence(6, 6, 1, range(1), seed)[0] for seed in range(3000))
-    assert all(400 < count < 600 for count in first.values()), first
+    first = Counter(sequence(6, 6, 1, range(1), seed)[0] for seed in range(1200))
+    assert all(150 < count < 250 for count in first.values()), first
     orders = {tuple(sequence(100, 100, 1, range(epoch, epoch + 1), seed)) for seed in range(5) for epoch in range(5)}
     assert len(orders) == 25
 
