@@ -94,24 +94,24 @@ async def test_a_device_that_was_lost_before_the_job_is_told_without_a_name(tmp_
 
 
 async def test_a_driver_that_hangs_costs_one_killed_process_and_is_told(tmp_path: Path, driver: Driver) -> None:
-    async with Node(tmp_path, ["true"], environ=driver.environ, gpu_timeout=1.0) as node:
+    async with Node(tmp_path, ["true"], environ=driver.environ, gpu_timeout=2.0) as node:
         await node.call("watch", every=0.05)
         await told(node, WELL)
         driver.hangs()
-        silent = "the GPU driver did not answer within 1 s"
+        silent = "the GPU driver did not answer within 2 s"
         await told(node, [{**gpu, "problem": silent} for gpu in WELL])
-        worst, _ = await node.call("lag", seconds=1.5)
-        assert worst < 0.5, "the agent waited for the driver itself"
+        worst, _ = await node.call("lag", seconds=2.5)
+        assert worst < 1.5, "the agent waited for the driver itself"
         driver.is_now(A, B)
         await told(node, WELL)
 
 
 async def test_a_node_whose_driver_hangs_is_not_clean(tmp_path: Path, driver: Driver) -> None:
     """Nobody can say whether the killed ranks have given their memory back."""
-    async with Node(tmp_path, ["sleep", "60"], environ=driver.environ, gpu_timeout=0.3, clean_timeout=1.0) as node:
+    async with Node(tmp_path, ["sleep", "60"], environ=driver.environ, gpu_timeout=3.0, clean_timeout=1.0) as node:
         await node.start()
         driver.hangs()
-        assert await node.stop() == "the GPU driver did not answer within 0.3 s"
+        assert await node.stop() == "the GPU driver did not answer within 3 s"
         driver.is_now(A, {**B, "pids": [4711]})
         await node.start()
         assert await node.stop() == "GPU still used by processes 4711"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -77,8 +78,8 @@ def server() -> Server:
     return Server()
 
 
-@pytest_asyncio.fixture
-async def client(server: Server) -> AsyncIterator[Client]:
+@asynccontextmanager
+async def connected(server: Server, timeout: float) -> AsyncIterator[Client]:
     app = web.Application()
     app.router.add_route("*", "/{any:.*}", server.handle)
     running = TestServer(app)
@@ -86,10 +87,23 @@ async def client(server: Server) -> AsyncIterator[Client]:
     configuration = Configuration()
     configuration.host = str(running.make_url("")).rstrip("/")
     configuration.api_key = {"BearerToken": "Bearer abc"}
-    client = Client(configuration, timeout=0.5, attempts=3)
+    client = Client(configuration, timeout=timeout, attempts=3)
     yield client
     await client.close()
     await running.close()
+
+
+@pytest_asyncio.fixture
+async def client(server: Server) -> AsyncIterator[Client]:
+    async with connected(server, timeout=60) as client:
+        yield client
+
+
+@pytest_asyncio.fixture
+async def impatient(server: Server) -> AsyncIterator[Client]:
+    """For a server that hangs."""
+    async with connected(server, timeout=0.5) as client:
+        yield client
 
 
 async def test_a_body_arrives_as_it_was_written_with_the_token(server: Server, client: Client) -> None:
@@ -103,20 +117,20 @@ async def test_a_body_arrives_as_it_was_written_with_the_token(server: Server, c
 
 
 @pytest.mark.parametrize("trouble", [status(500), status(503), status(504), status(429), reset, hang, half])
-async def test_a_read_is_repeated(server: Server, client: Client, trouble: Answer) -> None:
+async def test_a_read_is_repeated(server: Server, impatient: Client, trouble: Answer) -> None:
     server.script = [trouble, ok()]
-    assert (await client.get(PODS, "ns", "digits-0"))["metadata"]["name"] == "digits-0"
+    assert (await impatient.get(PODS, "ns", "digits-0"))["metadata"]["name"] == "digits-0"
     # aiohttp itself repeats a read once on a connection that was reset
     assert len(server.seen) in (2, 3)
 
 
 @pytest.mark.parametrize("trouble", [reset, hang, half])
 async def test_a_create_whose_result_is_unknown_is_not_repeated(
-    server: Server, client: Client, trouble: Answer
+    server: Server, impatient: Client, trouble: Answer
 ) -> None:
     server.script = [trouble, ok()]
     with pytest.raises(errors.Unreachable) as caught:
-        await client.create(PODS, "ns", POD)
+        await impatient.create(PODS, "ns", POD)
     assert caught.value.sent
     assert len(server.seen) == 1
 
@@ -134,9 +148,9 @@ async def test_a_create_after_a_server_error_is_the_callers_to_judge(server: Ser
     assert len(server.seen) == 1
 
 
-async def test_a_dry_run_is_repeated(server: Server, client: Client) -> None:
+async def test_a_dry_run_is_repeated(server: Server, impatient: Client) -> None:
     server.script = [hang, ok()]
-    await client.create(PODS, "ns", POD, dry_run=True)
+    await impatient.create(PODS, "ns", POD, dry_run=True)
     assert server.seen[-1][2]["dryRun"] == "All"
 
 
@@ -210,10 +224,10 @@ async def test_a_delete_names_the_uid_and_finds_its_work_done(server: Server, cl
     assert server.seen[0][3]["gracePeriodSeconds"] == 0
 
 
-async def test_status_is_applied_by_name_and_version(server: Server, client: Client) -> None:
+async def test_status_is_applied_by_name_and_version(server: Server, impatient: Client) -> None:
     server.script = [hang, ok()]
     body = {"metadata": {"name": "digits", "namespace": "ns", "resourceVersion": "7"}, "status": {}}
-    await client.apply_status(JOBS, "ns", body)
+    await impatient.apply_status(JOBS, "ns", body)
     method, path, query, sent = server.seen[-1]
     assert (method, path) == ("PATCH", "/apis/everstep.dev/v1alpha1/namespaces/ns/trainingjobs/digits/status")
     assert query == {"fieldManager": "everstep-operator", "force": "true"}
@@ -247,16 +261,11 @@ async def test_an_expired_token_is_renewed_once(server: Server, client: Client) 
 
 
 async def test_fifty_creates_run_in_parallel(server: Server, client: Client) -> None:
-    running, most = 0, 0
+    all_there = asyncio.Barrier(50)
 
-    async def slow(_: web.Request) -> web.Response:
-        nonlocal running, most
-        running += 1
-        most = max(most, running)
-        await asyncio.sleep(0.1)
-        running -= 1
+    async def with_the_others(_: web.Request) -> web.Response:
+        await all_there.wait()
         return web.json_response(POD)
 
-    server.script = [slow]
+    server.script = [with_the_others]
     await asyncio.gather(*(client.create(PODS, "ns", POD) for _ in range(50)))
-    assert most == 50

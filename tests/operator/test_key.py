@@ -53,7 +53,7 @@ async def test_the_first_operator_makes_it_and_works_with_what_it_made(tmp_path:
 
 @pytest.mark.parametrize("error", [taken(), errors.Unreachable("lost", sent=True)])
 async def test_where_another_may_have_made_it_only_the_mount_decides(tmp_path: Path, error: Exception) -> None:
-    waiting = asyncio.create_task(load(Secrets(error), tmp_path, patience=5))
+    waiting = asyncio.create_task(load(Secrets(error), tmp_path, patience=60))
     await asyncio.sleep(0.1)
     assert not waiting.done()
     (tmp_path / "key").write_bytes(b"o" * 32)
