@@ -121,7 +121,7 @@ def object_name(job: TrainingJob, epoch: int) -> str:
 
 
 def frozen_view(raw: Mapping[str, Any]) -> Frozen | None:
-    """Read the ConfigMap back. None if it is not one of ours or was damaged: it is then made again."""
+    """Read the ConfigMap back. None if it is not one of ours or was damaged: the job is then resolved again."""
     try:
         epoch = int(raw["metadata"]["labels"][LABEL_TEMPLATE])
         pod, config = json.loads(raw["data"]["template.json"]), json.loads(raw["data"]["job.json"])
