@@ -5,7 +5,8 @@ UV ?= $(shell command -v uv || echo build/uv/bin/uv)
 RUN = $(UV) run --quiet
 # torch takes 5 GB: the tests that train live in an environment of their own.
 RUN_TORCH = UV_PROJECT_ENVIRONMENT=.venv-torch $(UV) run --quiet
-UNIT = -m "not integration and not e2e and not chaos and not torch"
+NARROW = not integration and not e2e and not chaos and not torch
+UNIT = -m "$(NARROW)"
 # Where compiled modules may not be kept, each process compiles a thousand of them anew: half of a run of the tests.
 export PYTHONDONTWRITEBYTECODE =
 
@@ -25,8 +26,9 @@ lint: venv ## style, import directions
 types: venv ## mypy --strict
 	$(RUN) mypy
 
+# Two cores: a third worker fills the waits of the others, a fourth only imports everything once more.
 test-unit: venv ## seconds, no root, no cluster
-	$(RUN) pytest tests $(UNIT) -n 4 -q
+	$(RUN) pytest tests $(UNIT) -n 3 --dist worksteal -q
 
 test-torch: venv-torch ## the trainer library with real torch ranks, no root, no cluster
 	$(RUN_TORCH) pytest tests -m "torch and not chaos" -n 2 -q
@@ -38,6 +40,7 @@ test-e2e: venv ## real pods on a real cluster, brought up if there is none
 	$(RUN) pytest e2e/scenarios tests -m "e2e and not chaos" -q
 
 test-chaos: venv ## long random sweeps
+	$(RUN) pytest tests -m "hypothesis and $(NARROW)" --hypothesis-profile=long -n 2 -q
 	$(RUN) pytest e2e/scenarios tests -m chaos -q
 
 bench: venv ## ratios against floors of the same run, build/bench/main.json
