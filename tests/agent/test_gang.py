@@ -322,6 +322,18 @@ async def test_strict_fencing_stops_a_leader_without_a_lease(tmp_path: Path) -> 
         assert not any(a.processes.running for a in agents)
 
 
+async def test_a_leader_that_was_starved_past_its_lease_starts_nothing_before_it_has_looked(tmp_path: Path) -> None:
+    async with gang(tmp_path, 2, fence_timeout=60.0, fencing="strict") as agents:
+        leader, leading = leader_of(agents), agents[0].leading
+        assert leading is not None
+        await until(lambda: leader.phase == "running")
+        leading._lease.timeout = 0.0
+        agents[1].processes.exit(1, "ValueError: no")
+        await until(lambda: leader.state()["ledger"] and leader.phase == "forming")
+        assert leader.held
+        assert [a.processes.generations for a in agents] == [[(1, 1)]] * 2
+
+
 async def test_an_answer_of_the_api_server_keeps_a_lease_that_no_operator_renews(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -157,6 +157,7 @@ class Leading:
 
     def _tick(self) -> None:
         try:
+            self._expired()
             self._leader.tick(self._clock())
             self._pump()
         except Exception as error:
@@ -182,6 +183,7 @@ class Leading:
     # ---- what happens on the links
 
     def joined(self, hello: protocol.Hello) -> None:
+        self._expired()
         self._daemons.lost(hello.index)  # whoever was there before is gone
         self._leader.hello(self._clock(), hello)
         self._pump()
@@ -198,6 +200,7 @@ class Leading:
 
     def arrived(self, index: int, message: dict[str, Any]) -> None:
         """One message of a node. Malformed ones raise, which ends the link."""
+        self._expired()  # what is told may start ranks, and a process that was starved has looked long ago
         now, leader, kind = self._clock(), self._leader, message["type"]
         leader.seen(now, index)
         if kind == "beat":
@@ -238,12 +241,17 @@ class Leading:
                 self._lease.renew(now)  # the time of asking: the answer may have been long on its way
             if self._config.fencing != "strict":
                 continue
-            # A little before the nodes stop their ranks by themselves: seen from here, that would look like failures.
-            if self._lease.age(self._clock()) >= 0.9 * self._lease.timeout:
-                self._leader.hold(self._clock(), "the leader's lease was not renewed")
-            else:
+            if not self._expired():
                 self._leader.release(self._clock())
             self._pump()
+
+    def _expired(self) -> bool:
+        """Whether the lease is over, under strict fencing; then nothing runs or starts any more."""
+        # A little before the nodes stop their ranks by themselves: seen from here, that would look like failures.
+        if self._config.fencing != "strict" or self._lease.age(self._clock()) < 0.9 * self._lease.timeout:
+            return False
+        self._leader.hold(self._clock(), "the leader's lease was not renewed")
+        return True
 
     def failure(self) -> protocol.LedgerEntry | None:
         """The failure that the outcome names."""
