@@ -1,0 +1,173 @@
+"""A few steps of training by a pipeline, and by one process; and how far apart they end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from everstep.pipeline.engine.engine import Engine, Output
+from everstep.pipeline.engine.microbatch import bounds
+from everstep.pipeline.engine.options import Options
+from everstep.pipeline.graph import StageGraph
+from everstep.pipeline.schedules import Schedule, lower, make
+from everstep.pipeline.transport.base import Transport
+from everstep.pipeline.transport.inprocess import Fabric
+from tests.pipeline.by_hand import cut, recipe
+from tests.pipeline.models import CASES, Batch, slice_batch
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One cell of the matrix: which model, cut and run how, on which batches."""
+
+    case: str
+    schedule: str = "1f1b"
+    stages: int = 2
+    ranks: int = 2
+    microbatches: int = 4
+    replicas: int = 1
+    samples: int = 8  # of all replicas together, in each step
+    steps: int = 2
+    dtype: torch.dtype = torch.float64
+    options: Options = field(default_factory=Options)
+
+    def __str__(self) -> str:
+        shape = f"{self.stages}s{self.ranks}r{self.replicas}d{self.microbatches}m{self.samples}n"
+        return f"{self.case}-{self.schedule}-{shape}"
+
+
+@dataclass
+class Trained:
+    """`gradients` of the first step, `weights` and `buffers` at the end, by original names; `losses` of the steps."""
+
+    losses: list[float]
+    gradients: dict[str, Any]
+    weights: dict[str, Any]
+    buffers: dict[str, Any]
+    outputs: list[Output] = field(default_factory=list)
+
+
+def batch_of(setting: Setting, step: int) -> Batch:
+    return CASES[setting.case].example(setting.samples, seed=10 + step, dtype=setting.dtype)
+
+
+def optimizer_of(parameters: Sequence[Any], dtype: torch.dtype) -> torch.optim.Optimizer:
+    # In float32 the reciprocal of tiny second moments would tell more of rounding than of the gradients.
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-8 if dtype == torch.float64 else 1e-3)
+
+
+def schedule_of(setting: Setting, graph: StageGraph) -> Schedule:
+    split = frozenset(range(setting.stages))
+    return lower(make(setting.schedule, setting.stages, setting.ranks, setting.microbatches, split), graph)
+
+
+def alone(setting: Setting) -> Trained:
+    """One process: the whole batch at once, or where that makes a difference in the same micro-batches."""
+    case = CASES[setting.case]
+    model = case.build(dtype=setting.dtype)
+    optimizer = optimizer_of(list(model.parameters()), setting.dtype)
+    losses, first = [], {}
+    for step in range(setting.steps):
+        batch = batch_of(setting, step)
+        optimizer.zero_grad()
+        total, count = 0.0, 0.0
+        for part in _parts(setting, batch) if case.per_microbatch else [batch]:
+            part_sum, part_count = case.loss(model(**part.inputs), part.targets)
+            part_sum.backward()
+            total, count = total + part_sum.item(), count + float(part_count)
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= count
+        if setting.options.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), setting.options.clip)
+        if not step:
+            first = {name: _copy(parameter.grad) for name, parameter in model.named_parameters()}
+        optimizer.step()
+        losses.append(total / count)
+    return Trained(losses, first, _state(model.named_parameters()), _state(model.named_buffers()))
+
+
+def piped(setting: Setting, *, blocking: bool = False, seed: int | None = None) -> Trained:
+    """Threads of this process."""
+    fabric = Fabric(setting.ranks, setting.replicas, blocking=blocking, seed=seed)
+    return merged(fabric.run(lambda transport: train(setting, transport)))
+
+
+def train(
+    setting: Setting, transport: Transport, change: Callable[[Schedule], Schedule] = lambda schedule: schedule
+) -> Trained:
+    """The part of one rank."""
+    case = CASES[setting.case]
+    model = case.build(dtype=setting.dtype)
+    parts, graph = cut(model, recipe(setting.case, model), setting.stages)
+    schedule = change(schedule_of(setting, graph))
+    stages = {index: parts[index] for index in schedule.stages_of(transport.rank)}
+    engine = Engine(stages, schedule, graph, transport, case.loss, setting.options)
+    optimizer = optimizer_of(engine.parameters.own, setting.dtype)
+    outputs, first = [], {}
+    for step in range(setting.steps):
+        mine = share(setting, transport.replica, batch_of(setting, step))
+        outputs.append(engine.step(mine.inputs if engine.reads.inputs else None, mine.targets))
+        if not step:
+            first = {name: _copy(parameter.grad) for name, parameter in engine.parameters.named.items()}
+        optimizer.step()
+    buffers = {name: buffer for part in stages.values() for name, buffer in part.module.named_buffers()}
+    weights = _state(engine.parameters.named.items())
+    return Trained([output.loss for output in outputs], first, weights, _state(buffers.items()), outputs)
+
+
+def share(setting: Setting, replica: int, batch: Batch) -> Batch:
+    start, stop = _shares(setting)[replica]
+    return slice_batch(batch, start, stop)
+
+
+def merged(ranks: Sequence[Trained]) -> Trained:
+    """What the ranks have, together; who have the same must have it bit for bit."""
+    whole = Trained(ranks[0].losses, {}, {}, {}, ranks[-1].outputs)
+    for rank in ranks:
+        assert rank.losses == whole.losses, "ranks tell different losses"
+        for mine, all_ in (
+            (rank.gradients, whole.gradients),
+            (rank.weights, whole.weights),
+            (rank.buffers, whole.buffers),
+        ):
+            for name, tensor in mine.items():
+                known = all_.setdefault(name, tensor)
+                assert (known is tensor) or torch.equal(known, tensor), f"copies of {name} differ"
+    return whole
+
+
+def apart(one: Trained, other: Trained) -> float:
+    """The largest difference of losses, gradients and weights, relative to the largest number of each tensor."""
+    assert one.weights.keys() == other.weights.keys()
+    found = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(one.losses, other.losses, strict=True)]
+    for mine, theirs in ((one.gradients, other.gradients), (one.weights, other.weights)):
+        for name, tensor in theirs.items():
+            assert (mine[name] is None) == (tensor is None), f"only one has a gradient of {name}"
+            if tensor is not None:
+                found.append(float((mine[name] - tensor).abs().max() / tensor.abs().max().clamp(min=1e-3)))
+    return max(found)
+
+
+def _shares(setting: Setting) -> list[tuple[int, int]]:
+    return bounds(setting.samples, setting.replicas)
+
+
+def _parts(setting: Setting, batch: Batch) -> list[Batch]:
+    """The micro-batches of all replicas, in their order."""
+    found = []
+    for start, stop in _shares(setting):
+        for low, high in bounds(stop - start, setting.microbatches):
+            found.append(slice_batch(batch, start + low, start + high))
+    return found
+
+
+def _state(named: Any) -> dict[str, Any]:
+    return {name: _copy(tensor) for name, tensor in named}
+
+
+def _copy(tensor: Any) -> Any:
+    return None if tensor is None else tensor.detach().clone()

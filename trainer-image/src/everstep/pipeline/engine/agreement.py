@@ -1,0 +1,113 @@
+"""Before a step, the ranks that read tell all others what they have read, so that nobody starts alone.
+
+Ranks with a stage that uses an argument of the model read that argument; the rank of the last stage reads the targets.
+Others need neither. Every rank must come to the same step, with the same number of samples.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from everstep.pipeline.engine.microbatch import batch_size
+from everstep.pipeline.engine.nested import flatten
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.transport.base import Transport
+
+T = TypeVar("T")
+TRAIN, ACCUMULATE, EVALUATE = "a step", "a batch of a step", "an evaluation"
+
+
+class Disagreement(PipelineError):
+    """The same on all ranks, before anything was begun."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What this rank needs of a batch: arguments of the model by name, and whether the targets."""
+
+    inputs: frozenset[str]
+    targets: bool
+
+
+@dataclass(frozen=True)
+class Word:
+    """What a rank that reads tells: of which step, samples of which number and shapes, or what is wrong with them."""
+
+    step: tuple[int, int, str]  # optimizer steps, batches since, and what for
+    samples: int | None
+    shapes: str
+    wrong: str = ""
+
+
+def examine(reads: Reads, step: tuple[int, int, str], batch: Any, targets: Any, whole: frozenset[str]) -> Word:
+    """What this rank tells of its batch."""
+    try:
+        inputs = _inputs(reads, batch)
+        if reads.targets and targets is None and step[2] != EVALUATE:
+            raise PipelineError("it runs the loss, and was given no targets")
+        sizes = {"the batch": batch_size(inputs, whole), "its targets": batch_size(targets)}
+        if not reads.targets or targets is None:
+            del sizes["its targets"]
+        if not reads.inputs:
+            del sizes["the batch"]
+        if len(set(sizes.values())) > 1:
+            raise PipelineError("; ".join(f"{what} has {size} samples" for what, size in sizes.items()))
+        return Word(step, next(iter(sizes.values()), None), _shapes(inputs))
+    except PipelineError as error:
+        return Word(step, None, "", str(error))
+
+
+def agree(transport: Transport, mine: Word | None, readers: Sequence[int]) -> tuple[int, str]:
+    """The samples of this pipeline's batch, and the signature of its inputs; the same on all ranks.
+
+    `mine` is None on a rank that reads nothing. Disagreement on all ranks.
+    """
+    words: dict[int, Word] = {}
+    if mine is not None:
+        words[transport.rank] = mine
+        message = pickle.dumps(mine)
+        for rank in range(transport.size):
+            if rank != transport.rank:
+                transport.tell(message, rank)
+    for rank in readers:
+        if rank != transport.rank:
+            words[rank] = pickle.loads(transport.hear(rank))  # noqa: S301 - from a rank of this job
+    ordered = [(rank, words[rank]) for rank in readers]
+    wrong = [f"rank {rank}: {word.wrong}" for rank, word in ordered if word.wrong]
+    if wrong:
+        raise Disagreement("; ".join(wrong))
+    _same("is at step", [(rank, word.step) for rank, word in ordered])
+    samples = _same("has a batch of", [(rank, word.samples) for rank, word in ordered if word.samples is not None])
+    if samples is None:
+        raise Disagreement("no tensor of the batch has a first dimension, along which it could be cut")
+    text = repr((samples, ordered[0][1].step[2] == EVALUATE, [word.shapes for _, word in ordered]))
+    return samples, hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _inputs(reads: Reads, batch: Any) -> dict[str, Any]:
+    if not reads.inputs:
+        return {}
+    if not isinstance(batch, Mapping):
+        raise PipelineError(
+            f"it reads the arguments {', '.join(sorted(reads.inputs))}: the batch must name them, but is "
+            f"{'missing' if batch is None else f'a {type(batch).__name__}'}"
+        )
+    missing = sorted(reads.inputs - batch.keys())
+    if missing:
+        raise PipelineError(f"its batch lacks {', '.join(missing)}, which its stages use; it has {', '.join(batch)}")
+    return {name: batch[name] for name in sorted(reads.inputs)}
+
+
+def _same(what: str, found: Sequence[tuple[int, T]]) -> T | None:
+    if len({value for _, value in found}) > 1:
+        raise Disagreement("; ".join(f"rank {rank} {what} {value}" for rank, value in found))
+    return found[0][1] if found else None
+
+
+def _shapes(inputs: Mapping[str, Any]) -> str:
+    structure, tensors = flatten(inputs)
+    return repr((structure, [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]))

@@ -1,0 +1,104 @@
+"""Running statistics of batch normalisation as over the whole mini-batch (deferred, as in torchgpipe).
+
+Each micro-batch is normalised by its own statistics. With a momentum of 1 a layer writes just those into its buffers:
+it runs on buffers of ours, from which mean and variance over all micro-batches and replicas are put together, and its
+own are updated once a step.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class RunningStatistics:
+    """Of all layers of this rank in `modules`. A layer is used as the engine calls it between `begin` and `end`, and as
+    anywhere else outside."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._layers = [
+            module
+            for module in dict.fromkeys(modules)
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
+        ]
+        self._inside = self._counting = False
+        self._calls: Counter[nn.Module] = Counter()  # in this micro-batch
+        self._most: Counter[nn.Module] = Counter()  # in any
+        # Of each layer and which call of it in a micro-batch: elements of a channel, their sums, their sums of squares.
+        self._sums: dict[tuple[nn.Module, int], Any] = {}
+        self._own: dict[nn.Module, tuple[dict[str, Any], float | None]] = {}
+        for layer in self._layers:
+            layer.register_forward_pre_hook(self._enter)
+            layer.register_forward_hook(self._leave)
+
+    def begin(self, *, count: bool) -> None:
+        """Before the forward of a micro-batch in training; without `count` it is a recomputation."""
+        self._inside, self._counting = True, count
+        self._calls.clear()
+
+    def end(self) -> None:
+        """After it, also if it failed."""
+        self._inside = False
+        for layer in list(self._own):
+            self._give_back(layer)
+
+    def commit(self, reduce: Callable[[Any], None]) -> None:
+        """Updates the buffers for all that was recorded; `reduce` sums a tensor in place over the replicas."""
+        layers = [layer for layer in self._layers if layer.training]
+        if not layers:
+            return
+        # A replica without samples has recorded nothing; it gives zeros.
+        keys = [(layer, call) for layer in layers for call in range(max(1, self._most[layer]))]
+        packed = torch.cat([self._sums[key] if key in self._sums else _nothing(key[0]) for key in keys])
+        self._sums.clear()
+        reduce(packed)
+        parts = packed.split([1 + 2 * layer.num_features for layer, _ in keys])
+        for (layer, _), part in zip(keys, parts, strict=True):
+            count = float(part[0])
+            if count:
+                mean, square = (part[1:] / count).chunk(2)
+                _update(layer, mean, (square - mean**2) * (count / (count - 1)))
+
+    def _enter(self, layer: nn.Module, _: Any) -> None:
+        if not self._inside or not layer.training:
+            return
+        own = {name: layer._buffers[name] for name in _BUFFERS}
+        self._own[layer] = own, layer.momentum
+        for name, buffer in own.items():
+            layer._buffers[name] = torch.zeros_like(buffer)
+        layer.momentum = 1.0
+
+    def _leave(self, layer: nn.Module, _: Any, output: Any) -> None:
+        if layer not in self._own:
+            return
+        mean, variance = layer.running_mean.double(), layer.running_var.double()
+        self._give_back(layer)
+        if not self._counting:
+            return
+        key = layer, self._calls[layer]
+        self._calls[layer] += 1
+        self._most[layer] = max(self._most[layer], self._calls[layer])
+        count = output.numel() // layer.num_features
+        new = torch.cat([mean.new_tensor([count]), mean * count, variance * (count - 1) + mean**2 * count])
+        self._sums[key] = self._sums[key] + new if key in self._sums else new
+
+    def _give_back(self, layer: nn.Module) -> None:
+        own, layer.momentum = self._own.pop(layer)
+        layer._buffers.update(own)
+
+
+def _nothing(layer: nn.Module) -> Any:
+    return torch.zeros(1 + 2 * layer.num_features, dtype=torch.float64, device=layer.running_mean.device)
+
+
+def _update(layer: nn.Module, mean: Any, variance: Any) -> None:
+    layer.num_batches_tracked += 1
+    factor = layer.momentum if layer.momentum is not None else 1.0 / float(layer.num_batches_tracked)
+    layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), factor)
+    layer.running_var.lerp_(variance.to(layer.running_var.dtype), factor)

@@ -1,0 +1,343 @@
+"""The interpreter: does what the schedule's list of this rank says."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from everstep.pipeline.engine.agreement import ACCUMULATE, EVALUATE, TRAIN, Disagreement, Reads, agree, examine
+from everstep.pipeline.engine.batchnorm import RunningStatistics
+from everstep.pipeline.engine.heartbeat import Heartbeat
+from everstep.pipeline.engine.losses import Loss, Part, Total, evaluate
+from everstep.pipeline.engine.mail import Mail
+from everstep.pipeline.engine.microbatch import bounds, split
+from everstep.pipeline.engine.nested import Value
+from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.parameters import Parameters
+from everstep.pipeline.engine.rng import Random
+from everstep.pipeline.engine.scaling import LossScale, Scaled, scale
+from everstep.pipeline.engine.stage import Ran, Stage, StageModule, why_not_split
+from everstep.pipeline.engine.values import Gradients, Values
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.graph import StageGraph
+from everstep.pipeline.schedules import Action, Kind, Limits, Rendezvous, Schedule, validate
+from everstep.pipeline.schedules.flow import Flow
+from everstep.pipeline.transport.base import Transport, TransportError
+
+
+@dataclass(frozen=True)
+class Output:
+    """Of a step: `loss` is the mean over `count`, all that counts on all micro-batches and replicas, on all ranks.
+
+    `metrics`: sums that the loss gave, over the same count, on ranks of the last stage only. `norm` of all gradients
+    before clipping, if that or fp16 was asked for. `skipped`: there are no gradients, and the step changes nothing.
+    `outputs`: of an evaluation, what the model returned for each micro-batch, on ranks of the last stage only.
+    """
+
+    loss: float
+    count: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    norm: float | None = None
+    skipped: bool = False
+    outputs: tuple[Any, ...] = ()
+
+
+class Engine:
+    """One rank of a pipeline: `stages` are its own, of those that `schedule` places, with the edges of `stage_graph`.
+
+    `loss(output, targets)` runs on the last stage; see `losses.evaluate`. All ranks construct it together.
+    PipelineError if schedule, graph and stages do not fit, or the schedule is not proven.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageModule],
+        schedule: Schedule,
+        stage_graph: StageGraph,
+        transport: Transport,
+        loss: Loss,
+        options: Options | None = None,
+    ) -> None:
+        self.options = options = options or Options()
+        self.transport, self.schedule, self.rank = transport, schedule, transport.rank
+        _fits(stages, schedule, stage_graph, transport, options)
+        self._flow = flow = Flow(stage_graph, schedule.placement)
+        self._loss, self._last = loss, schedule.stages - 1
+        self._world = transport.group(range(transport.size), replicas=True)
+        self.data = [transport.group([rank], replicas=True) for rank in range(transport.size)][self.rank]
+        self.parameters = Parameters(stages, stage_graph, schedule.placement, transport, self.data, options.bucket)
+        if options.broadcast:
+            self.parameters.synchronise()
+        modules = {name: module for stage in stages.values() for name, module in stage.module.named_modules()}
+        self._random = Random(modules, transport.device, options.seed)
+        self._statistics = RunningStatistics(modules.values())
+        self._stages = {
+            index: Stage(
+                index,
+                module,
+                {edge.value: edge.gradient for edge in flow.inputs[index]},
+                [edge.value for edge in flow.outputs[index]],
+                partial(self._around, index),
+                self._loss_of if index == self._last else None,
+                recompute=index in options.recompute,
+            )
+            for index, module in stages.items()
+        }
+        self._mail = Mail(transport, schedule.placement, options.ahead, options.dynamic)
+        self._readers, self.reads = self._who_reads(stages)
+        self._plans: dict[tuple[int, bool, bool], tuple[Action, ...]] = {}
+        self.loss_scale = LossScale(options.loss_scale, True) if options.precision == "fp16" else LossScale()
+        self.steps = self.progress = 0  # optimizer steps; actions done, for whoever watches
+        self.watch: Heartbeat | None = None  # who knows better what an error of the transport means
+        self._batches, self._total = 0, Total()
+        self._training = True
+        self._inputs: list[Any] = []
+        self._targets: list[Any] = []
+        self._sizes: list[int] = []
+
+    def step(self, batch: Mapping[str, Any] | None, targets: Any = None, *, last: bool = True) -> Output:
+        """Forward and backward of one batch of this replica; then parameters have the gradients of the mean loss.
+
+        `batch` has the model's arguments by name; a rank needs those in `reads` only. With `last=False` the gradients
+        of several batches are added up, and the step ends with the first call without it. Gradients from before the
+        step are dropped. PipelineError on all ranks if they do not agree on the step or the batch; after any other
+        error the transport is aborted, and the engine of no use.
+        """
+        if not self._batches:
+            self.parameters.forget_gradients()
+            self._total = Total()
+        with self._aborting():
+            self._pass(batch, targets, TRAIN if last else ACCUMULATE, reduce=last)
+            self._batches += 1
+            return self._finish() if last else Output(float("nan"), 0.0)
+
+    def evaluate(self, batch: Mapping[str, Any] | None, targets: Any = None) -> Output:
+        """Forward only, without gradients, in whatever mode the modules are; without targets no loss is computed."""
+        if self._batches:
+            raise PipelineError("the batches of a step are being added up: end it before an evaluation")
+        self._total = Total()
+        with self._aborting(), torch.no_grad():
+            outputs = self._pass(batch, targets, EVALUATE, reduce=False)
+            scaled = scale([], [], self._total, self._sum, LossScale(), None, self.transport.device)
+        return Output(scaled.loss, scaled.count, self._metrics(scaled), outputs=outputs)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a run that goes on has to know, beside weights and optimizer; the same on all ranks."""
+        return {"steps": self.steps, "loss_scale": self.loss_scale.value, "good": self.loss_scale.good}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on where `state_dict` was taken."""
+        self.steps = self._random.step = state["steps"]
+        self.loss_scale.value, self.loss_scale.good = state["loss_scale"], state["good"]
+
+    def _pass(self, batch: Any, targets: Any, purpose: str, *, reduce: bool) -> tuple[Any, ...]:
+        """All actions of one batch; the model's outputs, of an evaluation."""
+        self._training = purpose != EVALUATE
+        mine = None
+        if self.rank in self._readers:
+            step = self.steps, self._batches, purpose
+            mine = examine(self.reads, step, batch, targets, self.options.whole)
+        samples, signature = agree(self.transport, mine, self._readers)
+        self._cut(batch, targets, samples)
+        actions = self._plan(len(self._sizes), reduce)
+        self._mail.begin(actions, signature)
+        self._values = Values(self._flow, self.rank)
+        outputs: list[Any] = []
+        for action in actions:
+            self._mail.post_ahead()
+            self._do(action, outputs)
+            self.progress += 1
+        self._mail.end()
+        self.transport.settle()
+        assert self._values.empty(), "a value was made that nobody used"
+        return tuple(outputs)
+
+    def _do(self, action: Action, outputs: list[Any]) -> None:
+        kind, index, microbatch = action.kind, action.stage, action.microbatch
+        if kind is Kind.FORWARD:
+            ran = self._forward(index, microbatch)
+            if index == self._last:
+                if ran.loss is not None:
+                    self._total.add(ran.loss)
+                if not self._training:
+                    outputs.append(ran.output)
+        elif kind is Kind.SEND:
+            self._send(action)
+        elif kind is Kind.RECEIVE:
+            self._mail.receive(action)
+        elif kind is Kind.WEIGHT_GRAD:
+            self._stages[index].weight_grad(microbatch)
+        elif kind is Kind.REDUCE:
+            self.parameters.reduction.reduce(index)
+        elif kind is Kind.TIE:
+            for name in self.parameters.ties_of(action):
+                self.parameters.reduction.tie(name)
+        else:
+            stage = self._stages[index]
+            backward = stage.backward if kind is Kind.BACKWARD else stage.input_grad
+            found = backward(microbatch, self._given(index, microbatch), self.loss_scale.value)
+            for name, gradients in found.items():
+                self._values.add_gradients(name, microbatch, gradients)
+
+    def _forward(self, index: int, microbatch: int) -> Ran:
+        stage = self._stages[index]
+        values: dict[str, Value] = {}
+        for name in stage.edges:
+            if not self._values.has(name, microbatch):
+                self._values.put(name, microbatch, self._mail.value(name, microbatch))
+            values[name] = self._values.use(name, microbatch)
+        inputs = self._inputs[microbatch] if stage.arguments else {}
+        ran = stage.forward(microbatch, values, inputs, train=self._training)
+        for edge in self._flow.outputs[index]:
+            value = ran.values[edge.value]
+            if not edge.gradient and any(spec.gradient for spec in value.layout.specs):
+                raise PipelineError(
+                    f"value {edge.value!r} has a gradient, but the graph of the stages says it has none"
+                )
+            self._mail.made(edge.value, microbatch, value.layout)
+            self._values.put(edge.value, microbatch, value)
+        return ran
+
+    def _send(self, action: Action) -> None:
+        name, microbatch = action.value, action.microbatch
+        if action.gradient:
+            gradients = self._values.take_gradients(name, microbatch, self._mail.layout(name, microbatch))
+            self._mail.send(action, gradients)
+        else:
+            self._mail.send(action, self._values.use(name, microbatch).tensors)
+
+    def _given(self, index: int, microbatch: int) -> dict[str, Gradients]:
+        """The gradients of what a stage has made, from all that used it."""
+        given: dict[str, Gradients] = {}
+        for edge in self._flow.outputs[index]:
+            if edge.gradient:
+                for gradients in self._mail.gradients(edge.value, microbatch):
+                    self._values.add_gradients(edge.value, microbatch, gradients)
+                layout = self._mail.layout(edge.value, microbatch)
+                given[edge.value] = self._values.take_gradients(edge.value, microbatch, layout)
+        return given
+
+    def _finish(self) -> Output:
+        self.parameters.reduction.finish()
+        if self.transport.replicas > 1:
+            self._statistics.commit(lambda tensor: self.transport.all_reduce(tensor, self.data).wait())
+        else:
+            self._statistics.commit(lambda tensor: None)
+        counted = self.parameters.counted if self.transport.replica == 0 else []
+        device, own = self.transport.device, self.parameters.own
+        scaled = scale(own, counted, self._total, self._sum, self.loss_scale, self.options.clip, device)
+        self.steps, self._batches = self.steps + 1, 0
+        self._random.next_step()
+        return Output(scaled.loss, scaled.count, self._metrics(scaled), scaled.norm, scaled.skipped)
+
+    def _sum(self, tensor: Any) -> None:
+        self.transport.all_reduce(tensor, self._world).wait()
+
+    def _metrics(self, scaled: Scaled) -> dict[str, float]:
+        if not scaled.metrics or self._last not in self._stages:
+            return {}
+        # A replica without samples does not know their names.
+        names = sorted(self._total.metrics) or [f"metric {index}" for index in range(scaled.metrics)]
+        sums = torch.zeros(scaled.metrics, dtype=torch.float64, device=self.transport.device)
+        for index, name in enumerate(names):
+            sums[index] = self._total.metrics.get(name, 0.0)
+        if self.transport.replicas > 1:
+            self.transport.all_reduce(sums, self.data).wait()
+        return {name: value / scaled.count for name, value in zip(names, sums.tolist(), strict=True)}
+
+    def _cut(self, batch: Any, targets: Any, samples: int) -> None:
+        count, whole = self.schedule.microbatches, self.options.whole
+        self._sizes = [stop - start for start, stop in bounds(samples, count)]
+        inputs = {name: batch[name] for name in self.reads.inputs} if self.reads.inputs else {}
+        self._inputs = split(inputs, samples, count, whole) if inputs else []
+        has_targets = self.reads.targets and targets is not None
+        self._targets = split(targets, samples, count) if has_targets else []
+
+    def _loss_of(self, microbatch: int, output: Any) -> Part | None:
+        if not self._targets:
+            return None
+        size = self._sizes[microbatch]
+        return evaluate(self._loss, output, self._targets[microbatch], size, self.options.loss_weight)
+
+    @contextlib.contextmanager
+    def _around(self, index: int, microbatch: int, again: bool) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self._training:
+                batch = self._batches * self.transport.replicas + self.transport.replica
+                stack.enter_context(self._random.of(batch * self.schedule.microbatches + microbatch))
+                self._statistics.begin(count=not again)
+                stack.callback(self._statistics.end)
+            if self.options.precision != "full":
+                dtype = torch.bfloat16 if self.options.precision == "bf16" else torch.float16
+                stack.enter_context(torch.autocast(self.transport.device.type, dtype))
+            if self._training and index in self.options.offload:
+                stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=self.transport.device.type == "cuda"))
+            yield
+
+    @contextlib.contextmanager
+    def _aborting(self) -> Iterator[None]:
+        try:
+            yield
+        except Disagreement:
+            raise  # nothing was begun, on any rank
+        except BaseException as error:
+            for stage in self._stages.values():
+                stage.clear()
+            lost = self.watch.explain() if self.watch is not None and isinstance(error, TransportError) else None
+            self.transport.abort(f"rank {self.rank} of replica {self.transport.replica} failed: {error}")
+            if lost is not None:
+                raise lost from error
+            raise
+
+    def _plan(self, microbatches: int, reduce: bool) -> tuple[Action, ...]:
+        """The actions of this rank, without those of micro-batches that a small batch does not have."""
+        key = microbatches, reduce, self._training
+        if key not in self._plans:
+            backward = {Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}
+            self._plans[key] = tuple(
+                action
+                for action in self.schedule.ranks[self.rank]
+                if action.microbatch < microbatches
+                and (reduce or action.kind not in (Kind.REDUCE, Kind.TIE))
+                and (self._training or (action.kind not in backward and not action.gradient))
+            )
+        return self._plans[key]
+
+    def _who_reads(self, stages: Mapping[int, StageModule]) -> tuple[list[int], Reads]:
+        """The ranks that read, the same on all; what this one reads."""
+        arguments = {name for stage in self._stages.values() for name in stage.arguments}
+        mine = Reads(frozenset(arguments), self._last in stages)
+        marks = torch.zeros(
+            self.transport.size * self.transport.replicas, dtype=torch.float64, device=self.transport.device
+        )
+        marks[self.rank] = float(bool(mine.inputs) or mine.targets)
+        self._sum(marks)
+        return [rank for rank in range(self.transport.size) if marks[rank]], mine
+
+
+def _fits(
+    stages: Mapping[int, StageModule], schedule: Schedule, graph: StageGraph, transport: Transport, options: Options
+) -> None:
+    if len(schedule.ranks) != transport.size:
+        raise PipelineError(f"{schedule.name} is for {len(schedule.ranks)} ranks, there are {transport.size}")
+    if sorted(stages) != list(schedule.stages_of(transport.rank)):
+        raise PipelineError(
+            f"{schedule.name} has stages {list(schedule.stages_of(transport.rank))} on rank {transport.rank}, "
+            f"which was given {sorted(stages)}"
+        )
+    if (wrong := validate(schedule, graph, Rendezvous(), Limits(in_flight=options.in_flight))) is not None:
+        raise PipelineError(f"{schedule.name}: {wrong}")
+    reduced = {action.stage for action in schedule.ranks[transport.rank] if action.kind is Kind.REDUCE}
+    if transport.replicas > 1 and (lacking := sorted(stages.keys() - reduced)):
+        raise PipelineError(f"{schedule.name} does not reduce the gradients of stages {lacking} over the replicas")
+    for action in schedule.ranks[transport.rank]:
+        if action.kind is Kind.INPUT_GRAD and (why := why_not_split(stages[action.stage])) is not None:
+            raise PipelineError(
+                f"{schedule.name} splits the backward of stage {action.stage}, which cannot be: {why}; make the "
+                "schedule without it in split="
+            )

@@ -1,0 +1,61 @@
+"""Losses as sums and counts, so that micro-batches of any size add up to what one process computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from everstep.pipeline.errors import PipelineError
+
+Loss = Callable[[Any, Any], Any]
+
+
+@dataclass
+class Part:
+    """The loss of one micro-batch: a sum with its graph, how much it counts, sums of other things."""
+
+    sum: Any
+    count: Any
+    metrics: Mapping[str, Any]
+
+
+@dataclass
+class Total:
+    """Over micro-batches, without graphs; on the device until `values` is asked for."""
+
+    sum: Any = 0.0
+    count: Any = 0.0
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def add(self, part: Part) -> None:
+        self.sum = self.sum + part.sum.detach().double()
+        self.count = self.count + part.count
+        for name, value in part.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+
+def evaluate(loss: Loss, output: Any, targets: Any, samples: int, weight: Loss | None) -> Part:
+    """What `loss` gives for a micro-batch of `samples`: (sum, count), (sum, count, metrics), or a mean, which is then
+    weighted by `weight(output, targets)` or else by the samples.
+
+    PipelineError if it is none of them.
+    """
+    given = loss(output, targets)
+    if isinstance(given, tuple) and len(given) in (2, 3):
+        total, count, *more = given
+        if weight is not None:
+            raise PipelineError("loss_weight= is for a loss that gives a mean; this one gives (sum, count)")
+    else:
+        count = weight(output, targets) if weight is not None else samples
+        total, more = given * count, []
+    if not isinstance(total, torch.Tensor) or total.dim():
+        what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
+        raise PipelineError(f"a loss gives a scalar mean, or (sum, count) with a scalar sum; this one gave {what}")
+    return Part(total, _plain(count), {name: _plain(value) for name, value in (more[0] if more else {}).items()})
+
+
+def _plain(number: Any) -> Any:
+    return number.detach().double() if isinstance(number, torch.Tensor) else number

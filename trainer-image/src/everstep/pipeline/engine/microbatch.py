@@ -1,0 +1,60 @@
+"""A batch cut into micro-batches along its first dimension."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.errors import PipelineError
+
+
+def batch_size(batch: Any, whole: frozenset[str] = frozenset()) -> int | None:
+    """Samples of a batch: the first dimension of its tensors; None if it has none.
+
+    Arguments named in `whole`, tensors without dimensions and other objects go whole to each micro-batch.
+    PipelineError if tensors differ.
+    """
+    sizes: dict[int, str] = {}
+    for name, item in _named(batch):
+        if name not in whole:
+            for tensor in tensors_of(item):
+                if tensor.dim():
+                    sizes.setdefault(tensor.shape[0], name)
+    if len(sizes) > 1:
+        found = ", ".join(f"{name} {size}" for size, name in sizes.items())
+        raise PipelineError(
+            f"the batch has tensors of different first dimensions ({found}): name those that are not cut in whole="
+        )
+    return next(iter(sizes), None)
+
+
+def bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
+    """Where each micro-batch begins and ends: as equal as can be, larger ones first, and none that is empty."""
+    count = min(size, microbatches)
+    each, more = divmod(size, count) if count else (0, 0)
+    found, start = [], 0
+    for index in range(count):
+        stop = start + each + (index < more)
+        found.append((start, stop))
+        start = stop
+    return found
+
+
+def split(batch: Any, size: int, microbatches: int, whole: frozenset[str] = frozenset()) -> list[Any]:
+    """`batch` in at most `microbatches` parts, each with the batch's structure; views, nothing is copied."""
+    return [_part(batch, size, where, whole) for where in bounds(size, microbatches)]
+
+
+def _part(batch: Any, size: int, where: tuple[int, int], whole: frozenset[str]) -> Any:
+    def cut(tensor: Any) -> Any:
+        return tensor[where[0] : where[1]] if tensor.dim() and tensor.shape[0] == size else tensor
+
+    if isinstance(batch, dict) and whole:
+        return {name: item if name in whole else map_tensors(item, cut) for name, item in batch.items()}
+    return map_tensors(batch, cut)
+
+
+def _named(batch: Any) -> list[tuple[str, Any]]:
+    if isinstance(batch, dict):
+        return [(str(name), item) for name, item in batch.items()]
+    return [("", batch)]

@@ -1,0 +1,117 @@
+"""Values that are tensors, or lists, tuples and dictionaries of them; and what is told of one before it is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.transport.base import Spec
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Stands in a structure where the tensor of this index was."""
+
+    index: int
+
+
+class Layout(NamedTuple):
+    """What a value is without its numbers: its structure with a Place for each tensor, and their specs in order."""
+
+    structure: Any
+    specs: tuple[Spec, ...]
+
+
+@dataclass(slots=True)
+class Value:
+    """A value as it travels: detached tensors, in the order of `layout`."""
+
+    layout: Layout
+    tensors: list[torch.Tensor]
+
+
+def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
+    """The same structure, with what `change` gives for each tensor; other leaves stay as they are."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(item, change) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else tuple(items)
+    if isinstance(value, list):
+        return [map_tensors(item, change) for item in value]
+    if isinstance(value, dict):
+        items_of = {key: map_tensors(item, change) for key, item in value.items()}
+        return items_of if type(value) is dict else _rebuilt(value, items_of)
+    return value
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    """The tensors of a value, in the order of its structure."""
+    found: list[torch.Tensor] = []
+    map_tensors(value, found.append)
+    return found
+
+
+def flatten(value: Any) -> tuple[Any, list[torch.Tensor]]:
+    """The structure and the tensors of a value."""
+    found: list[torch.Tensor] = []
+
+    def take(tensor: torch.Tensor) -> Place:
+        found.append(tensor)
+        return Place(len(found) - 1)
+
+    if isinstance(value, torch.Tensor):  # most are
+        return Place(0), [value]
+    return map_tensors(value, take), found
+
+
+def unflatten(structure: Any, tensors: list[torch.Tensor]) -> Any:
+    """The value of which `flatten` gave these."""
+    if isinstance(structure, Place):
+        return tensors[structure.index]
+    if isinstance(structure, tuple):
+        items = [unflatten(item, tensors) for item in structure]
+        return type(structure)(*items) if hasattr(structure, "_fields") else tuple(items)
+    if isinstance(structure, list):
+        return [unflatten(item, tensors) for item in structure]
+    if isinstance(structure, dict):
+        return {key: unflatten(item, tensors) for key, item in structure.items()}
+    return structure
+
+
+def value_of(name: str, given: Any) -> tuple[Value, list[torch.Tensor]]:
+    """A stage's output `given` as it travels, and its tensors with their graph.
+
+    PipelineError if something in it cannot travel.
+    """
+    structure, tensors = flatten(given)
+    _check(name, structure)
+    specs = tuple(Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
+    return Value(Layout(structure, specs), [tensor.detach() for tensor in tensors]), tensors
+
+
+def _check(name: str, structure: Any) -> None:
+    if isinstance(structure, Place | str | int | float | bool | complex | None | torch.dtype | torch.Size):
+        return
+    if isinstance(structure, dict):
+        structure = tuple(structure.values())
+    if not isinstance(structure, list | tuple):
+        raise PipelineError(
+            f"value {name!r} holds a {type(structure).__name__}, which cannot go to another stage: "
+            "only tensors, numbers, strings, and tuples, lists and dictionaries of them can; keep its makers and its "
+            "users in one stage"
+        )
+    for item in structure:
+        _check(name, item)
+
+
+def _rebuilt(like: dict[Any, Any], items: dict[Any, Any]) -> Any:
+    # Ordered and default dictionaries, and the outputs of transformers, which know their keys as arguments.
+    try:
+        return type(like)(**items)
+    except TypeError:
+        return items

@@ -1,0 +1,118 @@
+"""The parameters of a rank: which are shared with other stages, who counts them, and that all begin alike.
+
+A shared parameter has a copy on each rank that owns it, and one master, the rank of its lowest stage, where it is
+counted in norms. The copies stay equal since each gets the same sum of gradients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from everstep.pipeline.engine.reduction import Reduction
+from everstep.pipeline.engine.stage import StageModule
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.graph import StageGraph
+from everstep.pipeline.schedules import Action
+from everstep.pipeline.transport.base import Transport
+
+
+class Parameters:
+    """Of the stages of this rank. `named`: by their names in the whole model; `own`: each once; `counted`: those that
+    this rank counts for all."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, StageModule],
+        graph: StageGraph,
+        placement: Sequence[int],
+        transport: Transport,
+        data: Any,
+        bucket: int,
+    ) -> None:
+        self._transport, self._data = transport, data
+        self._stages, self._placement = stages, placement
+        self._owners = dict(graph.ties)
+        self.named = {
+            name: parameter for stage in stages.values() for name, parameter in stage.module.named_parameters()
+        }
+        self.own = list(dict.fromkeys(self.named.values()))
+        self.shared = {
+            name: _shared(name, owners, stages) for name, owners in graph.ties if stages.keys() & set(owners)
+        }
+        tied = set(self.shared.values())
+        foreign = {
+            parameter for name, parameter in self.shared.items() if placement[self._owners[name][0]] != transport.rank
+        }
+        self.counted = [parameter for parameter in self.own if parameter not in foreign]
+        self._groups = {name: self._group(name) for name in sorted(self._owners)}
+        by_stage = {
+            index: [parameter for parameter in dict.fromkeys(stage.module.parameters()) if parameter not in tied]
+            for index, stage in stages.items()
+        }
+        _only_once(by_stage)
+        self.reduction = Reduction(transport, data, by_stage, self.shared, self._groups, bucket)
+
+    def ties_of(self, action: Action) -> list[str]:
+        """The shared parameters that a TIE is about: the one that it names, else all of its stage."""
+        return [action.value] if action.value else [n for n in self.shared if action.stage in self._owners[n]]
+
+    def forget_gradients(self) -> None:
+        for parameter in self.own:
+            parameter.grad = None
+
+    def synchronise(self) -> None:
+        """All replicas get weights and buffers of the first, all owners of a shared parameter those of its master."""
+        if self._transport.replicas > 1:
+            tied = set(self.shared.values())
+            tensors = [parameter for parameter in self.own if parameter not in tied]
+            for stage in self._stages.values():
+                tensors += list(stage.module.buffers())
+            for tensor in dict.fromkeys(tensors):
+                self._give(tensor.detach(), self._data, self._transport.replica == 0)
+        for name in sorted(self.shared):
+            if self._groups[name] is not None:
+                master = self._placement[self._owners[name][0]]
+                from_here = self._transport.replica == 0 and self._transport.rank == master
+                self._give(self.shared[name].detach(), self._groups[name], from_here)
+
+    def _give(self, tensor: Any, group: Any, from_here: bool) -> None:
+        # As a sum of one and zeros: exact, and all that the transport has to know.
+        number = tensor.dtype if tensor.dtype is not torch.bool else torch.uint8
+        sent = tensor.to(number, copy=True).contiguous()
+        if not from_here:
+            sent.zero_()
+        self._transport.all_reduce(sent, group).wait()
+        tensor.copy_(sent.to(tensor.dtype))
+
+    def _group(self, name: str) -> Any:
+        """Who sums a shared parameter; None for this process alone. Made by all ranks, owners or not."""
+        ranks = sorted({self._placement[stage] for stage in self._owners[name]})
+        group = self._transport.group(ranks, replicas=True)
+        return None if len(ranks) * self._transport.replicas == 1 else group
+
+
+def _shared(name: str, owners: Sequence[int], stages: Mapping[int, StageModule]) -> Any:
+    found = []
+    for index in owners:
+        if index in stages:
+            parameters = dict(stages[index].module.named_parameters(remove_duplicate=False))
+            if name not in parameters:
+                raise PipelineError(f"stage {index} owns the shared parameter {name!r}, but its module has none")
+            found.append(parameters[name])
+    if any(parameter is not found[0] for parameter in found):
+        raise PipelineError(f"the stages of one rank that share {name!r} must have it as one tensor, not as copies")
+    return found[0]
+
+
+def _only_once(by_stage: Mapping[int, Sequence[Any]]) -> None:
+    seen: dict[Any, int] = {}
+    for index, parameters in by_stage.items():
+        for parameter in parameters:
+            if seen.setdefault(parameter, index) != index:
+                raise PipelineError(
+                    f"stages {seen[parameter]} and {index} share a parameter of shape {tuple(parameter.shape)} that is "
+                    "not listed in the ties of the stage graph"
+                )

@@ -1,0 +1,87 @@
+"""What is done to all gradients once a step: one scale by the global count, clipping, a check for overflow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.pipeline.engine.losses import Total
+
+_GROWS_AFTER = 2000  # steps without overflow
+
+
+@dataclass
+class LossScale:
+    """What losses are multiplied by under fp16, so that small gradients do not vanish; fixed at 1 otherwise."""
+
+    value: float = 1.0
+    moves: bool = False
+    good: int = 0
+
+    def update(self, overflow: bool) -> None:
+        """After each step."""
+        if not self.moves:
+            return
+        self.good = 0 if overflow else self.good + 1
+        if overflow:
+            self.value /= 2
+        elif self.good == _GROWS_AFTER:
+            self.value, self.good = self.value * 2, 0
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Over all micro-batches, ranks and replicas. `norm` of the gradients before clipping, None if nobody asked;
+    `metrics`: how many the loss gives."""
+
+    loss: float
+    count: float
+    norm: float | None
+    skipped: bool
+    metrics: int = 0
+
+
+def scale(
+    parameters: Sequence[Any],
+    counted: Sequence[Any],
+    total: Total,
+    reduce: Callable[[Any], None],
+    scaling: LossScale,
+    clip: float | None,
+    device: torch.device,
+) -> Scaled:
+    """Makes sums of gradients those of the mean loss. Of `parameters`, this rank's, those in `counted` are in the norm
+    for all; `reduce` sums a tensor in place over all ranks and replicas.
+
+    A step without anything that counts, and under fp16 one with an overflow, leaves no gradients: an optimizer that is
+    called then changes nothing.
+    """
+    asked = clip is not None or scaling.moves
+    sums = torch.zeros(5, dtype=torch.float64, device=device)
+    sums[0], sums[1] = total.sum, total.count
+    if asked:
+        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
+        sums[2] = torch.nn.utils.get_total_norm(gradients).double() ** 2 if gradients else 0.0
+    sums[3], sums[4] = len(total.metrics), float(bool(total.metrics))
+    reduce(sums)
+    loss, count, squares, metrics, givers = sums.tolist()
+    each = round(metrics / givers) if givers else 0
+    overflow = scaling.moves and not math.isfinite(squares)
+    if not count or overflow:
+        for parameter in parameters:
+            parameter.grad = None
+        scaling.update(overflow)
+        return Scaled(loss / count if count else math.nan, count, None, True, each)
+    factor = 1.0 / (count * scaling.value)
+    norm = math.sqrt(squares) * factor if asked else None
+    if clip is not None and norm is not None:
+        factor *= min(1.0, clip / (norm + 1e-6))
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)
+    scaling.update(False)
+    return Scaled(loss / count, count, norm, False, each)

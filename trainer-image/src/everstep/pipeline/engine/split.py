@@ -1,0 +1,173 @@
+"""A backward in two parts: the gradients of a stage's inputs now, those of its parameters later.
+
+What zero-bubble schedules (arXiv 2401.10241) need, on public autograd API only. Of the graph under a stage's results
+let the trunk be the nodes from which an input can be reached. The first part runs the trunk, and keeps what came in at
+each node that has a branch: an edge to a node outside the trunk, which leads to parameters only. The second part runs
+the branches. Each native node computes each of its gradients once, since autograd asks it only for those that lie on
+the way. Where asking for one branch would draw in the trunk again, or another branch, as when a parameter is used twice
+and one use lies above the other, the gradients of the parameters under it are taken in the first part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+Gradients = list[Any]  # a tensor or None for each
+Edge = tuple[Any, int]  # a node, and which of its results a gradient is for
+Graph = dict[Any, list[Edge]]
+
+
+@dataclass
+class Deferred:
+    """What is left of a backward: run it once, then drop it, since it keeps the graph of the forward alive."""
+
+    roots: list[Any] = field(default_factory=list)  # edges whose gradient is known, and which lead to parameters only
+    gradients: Gradients = field(default_factory=list)
+    branches: list[tuple[Any, list[Any], Gradients]] = field(default_factory=list)  # a node, its edges, what came in
+
+    def weight_grad(self) -> None:
+        """Adds the gradients of the parameters to theirs."""
+        roots, gradients = self.roots, self.gradients
+        for node, edges, came in self.branches:
+            known = [
+                (GradientEdge(node, index), gradient) for index, gradient in enumerate(came) if gradient is not None
+            ]
+            found = torch.autograd.grad(
+                [edge for edge, _ in known], edges, [gradient for _, gradient in known], allow_unused=True
+            )
+            for edge, gradient in zip(edges, found, strict=True):
+                if gradient is not None:
+                    roots.append(edge)
+                    gradients.append(gradient)
+        self.branches = []
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        self.roots, self.gradients = [], []
+
+
+def input_grad(roots: Sequence[Any], gradients: Gradients, inputs: Sequence[Any]) -> tuple[Gradients, Deferred]:
+    """The gradients of `inputs`, leaves that require one, and what is left for the parameters.
+
+    `roots` require gradients, which are `gradients`; None for an input that none of them depends on.
+    """
+    trunk, branches, early = _survey(roots, inputs)
+    deferred = Deferred()
+    through, coming = [], []
+    for root, gradient in zip(roots, gradients, strict=True):
+        if root.grad_fn in trunk or any(root is leaf for leaf in inputs):
+            through.append(root)
+            coming.append(gradient)
+        else:
+            deferred.roots.append(torch.autograd.graph.get_gradient_edge(root))
+            deferred.gradients.append(gradient)
+    if not through:
+        return [None] * len(inputs), deferred
+    came: dict[Any, Gradients] = {}
+
+    def keep(node: Any) -> Callable[[tuple[Any, ...]], None]:
+        return lambda incoming: came.__setitem__(node, list(incoming))
+
+    hooks = [node.register_prehook(keep(node)) for node in branches]
+    try:
+        found = torch.autograd.grad(through, [*inputs, *early], coming, retain_graph=True, allow_unused=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for edge, gradient in zip(early, found[len(inputs) :], strict=True):
+        if gradient is not None:
+            deferred.roots.append(edge)
+            deferred.gradients.append(gradient)
+    deferred.branches = [(node, edges, came[node]) for node, edges in branches.items() if node in came]
+    return list(found[: len(inputs)]), deferred
+
+
+def _survey(roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[set[Any], dict[Any, list[Any]], list[Any]]:
+    """The trunk; the branches that can wait, by their node; the edges that cannot."""
+    order = _order([root.grad_fn for root in roots if root.grad_fn is not None])
+    ends = {torch.autograd.graph.get_gradient_edge(leaf).node for leaf in inputs}
+    trunk = set(ends)
+    for node, children in order.items():
+        if any(child in trunk for child, _ in children):
+            trunk.add(node)
+    starts: dict[Edge, list[Any]] = {}
+    for node, children in order.items():
+        if node in trunk and node not in ends:
+            for edge in children:
+                if edge[0] not in trunk and node not in starts.setdefault(edge, []):
+                    starts[edge].append(node)
+    branches: dict[Any, list[Any]] = {}
+    early: dict[Any, Any] = {}
+    for edges, under in _together(starts, order):
+        nested = any(child in under for child, _ in edges)
+        if nested or any(_one_above_another(starts[edge], order, trunk) for edge in edges):
+            last = [node for node in (*under, *(child for child, _ in edges)) if not order[node]]
+            early.update((node, GradientEdge(node, 0)) for node in last)
+        else:
+            for edge in edges:
+                for node in starts[edge]:
+                    branches.setdefault(node, []).append(GradientEdge(*edge))
+    return trunk, branches, list(early.values())
+
+
+def _together(branches: Iterable[Edge], order: Graph) -> list[tuple[list[Edge], set[Any]]]:
+    """The edges of branches that have nodes in common, and the nodes strictly under them."""
+    found: list[tuple[list[Edge], set[Any]]] = []
+    owner: dict[Any, tuple[list[Edge], set[Any]]] = {}
+    for edge in branches:
+        under = _under(edge[0], order)
+        mine: tuple[list[Edge], set[Any]] = ([edge], under)
+        for other in {id(owner[node]): owner[node] for node in (edge[0], *under) if node in owner}.values():
+            mine = (other[0] + mine[0], other[1] | mine[1])
+            found.remove(other)
+        found.append(mine)
+        owner.update(dict.fromkeys((*mine[1], *(child for child, _ in mine[0])), mine))
+    return found
+
+
+def _under(top: Any, order: Graph) -> set[Any]:
+    seen: set[Any] = set()
+    stack = [child for child, _ in order[top]]
+    while stack:
+        node = stack.pop()
+        if node not in seen:
+            seen.add(node)
+            stack.extend(child for child, _ in order[node])
+    return seen
+
+
+def _order(tops: Sequence[Any]) -> Graph:
+    """Every node with its edges, after all that it leads to."""
+    found: Graph = {}
+    seen: set[Any] = set()
+    stack: list[tuple[Any, list[Edge] | None]] = [(top, None) for top in tops]
+    while stack:
+        node, children = stack.pop()
+        if children is not None:
+            found[node] = children
+        elif node not in seen:
+            seen.add(node)
+            children = [(child, index) for child, index in node.next_functions if child is not None]
+            stack.append((node, children))
+            stack.extend((child, None) for child, _ in children if child not in seen)
+    return found
+
+
+def _one_above_another(starts: Sequence[Any], order: Graph, trunk: set[Any]) -> bool:
+    if len(starts) < 2:
+        return False
+    for start in starts:
+        seen: set[Any] = set()
+        stack = [child for child, _ in order[start] if child in trunk]
+        while stack:
+            node = stack.pop()
+            if node not in seen:
+                if node in starts:
+                    return True
+                seen.add(node)
+                stack.extend(child for child, _ in order[node] if child in trunk)
+    return False

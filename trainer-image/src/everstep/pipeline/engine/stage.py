@@ -1,0 +1,212 @@
+"""One stage at work: its forward, and its backward at once or in two parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from everstep.pipeline.engine.losses import Part
+from everstep.pipeline.engine.nested import Value, unflatten, value_of
+from everstep.pipeline.engine.split import Deferred, input_grad
+from everstep.pipeline.engine.values import Gradients
+from everstep.pipeline.errors import PipelineError
+
+OUTPUT = "output"  # what the model returns, as a value of the last stage
+INPUT = "input:"  # before the name of an argument of the model
+
+
+class StageModule(Protocol):
+    """What the front end makes of a part of the model.
+
+    `inputs`: names of values of earlier stages, and `input:<argument>` of the model's own; `outputs`: names of values
+    for later stages, and of the last stage also `output`, what the model returns. `module` holds the original
+    parameters under their original names.
+    """
+
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    module: nn.Module
+
+    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """All outputs, from all inputs."""
+
+
+@dataclass
+class Ran:
+    """What a forward gave: the values of the edges, and on the last stage the loss or the model's output."""
+
+    values: dict[str, Value]
+    loss: Part | None = None
+    output: Any = None
+
+
+@dataclass
+class _Saved:
+    """Of one micro-batch between its forward and its backward."""
+
+    leaves: dict[str, list[Any]] = field(default_factory=dict)  # of each input: its tensors, or None without gradient
+    results: dict[str, list[Any]] = field(default_factory=dict)  # of each output: its tensors with their graph
+    loss: Any = None
+    again: Callable[[], _Saved] | None = None  # a recomputation
+    deferred: Deferred | None = None
+
+
+LossOf = Callable[[int, Any], Part | None]  # of a micro-batch and the model's output; None without targets
+
+
+class Stage:
+    """A stage module as the schedule runs it. `gradients`: of each input edge, whether a gradient is asked for;
+    `around(microbatch, again)`: the context of each forward; `loss`: on the last stage."""
+
+    def __init__(
+        self,
+        index: int,
+        module: StageModule,
+        gradients: Mapping[str, bool],
+        edges: Sequence[str],
+        around: Callable[[int, bool], contextlib.AbstractContextManager[None]],
+        loss: LossOf | None,
+        *,
+        recompute: bool,
+    ) -> None:
+        missing = [name for name in edges if name not in module.outputs] + [
+            name for name in gradients if name not in module.inputs
+        ]
+        if missing:
+            raise PipelineError(f"stage {index} does not have the values {', '.join(missing)} that its edges name")
+        if loss is not None and OUTPUT not in module.outputs:
+            raise PipelineError(f"the last stage gives no value {OUTPUT!r}, what the model returns")
+        self.index, self.module = index, module
+        self.arguments = [name.removeprefix(INPUT) for name in module.inputs if name.startswith(INPUT)]
+        self.edges = list(gradients)
+        self._gradients, self._outputs, self._around, self._loss = gradients, edges, around, loss
+        self._recompute = recompute
+        self._saved: dict[int, _Saved] = {}
+
+    def forward(self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any], *, train: bool) -> Ran:
+        """`values` of the edges, `inputs` of the model itself; keeps what the backward needs if `train`."""
+        with torch.set_grad_enabled(train and not self._recompute):
+            saved, ran = self._run(microbatch, values, inputs, again=False)
+        if train:
+            if self._recompute:
+                self._keep_gradients(ran, values)
+                saved = _Saved(again=lambda: self._once_more(microbatch, values, inputs))
+            self._saved[microbatch] = saved
+        return ran
+
+    def backward(self, microbatch: int, given: Mapping[str, Gradients], scale: float) -> dict[str, Gradients]:
+        """Adds the gradients of the parameters to theirs; those of the inputs. `given`: of the outputs; `scale`: of the
+        loss."""
+        saved = self._take(microbatch)
+        roots, gradients = _roots(saved, given, scale)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        found: dict[str, Gradients] = {}
+        for name, leaves in saved.leaves.items():
+            found[name] = [None if leaf is None else leaf.grad for leaf in leaves]
+        return found
+
+    def input_grad(self, microbatch: int, given: Mapping[str, Gradients], scale: float) -> dict[str, Gradients]:
+        """The gradients of the inputs only; `weight_grad` does the rest."""
+        saved = self._take(microbatch)
+        roots, gradients = _roots(saved, given, scale)
+        leaves = [leaf for each in saved.leaves.values() for leaf in each if leaf is not None]
+        known, deferred = input_grad(roots, gradients, leaves)
+        self._saved[microbatch] = _Saved(deferred=deferred)
+        rest = iter(known)
+        return {name: [None if leaf is None else next(rest) for leaf in each] for name, each in saved.leaves.items()}
+
+    def weight_grad(self, microbatch: int) -> None:
+        """What `input_grad` left of the backward of this micro-batch."""
+        deferred = self._saved.pop(microbatch).deferred
+        assert deferred is not None
+        deferred.weight_grad()
+
+    def clear(self) -> None:
+        """Forgets what a step that failed has left."""
+        self._saved.clear()
+
+    def _take(self, microbatch: int) -> _Saved:
+        saved = self._saved.pop(microbatch)
+        return saved.again() if saved.again is not None else saved
+
+    def _once_more(self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any]) -> _Saved:
+        with torch.enable_grad():
+            saved, _ = self._run(microbatch, values, inputs, again=True)
+        return saved
+
+    def _run(
+        self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any], *, again: bool
+    ) -> tuple[_Saved, Ran]:
+        saved, arguments = _Saved(), dict[str, Any]()
+        for name in self.arguments:
+            arguments[INPUT + name] = inputs[name]
+        for name, asked in self._gradients.items():
+            value = values[name]
+            arguments[name], leaves = _arrive(name, value, asked and torch.is_grad_enabled())
+            if any(leaf is not None for leaf in leaves):
+                saved.leaves[name] = leaves
+        with self._around(microbatch, again):
+            given = self.module(arguments)
+            output = given.get(OUTPUT)
+            part = self._loss(microbatch, output) if self._loss is not None else None
+        ran = Ran({}, part, output)
+        for name in self._outputs:
+            ran.values[name], saved.results[name] = value_of(name, given[name])
+        saved.loss = part.sum if part is not None else None
+        return saved, ran
+
+    def _keep_gradients(self, ran: Ran, values: Mapping[str, Value]) -> None:
+        """Says of values made without a graph which will have one when they are made again."""
+        learns = any(parameter.requires_grad for parameter in self.module.module.parameters()) or any(
+            spec.gradient for name, value in values.items() if self._gradients[name] for spec in value.layout.specs
+        )
+        for value in ran.values.values():
+            specs = tuple(
+                spec._replace(gradient=learns and (spec.dtype.is_floating_point or spec.dtype.is_complex))
+                for spec in value.layout.specs
+            )
+            value.layout = value.layout._replace(specs=specs)
+
+
+def _arrive(name: str, value: Value, asked: bool) -> tuple[Any, list[Any]]:
+    """A value as an argument, whose tensors are leaves of this stage's own graph; the leaves that have gradients."""
+    tensors, leaves = [], []
+    for tensor, spec in zip(value.tensors, value.layout.specs, strict=True):
+        own = tensor.detach()
+        has = spec.gradient and asked
+        leaves.append(own.requires_grad_() if has else None)
+        tensors.append(own)
+    return unflatten(value.layout.structure, tensors), leaves
+
+
+def _roots(saved: _Saved, given: Mapping[str, Gradients], scale: float) -> tuple[list[Any], Gradients]:
+    roots, gradients = [], []
+    for name, results in saved.results.items():
+        for tensor, gradient in zip(results, given.get(name, [None] * len(results)), strict=True):
+            if gradient is not None and tensor.requires_grad:
+                roots.append(tensor)
+                gradients.append(gradient)
+    if saved.loss is not None and saved.loss.requires_grad:
+        roots.append(saved.loss)
+        gradients.append(torch.full_like(saved.loss, scale))
+    return roots, gradients
+
+
+def why_not_split(module: StageModule) -> str | None:
+    """Why a stage must do its backward at once; None if it can be split.
+
+    A split backward asks parts of the graph twice, each for other gradients: hooks would see both, compiled code and
+    recomputation would run twice.
+    """
+    for name, part in module.module.named_modules():
+        if part._backward_hooks or part._backward_pre_hooks:
+            return f"{name or 'the stage'} has backward hooks"
+        if hasattr(part, "_orig_mod"):
+            return f"{name or 'the stage'} is compiled"
+    return None

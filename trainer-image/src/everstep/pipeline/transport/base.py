@@ -1,0 +1,90 @@
+"""What the engine asks of a transport.
+
+Tensors of a directed pair of ranks arrive in the order in which they were sent: the k-th send meets the k-th receive,
+and may not complete before that is posted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+
+class TransportError(RuntimeError):
+    """The ranks do not meet: what one sends is not what the other expects, or one of them is gone."""
+
+
+class Deadlock(TransportError):
+    """Every rank waits for another; the message says for what."""
+
+
+class Tag(NamedTuple):
+    """Which message this is: both sides must say the same. `part` counts the tensors of a nested value."""
+
+    value: str
+    microbatch: int
+    gradient: bool = False
+    part: int = 0
+
+    def __str__(self) -> str:
+        what = f"the gradient of {self.value}" if self.gradient else self.value
+        return f"{what} (micro-batch {self.microbatch}{f', part {self.part}' if self.part else ''})"
+
+
+class Spec(NamedTuple):
+    """The shape and the dtype of one tensor; `gradient`: whether one comes back for it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    gradient: bool = False
+
+
+class Work(Protocol):
+    """Something that goes on beside the computation."""
+
+    def wait(self) -> None:
+        """Returns when it is done and its tensors may be used again. TransportError."""
+
+
+class Arrival(Protocol):
+    """A tensor on its way here."""
+
+    def wait(self) -> torch.Tensor:
+        """The tensor, on this rank's device. TransportError."""
+
+
+class Transport(Protocol):
+    """One rank's view. Ranks are those of one pipeline, 0 to size - 1; `replicas` equal pipelines train on parts of
+    one batch, and rank r of each is the same part of the model."""
+
+    rank: int
+    size: int
+    replica: int
+    replicas: int
+    device: torch.device
+
+    def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> Work:
+        """`tensor` must not change until the work is done."""
+
+    def receive(self, like: Spec, from_: int, tag: Tag) -> Arrival:
+        """The next tensor of that rank, which must be of this spec and tag."""
+
+    def tell(self, message: bytes, to: int) -> None:
+        """A small message, beside the tensors and in an order of its own; does not wait for the other rank."""
+
+    def hear(self, from_: int) -> bytes:
+        """The next message that `from_` told this rank; waits for it."""
+
+    def group(self, ranks: Sequence[int], *, replicas: bool) -> Any:
+        """These ranks of this pipeline, or with `replicas` of all pipelines. All ranks call it, in the same order."""
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> Work:
+        """Sums contiguous `tensor` in place over the group, to the same bits on all of its members."""
+
+    def settle(self) -> None:
+        """Waits until all that was told has been heard. Called where every rank comes."""
+
+    def abort(self, reason: str) -> None:
+        """Ends what waits on this transport, here, with TransportError(reason); any thread may call it."""

@@ -1,0 +1,193 @@
+"""Ranks as processes, over torch.distributed: gloo between processors, NCCL between GPUs.
+
+Several ranks on one GPU, which NCCL refuses, use gloo: what is sent is staged in the memory of the host. Small messages
+always go by gloo. With NCCL each directed pair of ranks has a group of its own, since the messages of one group wait
+for each other in the order in which they were posted.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from everstep.pipeline.transport.base import Spec, Tag, TransportError
+from everstep.pipeline.transport.grid import Grid
+from everstep.pipeline.transport.sockets import Sockets
+
+_FRAME = 512  # bytes of a small message; a longer one is followed by the rest
+_WORDS, _TENSORS = 1, 2  # tags of gloo: what is beside the tensors has an order of its own
+
+
+class ProcessGroups:
+    """A Transport over groups of its own, with the ranks of `grid`; all processes construct it together, after
+    `torch.distributed.init_process_group`.
+
+    `device`: of this rank's tensors. `nccl`: tensors go by NCCL; each rank then needs a GPU of its own. `timeout`:
+    seconds after which a message that does not come is an error; who is to blame, heartbeats know sooner.
+    """
+
+    def __init__(
+        self, grid: Grid, device: torch.device | None = None, *, nccl: bool = False, timeout: float = 1800.0
+    ) -> None:
+        self.grid, self.device = grid, device or torch.device("cpu")
+        self.replica, self.rank = grid.find(dist.get_rank())
+        self.size, self.replicas = grid.ranks, grid.replicas
+        self._timeout, self._nccl = timedelta(seconds=timeout), nccl
+        self._reason = ""
+        self._staged = self.device.type != "cpu" and not nccl
+        self._groups: dict[tuple[int, ...], Any] = {}
+        self._told: list[tuple[Any, Any]] = []
+        with Sockets.watch() as self._sockets:
+            self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._pairs = self._directed() if nccl else {}
+            # Connections are made by the first use of a group; they are then known here.
+            dist.barrier(group=self._control)
+
+    def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> _Sent:
+        """See Transport."""
+        process = self._process(to)
+        with self._explained():
+            if self._nccl:
+                return _Sent(self, dist.isend(tensor, process, group=self._pairs[self.rank, to]), tensor)
+            sent = tensor.cpu() if self._staged else tensor
+            return _Sent(self, dist.isend(sent, process, group=self._control, tag=_TENSORS), sent)
+
+    def receive(self, like: Spec, from_: int, tag: Tag) -> _Coming:
+        """See Transport."""
+        process = self._process(from_)
+        place = torch.empty(like.shape, dtype=like.dtype, device="cpu" if self._staged else self.device)
+        with self._explained():
+            if self._nccl:
+                return _Coming(self, dist.irecv(place, process, group=self._pairs[from_, self.rank]), place)
+            return _Coming(self, dist.irecv(place, process, group=self._control, tag=_TENSORS), place)
+
+    def tell(self, message: bytes, to: int) -> None:
+        """See Transport."""
+        framed = struct.pack("<I", len(message)) + message
+        frame, rest = framed[:_FRAME].ljust(_FRAME, b"\0"), framed[_FRAME:]
+        with self._explained():
+            for part in (frame, rest):
+                if part:
+                    tensor = torch.frombuffer(bytearray(part), dtype=torch.uint8)
+                    work = dist.isend(tensor, self._process(to), group=self._control, tag=_WORDS)
+                    self._told.append((work, tensor))
+
+    def hear(self, from_: int) -> bytes:
+        """See Transport."""
+        frame = self._hear(_FRAME, from_)
+        (length,) = struct.unpack("<I", frame[:4])
+        more = length + 4 - _FRAME
+        return (frame[4:] + (self._hear(more, from_) if more > 0 else b""))[:length]
+
+    def group(self, ranks: Sequence[int], *, replicas: bool) -> Any:
+        """See Transport."""
+        columns = [[pipeline[rank] for rank in sorted(set(ranks))] for pipeline in self.grid.processes]
+        with self._sockets.watch_more():
+            if replicas:
+                return self._group([process for column in columns for process in column])
+            return [self._group(column) for column in columns][self.replica]
+
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> _Reducing:
+        """See Transport."""
+        with self._explained():
+            sent = tensor.cpu() if self._staged else tensor
+            return _Reducing(self, dist.all_reduce(sent, group=group, async_op=True), sent, tensor)
+
+    def settle(self) -> None:
+        """See Transport."""
+        with self._explained():
+            for work, _ in self._told:
+                work.wait()
+        self._told.clear()
+
+    def abort(self, reason: str) -> None:
+        """See Transport. What waits in gloo is woken by its connections, which are shut; NCCL can abort its groups."""
+        self._reason = self._reason or reason
+        self._sockets.shut()
+        for group in [*self._groups.values(), *self._pairs.values()] if self._nccl else []:
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+
+    def _hear(self, size: int, from_: int) -> bytes:
+        tensor = torch.empty(size, dtype=torch.uint8)
+        with self._explained():
+            dist.recv(tensor, self._process(from_), group=self._control, tag=_WORDS)
+        return bytes(tensor.numpy().tobytes())
+
+    def _group(self, processes: list[int]) -> Any:
+        key = tuple(sorted(processes))
+        if key not in self._groups:
+            backend = "nccl" if self._nccl else "gloo"
+            self._groups[key] = group = dist.new_group(list(key), backend=backend, timeout=self._timeout)
+            if dist.get_rank() in key:
+                dist.barrier(group=group)
+        return self._groups[key]
+
+    def _directed(self) -> dict[tuple[int, int], Any]:
+        """Of each directed pair of ranks, their group; of this replica. All processes make all of them."""
+        found: dict[tuple[int, int], Any] = {}
+        for replica, pipeline in enumerate(self.grid.processes):
+            for one in range(self.size):
+                for other in range(self.size):
+                    if one != other:
+                        pair = sorted((pipeline[one], pipeline[other]))
+                        group = dist.new_group(pair, backend="nccl", timeout=self._timeout)
+                        if replica == self.replica:
+                            found[one, other] = group
+        return found
+
+    def _process(self, rank: int) -> int:
+        return self.grid.processes[self.replica][rank]
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        if self._reason:
+            raise TransportError(self._reason)
+        try:
+            yield
+        except RuntimeError as error:
+            raise TransportError(self._reason or str(error).splitlines()[0]) from error
+
+
+@dataclass
+class _Sent:
+    transport: ProcessGroups
+    work: Any
+    tensor: Any
+
+    def wait(self) -> None:
+        with self.transport._explained():
+            self.work.wait()
+
+
+@dataclass
+class _Coming:
+    transport: ProcessGroups
+    work: Any
+    place: Any
+
+    def wait(self) -> torch.Tensor:
+        with self.transport._explained():
+            self.work.wait()
+        return self.place.to(self.transport.device)
+
+
+@dataclass
+class _Reducing:
+    transport: ProcessGroups
+    work: Any
+    sent: Any
+    into: Any
+
+    def wait(self) -> None:
+        with self.transport._explained():
+            self.work.wait()
+        if self.sent is not self.into:
+            self.into.copy_(self.sent)
