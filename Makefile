@@ -40,7 +40,7 @@ test-e2e: venv ## real pods on a real cluster, brought up if there is none
 	$(RUN) pytest e2e/scenarios tests -m "e2e and not chaos" -q
 
 test-chaos: venv ## long random sweeps
-	$(RUN) pytest tests -m "hypothesis and $(NARROW)" --hypothesis-profile=long -n 2 -q
+	$(RUN) pytest tests -m "hypothesis and $(NARROW)" --hypothesis-profile=long --timeout 1200 -n 2 -q
 	$(RUN) pytest e2e/scenarios tests -m chaos -q
 
 bench: venv ## ratios against floors of the same run, build/bench/main.json
