@@ -45,7 +45,7 @@ class Vote:
         if self._rank == 0:
             return self._decide(number, mine, decide)
         try:
-            self._board.leave(f"vote/{number}/{self._rank}", mine)
+            self._board.leave(f"vote/{number}/{self._rank}", [mine])  # None is a message too
             return self._outcome(number)
         except AgreementLost as error:
             raise RankLost([0], "cannot be reached during the restore") from error
@@ -115,7 +115,7 @@ class Vote:
             for rank in missing:
                 message = self._board.read(f"vote/{number}/{rank}", _BEAT if rank == missing[0] else 0.0)
                 if message is not None:
-                    found[rank] = message
+                    (found[rank],) = message
             self.alive()
             silent = signs.silent([rank for rank in missing if rank not in found])
             if silent:
