@@ -6,6 +6,7 @@ import typer
 
 from everstep.cli.checkpoint import app as checkpoint
 from everstep.cli.logs import logs
+from everstep.cli.pipeline import app as pipeline
 from everstep.cli.run import run
 from everstep.cli.status import status
 from everstep.cli.validate import validate
@@ -23,3 +24,4 @@ app = typer.Typer(
 for command in (validate, run, status, logs, version):
     app.command()(command)
 app.add_typer(checkpoint)
+app.add_typer(pipeline)

@@ -1,0 +1,57 @@
+"""No split is below what is certified, and the mixed-integer programme agrees with the search."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.partition.certificate import bound, prove
+from everstep.pipeline.partition.solve import search
+from tests.pipeline.partition_cases import case, splits, worth
+
+CASES = [seed for seed in range(60) if case(seed).devices[0].memory is None]
+
+
+def test_no_split_is_below_the_bound() -> None:
+    for seed in CASES:
+        given = case(seed)
+        stages = len(given.devices)
+        values = [worth(given, split) for split in splits(given.graph, stages)]
+        if values:
+            assert bound(given.problem) <= min(values) * (1 + 1e-9)
+
+
+def test_the_programme_and_the_search_agree() -> None:
+    pytest.importorskip("scipy")
+    agreed = 0
+    for seed in range(24):
+        given = case(seed)
+        try:
+            problem = given.problem
+        except PipelineError:
+            continue
+        found, least = search(problem)
+        if not found:
+            with pytest.raises(PipelineError, match="no split fits"):
+                prove(problem)
+            continue
+        proven = prove(problem)
+        assert proven.stages is not None
+        assert problem.judge(proven.stages).objective == pytest.approx(least, rel=1e-5)
+        assert proven.bound == pytest.approx(least, rel=1e-5)
+        agreed += 1
+    assert agreed > 10
+
+
+def test_a_programme_that_is_stopped_early_still_bounds() -> None:
+    pytest.importorskip("scipy")
+    problem = case(3).problem
+    assert prove(problem, seconds=1e-3).bound <= search(problem)[1] * (1 + 1e-6)
+
+
+def test_the_programme_knows_one_stage_on_each_rank() -> None:
+    problem = case(3).problem
+    with pytest.raises(PipelineError, match="one stage on each rank"):
+        prove(replace(problem, placement=(0,) * problem.stages))

@@ -1,0 +1,171 @@
+"""A plan fits what was asked for, is whole in its file, and is made anew when the ranks change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.graph import Device, Graph, Link, Node, Profile, uniform
+from everstep.pipeline.plan import Plan, fingerprint
+from everstep.pipeline.planning import Wish, scaled, solve, solve_again
+from everstep.pipeline.schedules import dump, make, parse
+
+MIB = 2**20
+
+
+def layers(*forward: float) -> Profile:
+    """A chain in which backward takes twice as long as forward."""
+    nodes = tuple(
+        Node(
+            f"layer.{index}",
+            (f"layer.{index - 1}",) if index else (),
+            seconds,
+            seconds,
+            seconds,
+            activation=4 * MIB,
+            parameters=MIB,
+            output=MIB,
+        )
+        for index, seconds in enumerate(forward)
+    )
+    return Profile(Graph(nodes), samples=4)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    """Two ranks, a heavy head: the last layer alone takes as long as four others."""
+    profile = replace(layers(1, 1, 1, 1, 1, 1, 4), links=uniform(2, Link(1e9, 1e-4)))
+    return solve(profile, Wish(ranks=2, stages=2, microbatches=(8,), schedule="1f1b"))
+
+
+def test_a_plan_balances_the_work(plan: Plan) -> None:
+    assert [stage.forward for stage in plan.stages.stages] == [5, 5]
+    assert plan.prediction.seconds == pytest.approx((8 + 1) * 15, rel=1e-3)
+    assert plan.prediction.gap == pytest.approx(0.0, abs=1e-6)
+
+
+def test_a_plan_comes_back_from_its_file_as_it_was(plan: Plan, tmp_path: Path) -> None:
+    plan.save(tmp_path / "plan.json")
+    again = Plan.load(tmp_path / "plan.json")
+    assert again == plan
+    assert again.predict(plan.prediction.bound, plan.prediction.gap) == plan.prediction
+
+
+def test_auto_chooses_schedule_and_microbatches_and_says_why() -> None:
+    plan = solve(layers(*[1.0] * 8), Wish(ranks=2, batch=16, microbatches=(2, 4, 8)))
+    worst = solve(layers(*[1.0] * 8), Wish(ranks=2, stages=2, batch=16, microbatches=(2,), schedule="simple"))
+    assert plan.prediction.seconds < worst.prediction.seconds
+    assert plan.microbatches * plan.profile.samples == 16
+    assert plan.reasons[0].startswith(plan.schedule_name)
+
+
+def test_a_plan_keeps_to_the_memory_of_the_devices() -> None:
+    profile = layers(*[1.0] * 8)
+    wish = Wish(ranks=2, stages=2, microbatches=(8,), schedule="auto")
+    free = solve(profile, wish)
+    limit = max(free.prediction.memory) - 1
+    tight = solve(profile, replace(wish, memory=limit))
+    assert max(tight.prediction.memory) <= limit
+    with pytest.raises(PipelineError, match=r"no schedule (fits|can be made)"):
+        solve(profile, replace(wish, memory=MIB))
+
+
+def test_less_memory_can_be_asked_for() -> None:
+    profile = layers(*[1.0] * 8)
+    fast = solve(profile, Wish(ranks=2, batch=32))
+    lean = solve(profile, Wish(ranks=2, batch=32, objective="memory"))
+    assert max(lean.prediction.memory) < max(fast.prediction.memory)
+
+
+def test_a_plan_is_made_anew_for_other_ranks_with_the_same_batch(plan: Plan) -> None:
+    again = solve_again(plan, Wish(ranks=4, schedule="1f1b"))
+    assert len(again.placement) == 4
+    assert again.microbatches * again.profile.samples == plan.microbatches * plan.profile.samples
+    assert again.links == uniform(4, Link(1e9, 1e-4))
+
+
+def test_where_other_ranks_were_measured_the_worst_stands_for_all() -> None:
+    profile = replace(
+        layers(1, 1, 1, 1),
+        devices=(Device(1.0, 1000 * MIB), Device(0.5, 500 * MIB)),
+        links=((Link(), Link(1e9, 1e-3)), (Link(2e9, 1e-4), Link())),
+    )
+    plan = solve(profile, Wish(ranks=4, stages=4, microbatches=(4,), schedule="1f1b"))
+    assert plan.devices == (Device(0.5, 500 * MIB),) * 4
+    assert plan.links == uniform(4, Link(1e9, 1e-3))
+
+
+def test_larger_microbatches_take_longer_and_weigh_more_but_have_the_same_parameters() -> None:
+    node = scaled(layers(1.0).graph, 2.0).nodes[0]
+    assert (node.forward, node.activation, node.output, node.parameters) == (2.0, 8 * MIB, 2 * MIB, MIB)
+
+
+def test_actions_of_a_file_are_planned_for() -> None:
+    order = parse(dump(make("1f1b", 2, 2, 4)), "mine")
+    plan = solve(layers(1, 1, 2), Wish(ranks=2, schedule=order))
+    assert [stage.forward for stage in plan.stages.stages] == [2, 2]
+    assert Plan.from_json(plan.to_json()).prove().placement == (0, 1)
+
+
+def test_other_numbers_can_be_tried(plan: Plan) -> None:
+    assert plan.changed(microbatches=16).prediction.seconds > plan.prediction.seconds
+    assert plan.changed(speeds=(1.0, 0.5)).prediction.seconds > 1.5 * plan.prediction.seconds
+    assert plan.changed(link=Link(1e6, 1.0)).prediction.seconds > plan.prediction.seconds
+    assert plan.changed(schedule="zb-h1").prediction.seconds < plan.prediction.seconds
+    with pytest.raises(PipelineError, match="speeds: 1 for 2 ranks"):
+        plan.changed(speeds=(1.0,))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "told"),
+    [
+        ("version", 7, "version: 7, but only 1"),
+        ("everstep", "profile", "not a plan"),
+        ("microbatches", "many", "microbatches: "),
+        ("placement", [0, 1, 0], "placement: "),
+        ("placement", [1, 0], "placement: "),
+        ("schedule", "2f2b", "there is no schedule '2f2b'"),
+        ("stage_of", {"layer.0": 0}, "'layer.1' is in no stage"),
+        ("graph_hash", "0", "graph_hash: "),
+        ("prediction", {"seconds": "long"}, "prediction.seconds: "),
+        ("no_such_field", 1, "no_such_field"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(plan: Plan, field: str, value: object, told: str) -> None:
+    with pytest.raises(PipelineError, match=told):
+        Plan.from_json(json.dumps({**json.loads(plan.to_json()), field: value}))
+
+
+@pytest.mark.parametrize(
+    ("wish", "told"),
+    [
+        (Wish(ranks=2, schedule="2f2b", microbatches=(4,)), "schedule: there is no '2f2b'; there are auto, simple"),
+        (Wish(ranks=2, stages=3, microbatches=(4,)), "stages: 3 cannot be shared alike by 2 ranks"),
+        (Wish(ranks=2), "microbatches: give their number, or the batch"),
+        (Wish(ranks=2, microbatches=(0,)), "microbatches: "),
+        (Wish(ranks=0, microbatches=(4,)), "ranks: 0"),
+        (Wish(ranks=2, schedule=make("1f1b", 4, 4, 4)), "schedule: the file is for 4 ranks"),
+        (Wish(ranks=8, stages=8, microbatches=(8,), schedule="1f1b"), "7 parts that can be stages, but 8 stages"),
+        (Wish(ranks=2, stages=2, microbatches=(4,), schedule="1f1b", memory_weight=2.0), "memory_weight: 2.0"),
+    ],
+)
+def test_a_wish_that_cannot_be_is_named(plan: Plan, wish: Wish, told: str) -> None:
+    with pytest.raises(PipelineError, match=told):
+        solve(replace(plan.profile, devices=(), links=()), wish)
+
+
+def test_a_plan_for_another_model_is_refused(plan: Plan) -> None:
+    names = list(plan.stage_of)
+    plan.check_model("", names)
+    with pytest.raises(PipelineError, match=r"node 'layer.7' has no stage"):
+        plan.check_model("", [*names, "layer.7"])
+    with pytest.raises(PipelineError, match=r"its node 'layer.6' is not in the model"):
+        plan.check_model("", names[:-1])
+    ours = fingerprint([("a", (2, 3), "float32"), ("b", (3,), "float32")])
+    assert ours == fingerprint([("b", (3,), "float32"), ("a", (2, 3), "float32")])
+    with pytest.raises(PipelineError, match="another model"):
+        replace(plan, model=ours).check_model(fingerprint([("a", (2, 4), "float32")]))

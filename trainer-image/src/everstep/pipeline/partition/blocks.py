@@ -1,0 +1,238 @@
+"""The graph as the search sees it: blocks that are never cut, and the values between them."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from everstep.pipeline.graph import Graph, Node
+
+
+@dataclass(frozen=True)
+class Block:
+    """Nodes of one stage. `work`: seconds per micro-batch, forward and backward, on a device of speed 1; bytes of
+    activation per micro-batch; bytes of parameters without the shared ones, whose numbers are in `shared`."""
+
+    nodes: tuple[str, ...]
+    work: float
+    activation: int
+    parameters: int
+    shared: tuple[int, ...] = ()
+
+    @property
+    def free(self) -> bool:
+        return not (self.work or self.activation or self.parameters or self.shared)
+
+
+@dataclass(frozen=True)
+class Value:
+    """Bytes that flow from one block to others (ascending), and whether their gradient flows back."""
+
+    producer: int
+    consumers: tuple[int, ...]
+    size: int
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Blocks in a topological order, the values between them, the bytes of each shared parameter."""
+
+    blocks: tuple[Block, ...]
+    values: tuple[Value, ...]
+    shared: tuple[int, ...]
+
+    @cached_property
+    def before(self) -> list[set[int]]:
+        found: list[set[int]] = [set() for _ in self.blocks]
+        for value in self.values:
+            for consumer in value.consumers:
+                found[consumer].add(value.producer)
+        return found
+
+    @cached_property
+    def after(self) -> list[set[int]]:
+        found: list[set[int]] = [set() for _ in self.blocks]
+        for value in self.values:
+            found[value.producer].update(value.consumers)
+        return found
+
+
+def contract(graph: Graph) -> Blocks:
+    """Blocks of a graph: colocated nodes together, with all that lies on a way between them.
+
+    A node that costs nothing stays with what its only value comes from, or goes to, where that makes no cut dearer: it
+    is never a stage of its own.
+    """
+    merged = _Union(len(graph.nodes))
+    words: dict[str, int] = {}
+    for index, node in enumerate(graph.nodes):
+        if node.colocate:
+            merged.join(words.setdefault(node.colocate, index), index)
+    _merge_cycles(graph, merged)
+    while _merge_free(blocks := _build(graph, merged), graph, merged):
+        pass
+    return blocks
+
+
+class _Union:
+    def __init__(self, count: int) -> None:
+        self._parent = list(range(count))
+
+    def find(self, item: int) -> int:
+        while self._parent[item] != item:
+            self._parent[item] = self._parent[self._parent[item]]
+            item = self._parent[item]
+        return item
+
+    def join(self, first: int, second: int) -> None:
+        low, high = sorted((self.find(first), self.find(second)))
+        self._parent[high] = low
+
+
+def _merge_cycles(graph: Graph, merged: _Union) -> None:
+    """Groups that depend on each other are one: strongly connected components, by Tarjan's algorithm."""
+    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    after: dict[int, set[int]] = {merged.find(index): set() for index in range(len(graph.nodes))}
+    for index, node in enumerate(graph.nodes):
+        for name in node.inputs:
+            after[merged.find(position[name])].add(merged.find(index))
+    number: dict[int, int] = {}
+    low: dict[int, int] = {}
+    stack: list[int] = []
+    open_: set[int] = set()
+    for root in after:
+        if root in number:
+            continue
+        work = [(root, iter(after[root]))]
+        number[root] = low[root] = len(number)
+        stack.append(root)
+        open_.add(root)
+        while work:
+            here, rest = work[-1]
+            for there in rest:
+                if there not in number:
+                    number[there] = low[there] = len(number)
+                    stack.append(there)
+                    open_.add(there)
+                    work.append((there, iter(after[there])))
+                    break
+                if there in open_:
+                    low[here] = min(low[here], number[there])
+            else:
+                work.pop()
+                if work:
+                    low[work[-1][0]] = min(low[work[-1][0]], low[here])
+                if low[here] == number[here]:
+                    while (other := stack.pop()) != here:
+                        open_.discard(other)
+                        merged.join(here, other)
+                    open_.discard(here)
+
+
+def _build(graph: Graph, merged: _Union) -> Blocks:
+    members: dict[int, list[int]] = {}
+    for index in range(len(graph.nodes)):
+        members.setdefault(merged.find(index), []).append(index)
+    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    before: dict[int, set[int]] = {root: set() for root in members}
+    users: dict[str, set[int]] = {}
+    for index, node in enumerate(graph.nodes):
+        here = merged.find(index)
+        for name in node.inputs:
+            if (there := merged.find(position[name])) != here:
+                before[here].add(there)
+                users.setdefault(name, set()).add(here)
+    order = {root: number for number, root in enumerate(topological(before))}
+    names = {name: number for number, (name, _) in enumerate(graph.shared)}
+    values = sorted(
+        (
+            Value(
+                order[merged.find(position[name])],
+                tuple(sorted(order[user] for user in found)),
+                graph.by_name[name].output,
+                graph.by_name[name].gradient,
+            )
+            for name, found in users.items()
+        ),
+        key=lambda value: (value.producer, value.consumers),
+    )
+    return Blocks(
+        tuple(_block([graph.nodes[index] for index in members[root]], names) for root in order),
+        tuple(values),
+        tuple(size for _, size in graph.shared),
+    )
+
+
+def _block(nodes: Sequence[Node], shared: dict[str, int]) -> Block:
+    return Block(
+        nodes=tuple(node.name for node in nodes),
+        work=sum(node.forward + node.backward for node in nodes),
+        activation=sum(node.activation for node in nodes),
+        parameters=sum(node.parameters for node in nodes),
+        shared=tuple(sorted({shared[name] for node in nodes for name in node.ties})),
+    )
+
+
+def topological(before: dict[int, set[int]]) -> list[int]:
+    """The keys, each after those in its set; among those that are ready, the lowest first."""
+    after: dict[int, list[int]] = {key: [] for key in before}
+    missing = {key: len(found) for key, found in before.items()}
+    for key, found in before.items():
+        for other in found:
+            after[other].append(key)
+    ready = [key for key, count in missing.items() if count == 0]
+    heapq.heapify(ready)
+    order = []
+    while ready:
+        order.append(key := heapq.heappop(ready))
+        for other in after[key]:
+            missing[other] -= 1
+            if missing[other] == 0:
+                heapq.heappush(ready, other)
+    return order
+
+
+def _merge_free(blocks: Blocks, graph: Graph, merged: _Union) -> bool:
+    """Joins free blocks to a neighbour; true if there was one.
+
+    With one value in and one out, of which the smaller is cut wherever either could be: moving the block to the side of
+    the larger one takes the larger one's place by the smaller one's, in every stage that sends or receives it.
+    """
+    position = {node.name: index for index, node in enumerate(graph.nodes)}
+    incoming: list[list[Value]] = [[] for _ in blocks.blocks]
+    outgoing: list[list[Value]] = [[] for _ in blocks.blocks]
+    for value in blocks.values:
+        outgoing[value.producer].append(value)
+        for consumer in value.consumers:
+            incoming[consumer].append(value)
+    touched: set[int] = set()
+    for index, block in enumerate(blocks.blocks):
+        to = _companion(index, incoming[index], outgoing[index]) if block.free else None
+        if to is not None and not touched & {index, to}:
+            touched |= {index, to}
+            merged.join(position[block.nodes[0]], position[blocks.blocks[to].nodes[0]])
+    return bool(touched)
+
+
+def _companion(index: int, incoming: Sequence[Value], outgoing: Sequence[Value]) -> int | None:
+    if len(outgoing) > 1 or len(incoming) > 1:
+        return None
+    alone = bool(outgoing) and len(outgoing[0].consumers) == 1
+    if not incoming:
+        return outgoing[0].consumers[0] if alone else None
+    source = incoming[0]
+    if not outgoing or (source.consumers == (index,) and _no_dearer(outgoing[0], source)):
+        return source.producer
+    return outgoing[0].consumers[0] if alone and _no_dearer(source, outgoing[0]) else None
+
+
+def _no_dearer(first: Value, second: Value) -> bool:
+    return first.size <= second.size and first.gradient <= second.gradient
+
+
+def spread(blocks: Blocks, stages: Iterable[int]) -> dict[str, int]:
+    """The stage of each node, from that of each block."""
+    return {name: stage for block, stage in zip(blocks.blocks, stages, strict=True) for name in block.nodes}

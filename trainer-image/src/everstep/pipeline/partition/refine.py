@@ -1,0 +1,104 @@
+"""Splits seen by the simulator of the real schedule, and made better by moving blocks between neighbouring stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import inf
+
+from everstep.pipeline.graph import Device, Graph, Links, stage_graph
+from everstep.pipeline.partition.blocks import spread
+from everstep.pipeline.partition.problem import Judged, Problem
+from everstep.pipeline.schedules import Schedule, simulate
+
+ACTIONS = 300_000  # for one plan so many actions are simulated, and nodes put together, at most: seconds
+SIGHTS = 600  # and so many splits
+FEW = 400  # splits that are all simulated
+
+Split = tuple[int, ...]  # the stage of each block
+
+
+class Referee:
+    """Judges splits by the simulator; each is simulated once."""
+
+    def __init__(
+        self, graph: Graph, problem: Problem, schedule: Schedule, devices: Sequence[Device], links: Links | None
+    ) -> None:
+        self.problem = problem
+        self._graph, self._schedule, self._devices, self._links = graph, schedule, devices, links
+        self._seen: dict[Split, Judged] = {}
+        self._left = max(32, min(SIGHTS, ACTIONS // (sum(map(len, schedule.ranks)) + len(graph.nodes))))
+
+    @property
+    def tired(self) -> bool:
+        """Whether enough was simulated."""
+        return self._left <= 0
+
+    def see(self, split: Split) -> Judged:
+        """Seconds of a step and bytes of the fullest rank; the objective is infinite if a rank has too many."""
+        if split not in self._seen:
+            self._left -= 1
+            self._seen[split] = self._simulate(split)
+        return self._seen[split]
+
+    def _simulate(self, split: Split) -> Judged:
+        graph = stage_graph(self._graph, spread(self.problem.blocks, split))
+        result = simulate(self._schedule, graph, self._devices, self._links)
+        held = [kept + waiting for kept, waiting in zip(result.peak, result.waiting, strict=True)]
+        for stage, rank in enumerate(self._schedule.placement):
+            held[rank] += round(graph.stages[stage].parameters * (1 + self.problem.words))
+        over = max(
+            0 if device.memory is None else max(0, size - device.memory)
+            for device, size in zip(self._devices, held, strict=True)
+        )
+        objective = inf if over else self.problem.objective(result.makespan, max(held))
+        return Judged(result.makespan, max(held), objective, over)
+
+
+def climb(referee: Referee, splits: Sequence[Split], best: int) -> list[Split]:
+    """The best of `splits` and of what single moves make of the best of them, best first; only what fits."""
+    known: dict[Split, tuple[float, float, float]] = {}
+    few = max(best, 2 * referee.problem.stages)
+    for split in splits:  # all, if the referee can see all and still move the best of them
+        if len(known) < few or (len(splits) <= FEW and not referee.tired):
+            known[split] = referee.see(split).order
+    for start in sorted(known, key=lambda each: known[each])[:best]:
+        here = start
+        while not referee.tired:
+            steps = {step: referee.see(step).order for step in _steps(referee, here)}
+            known |= steps
+            if not steps or min(steps.values()) >= known[here]:
+                break
+            here = min(steps, key=lambda each: steps[each])
+    return sorted((split for split, (over, *_) in known.items() if not over), key=lambda each: known[each])[:best]
+
+
+def _steps(referee: Referee, split: Split) -> Iterator[Split]:
+    """Neighbours of a split, most promising by the surrogate first, as many as the referee still looks at."""
+    near = {step: referee.problem.judge(step) for step in _moves(referee.problem, split)}
+    for step in sorted(near, key=lambda each: near[each].order)[: 4 * referee.problem.stages]:
+        if not referee.tired:
+            yield step
+
+
+def _moves(problem: Problem, split: Split) -> Iterator[Split]:
+    """Over each border, either way: one block that may go, or the nearest 2, 4, 8 … in order."""
+    before, after = problem.blocks.before, problem.blocks.after
+    for border in range(1, problem.stages):
+        for source, target, held in ((border - 1, border, after), (border, border - 1, before)):
+            members = [block for block, stage in enumerate(split) if stage == source]
+            loose = [block for block in members if all(split[other] != source for other in held[block])]
+            if len(members) > 1:
+                for block in loose:
+                    yield _moved(split, [block], target)
+            ordered = members[::-1] if target > source else members
+            count = 2
+            while count < len(members):
+                yield _moved(split, ordered[:count], target)
+                count *= 2
+
+
+def _moved(split: Split, blocks: Sequence[int], target: int) -> Split:
+    changed = list(split)
+    for block in blocks:
+        changed[block] = target
+    return tuple(changed)

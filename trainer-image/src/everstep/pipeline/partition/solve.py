@@ -1,0 +1,192 @@
+"""From a graph to the best splits that were found, and how far from the best possible they are."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Literal
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.graph import Device, Graph, Links
+from everstep.pipeline.partition import certificate
+from everstep.pipeline.partition.blocks import Blocks, contract, spread
+from everstep.pipeline.partition.orders import orders
+from everstep.pipeline.partition.problem import NOWHERE, OPTIMIZER_WORDS, Hop, Problem
+from everstep.pipeline.partition.refine import FEW, Referee, climb
+from everstep.pipeline.schedules import Schedule, in_flight, make
+
+Objective = Literal["speed", "memory"]
+WEIGHTS: dict[str, float] = {"speed": 0.0, "memory": 0.8}
+DOWNSETS = 2500  # as many as are searched at once; their pairs are half of its square
+EXACT = 400  # up to so many, splits are searched to the last: above, to a thousandth
+QUESTIONS = 60
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A split. `surrogate`: seconds of a step by the formula of the search; `simulated`: by the simulator, of the real
+    schedule; `peak`: bytes of the fullest rank, as the simulator sees it.
+
+    `bound`: what the objective of the search (seconds if memory has no weight) is at least for every split, `gap`: how
+    far this one is above it, relative.
+    """
+
+    stage_of: Mapping[str, int]
+    surrogate: float
+    simulated: float
+    peak: int
+    bound: float
+    gap: float
+
+
+def partition(
+    graph: Graph,
+    stages: int,
+    devices: Sequence[Device],
+    links: Links | None = None,
+    microbatches: int = 1,
+    *,
+    objective: Objective = "speed",
+    memory_weight: float | None = None,
+    schedule: str | Schedule = "1f1b",
+    split: Collection[int] | None = None,
+    words: float = OPTIMIZER_WORDS,
+    best: int = 8,
+) -> list[Candidate]:
+    """The best splits of `graph` into `stages`, best first by the simulated objective.
+
+    `devices`: one for each rank; `links`: None if they cost nothing. `memory_weight` from 0 (time alone) to 1 (memory
+    alone): 0 for speed and 0.8 for memory unless given. `schedule`: a name, or one of that many stages. `split`: the
+    stages that may split their backward, None for all. `words`: bytes of gradients and optimizer for each byte of
+    parameters. At most `best` splits.
+
+    PipelineError if no split fits the devices (it says what would), or the graph has too few parts.
+    """
+    order = make(schedule, stages, len(devices), microbatches, split=split) if isinstance(schedule, str) else schedule
+    weight = WEIGHTS[objective] if memory_weight is None else memory_weight
+    problem = problem_of(contract(graph), order, devices, links, words=words, memory_weight=weight)
+    found, bound = search(problem)
+    referee = Referee(graph, problem, order, devices, links)
+    ranked = climb(referee, found, best)
+    if not ranked:
+        raise PipelineError(_misfit(problem))
+    candidates = []
+    for stages_ in ranked:
+        judged, seen = problem.judge(stages_), referee.see(stages_)
+        # What fits as simulated may not fit as judged, which knows less of ranks with several stages.
+        value = problem.objective(judged.seconds, judged.peak)
+        gap = value / bound - 1 if bound > 0 else 0.0
+        candidates.append(
+            Candidate(
+                spread(problem.blocks, stages_), judged.seconds, seen.seconds, int(seen.peak), bound, max(0.0, gap)
+            )
+        )
+    return candidates
+
+
+def problem_of(
+    blocks: Blocks,
+    schedule: Schedule,
+    devices: Sequence[Device],
+    links: Links | None,
+    *,
+    words: float = OPTIMIZER_WORDS,
+    memory_weight: float = 0.0,
+) -> Problem:
+    """PipelineError if the devices are not those of the schedule, or the blocks are fewer than its stages."""
+    placement, ranks = schedule.placement, len(schedule.ranks)
+    if len(devices) != ranks:
+        raise PipelineError(f"devices: {len(devices)} are given, schedule {schedule.name} has {ranks} ranks")
+    if not 0.0 <= memory_weight <= 1.0:
+        raise PipelineError(f"memory_weight: {memory_weight} is not between 0 and 1")
+    if len(blocks.blocks) < len(placement):
+        raise PipelineError(
+            f"the graph has {len(blocks.blocks)} parts that can be stages, but {len(placement)} stages are asked for: "
+            "ask for fewer, or look into its modules more deeply"
+        )
+    return Problem(
+        blocks=blocks,
+        placement=placement,
+        speed=tuple(devices[rank].speed for rank in placement),
+        memory=tuple(devices[rank].memory for rank in placement),
+        hops=tuple(
+            NOWHERE if links is None or here == there else Hop(links[here][there], links[there][here])
+            for here, there in pairwise(placement)
+        ),
+        in_flight=in_flight(schedule),
+        microbatches=schedule.microbatches,
+        words=words,
+        memory_weight=memory_weight,
+    )
+
+
+def search(problem: Problem) -> tuple[list[tuple[int, ...]], float]:
+    """Good splits by the surrogate (the stage of each block), best first, and a bound of the objective.
+
+    Exact over all downsets while they are few, else over the prefixes of some orders and the neighbours of what was
+    cut. The list is empty if no split was found that fits.
+    """
+    from everstep.pipeline.partition.search import Search
+    from everstep.pipeline.partition.space import Space, downsets, neighbours, prefixes
+
+    everything = downsets(problem.blocks, DOWNSETS)
+    pool = set(everything or ())
+    if everything is None:
+        for order in orders(problem.blocks):
+            pool.update(prefixes(order))
+    found: dict[tuple[int, ...], tuple[float, float, float]] = {}
+
+    def run(variant: Problem, space: Space) -> float:
+        small = space.size <= EXACT
+        outcome = Search(space, variant).run(tolerance=1e-9 if small else 1e-3, most=QUESTIONS * (5 if small else 1))
+        for cuts in outcome.cuts:
+            stages = space.stages(cuts)
+            found[stages] = problem.judge(stages).order
+        return outcome.bound
+
+    space = Space(problem.blocks, pool)
+    bound = run(problem, space)
+    if everything is not None:
+        for cuts in Search(space, problem).every(FEW):
+            found[space.stages(cuts)] = problem.judge(space.stages(cuts)).order
+    while everything is None and found:
+        best = min(found, key=lambda each: found[each])
+        places = {sum(1 << block for block, at in enumerate(best) if at < stage) for stage in range(1, problem.stages)}
+        grown = pool.union(*(neighbours(problem.blocks, cut) for cut in places), places)
+        before, pool = found[best], grown
+        space = Space(problem.blocks, pool)
+        run(problem, space)
+        if min(found.values()) >= before:
+            break
+    for variant in _variants(problem):
+        run(variant, space)
+    if everything is None or problem.ranks < problem.stages:
+        bound = certificate.bound(problem)
+    return sorted(found, key=lambda each: found[each]), bound
+
+
+def _variants(problem: Problem) -> Iterable[Problem]:
+    """The same with links that cost nothing, as where messages overlap with work; and, where ranks have several
+    stages, with the memory shared alike."""
+    if any(hop != NOWHERE for hop in problem.hops):
+        yield replace(problem, hops=(NOWHERE,) * len(problem.hops))
+    if problem.ranks < problem.stages and any(limit is not None for limit in problem.memory):
+        each = problem.stages // problem.ranks
+        yield replace(problem, memory=tuple(None if limit is None else limit // each for limit in problem.memory))
+
+
+def _misfit(problem: Problem) -> str:
+    """Why nothing fits, in numbers."""
+    from everstep.pipeline.partition.search import Search
+    from everstep.pipeline.partition.space import Space, prefixes
+
+    pool = {downset for order in orders(problem.blocks) for downset in prefixes(order)}
+    free = replace(problem, memory=(None,) * problem.stages)
+    need = Search(Space(problem.blocks, pool), free).smallest_memory()
+    most = min(limit for limit in problem.memory if limit is not None)
+    return (
+        f"no split into {problem.stages} stages fits the memory: the fullest stage needs {need / 2**30:.3f} GiB or "
+        f"more, the smallest device has {most / 2**30:.3f} GiB; take more stages, smaller micro-batches, activation "
+        "checkpointing, or a schedule that keeps fewer micro-batches"
+    )

@@ -1,0 +1,225 @@
+"""From a profile to a plan: the schedule, the micro-batches and the split together, also when the ranks change."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from math import inf
+from typing import TYPE_CHECKING
+
+from everstep.pipeline.advise import Alternative, advise
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.graph import Device, Graph, Link, Profile, stage_graph, uniform
+from everstep.pipeline.plan import WORDS, Plan
+from everstep.pipeline.schedules import ALIASES, NAMES, Schedule, dump, make, parse
+
+if TYPE_CHECKING:
+    from everstep.pipeline.partition.solve import Candidate, Objective
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """What is asked of a plan.
+
+    `ranks` of the pipeline; `stages`: None for as many as are best (one or two on each rank). `microbatches`: those to
+    choose from, none for some multiples of the ranks; `batch`: samples of a step of one replica, None to take
+    micro-batches of as many samples as the profile has. `schedule`: a name, `auto`, or one that was read from a file.
+    `memory`: bytes of each device, `link`: of all pairs of ranks, in the place of what the profile says. `words`: bytes
+    of gradients and optimizer for each byte of parameters. `split`: stages that may split their backward, None for all.
+    """
+
+    ranks: int
+    stages: int | None = None
+    microbatches: tuple[int, ...] = ()
+    batch: int | None = None
+    schedule: str | Schedule = AUTO
+    objective: Objective = "speed"
+    memory_weight: float | None = None
+    memory: int | None = None
+    link: Link | None = None
+    words: float = WORDS
+    split: tuple[int, ...] | None = None
+
+
+def solve(profile: Profile, wish: Wish, *, model: str = "") -> Plan:
+    """The best plan that was found. PipelineError names the wish that cannot be, and what could be."""
+    return _Solver(_fitted(profile, wish), wish, model).plan()
+
+
+def solve_again(plan: Plan, wish: Wish) -> Plan:
+    """A plan for the same model and the same batch on other ranks or stages, from what the first one was made of.
+
+    As many micro-batches as before, unless the wish says others. PipelineError as `solve`.
+    """
+    batch = wish.batch or plan.profile.samples * plan.microbatches
+    wish = replace(wish, batch=batch, microbatches=wish.microbatches or (plan.microbatches,))
+    return solve(plan.profile, wish, model=plan.model)
+
+
+class _Solver:
+    def __init__(self, profile: Profile, wish: Wish, model: str) -> None:
+        self.profile, self.wish, self.model = profile, wish, model
+        if wish.ranks < 1:
+            raise PipelineError(f"ranks: {wish.ranks}, there must be one or more")
+        self.partition = cache(self._partition)
+
+    def plan(self) -> Plan:
+        wish = self.wish
+        if isinstance(wish.schedule, Schedule):
+            return self._given(wish.schedule)
+        name, stages, microbatches, reasons = self._choice()
+        best = self.partition(stages, microbatches, name)[0]
+        return self._plan(best, name, microbatches, reasons)
+
+    def _given(self, schedule: Schedule) -> Plan:
+        wish = self.wish
+        if len(schedule.ranks) != wish.ranks:
+            raise PipelineError(f"schedule: the file is for {len(schedule.ranks)} ranks, but ranks is {wish.ranks}")
+        if wish.stages not in (None, schedule.stages):
+            raise PipelineError(f"schedule: the file is for {schedule.stages} stages, but stages is {wish.stages}")
+        best = self._partition(schedule.stages, schedule.microbatches, schedule)[0]
+        return self._plan(best, dump(schedule), schedule.microbatches, ())
+
+    def _choice(self) -> tuple[str, int, int, tuple[str, ...]]:
+        wish = self.wish
+        assert isinstance(wish.schedule, str)
+        name = ALIASES.get(wish.schedule, wish.schedule)
+        if name not in (*NAMES, AUTO):
+            raise PipelineError(f"schedule: there is no {name!r}; there are {', '.join((AUTO, *NAMES))}, and files")
+        if wish.stages is not None and (wish.stages < wish.ranks or wish.stages % wish.ranks):
+            raise PipelineError(f"stages: {wish.stages} cannot be shared alike by {wish.ranks} ranks: take a multiple")
+        chunks = (1, 2) if wish.stages is None else (wish.stages // wish.ranks,)
+        microbatches = self._microbatches()
+        if name != AUTO and wish.stages is not None and len(microbatches) == 1:
+            return name, wish.stages, microbatches[0], ()
+        advice = advise(
+            lambda stages, m: stage_graph(
+                self._graph(m), self.partition(stages, m, _plain(stages, wish.ranks))[0].stage_of
+            ),
+            wish.ranks,
+            microbatches,
+            devices=self.profile.devices,
+            links=self.profile.links or None,
+            chunks=chunks,
+            schedules=NAMES if name == AUTO else (name,),
+            optimizer_words=wish.words,
+            split=lambda stages, m: wish.split,
+        )
+        choice = advice.choice
+        if wish.objective == "memory":
+            choice = self._leanest([one for one in advice.alternatives if one.fits])
+        return choice.schedule, choice.stages, choice.microbatches, advice.reasons if choice is advice.choice else ()
+
+    def _leanest(self, choices: Sequence[Alternative]) -> Alternative:
+        from everstep.pipeline.partition.solve import WEIGHTS
+
+        weight = WEIGHTS["memory"] if self.wish.memory_weight is None else self.wish.memory_weight
+        seconds = min(one.seconds for one in choices) or 1.0
+        memory = min(max(one.memory) for one in choices) or 1
+        return min(choices, key=lambda one: (1 - weight) * one.seconds / seconds + weight * max(one.memory) / memory)
+
+    def _microbatches(self) -> tuple[int, ...]:
+        wish = self.wish
+        found = wish.microbatches or tuple(wish.ranks * factor for factor in (1, 2, 4, 8))
+        if wish.batch is not None:
+            found = tuple(each for each in found if each <= wish.batch)
+        elif not wish.microbatches:
+            raise PipelineError("microbatches: give their number, or the batch to choose them by")
+        if not found or min(found) < 1:
+            raise PipelineError(
+                f"microbatches: {wish.microbatches or 'none'}; a batch of {wish.batch} has 1 to as many"
+            )
+        return found
+
+    def _graph(self, microbatches: int) -> Graph:
+        if self.wish.batch is None:
+            return self.profile.graph
+        return scaled(self.profile.graph, self._samples(microbatches) / self.profile.samples)
+
+    def _samples(self, microbatches: int) -> int:
+        """Of the largest micro-batch."""
+        return self.profile.samples if self.wish.batch is None else -(-self.wish.batch // microbatches)
+
+    def _partition(self, stages: int, microbatches: int, schedule: str | Schedule) -> list[Candidate]:
+        from everstep.pipeline.partition.solve import partition
+
+        return partition(
+            self._graph(microbatches),
+            stages,
+            self.profile.devices,
+            self.profile.links or None,
+            microbatches,
+            objective=self.wish.objective,
+            memory_weight=self.wish.memory_weight,
+            schedule=schedule,
+            split=self.wish.split,
+            words=self.wish.words,
+        )
+
+    def _plan(self, best: Candidate, schedule: str, microbatches: int, reasons: Collection[str]) -> Plan:
+        from everstep.pipeline.partition.solve import WEIGHTS
+
+        wish = self.wish
+        stages = len(set(best.stage_of.values()))
+        order = parse(schedule) if "\n" in schedule else make(schedule, stages, wish.ranks, microbatches, wish.split)
+        plan = Plan(
+            profile=replace(self.profile, graph=self._graph(microbatches), samples=self._samples(microbatches)),
+            stage_of=best.stage_of,
+            placement=order.placement,
+            schedule=schedule,
+            microbatches=microbatches,
+            split=wish.split,
+            objective=wish.objective,
+            memory_weight=WEIGHTS[wish.objective] if wish.memory_weight is None else wish.memory_weight,
+            words=wish.words,
+            model=self.model,
+            reasons=tuple(reasons),
+        )
+        return replace(plan, prediction=plan.predict(best.bound, best.gap))
+
+
+def scaled(graph: Graph, factor: float) -> Graph:
+    """The graph for micro-batches of `factor` times as many samples: times and values grow alike, parameters do not."""
+    return replace(
+        graph,
+        nodes=tuple(
+            replace(
+                node,
+                forward=node.forward * factor,
+                input_grad=node.input_grad * factor,
+                weight_grad=node.weight_grad * factor,
+                activation=round(node.activation * factor),
+                output=round(node.output * factor),
+            )
+            for node in graph.nodes
+        ),
+    )
+
+
+def _plain(stages: int, ranks: int) -> str:
+    return "1f1b" if stages == ranks else "interleaved"
+
+
+def _fitted(profile: Profile, wish: Wish) -> Profile:
+    """With devices and links for as many ranks as are wished.
+
+    Those of another number of ranks are not known one by one: the worst that was measured stands for all.
+    """
+    devices = profile.devices or (Device(),)
+    if len(devices) != wish.ranks:
+        limits = [device.memory for device in devices if device.memory is not None]
+        worst = Device(min(device.speed for device in devices), min(limits) if limits else None)
+        devices = (worst,) * wish.ranks
+    if wish.memory is not None:
+        devices = tuple(replace(device, memory=wish.memory) for device in devices)
+    links = profile.links if wish.link is None else uniform(wish.ranks, wish.link)
+    if links and len(links) != wish.ranks:
+        between = [link for here, row in enumerate(links) for there, link in enumerate(row) if here != there]
+        slowest = Link(
+            min((link.bandwidth for link in between), default=inf), max((link.latency for link in between), default=0.0)
+        )
+        links = uniform(wish.ranks, slowest)
+    return replace(profile, devices=devices, links=links)
