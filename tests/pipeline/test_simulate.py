@@ -103,8 +103,10 @@ def _check_bounds(count: int, most: int) -> None:
         least = max(sum(work[:i]) + m * work[i] for i in range(p))
         alternating = simulate(make("1f1b", p, p, m), graph).makespan
         assert least <= alternating
-        if m >= p:  # of fewer, the fill is not over when the drain begins
-            assert alternating <= sum(work) + (m - 1) * max(work)
+        alike = chain([Stage(stage.forward, stage.forward, stage.forward) for stage in graph.stages])
+        work_alike = [stage.work for stage in alike.stages]
+        if m >= p:  # and if all stages have the same ratio of forward and backward; else it may take a little more
+            assert simulate(make("1f1b", p, p, m), alike).makespan <= sum(work_alike) + (m - 1) * max(work_alike)
         slowest = max(s.forward for s in graph.stages) + max(s.backward for s in graph.stages)
         simple = simulate(make("simple", p, p, m), graph).makespan
         assert simple == sum(work) + (m - 1) * slowest >= least
