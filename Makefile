@@ -46,8 +46,8 @@ test-chaos: venv ## long random sweeps
 bench: venv ## ratios against floors of the same run, build/bench/main.json
 	$(RUN) python -m benchmarks.main
 
-bench-checkpoint: venv-torch ## saving and restoring against plain copies, writes and reads, build/bench/checkpoint.json
-	$(RUN_TORCH) python -m benchmarks.checkpoint
+bench-checkpoint: venv-torch ## saving and restoring against plain copies, writes and reads, build/bench/checkpoint.json (ARGS="stall --size 1g": some)
+	$(RUN_TORCH) python -m benchmarks.checkpoint $(ARGS)
 
 .PHONY: cluster-up cluster-down images generate fmt clean venv venv-torch
 cluster-up: venv ## a cluster of three nodes on this machine, images loaded, chart installed

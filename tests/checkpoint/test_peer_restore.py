@@ -156,16 +156,22 @@ def lose_copies_of_all(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("event", "tier"),
-    [(lose_nothing, "memory"), (lose_one, "peer"), (lose_first, "peer"), (lose_copies_of_all, "peer")],
+    ("event", "tiers"),
+    [
+        (lose_nothing, ["memory"]),
+        (lose_one, ["peer"]),
+        (lose_first, ["peer"]),
+        # The writers copy to each other anew what they find, and may be done before the restore asks.
+        (lose_copies_of_all, ["peer", "memory"]),
+    ],
     ids=["all-processes-died", "a-node-was-lost", "node-0-was-lost", "own-slots-only"],
 )
 def test_without_the_store_all_ranks_load_what_the_memory_of_the_nodes_has(
-    left: Path, event: Callable[[Path], None], tier: str
+    left: Path, event: Callable[[Path], None], tiers: list[str]
 ) -> None:
     event(left)
     results = ranks.run(2, go_on, left, timeout=120.0)
-    assert results == [(str(NEW), tier, 20.0, [])] * 2
+    assert results in [[(str(NEW), tier, 20.0, [])] * 2 for tier in tiers]
 
 
 def lose_all(folder: Path) -> None:

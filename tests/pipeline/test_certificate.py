@@ -26,7 +26,7 @@ def test_no_split_is_below_the_bound() -> None:
 def test_the_programme_and_the_search_agree() -> None:
     pytest.importorskip("scipy")
     agreed = 0
-    for seed in range(24):
+    for seed in range(10):
         given = case(seed)
         try:
             problem = given.problem
@@ -42,7 +42,7 @@ def test_the_programme_and_the_search_agree() -> None:
         assert problem.judge(proven.stages).objective == pytest.approx(least, rel=1e-5)
         assert proven.bound == pytest.approx(least, rel=1e-5)
         agreed += 1
-    assert agreed > 10
+    assert agreed > 4
 
 
 def test_a_programme_that_is_stopped_early_still_bounds() -> None:
