@@ -1,0 +1,69 @@
+"""A parameter in several stages is one parameter: summed, counted and stepped as in one process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+from everstep.pipeline.engine.engine import Engine
+from everstep.pipeline.engine.options import Options
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.transport.base import Transport
+from everstep.pipeline.transport.inprocess import Fabric
+from tests.pipeline.by_hand import cut, recipe
+from tests.pipeline.models import CASES
+from tests.pipeline.training import Setting, alone, apart, piped, schedule_of
+
+pytestmark = pytest.mark.torch
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_shared_parameter_is_counted_once_in_the_norm_of_all_gradients(replicas: int) -> None:
+    # A clip far below the norm: a norm that counted the embedding twice would leave other weights.
+    setting = Setting("gpt", stages=3, ranks=3, replicas=replicas, options=Options(clip=0.01), steps=1)
+    trained = piped(setting)
+    norm = trained.outputs[0].norm
+    unclipped = alone(replace(setting, options=Options()))
+    expected = torch.nn.utils.get_total_norm([g for g in unclipped.gradients.values() if g is not None])
+    assert norm == pytest.approx(float(expected), rel=1e-12)
+    assert apart(trained, alone(setting)) < 1e-10
+
+
+def test_owners_on_one_rank_and_on_others_share_one_sum() -> None:
+    # T5's embedding has three owners; with two stages on each of two ranks, two of them are on one rank.
+    setting = Setting("t5", "interleaved", stages=4, ranks=2, samples=6, microbatches=2)
+    assert apart(piped(setting), alone(setting)) < 1e-10
+
+
+def test_all_owners_begin_with_the_weights_of_the_master() -> None:
+    def work(transport: Transport) -> Any:
+        setting = Setting("gpt", stages=3, ranks=3)
+        model = CASES["gpt"].build(seed=transport.rank)  # every rank has drawn others
+        parts, graph = cut(model, recipe("gpt", model), 3)
+        engine = Engine(
+            {transport.rank: parts[transport.rank]}, schedule_of(setting, graph), graph, transport, lambda o, t: o
+        )
+        return engine.parameters.shared.get("wte.weight")
+
+    first, middle, last = Fabric(3).run(work)
+    assert middle is None
+    assert torch.equal(first, last)
+    assert torch.equal(first, CASES["gpt"].build(seed=0).wte.weight)
+
+
+def test_copies_of_a_shared_parameter_on_one_rank_are_refused() -> None:
+    def work(transport: Transport) -> None:
+        one, other = CASES["gpt"].build(), CASES["gpt"].build()
+        parts, graph = cut(one, recipe("gpt", one), 3)
+        copies, _ = cut(other, recipe("gpt", other), 3)
+        setting = Setting("gpt", "interleaved", stages=3, ranks=1, microbatches=2)
+        stages = {0: parts[0], 1: parts[1], 2: copies[2]}
+        Engine(stages, schedule_of(setting, graph), graph, transport, CASES["gpt"].loss)
+
+    with pytest.raises(PipelineError, match=r"that share 'wte.weight' must have it as one tensor"):
+        Fabric(1).run(work)
