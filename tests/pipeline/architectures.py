@@ -347,9 +347,9 @@ class Custom(nn.Module):  # type: ignore[misc]
         for index, layer in enumerate(self.layers):
             x = Bend.apply(layer(x), 0.5 + index)
             x = x * 1.5
-            x.relu_()
             left, right = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
             x[:, 0] += 1.0
+            x.relu_()
             x = torch.cat([right, left.tanh()], dim=-1)
         return self.outside(x)
 

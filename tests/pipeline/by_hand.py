@@ -222,9 +222,9 @@ def _custom(model: Any) -> list[Step]:
     def layer(m: Any, x: Any, index: int) -> Any:
         x = Bend.apply(getattr(m.layers, str(index))(x), 0.5 + index)
         x = x * 1.5
-        x.relu_()
         left, right = x[:, : x.shape[1] // 2], x[:, x.shape[1] // 2 :]
         x[:, 0] += 1.0
+        x.relu_()
         return torch.cat([right, left.tanh()], dim=-1)
 
     steps = [_called("i", ("input:x",), "inside")]

@@ -11,6 +11,7 @@ import torch
 from everstep.pipeline.engine.engine import Engine, Output
 from everstep.pipeline.engine.microbatch import bounds
 from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.zero import ShardedOptimizer
 from everstep.pipeline.graph import StageGraph
 from everstep.pipeline.schedules import Schedule, lower, make
 from everstep.pipeline.transport.base import Transport
@@ -33,6 +34,7 @@ class Setting:
     steps: int = 2
     dtype: torch.dtype = torch.float64
     options: Options = field(default_factory=Options)
+    sharded: bool = False  # the optimizer's state, over the replicas
 
     def __str__(self) -> str:
         shape = f"{self.stages}s{self.ranks}r{self.replicas}d{self.microbatches}m{self.samples}n"
@@ -96,17 +98,32 @@ def piped(setting: Setting, *, blocking: bool = False, seed: int | None = None) 
     return merged(fabric.run(lambda transport: train(setting, transport)))
 
 
-def train(
-    setting: Setting, transport: Transport, change: Callable[[Schedule], Schedule] = lambda schedule: schedule
-) -> Trained:
-    """The part of one rank."""
+def engine_of(
+    setting: Setting,
+    transport: Transport,
+    loss: Any = None,
+    options: Options | None = None,
+    change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
+) -> Engine:
+    """One rank of the setting, with its own copy of the model."""
     case = CASES[setting.case]
     model = case.build(dtype=setting.dtype)
     parts, graph = cut(model, recipe(setting.case, model), setting.stages)
     schedule = change(schedule_of(setting, graph))
     stages = {index: parts[index] for index in schedule.stages_of(transport.rank)}
-    engine = Engine(stages, schedule, graph, transport, case.loss, setting.options)
-    optimizer = optimizer_of(engine.parameters.own, setting.dtype)
+    return Engine(stages, schedule, graph, transport, loss or case.loss, options or setting.options)
+
+
+def train(
+    setting: Setting, transport: Transport, change: Callable[[Schedule], Schedule] = lambda schedule: schedule
+) -> Trained:
+    """The part of one rank."""
+    engine = engine_of(setting, transport, change=change)
+    optimizer: Any
+    if setting.sharded:
+        optimizer = ShardedOptimizer(engine, lambda named: optimizer_of(list(named.values()), setting.dtype))
+    else:
+        optimizer = optimizer_of(engine.parameters.own, setting.dtype)
     outputs, first = [], {}
     for step in range(setting.steps):
         mine = share(setting, transport.replica, batch_of(setting, step))
@@ -114,9 +131,9 @@ def train(
         if not step:
             first = {name: _copy(parameter.grad) for name, parameter in engine.parameters.named.items()}
         optimizer.step()
-    buffers = {name: buffer for part in stages.values() for name, buffer in part.module.named_buffers()}
     weights = _state(engine.parameters.named.items())
-    return Trained([output.loss for output in outputs], first, weights, _state(buffers.items()), outputs)
+    buffers = _state(engine.parameters.buffers.items())
+    return Trained([output.loss for output in outputs], first, weights, buffers, outputs)
 
 
 def share(setting: Setting, replica: int, batch: Batch) -> Batch:

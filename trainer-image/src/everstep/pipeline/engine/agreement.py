@@ -49,13 +49,13 @@ def examine(reads: Reads, step: tuple[int, int, str], batch: Any, targets: Any, 
         inputs = _inputs(reads, batch)
         if reads.targets and targets is None and step[2] != EVALUATE:
             raise PipelineError("it runs the loss, and was given no targets")
-        sizes = {"the batch": batch_size(inputs, whole), "its targets": batch_size(targets)}
-        if not reads.targets or targets is None:
-            del sizes["its targets"]
-        if not reads.inputs:
-            del sizes["the batch"]
+        counted = {"its batch has": batch_size(inputs, whole), "its targets have": None}
+        if reads.targets:
+            counted["its targets have"] = batch_size(targets)
+        # A rank may read what has no samples: a number, an argument that goes whole to each micro-batch.
+        sizes = {what: size for what, size in counted.items() if size is not None}
         if len(set(sizes.values())) > 1:
-            raise PipelineError("; ".join(f"{what} has {size} samples" for what, size in sizes.items()))
+            raise PipelineError(", ".join(f"{what} {size} samples" for what, size in sizes.items()))
         return Word(step, next(iter(sizes.values()), None), _shapes(inputs))
     except PipelineError as error:
         return Word(step, None, "", str(error))

@@ -59,6 +59,11 @@ class Parameters:
         """The shared parameters that a TIE is about: the one that it names, else all of its stage."""
         return [action.value] if action.value else [n for n in self.shared if action.stage in self._owners[n]]
 
+    @property
+    def buffers(self) -> dict[str, Any]:
+        """Those of this rank's stages, by their names in the whole model."""
+        return {name: buffer for stage in self._stages.values() for name, buffer in stage.module.named_buffers()}
+
     def forget_gradients(self) -> None:
         for parameter in self.own:
             parameter.grad = None

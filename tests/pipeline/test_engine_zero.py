@@ -1,0 +1,46 @@
+"""Optimizer state that is spread over replicas: each parameter has one keeper, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+from everstep.pipeline.engine.zero import ShardedOptimizer, shares
+from everstep.pipeline.transport.base import Transport
+from everstep.pipeline.transport.inprocess import Fabric
+from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, piped, share
+
+pytestmark = pytest.mark.torch
+
+
+def test_shares_are_about_equal_and_the_same_whoever_asks() -> None:
+    found = shares({"a": 5, "b": 4, "c": 3, "d": 2, "e": 0}, 2)
+    assert found == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0}
+    assert shares({"e": 0, "d": 2, "c": 3, "b": 4, "a": 5}, 2) == found
+
+
+@pytest.mark.parametrize("case", ["mlp", "gpt"])
+def test_weights_are_those_of_one_process(case: str) -> None:
+    setting = Setting(case, replicas=2, microbatches=2, steps=3, sharded=True)
+    assert apart(piped(setting), alone(setting)) < 1e-10
+
+
+def test_the_state_of_each_parameter_is_kept_by_one_replica() -> None:
+    setting = Setting("gpt", replicas=2, microbatches=2)
+
+    def work(transport: Transport) -> tuple[set[str], set[str]]:
+        engine = engine_of(setting, transport)
+        sharded = ShardedOptimizer(engine, lambda named: torch.optim.AdamW(named.values()))
+        mine = share(setting, transport.replica, batch_of(setting, 0))
+        engine.step(mine.inputs, mine.targets)
+        sharded.step()
+        assert sharded.optimizer is not None
+        kept = {name for name, p in engine.parameters.named.items() if p in sharded.optimizer.state}
+        return kept, set(engine.parameters.named)
+
+    first, last, other_first, other_last = Fabric(2, 2).run(work)
+    for (kept, named), (other_kept, _) in ((first, other_first), (last, other_last)):
+        assert kept | other_kept == named
+        assert not kept & other_kept
