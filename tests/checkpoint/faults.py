@@ -24,7 +24,7 @@ class Fault(Enum):
     LATE = "no answer, executed"
     RESET = "connection reset, not executed"
     LOST = "connection reset, executed"
-    CUT = "half an answer, executed"
+    CUT = "a piece of the answer (half of it, if `keep` says nothing else), executed"
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class FaultProxy:
 
     port: int
     requests: list[Request] = field(default_factory=list)
+    keep: Callable[[bytes], int] = lambda answer: len(answer) // 2
     choose: Chooser = lambda _number, _request: None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -114,7 +115,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault is Fault.LATE:
             return self._wait_for_the_client()
         if fault is Fault.CUT:
-            self.wfile.write(answer[: len(answer) // 2])
+            self.wfile.write(answer[: server.proxy.keep(answer)])
             self.close_connection = True
             return None
         self.wfile.write(answer)

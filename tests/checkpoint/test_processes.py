@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from everstep.checkpoint.slots import Slots, State
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import key
 from tests.checkpoint.crash import Point, everything, in_memory, points
-from tests.checkpoint.processes import Node, Process, fill_as_rank, newest, until
+from tests.checkpoint.processes import PATIENCE, Node, Process, fill_as_rank, newest, until
 
 OLDER, OLD, NEW, NEXT = key(5), key(10), key(20), key(30, generation=2)
 SEEN = (State.FILLED, State.WHOLE, State.STORED)
@@ -79,8 +80,10 @@ def site_and_victim(request: pytest.FixtureRequest, folder: Path) -> Iterator[tu
     made.end()
 
 
-def save(nodes: Sequence[Node], processes: Sequence[Process], key: Key) -> None:
-    """Everything that ranks do in a run with one save; ends early, with WriterLost, when a writer is lost."""
+def save(
+    nodes: Sequence[Node], processes: Sequence[Process], key: Key, then: Callable[[], object] = lambda: None
+) -> None:
+    """Everything that ranks do in a run with one save, `then` this, and goodbye; WriterLost when a writer is lost."""
     for node, process in zip(nodes, processes, strict=True):
         node.join(process)
     for node in nodes:
@@ -89,6 +92,7 @@ def save(nodes: Sequence[Node], processes: Sequence[Process], key: Key) -> None:
     if not said:
         raise WriterLost("one of them has died")
     assert said["event"] == "saved", said
+    then()
     for node in nodes:
         node.leave()
 
@@ -123,15 +127,17 @@ def killed_at(site: Site, victim: int, base: Path, point: Point) -> None:
     for node in site.nodes:
         node.drop()
     again = [node.again(NEXT) for node in site.nodes]
+
+    def stored_again() -> None:
+        until(lambda: NEW in candidates(site.store), "what the ranks had filled is stored by the next writer")
+
     site.processes[victim] = again[victim].start(site.folder)
     for number, process in enumerate(site.processes):
         if not process.runs:
             site.processes[number] = again[number].start(site.folder)
     try:
-        save(again, site.processes, NEXT)
+        save(again, site.processes, NEXT, stored_again if filled or found == NEW else lambda: None)
         assert newest(site.store) == NEXT
-        if filled or found == NEW:
-            until(lambda: NEW in candidates(site.store), "what the ranks had filled is stored by the next writer")
         assert [process.ended_with for process in site.processes] == [0] * len(again)
         assert not list(site.folder.glob("memory*")), "memory is given back"
     finally:
@@ -151,6 +157,31 @@ def kill_at(site: Site, victim: int, base: Path, stride: int) -> int:
             raise
     print(f"killed at {len(chosen)} of {2 * len(trace)} points")
     return len(chosen)
+
+
+def test_a_run_that_ends_waits_for_no_share_that_was_lost_in_an_earlier_attempt(folder: Path) -> None:
+    site = Site(folder / "site", 2)
+    site.begin(folder / "base")
+    try:
+        site.start()
+        first, second = site.nodes
+        for node, process in zip(site.nodes, site.processes, strict=True):
+            node.join(process)
+        first.take(NEW)  # node 0 will wait for node 1's share as long as its run lasts
+        until(lambda: any(site.store.list(NEW.node_name(0))), "node 0's share is in the store")
+        site.processes[1].kill()
+        for node in site.nodes:
+            node.drop()
+        shutil.rmtree(second.memory)
+        again = [node.again(NEXT) for node in site.nodes]
+        site.processes[1] = again[1].start(site.folder)
+        began = time.monotonic()
+        save(again, site.processes, NEXT)
+        assert [process.ended_with for process in site.processes] == [0, 0]
+        assert time.monotonic() - began < PATIENCE / 2
+        assert candidates(site.store) == [NEXT, OLD]
+    finally:
+        site.end()
 
 
 def test_a_writer_that_is_killed_anywhere_loses_nothing(site_and_victim: tuple[Site, int], folder: Path) -> None:

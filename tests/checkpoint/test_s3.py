@@ -281,6 +281,33 @@ def test_every_call_survives_a_fault_at_each_of_its_requests(spied: tuple[S3Stor
 
 
 @pytest.mark.integration
+@pytest.mark.parametrize("method", ["GET", "HEAD", "PUT"])
+def test_an_answer_may_end_at_any_byte(spied: tuple[S3Store, FaultProxy], method: str) -> None:
+    store, proxy = spied
+    store.replace("latest", b"x")
+    length = 1
+
+    def keep(answer: bytes) -> int:
+        nonlocal length
+        length = answer.index(b"\r\n\r\n") + 4
+        return min(cut, len(answer))
+
+    proxy.keep = keep
+    cut = 0
+    while cut < length:
+        proxy.begin(nth(1, Fault.CUT))
+        match method:
+            case "GET":
+                assert store.read("latest") == b"x"
+            case "HEAD":
+                assert store._repeat(lambda: store._head("latest"))
+            case "PUT":
+                store.replace("latest", b"x")
+        assert proxy.requests[0].method == method
+        cut += 1
+
+
+@pytest.mark.integration
 def test_half_a_listing_is_not_an_empty_store(spied: tuple[S3Store, FaultProxy]) -> None:
     store, proxy = spied
     store.replace("latest", b"x")

@@ -48,6 +48,7 @@ class Writer:
         self._gone: set[int] = set()  # local ranks that said goodbye
         self._filled: dict[Key, set[int]] = {}
         self._saves: dict[Key, Save] = {}
+        self._newest: Key | None = None  # that was committed here
         self._tasks: set[asyncio.Task[None]] = set()
         self._reserving: asyncio.Future[None] | None = None
         self._peers = PeerServer(directory)
@@ -292,6 +293,7 @@ class Writer:
             self._saves.pop(key, None)
             self._idle_since = time.monotonic()
         if save.committed:
+            self._newest = max(key, self._newest or key)
             await self._tidy(save)
 
     async def _tidy(self, save: Save) -> None:
@@ -318,9 +320,14 @@ class Writer:
         self._ended.set()
 
     def _done(self) -> bool:
+        ended_well = self._config is not None and not self._ranks and self._gone >= set(range(len(self._config.ranks)))
+        if ended_well and self._newest is not None:
+            # Left behind by an earlier attempt, and maybe waiting for a node that was lost with its share.
+            for key in [key for key in self._saves if key.attempt < self._newest.attempt]:
+                self._void(key, f"{self._newest} is newer, and its run has ended")
         if self._tasks:
             return False
-        if self._config is not None and not self._ranks and self._gone >= set(range(len(self._config.ranks))):
+        if ended_well:
             self._slots.remove()
             return True
         if self._copier.busy:

@@ -43,6 +43,7 @@ _BROKEN = (
     botocore.exceptions.IncompleteReadError,
     botocore.parsers.ResponseParserError,
     urllib3.exceptions.HTTPError,
+    ValueError,  # a header that ends early: botocore reads a date from what is left of it
     OSError,
 )
 
