@@ -42,7 +42,9 @@ class Sockets:
         for name, number in self._found.items():
             if now.get(name) == number:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                    connection.shutdown(socket.SHUT_RDWR)
+                    # A thread of gloo that accepts would end the whole process.
+                    if not connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                        connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets() -> dict[str, int]:

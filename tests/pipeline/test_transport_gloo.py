@@ -1,0 +1,100 @@
+"""The same transport between processes: the same results, also for what is large, and an end for who waits."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+
+from everstep.pipeline.transport.base import Spec, Tag, TransportError
+from everstep.pipeline.transport.gloo import ProcessGroups
+from everstep.pipeline.transport.grid import grid
+from tests.checkpoint.ranks import run
+from tests.pipeline.training import Setting, Trained, alone, apart, merged, train
+
+pytestmark = pytest.mark.torch
+
+
+def _talk(rank: int) -> tuple[list[float], bytes, float]:
+    transport = ProcessGroups(grid(4, 2), timeout=60)
+    other = 1 - transport.rank
+    transport.tell(b"w" * 2000 + str(rank).encode(), other)
+    sent = [transport.send(torch.full((3,), 10.0 * rank + i), other, Tag("x", i)) for i in range(3)]
+    arrivals = [transport.receive(Spec((3,), torch.float32), other, Tag("x", i)) for i in range(3)]
+    found = [float(arrival.wait()[0]) for arrival in arrivals]
+    for work in sent:
+        work.wait()
+    total = torch.tensor([float(rank)])
+    columns = [transport.group([column], replicas=True) for column in range(2)]
+    transport.all_reduce(total, columns[transport.rank]).wait()
+    word = transport.hear(other)
+    transport.settle()
+    return found, word[-1:], float(total)
+
+
+def test_tensors_words_and_sums_find_their_ranks() -> None:
+    found = run(4, _talk)
+    assert [tensors for tensors, _, _ in found] == [
+        [10.0, 11.0, 12.0],
+        [0.0, 1.0, 2.0],
+        [30.0, 31.0, 32.0],
+        [20.0, 21.0, 22.0],
+    ]
+    assert [word for _, word, _ in found] == [b"1", b"0", b"3", b"2"]
+    assert [total for _, _, total in found] == [2.0, 4.0, 2.0, 4.0]
+
+
+def _wait_in_vain(rank: int, what: str) -> tuple[str, float]:
+    transport = ProcessGroups(grid(2, 2), timeout=60)
+    group = transport.group([0, 1], replicas=False)
+    if rank == 1:
+        with pytest.raises(TransportError):
+            transport.hear(0)  # ended by the other's abort, too
+        return "", 0.0
+    aborter = threading.Timer(0.3, transport.abort, ["rank 1 is late"])
+    aborter.start()
+    began = time.monotonic()
+    waits: dict[str, Callable[[], object]] = {
+        "receive": lambda: transport.receive(Spec((3,), torch.float32), 1, Tag("x", 0)).wait(),
+        "send": lambda: transport.send(torch.zeros(3), 1, Tag("x", 0)).wait(),
+        "reduce": lambda: transport.all_reduce(torch.zeros(3), group).wait(),
+        "hear": lambda: transport.hear(1),
+    }
+    with pytest.raises(TransportError) as caught:
+        waits[what]()
+    aborter.join()
+    return str(caught.value), time.monotonic() - began
+
+
+@pytest.mark.parametrize("what", ["receive", "send", "reduce", "hear"])
+def test_an_abort_from_another_thread_ends_every_kind_of_wait(what: str) -> None:
+    (reason, took), _ = run(2, _wait_in_vain, what)
+    assert reason == "rank 1 is late"
+    assert took < 5
+
+
+# Between them: every schedule, every model, uneven batches, replicas; each pair of them somewhere.
+SETTINGS = [
+    Setting("mlp", "simple", 2, 2, samples=7, replicas=2, microbatches=3),
+    Setting("unet", "1f1b", 4, 4, samples=9),
+    Setting("gpt", "zb-h1", 2, 2, samples=8, replicas=2, microbatches=2),
+    Setting("t5", "zb-v", 4, 2, samples=7),
+    Setting("experts", "interleaved", 4, 2, samples=8),
+    Setting("custom", "zb-interleaved", 4, 2, samples=10, replicas=2, microbatches=2),
+    Setting("resnet", "zb-h1", 2, 2, samples=8, microbatches=2),
+    Setting("pair", "1f1b", 3, 3, samples=5, microbatches=3),
+]
+
+
+def _train(rank: int, setting: Setting) -> Trained:
+    return train(setting, ProcessGroups(grid(setting.ranks * setting.replicas, setting.ranks), timeout=60))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_processes_train_as_one_process_does(setting: Setting) -> None:
+    assert apart(merged(run(setting.ranks * setting.replicas, _train, setting)), alone(setting)) < 1e-10
