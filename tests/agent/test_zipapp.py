@@ -17,6 +17,8 @@ from everstep import agent_zip
 
 from .laptop import DEADLINE, VERSIONS, Laptop, interpreter, until
 
+pytestmark = pytest.mark.integration
+
 # Fails once, in the first generation; the second one succeeds.
 FAIL_ONCE = 'test "$EVERSTEP_GENERATION" = 2 || test "$RANK" = 0 || exit 7; test "$EVERSTEP_GENERATION" = 2 || sleep 60'
 

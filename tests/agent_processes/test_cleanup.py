@@ -14,6 +14,8 @@ import pytest
 
 from .node import Node
 
+pytestmark = pytest.mark.integration
+
 needs_root = pytest.mark.skipif(
     os.getuid() != 0 or subprocess.run(["unshare", "--pid", "--fork", "--mount-proc", "true"]).returncode != 0,
     reason="needs to make PID namespaces",

@@ -12,6 +12,8 @@ from tests.agent.laptop import Laptop
 
 from .node import Node
 
+pytestmark = pytest.mark.integration
+
 FAKE = Path(__file__).with_name("fake_nvml")
 A = {"uuid": "GPU-a", "name": "H100"}
 B = {"uuid": "GPU-b", "name": "H100", "ecc": 0}

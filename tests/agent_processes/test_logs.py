@@ -14,6 +14,8 @@ from everstep.agent.logs import MAX_LINE, cause
 
 from .node import Node
 
+pytestmark = pytest.mark.integration
+
 
 async def test_lines_of_several_ranks_are_tagged_and_whole(tmp_path: Path, python: str) -> None:
     script = "import os, sys\nfor i in range(500): print('line', i, 'x' * (i % 97)); print('err', i, file=sys.stderr)\n"

@@ -19,6 +19,8 @@ from tests.agent.laptop import Laptop
 
 from .node import Event, Node
 
+pytestmark = pytest.mark.integration
+
 
 @asynccontextmanager
 async def job(

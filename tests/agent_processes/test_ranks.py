@@ -6,7 +6,11 @@ import signal
 import sys
 from pathlib import Path
 
+import pytest
+
 from .node import Node
+
+pytestmark = pytest.mark.integration
 
 
 async def test_a_rank_knows_who_it_is_and_nothing_of_the_agent(tmp_path: Path, python: str) -> None:

@@ -19,6 +19,8 @@ import yaml
 
 from tests.cli.command import Done, in_process
 
+pytestmark = pytest.mark.integration
+
 Everstep = Callable[..., Done]
 
 TELL = """
