@@ -33,9 +33,10 @@ class RunningStatistics:
         # Of each layer and which call of it in a micro-batch: elements of a channel, their sums, their sums of squares.
         self._sums: dict[tuple[nn.Module, int], Any] = {}
         self._own: dict[nn.Module, tuple[dict[str, Any], float | None]] = {}
+        self._hooks: list[Any] = []
         for layer in self._layers:
-            layer.register_forward_pre_hook(self._enter)
-            layer.register_forward_hook(self._leave)
+            self._hooks.append(layer.register_forward_pre_hook(self._enter))
+            self._hooks.append(layer.register_forward_hook(self._leave))
 
     def begin(self, *, count: bool) -> None:
         """Before the forward of a micro-batch in training; without `count` it is a recomputation."""
@@ -47,6 +48,11 @@ class RunningStatistics:
         self._inside = False
         for layer in list(self._own):
             self._give_back(layer)
+
+    def close(self) -> None:
+        """Leaves the layers as if it had never been."""
+        for hook in self._hooks:
+            hook.remove()
 
     def commit(self, reduce: Callable[[Any], None]) -> None:
         """Updates the buffers for all that was recorded; `reduce` sums a tensor in place over the replicas."""

@@ -81,7 +81,7 @@ class Engine:
                 index,
                 module,
                 {edge.value: edge.gradient for edge in flow.inputs[index]},
-                [edge.value for edge in flow.outputs[index]],
+                {edge.value: edge.gradient for edge in flow.outputs[index]},
                 partial(self._around, index),
                 self._loss_of if index == self._last else None,
                 recompute=index in options.recompute,
@@ -134,6 +134,11 @@ class Engine:
         """Goes on where `state_dict` was taken."""
         self.steps = self._random.step = state["steps"]
         self.loss_scale.value, self.loss_scale.good = state["loss_scale"], state["good"]
+
+    def close(self) -> None:
+        """Takes its hooks off the modules, of which another engine may then be made."""
+        self._random.close()
+        self._statistics.close()
 
     def _pass(self, batch: Any, targets: Any, purpose: str, *, reduce: bool) -> tuple[Any, ...]:
         """All actions of one batch; the model's outputs, of an evaluation."""

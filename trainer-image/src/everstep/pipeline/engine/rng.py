@@ -42,11 +42,12 @@ class Random:
         self._outer: list[tuple[nn.Module, Any, Any]] = []  # of each call under way: the state around it, its own first
         self._generator: Any = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
         self._generator = self._generator or torch.default_generator
+        self._hooks: list[Any] = []
         for name, module in modules.items():
             if module not in self._names and _may_draw(module):
                 self._names[module] = name
-                module.register_forward_pre_hook(self._enter)
-                module.register_forward_hook(self._leave)
+                self._hooks.append(module.register_forward_pre_hook(self._enter))
+                self._hooks.append(module.register_forward_hook(self._leave))
 
     @contextlib.contextmanager
     def of(self, microbatch: int) -> Iterator[None]:
@@ -68,6 +69,11 @@ class Random:
                 "on how the model is cut",
                 stacklevel=2,
             )
+
+    def close(self) -> None:
+        """Leaves the modules as if it had never been."""
+        for hook in self._hooks:
+            hook.remove()
 
     def next_step(self) -> None:
         """The numbers of the next step."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -60,15 +60,15 @@ LossOf = Callable[[int, Any], Part | None]  # of a micro-batch and the model's o
 
 
 class Stage:
-    """A stage module as the schedule runs it. `gradients`: of each input edge, whether a gradient is asked for;
-    `around(microbatch, again)`: the context of each forward; `loss`: on the last stage."""
+    """A stage module as the schedule runs it. `gradients`, `edges`: of each edge that comes in, and that goes out,
+    whether it has a gradient; `around(microbatch, again)`: the context of each forward; `loss`: on the last stage."""
 
     def __init__(
         self,
         index: int,
         module: StageModule,
         gradients: Mapping[str, bool],
-        edges: Sequence[str],
+        edges: Mapping[str, bool],
         around: Callable[[int, bool], contextlib.AbstractContextManager[None]],
         loss: LossOf | None,
         *,
@@ -164,11 +164,12 @@ class Stage:
     def _keep_gradients(self, ran: Ran, values: Mapping[str, Value]) -> None:
         """Says of values made without a graph which will have one when they are made again."""
         learns = any(parameter.requires_grad for parameter in self.module.module.parameters()) or any(
-            spec.gradient for name, value in values.items() if self._gradients[name] for spec in value.layout.specs
+            spec.gradient for source, value in values.items() if self._gradients[source] for spec in value.layout.specs
         )
-        for value in ran.values.values():
+        for name, value in ran.values.items():
+            asked = learns and self._outputs[name]
             specs = tuple(
-                spec._replace(gradient=learns and (spec.dtype.is_floating_point or spec.dtype.is_complex))
+                spec._replace(gradient=asked and (spec.dtype.is_floating_point or spec.dtype.is_complex))
                 for spec in value.layout.specs
             )
             value.layout = value.layout._replace(specs=specs)
