@@ -1,0 +1,286 @@
+"""What tracing finds, what it leaves whole, and what it refuses, with the reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+
+from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend import split, stage, trace  # noqa: E402
+from everstep.pipeline.frontend.check import run  # noqa: E402
+from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
+from tests.pipeline.models import CASES  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+X = {"x": torch.ones(3, 4)}
+
+
+class Net(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Two layers with something between them, which each test says."""
+
+    def __init__(self, between: Any) -> None:
+        super().__init__()
+        self.one, self.two, self.between = nn.Linear(4, 4), nn.Linear(4, 4), between
+
+    def forward(self, x: Any) -> Any:
+        return self.two(self.between(self.one(x)))
+
+
+class Block(nn.Module):  # type: ignore[misc]
+    """A function as a module."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *args: Any) -> Any:
+        return self.function(*args)
+
+
+@pytest.mark.parametrize("name", ["t5", "llama", "resnet"])
+def test_batches_of_other_sizes_take_the_same_way(name: str) -> None:
+    case = CASES[name]
+    model = case.build().eval()
+    found = trace(model, case.example(4).inputs)
+    stages = split(found, dict.fromkeys([node.name for node in found.graph.nodes][-3:], 1))
+    for samples in (1, 6):
+        batch = case.example(samples)
+        inputs = {key: value[:, :7] if value.dtype == torch.long else value for key, value in batch.inputs.items()}
+        assert torch.equal(run(stages, inputs), model(**inputs))
+
+
+@pytest.mark.parametrize("name", ["gpt", "experts"])
+def test_a_model_without_weights_has_the_same_graph(name: str) -> None:
+    case = CASES[name]
+    inputs = case.example(dtype=torch.float32).inputs
+    real = trace(case.build(dtype=torch.float32), inputs)
+    with torch.device("meta"):
+        model = case.factory()
+    meta = trace(model, inputs)
+    assert meta.graph == real.graph
+    assert all(parameter.device.type == "meta" for parameter in model.parameters())
+
+
+def test_custom_functions_are_nodes_that_are_not_looked_into() -> None:
+    found = trace(CASES["custom"].build(), CASES["custom"].example().inputs)
+    names = [node.name for node in found.graph.nodes]
+    assert [name for name in names if "Bend" in name] == [":Bend", ":Bend.1", ":Bend.2", ":Bend.3"]
+
+
+def test_a_context_around_construction_places_modules() -> None:
+    with stage(1):
+        two = nn.Linear(4, 4)
+    model = Net(nn.Tanh())
+    model.two = two
+    found = trace(model, X)
+    assert found.manual == {"two": 1}
+    assert [each.calls for each in split(found)] == [("one", "between"), ("two",)]
+
+
+def test_a_context_in_forward_places_calls() -> None:
+    class Placed(Net):
+        def forward(self, x: Any) -> Any:
+            x = self.one(x)
+            with stage(1):
+                x = self.between(x) * 2
+                with stage(2):
+                    return self.two(x)
+
+    found = trace(Placed(nn.Tanh()), X)
+    assert found.manual == {"between": 1, ":mul": 1, "two": 2}
+    assert [each.index for each in split(found)] == [0, 1, 2]
+
+
+def test_what_is_not_placed_follows_the_values_it_uses() -> None:
+    found = trace(CASES["gpt"].build(), CASES["gpt"].example().inputs)
+    stages = split(found, {"h.1": 1, "h.3": 2})
+    assert [name for name in stages[1].calls if name.startswith("h.")] == ["h.1", "h.2"]
+    assert stages[2].calls == ("h.3", "ln_f", "lm_head") or set(stages[2].calls) >= {"h.3", "ln_f", "lm_head"}
+
+
+@pytest.mark.parametrize(
+    ("stage_of", "reason"),
+    [
+        ({"one": 1, "two": 0}, "'two' cannot be in stage 0: it uses values of stage 1"),
+        ({"one": 0, "two": 2}, r"stages \[1\] would be empty"),
+        ({"three": 1}, "no node is called 'three': the nodes are one, between"),
+    ],
+)
+def test_a_placement_that_cannot_be_is_refused(stage_of: dict[str, int], reason: str) -> None:
+    with pytest.raises(PipelineError, match=reason):
+        split(trace(Net(nn.Tanh()), X), stage_of)
+
+
+def test_a_loop_over_samples_is_opaque() -> None:
+    def loop(x: Any) -> Any:
+        return torch.stack([row * index for index, row in enumerate(x)])
+
+    model = Net(Block(loop))
+    found = trace(model, X)
+    assert "number of samples" in found.leaves["between"]
+    inputs = {"x": torch.ones(5, 4)}
+    assert torch.equal(run(split(found, {"two": 1}), inputs), model(**inputs))
+
+
+def test_a_loop_over_samples_in_the_model_itself_is_refused() -> None:
+    with pytest.raises(Untraceable, match="fixes the number of samples"):
+        trace(Block(lambda x: torch.stack([row * index for index, row in enumerate(x)])), X["x"])
+
+
+def test_a_choice_by_data_is_opaque_in_a_module_and_refused_in_the_model() -> None:
+    def choose(x: Any) -> Any:
+        return x if x.sum() > 0 else -x
+
+    assert "without data" in trace(Net(Block(choose)), X).leaves["between"]
+    with pytest.raises(Untraceable, match="without data"):
+        trace(Block(choose), X["x"])
+
+
+def test_a_number_from_data_does_not_leave_a_module() -> None:
+    class Scaled(Net):
+        def forward(self, x: Any) -> Any:
+            return self.two(self.one(x)) * self.between(x)
+
+    with pytest.raises(Untraceable, match="numbers that depend on the data"):
+        trace(Scaled(Block(lambda x: float(x.mean()))), X)
+
+
+def test_a_gradient_in_forward_stays_in_its_module() -> None:
+    def slope(x: Any) -> Any:
+        (found,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
+        return found
+
+    model = Net(Block(slope))
+    found = trace(model, X)
+    assert "gradient of a gradient" in found.leaves["between"]
+    inputs = {"x": torch.randn(3, 4)}
+    assert torch.equal(run(split(found, {"between": 1, "two": 2}), inputs, detached=True), model(**inputs))
+
+
+def test_a_gradient_across_modules_is_refused() -> None:
+    class Slope(Net):
+        def forward(self, x: Any) -> Any:
+            x = x.requires_grad_()
+            (found,) = torch.autograd.grad(self.two(self.one(x)).sum(), x, create_graph=True)
+            return found
+
+    with pytest.raises(Untraceable, match="a gradient of a gradient does not pass from stage to stage"):
+        trace(Slope(nn.Tanh()), X)
+
+
+def test_hooks_of_the_model_itself_are_refused() -> None:
+    model = Net(nn.Tanh())
+    model.register_forward_hook(lambda *args: None)
+    with pytest.raises(Untraceable, match="it has hooks"):
+        trace(model, X)
+
+
+def test_another_way_for_other_sizes_is_refused_when_it_comes() -> None:
+    class Cut(Net):
+        def forward(self, x: Any) -> Any:
+            x = self.one(x)
+            return self.two(x[:, 1:] if x.shape[1] > 4 else x)
+
+    stages = split(trace(Cut(nn.Tanh()), {"x": torch.ones(3, 5, 4)}), {"two": 1})
+    assert run(stages, {"x": torch.ones(2, 6, 4)}).shape == (2, 5, 4)
+    with pytest.raises(PipelineError, match="another way through the model's code"):
+        run(stages, {"x": torch.ones(2, 4, 4)})
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_activation_checkpoints_in_the_model_do_not_hide_modules(reentrant: bool) -> None:
+    class Saving(Net):
+        def forward(self, x: Any) -> Any:
+            return self.two(checkpoint(self.between, self.one(x), use_reentrant=reentrant))
+
+    model = Saving(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
+    found = trace(model, X)
+    assert [node.name for node in found.graph.nodes] == ["one", "between.0", "between.1", "two", "output"]
+    inputs = {"x": torch.randn(2, 4)}
+    assert torch.equal(run(split(found, {"between.1": 1}), inputs), model(**inputs))
+
+
+def test_what_the_models_own_code_draws_is_a_module_of_its_own() -> None:
+    class Noisy(Net):
+        def forward(self, x: Any) -> Any:
+            return self.two(F.dropout(self.one(x), 0.5, self.training))
+
+    model = Noisy(nn.Tanh())
+    found = trace(model, X)
+    for placed in ({}, {"two": 1}, {":dropout": 1, "two": 2}):
+        (name,) = [
+            name for each in split(found, placed) for name, _ in each.module.named_modules() if "drawing" in name
+        ]
+        assert name == "dropout_drawing"
+
+
+def test_a_module_whose_own_code_draws_is_not_cut() -> None:
+    found = trace(CASES["gpt-dropout"].build(), CASES["gpt-dropout"].example().inputs)
+    assert set(found.leaves) == {f"h.{index}.attention" for index in range(4)}
+
+
+def test_precision_and_gradients_that_the_model_turns_off_stay_off() -> None:
+    class Careful(Net):
+        def forward(self, x: Any) -> Any:
+            x = self.one(x)
+            with torch.autocast("cpu", enabled=False):
+                x = x.float() @ self.two.weight
+            with torch.no_grad():
+                size = x.norm()
+            return self.two(x / size)
+
+    model = Careful(nn.Tanh())
+    stages = split(trace(model, X), {"two": 1})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, expected = run(stages, X), model(**X)
+    assert torch.equal(output, expected)
+    for one, other in zip(
+        torch.autograd.grad(output.sum(), list(model.parameters()), allow_unused=True),
+        torch.autograd.grad(expected.sum(), list(model.parameters()), allow_unused=True),
+        strict=True,
+    ):
+        assert one is other is None or torch.equal(one, other)
+
+
+def test_tables_that_no_module_knows_are_constants() -> None:
+    class Table(Net):
+        def forward(self, x: Any) -> Any:
+            return self.two(self.one(x) + TABLE[: x.shape[1]])
+
+    model = Table(nn.Tanh())
+    found = trace(model, X)
+    assert torch.equal(run(split(found, {"two": 1}), X), model(**X))
+
+
+TABLE = torch.arange(9.0)
+
+
+def test_arguments_that_are_left_out_and_rests_are_handed_on() -> None:
+    class Open(Net):
+        def forward(self, x: Any, bias: Any = None, **rest: Any) -> Any:
+            x = self.one(x) + rest["shift"]
+            return self.two(x if bias is None else x + bias)
+
+    model = Open(nn.Tanh())
+    inputs = {**X, "shift": torch.full((3, 4), 2.0)}
+    first, second = split(trace(model, inputs), {"two": 1})
+    assert first.inputs == ("input:shift", "input:x")
+    assert torch.equal(run([first, second], inputs), model(**inputs))
+
+
+def test_samples_come_first_in_every_tensor() -> None:
+    with pytest.raises(Untraceable, match=r"first dimension, but those are of sizes \[2, 3\]"):
+        trace(Block(lambda x, y: x), (torch.ones(3, 4), torch.ones(2, 4)))
+
+
+def test_an_example_that_does_not_fit_is_refused() -> None:
+    with pytest.raises(Untraceable, match="does not fit the arguments of forward"):
+        trace(Net(nn.Tanh()), {"y": torch.ones(3, 4)})

@@ -1,0 +1,143 @@
+"""Whether stages are the model they were cut from: one micro-batch through both, before anything is trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.stages import INPUT, OUTPUT, StageModule
+
+Loss = Callable[[Any], Any]  # of the model's output; a scalar
+
+
+def run(stages: Sequence[StageModule], inputs: Mapping[str, Any], *, detached: bool = False) -> Any:
+    """The model's output by its stages, one after the other in this process. `detached`: without autograd between them,
+    as ranks are; then each stage's own inputs are leaves."""
+    values = {INPUT + name: value for name, value in inputs.items()}
+    for stage in stages:
+        given = {name: values[name] for name in stage.inputs}
+        values |= stage({name: _leaf(value) for name, value in given.items()} if detached else given)
+    return values[OUTPUT]
+
+
+def compare(
+    model: nn.Module, stages: Sequence[StageModule], inputs: Mapping[str, Any], loss: Loss, *, tolerance: float = 1e-4
+) -> float:
+    """The largest difference of a gradient to that of the unsplit model, relative to the largest gradient of its
+    parameter; both draw the same random numbers. Neither weights, nor gradients, nor statistics change.
+
+    PipelineError if it is above `tolerance`, with the name of the parameter: something in the model crosses from stage
+    to stage in a way that is not a value.
+    """
+    parameters = dict(model.named_parameters())
+    with _as_before(model):
+        expected = _gradients(parameters, lambda: loss(model(**inputs)))
+    with _as_before(model):
+        found = _gradients(parameters, lambda: loss(run(stages, inputs)))
+    worst, where = 0.0, ""
+    for name, wanted in expected.items():
+        if (wanted is None) != (found[name] is None):
+            raise PipelineError(f"{name} has {'no' if wanted is not None else 'a'} gradient once the model is cut")
+        if wanted is not None:
+            scale = float(wanted.abs().max()) or 1.0
+            difference = float((found[name] - wanted).abs().max()) / scale
+            if not difference <= worst:
+                worst, where = difference, name
+    if not worst <= tolerance:
+        raise PipelineError(
+            f"the gradient of {where} differs by {worst:.1e} from the unsplit model's: its code hands something on "
+            "that is no argument and no result; place the modules that share it in one stage"
+        )
+    return worst
+
+
+def mixing(nodes: Mapping[str, StageModule], inputs: Mapping[str, Any], model: nn.Module) -> list[str]:
+    """The nodes in which the samples of a batch meet each other, so that a micro-batch is not a part of a batch: found
+    by giving each, in evaluation mode, its inputs at once and in two halves. Batch statistics are not among them, since
+    evaluation takes those that were learnt.
+
+    PipelineError if the batch has fewer than two samples.
+    """
+    leaves = pytree.tree_leaves(dict(inputs))
+    samples = next((len(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()), 0)
+    if samples < 2:
+        raise PipelineError("whether samples meet each other shows only with two of them or more")
+    halves = slice(0, samples // 2), slice(samples // 2, None)
+    flags = {module: module.training for module in model.modules()}
+    found: list[str] = []
+    try:
+        with _as_before(model), torch.no_grad():
+            values = {INPUT + name: value for name, value in inputs.items()}
+            for name, node in nodes.items():
+                node.module.eval()
+                # Copies, since a node may change in place what it is given.
+                given = {key: pytree.tree_map(_copy, values[key]) for key in node.inputs}
+                parts = [
+                    {key: pytree.tree_map(_copy, _rows(given[key], samples, cut)) for key in given} for cut in halves
+                ]
+                made = node(given)
+                for part, cut in zip(parts, halves, strict=True):
+                    result = node(part)
+                    if name not in found and not all(
+                        _alike(_rows(made[key], samples, cut), result[key]) for key in made
+                    ):
+                        found.append(name)
+                values |= made
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+    return found
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _rows(value: Any, samples: int, cut: slice) -> Any:
+    def rows(leaf: Any) -> Any:
+        return leaf[cut] if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == samples else leaf
+
+    return pytree.tree_map(rows, value)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
+    return all(
+        not isinstance(a, torch.Tensor)
+        or (a.shape == b.shape and torch.allclose(a.double(), b.double(), rtol=1e-3, atol=1e-5, equal_nan=True))
+        for a, b in pairs
+    )
+
+
+def _leaf(value: Any) -> Any:
+    def leaf(item: Any) -> Any:
+        return item.detach().requires_grad_(item.requires_grad) if isinstance(item, torch.Tensor) else item
+
+    return pytree.tree_map(leaf, value)
+
+
+def _gradients(parameters: Mapping[str, Any], run: Callable[[], Any]) -> dict[str, Any]:
+    learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    with torch.enable_grad():
+        found = torch.autograd.grad(run(), list(learning.values()), allow_unused=True)
+    return dict(zip(learning, found, strict=True))
+
+
+@contextlib.contextmanager
+def _as_before(model: nn.Module) -> Iterator[None]:
+    """Random numbers and buffers are afterwards what they were."""
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"}
+    with torch.random.fork_rng(sorted(devices)):
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for name, buffer in model.named_buffers():
+                    buffer.copy_(kept[name])

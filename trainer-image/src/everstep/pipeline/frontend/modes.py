@@ -1,0 +1,102 @@
+"""One record for training and evaluation: what differs only in a number is chosen when it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from everstep.pipeline.frontend.record import Call, Op, Record
+from everstep.pipeline.frontend.refs import Constant, Slice, Template, Value, is_reference
+
+DIFFERS = "it does something else in evaluation than in training"
+
+
+class _Differ(Exception):
+    """Two calls do not match."""
+
+
+def merge(one: Record, other: Record) -> bool:
+    """Gives the operations of `one` the inputs that they have in `other`, recorded with all training flags the other
+    way. Calls that differ in more are never cut; False if the model itself does."""
+    try:
+        _Merge(one.constants, other.constants).call(one.root, other.root)
+    except _Differ:
+        return False
+    return True
+
+
+class _Merge:
+    def __init__(self, constants: list[Any], others: list[Any]) -> None:
+        place = {id(tensor): index for index, tensor in enumerate(constants)}
+        self.constants = {index: place.get(id(tensor)) for index, tensor in enumerate(others)}
+        self.values: dict[int, int] = {}  # of `other` to those of `one`
+
+    def call(self, one: Call, other: Call) -> None:
+        """_Differ if even what goes in and out is not the same."""
+        kept = dict(self.values)
+        try:
+            self.body(one, other)
+        except _Differ:
+            if not one.path or one.outputs is None or other.outputs is None:
+                raise
+            one.whole = one.whole or DIFFERS
+            self.values = kept
+        if one.inputs is not None and other.inputs is not None:
+            one.other = self.inputs(one.inputs, other.inputs)
+        if one.outputs is not None and other.outputs is not None:
+            self.outputs(one.outputs, other.outputs)
+
+    def body(self, one: Call, other: Call) -> None:
+        if len(one.body) != len(other.body) or bool(one.opaque) != bool(other.opaque):
+            raise _Differ
+        for a, b in zip(one.body, other.body, strict=True):
+            if isinstance(a, Call) and isinstance(b, Call) and a.path == b.path:
+                self.call(a, b)
+            elif isinstance(a, Op) and isinstance(b, Op) and a.name == b.name:
+                a.other = self.inputs(a.inputs, b.inputs)
+                a.draws = a.draws or b.draws
+                self.outputs(a.outputs, b.outputs)
+            else:
+                raise _Differ
+
+    def inputs(self, one: Template, other: Template) -> Template:
+        """`other` in the words of `one`; None if they are equal."""
+        (a, spec), (b, other_spec) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+        if spec != other_spec:
+            raise _Differ
+        found = [self.translate(leaf) for leaf in b]
+        for left, right in zip(a, found, strict=True):
+            if left is not right and (is_reference(left) or is_reference(right)) and left != right:
+                raise _Differ
+        same = all(left is right or _equal(left, right) for left, right in zip(a, found, strict=True))
+        return None if same else pytree.tree_unflatten(found, spec)
+
+    def outputs(self, one: Template, other: Template) -> None:
+        (a, spec), (b, other_spec) = pytree.tree_flatten(one), pytree.tree_flatten(other)
+        if spec != other_spec:
+            raise _Differ
+        for left, right in zip(a, b, strict=True):
+            if isinstance(left, Value) and isinstance(right, Value):
+                if self.values.setdefault(right.index, left.index) != left.index:
+                    raise _Differ
+            elif is_reference(left) != is_reference(right) or (is_reference(left) and left != right):
+                raise _Differ
+
+    def translate(self, leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            if leaf.index not in self.values:
+                raise _Differ
+            return Value(self.values[leaf.index])
+        if isinstance(leaf, Constant):
+            index = self.constants[leaf.index]
+            if index is None:
+                raise _Differ
+            return Constant(index)
+        if isinstance(leaf, Slice):
+            return Slice(*(self.translate(part) for part in (leaf.start, leaf.stop, leaf.step)))
+        return leaf
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return type(one) is type(other) and bool(one == other)

@@ -1,0 +1,98 @@
+"""What torch does not tell a tracer by itself: calls of modules and of custom functions, and autocast."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
+
+
+class Listener(Protocol):
+    """`busy`: whether what happens now is inside something that is recorded already."""
+
+    busy: bool
+    autocasts: list[tuple[str, Any, bool]]
+    drawn: bool
+
+    def call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
+    def function(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any: ...
+
+
+@contextlib.contextmanager
+def listening(listener: Listener) -> Iterator[None]:
+    """While inside, the listener hears of every module call, custom function and autocast of this process."""
+    with _modules(listener), _functions(listener), _autocast(listener), _Draws(listener):
+        yield
+
+
+@contextlib.contextmanager
+def _modules(listener: Listener) -> Iterator[None]:
+    original = nn.Module.__call__
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if listener.busy:
+            return original(module, *args, **kwargs)
+        return listener.call(original, module, args, kwargs)
+
+    nn.Module.__call__ = call
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original
+
+
+@contextlib.contextmanager
+def _functions(listener: Listener) -> Iterator[None]:
+    original = torch.autograd.Function.__dict__["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        bound = original.__get__(None, cls)
+        if listener.busy:
+            return bound(*args, **kwargs)
+        if cls is CheckpointFunction:  # only the way its backward goes differs from a plain call
+            return args[0](*args[2:])
+        return listener.function(cls, bound, args, kwargs)
+
+    torch.autograd.Function.apply = classmethod(apply)
+    try:
+        yield
+    finally:
+        torch.autograd.Function.apply = original
+
+
+@contextlib.contextmanager
+def _autocast(listener: Listener) -> Iterator[None]:
+    kind = torch.amp.autocast_mode.autocast
+    enter, leave = kind.__enter__, kind.__exit__
+
+    def entered(self: Any) -> Any:
+        listener.autocasts.append((self.device, self.fast_dtype, self._enabled))
+        return enter(self)
+
+    def left(self: Any, *reason: Any) -> Any:
+        listener.autocasts.pop()
+        return leave(self, *reason)
+
+    kind.__enter__, kind.__exit__ = entered, left
+    try:
+        yield
+    finally:
+        kind.__enter__, kind.__exit__ = enter, leave
+
+
+class _Draws(TorchDispatchMode):  # type: ignore[misc]  # torch is not where types are checked
+    """Says when an operation draws random numbers."""
+
+    def __init__(self, listener: Listener) -> None:
+        super().__init__()
+        self.listener = listener
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.listener.drawn = True
+        return func(*args, **(kwargs or {}))

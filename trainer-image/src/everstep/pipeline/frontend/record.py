@@ -1,0 +1,124 @@
+"""What a model did with one example: a tree of module calls, and the operations between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.refs import Template, Value, references
+from everstep.pipeline.frontend.sizes import Shape, Sizes
+
+
+class Untraceable(PipelineError):
+    """The model cannot be looked into; the message says where and why."""
+
+
+@dataclass(eq=False)
+class Op:
+    """One call of a function of torch, or of a custom autograd function.
+
+    `at`: its place in time; `touches`, `mutates`: the memory it used, and changed; `draws`: random numbers;
+    `grad`: whether autograd was on; `autocast`: (device type, dtype, enabled) if the model itself had set it.
+    """
+
+    name: str
+    func: Any
+    at: int
+    owner: Call
+    inputs: Template  # (args, kwargs)
+    outputs: Template = None
+    touches: frozenset[int] = frozenset()
+    mutates: frozenset[int] = frozenset()
+    draws: bool = False
+    grad: bool = True
+    autocast: tuple[str, Any, bool] | None = None
+    stage: int | None = None
+    other: Template = None  # `inputs` if the owner's training flag is the other one, where they differ
+
+
+@dataclass(eq=False)
+class Call:
+    """One call of a module. `inputs` and `outputs` are None if they hold what cannot be handed on.
+
+    `whole`: why it is never cut; `opaque`: why nobody could look into it, then `body` is empty.
+    """
+
+    path: str
+    repeat: int
+    module: Any
+    at: int
+    training: bool
+    owner: Call | None = None  # the call inside which it is
+    inputs: Template = None
+    outputs: Template = None
+    body: list[Op | Call] = field(default_factory=list)
+    whole: str = ""
+    opaque: str = ""
+    touches: frozenset[int] = frozenset()
+    mutates: frozenset[int] = frozenset()
+    stage: int | None = None
+    conditions: list[Any] = field(default_factory=list)  # what its own code had to assume of sizes
+    other: Template = None  # as in Op
+    weights: tuple[str, ...] = ()  # of an opaque call
+
+    @property
+    def name(self) -> str:
+        return f"{self.path}@{self.repeat}" if self.repeat else self.path
+
+    def calls(self) -> Iterator[Call]:
+        """The calls directly inside."""
+        return (item for item in self.body if isinstance(item, Call))
+
+    def ops(self) -> Iterator[Op]:
+        """All operations inside, in time."""
+        for item in self.body:
+            if isinstance(item, Op):
+                yield item
+            else:
+                yield from item.ops()
+
+    def all_calls(self) -> Iterator[Call]:
+        """This call and all inside."""
+        yield self
+        for call in self.calls():
+            yield from call.all_calls()
+
+
+def parts(item: Op | Call | None) -> Iterator[Op | Call]:
+    """The operations and opaque calls of which an item consists, in time."""
+    if isinstance(item, Op) or (item is not None and item.opaque):
+        yield item
+    elif item is not None:
+        for each in item.body:
+            yield from parts(each)
+
+
+def makes(item: Op | Call) -> Iterator[int]:
+    """The values that an operation or an opaque call made."""
+    return (ref.index for ref in references(item.outputs) if isinstance(ref, Value))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What is known of a tensor; `shape` holds sizes that are expressions."""
+
+    shape: Shape
+    dtype: Any
+    gradient: bool
+
+
+@dataclass(eq=False)
+class Record:
+    """Of one forward. `weights`, `constants`: the tensors that were there before; `arguments`: of each argument of the
+    model, the tensors in it by their paths; `device`: that of the example."""
+
+    root: Call
+    sizes: Sizes
+    device: Any
+    values: list[Tensor] = field(default_factory=list)
+    weights: dict[str, Any] = field(default_factory=dict)
+    constants: list[Any] = field(default_factory=list)
+    arguments: dict[str, dict[tuple[Any, ...], Tensor]] = field(default_factory=dict)
+    lasting: set[int] = field(default_factory=set)  # memory that was there before

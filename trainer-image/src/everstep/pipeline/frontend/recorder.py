@@ -1,0 +1,348 @@
+"""Runs a model on tensors without data and writes down what it does.
+
+`torch.export` finds the same edges, but as operations of ATen: which call of which module they were, and with which
+arguments, it no longer knows, and it refuses the whole model for one block that depends on data. So this listens at the
+level where modules and functions are called, and a call that cannot be followed is one opaque call.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from everstep.pipeline.frontend import opaque
+from everstep.pipeline.frontend.patches import listening
+from everstep.pipeline.frontend.placement import built_in, current
+from everstep.pipeline.frontend.record import Call, Op, Record, Tensor, Untraceable
+from everstep.pipeline.frontend.refs import Argument, Constant, Here, Ref, Size, Template, Value, Weight, template
+from everstep.pipeline.frontend.sizes import Sizes
+
+HERE = Here()
+_KINDS = ((torch.SymInt, int), (torch.SymFloat, float), (torch.SymBool, bool))
+_PLAIN = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+_DIFFERENTIATES = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
+_REPLACES = {torch.Tensor.data.__set__, torch.Tensor.grad.__set__, torch.Tensor.resize_, torch.Tensor.set_}
+# Not seen in the version of a tensor, but what comes after depends on it having been done here.
+_MARKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.requires_grad_}
+_MARKS |= {torch.Tensor.requires_grad.__set__, torch.Tensor.register_post_accumulate_grad_hook}
+_STATISTICS = {nn.functional.batch_norm, torch.batch_norm, nn.functional.instance_norm, torch.instance_norm}
+
+
+class CannotFollow(Exception):
+    """The call that is under way is opaque; the message says why."""
+
+
+class BatchFixed(BaseException):
+    """A module's own code has fixed the number of samples: it must be opaque from the beginning."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where types are checked
+    """Of one forward of `model`. `unseen`: modules that are known to be opaque, and why."""
+
+    def __init__(self, model: nn.Module, sizes: Sizes, device: torch.device, unseen: Mapping[str, str]) -> None:
+        super().__init__()
+        self.fake = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
+        self.sizes, self.device, self.unseen = sizes, device, unseen
+        self.busy = False
+        self.autocasts: list[tuple[str, Any, bool]] = []
+        self.drawn = False
+        self._paths = {id(module): name for name, module in model.named_modules()}
+        self._repeats: dict[str, int] = {}
+        self._stack: list[Call] = []
+        self._clock = 0
+        self._refs: dict[int, Ref] = {}
+        self._keep: list[Any] = []  # so that no two tensors have the same id
+        self._made: list[Any] = []  # the tensor of each value
+        self._stand_ins: dict[Ref, Any] = {}
+        self.record = Record(Call("", 0, model, 0, model.training), sizes, device)
+        self.record.weights = dict(model.named_parameters())
+        self.record.weights |= {name: each for name, each in model.named_buffers() if name not in self.record.weights}
+        for name, weight in self.record.weights.items():
+            self._refs[id(weight)] = Weight(name)
+
+    def run(self, model: nn.Module, arguments: Mapping[str, Any], call: Any) -> Record:
+        """`call(arguments)` runs the model; Untraceable if nothing can be said of it."""
+        with self.fake:
+            given = {name: self._arguments(name, value, ()) for name, value in arguments.items()}
+            with torch.enable_grad(), listening(self), self:
+                call(given)
+        self.record.values = [self._describe(tensor) for tensor in self._made]
+        for found in self.record.arguments.values():
+            for path, tensor in found.items():
+                found[path] = self._describe(tensor)
+        return self.record
+
+    # ---- what the model does ----
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.busy:
+            return func(*args, **kwargs)
+        return self._operation(_name(func), func, args, kwargs)
+
+    def function(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        """A custom autograd function, which is never looked into."""
+        self.busy = True
+        if any(isinstance(arg, nn.Module) or callable(arg) for arg in args if not isinstance(arg, torch.Tensor)):
+            self.busy = False
+            raise CannotFollow(f"{cls.__name__} is given code that it runs itself")
+        self.busy = False
+        return self._operation(cls.__name__, apply, args, kwargs)
+
+    def call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """A call of a module, whose operations are recorded inside."""
+        path = self._paths.get(id(module))
+        if path is None:
+            return original(module, *args, **kwargs)
+        call = self._begin(module, path, args, kwargs)
+        try:
+            if path in self.unseen:
+                raise CannotFollow(self.unseen[path])
+            result = original(module, *args, **kwargs)
+            self._assume()
+        except Exception as error:
+            if len(self._stack) == 1:
+                raise Untraceable(self._why(error)) from error
+            self.busy = True
+            try:
+                result = self._unseen(call, module, args, kwargs, error)
+            finally:
+                self.busy = False
+        finally:
+            self._stack.pop()
+        self.busy = True
+        call.outputs = self._handed(result)
+        self.busy = False
+        return result
+
+    def _begin(self, module: nn.Module, path: str, args: Any, kwargs: Any) -> Call:
+        self._assume()
+        self.busy = True
+        self._clock += 1
+        if self._stack:
+            repeat = self._repeats.get(path, 0)
+            self._repeats[path] = repeat + 1
+            call = Call(path, repeat, module, self._clock, module.training, self._stack[-1])
+            self._stack[-1].body.append(call)
+        else:
+            call = self.record.root
+        call.whole = _hooks(module)
+        here, built = current(), built_in(module)
+        call.stage = here if here is not None else built
+        call.inputs = self._handed((args, kwargs))
+        self._stack.append(call)
+        self.busy = False
+        return call
+
+    def _operation(self, name: str, func: Any, args: Any, kwargs: Any) -> Any:
+        self._assume()
+        self.busy = True
+        try:
+            if func in _DIFFERENTIATES:
+                raise CannotFollow(
+                    f"{name} is called in forward: a gradient of a gradient does not pass from stage to stage"
+                )
+            if func in _REPLACES:
+                raise CannotFollow(f"{name} gives a tensor other memory")
+            inputs = template((args, kwargs), self._refer)
+            self.drawn = False
+            real_args, real_kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
+            tensors = [leaf for leaf in pytree.tree_leaves((real_args, real_kwargs)) if isinstance(leaf, torch.Tensor)]
+            before = [tensor._version for tensor in tensors]
+            result = func(*real_args, **real_kwargs)
+            # What torch itself assumed, it checks whenever it runs.
+            if self.sizes.new_conditions() and self.sizes.batch_is_fixed():
+                raise BatchFixed(self._stack[-1].path)
+            mutated = [tensor for tensor, version in zip(tensors, before, strict=True) if tensor._version != version]
+            if func in _MARKS:
+                mutated.append(tensors[0])
+            if func in _STATISTICS:
+                mutated += [tensor for tensor in tensors[1:3] if not isinstance(tensor, nn.Parameter)]
+            made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            if made or mutated:
+                self._note(name, func, inputs, result, tensors, made, mutated)
+            return result
+        finally:
+            self.busy = False
+
+    def _note(
+        self, name: str, func: Any, inputs: Template, result: Any, given: list[Any], made: list[Any], mutated: list[Any]
+    ) -> None:
+        self._clock += 1
+        owner = self._stack[-1]
+        # What an operation gives is a new value even where it is the tensor that it was given: whoever uses it then
+        # depends on what was done in place, and dropout is the same in evaluation as in training.
+        for tensor in {id(tensor): tensor for tensor in made}.values():
+            if not isinstance(tensor, FakeTensor):
+                raise CannotFollow(f"{name} made a tensor that holds data")
+            self._register(tensor)
+        op = Op(name, func, self._clock, owner, inputs, template(result, self._refer), draws=self.drawn)
+        op.touches = frozenset(map(_memory, given + made))
+        op.mutates = frozenset(map(_memory, mutated))
+        op.grad = torch.is_grad_enabled()
+        op.autocast = self.autocasts[-1] if self.autocasts else None
+        op.stage = current()
+        owner.body.append(op)
+
+    # ---- what cannot be followed ----
+
+    def _unseen(self, call: Call, module: nn.Module, args: Any, kwargs: Any, error: Exception) -> Any:
+        reason = self._why(error)
+        if call.inputs is None:
+            raise CannotFollow(reason) from error
+        try:
+            stand_ins = pytree.tree_map(self._stand_in, (args, kwargs))
+            result, mutated = opaque.imagine(module, stand_ins, self.sizes, self.fake, self.device)
+        except opaque.Failed as failed:
+            raise CannotFollow(f"{reason}; and {failed}") from error
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self._register(leaf)
+        call.body, call.conditions, call.opaque, call.whole = [], [], reason, reason
+        held = [*module.parameters(), *module.buffers()]
+        call.weights = tuple(ref.name for ref in (self._refer(each) for each in held) if isinstance(ref, Weight))
+        given = [leaf for leaf in pytree.tree_leaves(stand_ins) if isinstance(leaf, torch.Tensor)]
+        buffers = [self._stand_in(buffer) for buffer in module.buffers()]
+        call.mutates = frozenset(_memory(given[index]) for index in mutated) | frozenset(map(_memory, buffers))
+        made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        call.touches = frozenset(map(_memory, given + buffers + made))
+        if self.sizes.new_conditions() and self.sizes.batch_is_fixed():
+            raise BatchFixed(call.path)
+        return result
+
+    def _why(self, error: Exception) -> str:
+        if isinstance(error, CannotFollow | Untraceable):
+            return str(error)
+        first = str(error).strip().splitlines() or [""]
+        where = self._stack[-1].path if self._stack else ""
+        return f"{where or 'the model'} cannot be run without data ({type(error).__name__}: {first[0][:200]})"
+
+    def _assume(self) -> None:
+        """Conditions on sizes that came up since the last operation are those of the module's own code."""
+        if not self._stack or self.busy:
+            return
+        found = self.sizes.new_conditions()
+        if found and self.sizes.batch_is_fixed():
+            raise BatchFixed(self._stack[-1].path)
+        self._stack[-1].conditions += found
+
+    # ---- tensors ----
+
+    def _register(self, tensor: Any) -> None:
+        self._refs[id(tensor)] = Value(len(self._made))
+        self._made.append(tensor)
+
+    def _refer(self, leaf: Any) -> Any:
+        """What stands for a leaf in a template; CannotFollow for a tensor that came from nowhere."""
+        if isinstance(leaf, torch.Tensor):
+            if id(leaf) not in self._refs:
+                if isinstance(leaf, FakeTensor):
+                    raise CannotFollow("a tensor comes from code that cannot be heard")
+                self._refs[id(leaf)] = Constant(len(self.record.constants))
+                self.record.constants.append(leaf)
+                self._keep.append(leaf)
+            return self._refs[id(leaf)]
+        for symbolic, kind in _KINDS:
+            if isinstance(leaf, symbolic):
+                known = leaf.node.maybe_as_int() if kind is int else None
+                return known if known is not None else Size(leaf.node.expr, kind)
+        if isinstance(leaf, torch.device):
+            same = leaf.type == self.device.type and leaf.index in (None, self.device.index)
+            return HERE if same else leaf
+        return leaf
+
+    def _handed(self, structure: Any) -> Template:
+        """What a module was given or gave; None if there is something in it that cannot be made again."""
+        try:
+            found = template(structure, self._refer)
+        except CannotFollow:
+            return None
+        for leaf in pytree.tree_leaves(structure):
+            if isinstance(leaf, (torch.Tensor, *_PLAIN, slice, torch.Size, *(kind for kind, _ in _KINDS))):
+                continue
+            if not callable(leaf) and not isinstance(leaf, enum.Enum) and hasattr(leaf, "__dict__"):
+                return None
+        return found
+
+    def _stand_in(self, leaf: Any) -> Any:
+        """For a tensor with data, one without."""
+        if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
+            return leaf
+        ref = self._refs[id(leaf)] if id(leaf) in self._refs else self._refer(leaf)
+        if ref not in self._stand_ins:
+            if type(leaf) not in (torch.Tensor, nn.Parameter):
+                raise CannotFollow(f"{ref} is a {type(leaf).__name__}, not a plain tensor")
+            device = self.device if leaf.device.type == "meta" else leaf.device
+            with torch.no_grad():
+                made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=device)
+            if isinstance(leaf, nn.Parameter):
+                made = nn.Parameter(made, requires_grad=leaf.requires_grad)
+            self._stand_ins[ref] = made
+            self._refs[id(made)] = ref
+            self.record.lasting.add(_memory(made))
+        return self._stand_ins[ref]
+
+    def _arguments(self, name: str, value: Any, path: tuple[Any, ...]) -> Any:
+        """The example's argument without its data, with sizes that may change."""
+        if isinstance(value, dict):
+            return {key: self._arguments(name, each, (*path, key)) for key, each in value.items()}
+        if isinstance(value, list | tuple) and type(value) in (list, tuple):
+            return type(value)(self._arguments(name, each, (*path, at)) for at, each in enumerate(value))
+        if not isinstance(value, torch.Tensor):
+            return value
+        sizes = [self.sizes.symbol(size) for size in value.shape[1:]]
+        first = [self.sizes.batch_size] if value.dim() else []
+        made = torch.empty(first + sizes, dtype=value.dtype, device=self.device)
+        self._refs[id(made)] = Argument(name, path)
+        self._keep.append(made)
+        self.record.lasting.add(_memory(made))
+        self.record.arguments.setdefault(name, {})[path] = made  # described when all is known
+        return made
+
+    def _describe(self, tensor: Any) -> Tensor:
+        return Tensor(self.sizes.shape(tensor), tensor.dtype, bool(tensor.requires_grad))
+
+
+def _memory(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _name(func: Any) -> str:
+    name = getattr(func, "__name__", type(func).__name__)
+    if name in ("__get__", "__set__"):
+        name = getattr(func.__self__, "__name__", name)
+    return name.strip("_") + "_" * (not name.startswith("_") and name.endswith("_"))
+
+
+def _hooks(module: nn.Module) -> str:
+    """Why a module runs as one, if it does: hooks see what it is given and what it gives."""
+    found = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "it has hooks" if any(getattr(module, name) for name in found) else ""
+
+
+def taken(tensors: Iterable[Any]) -> set[int]:
+    """All sizes that these tensors have."""
+    return {size for tensor in tensors for size in tensor.shape}

@@ -1,0 +1,168 @@
+"""What a recorded call was given, as data: structures in which a reference stands for each tensor, size and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor that an operation made, by its place in the record."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Argument:
+    """A tensor in an argument of the model; `path` leads to it through dictionaries, lists and tuples."""
+
+    name: str
+    path: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Weight:
+    """A parameter or a buffer, by the first of its names."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A tensor that was there before the call and that no module has registered."""
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number that follows from the shapes of the arguments: a sympy expression, to be made a `kind`."""
+
+    expr: Any
+    kind: type
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """The device that the model is on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A slice with references in it."""
+
+    start: Any
+    stop: Any
+    step: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A torch.Size with references in it."""
+
+    parts: tuple[Any, ...]
+
+
+Ref = Value | Argument | Weight | Constant | Size | Here
+Template = Any  # a structure with references for leaves
+
+
+@dataclass(slots=True)
+class Frame:
+    """What references stand for while one micro-batch is in a stage."""
+
+    values: dict[int, Any]
+    arguments: dict[str, Any]
+    device: Any
+    sizes: dict[Any, Any] = field(default_factory=dict)
+
+
+Maker = Callable[[Frame], Any]
+
+
+def template(structure: Any, refer: Callable[[Any], Any]) -> Template:
+    """`structure` with `refer(leaf)` in the place of each leaf."""
+
+    def leaf(item: Any) -> Any:
+        if isinstance(item, slice):
+            ends = leaf(item.start), leaf(item.stop), leaf(item.step)
+            return Slice(*ends) if any(map(is_reference, ends)) else item
+        if isinstance(item, torch.Size):
+            parts = tuple(map(leaf, item))
+            return Shape(parts) if any(map(is_reference, parts)) else item
+        return refer(item)
+
+    return pytree.tree_map(leaf, structure)
+
+
+def is_reference(item: Any) -> bool:
+    return isinstance(item, Value | Argument | Weight | Constant | Size | Here | Slice | Shape)
+
+
+def references(found: Template) -> Iterator[Ref]:
+    """All references in a template, those in slices too."""
+    for leaf in pytree.tree_leaves(found):
+        if isinstance(leaf, Slice):
+            yield from (part for part in (leaf.start, leaf.stop, leaf.step) if is_reference(part))
+        elif isinstance(leaf, Shape):
+            yield from filter(is_reference, leaf.parts)
+        elif is_reference(leaf):
+            yield leaf
+
+
+def maker(found: Template, bind: Callable[[Ref], Maker]) -> Maker:
+    """A function that makes the structure anew, with what `bind(reference)` finds in a frame."""
+    if isinstance(found, Slice):
+        start, stop, step = (maker(part, bind) for part in (found.start, found.stop, found.step))
+        return lambda frame: slice(start(frame), stop(frame), step(frame))
+    if isinstance(found, Shape):
+        return maker(found.parts, bind)
+    if is_reference(found):
+        return bind(found)
+    if pytree.tree_is_leaf(found) or (_hashable(found) and not any(True for _ in references(found))):
+        return lambda frame: found
+    if type(found) is tuple:
+        parts = [maker(part, bind) for part in found]
+        return lambda frame: tuple([part(frame) for part in parts])
+    if type(found) is dict:
+        items = {key: maker(part, bind) for key, part in found.items()}
+        return lambda frame: {key: part(frame) for key, part in items.items()}
+    leaves, spec = pytree.tree_flatten(found)
+    makers = [maker(leaf, bind) for leaf in leaves]
+    return lambda frame: pytree.tree_unflatten([make(frame) for make in makers], spec)
+
+
+def _hashable(found: Any) -> bool:
+    """Whether nobody can change it, and it needs not be made anew each time."""
+    try:
+        hash(found)
+    except TypeError:
+        return False
+    return True
+
+
+def binder(found: Template) -> Callable[[Any, Frame], None]:
+    """A function that puts the tensors of a result into a frame, under the values that the template names."""
+    if isinstance(found, Value):
+        index = found.index
+
+        def put(result: Any, frame: Frame) -> None:
+            frame.values[index] = result
+
+        return put
+    leaves = pytree.tree_leaves(found)
+    wanted = [(place, leaf.index) for place, leaf in enumerate(leaves) if isinstance(leaf, Value)]
+    if not wanted:
+        return lambda result, frame: None
+
+    def put_all(result: Any, frame: Frame) -> None:
+        tensors = pytree.tree_leaves(result)
+        for place, index in wanted:
+            frame.values[index] = tensors[place]
+
+    return put_all

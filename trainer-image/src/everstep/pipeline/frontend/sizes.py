@@ -1,0 +1,147 @@
+"""Sizes that may change from batch to batch: symbols while a model is traced, numbers when a stage runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+from everstep.pipeline.errors import PipelineError
+
+Shape = tuple[Any, ...]  # of ints and sympy expressions
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a stage finds a symbol: in dimension `dim` of a tensor, where the size is `factor` · symbol + `offset`."""
+
+    symbol: Any
+    tensor: Any
+    dim: int
+    factor: int = 1
+    offset: int = 0
+
+
+class Sizes:
+    """The symbols of one trace. `batch`: that of the samples; its value while tracing is a prime that nothing else has,
+    so that no code takes another size for it."""
+
+    def __init__(self, taken: Iterable[int]) -> None:
+        self.env = ShapeEnv(
+            allow_scalar_outputs=False,
+            allow_dynamic_output_shape_ops=False,
+            specialize_zero_one=False,
+            duck_shape=False,
+        )
+        others = set(taken)
+        self.hint = next(prime for prime in sympy.primerange(7, 10_000) if prime not in others)
+        self._count = 0
+        self.batch_size = self.symbol(self.hint)
+        self.batch = self.batch_size.node.expr
+        self._seen = 0
+
+    def symbol(self, hint: int) -> Any:
+        """A new torch.SymInt with a symbol of its own."""
+        self._count += 1
+        source = ConstantSource(f"size{self._count}")
+        made = self.env.create_symbol(
+            hint, source=source, dynamic_dim=DimDynamic.DYNAMIC, constraint_dim=None, do_not_specialize_zero_one=True
+        )
+        return self.env.create_symintnode(made, hint=hint, source=source)
+
+    def simplify(self, expr: Any) -> Any:
+        """With what was found out since: sizes that turned out equal, or fixed."""
+        found = self.env.simplify(expr)
+        return int(found) if getattr(found, "is_Integer", False) else found
+
+    def shape(self, tensor: Any) -> Shape:
+        return tuple(
+            self.simplify(size.node.expr) if isinstance(size, torch.SymInt) else int(size) for size in tensor.shape
+        )
+
+    def new_conditions(self) -> list[Any]:
+        """What had to be assumed since this was last asked."""
+        found = [guard.expr for guard in self.env.guards[self._seen :]]
+        self._seen = len(self.env.guards)
+        return found
+
+    def batch_is_fixed(self) -> bool:
+        return isinstance(self.simplify(self.batch), int)
+
+    def hints(self, samples: int) -> dict[Any, int]:
+        """What the symbols are in the example, if it had so many samples."""
+        values = {symbol: int(value) for symbol, value in self._backed().items()}
+        values[self.batch] = samples
+        return values
+
+    def _backed(self) -> Mapping[Any, Any]:
+        found: Mapping[Any, Any] = getattr(self.env, "backed_var_to_val", None) or self.env.var_to_val
+        return found
+
+
+def evaluate(expr: Any, values: Mapping[Any, int]) -> Any:
+    """A number, or a boolean, from an expression and its symbols' values."""
+    if isinstance(expr, int | float | bool):
+        return expr
+    found = expr.xreplace({symbol: sympy.Integer(value) for symbol, value in values.items()})
+    if found.is_Boolean or found in (sympy.true, sympy.false):
+        return bool(found)
+    return int(found) if found.is_integer else float(found)
+
+
+def symbols_of(exprs: Iterable[Any]) -> set[Any]:
+    return {symbol for expr in exprs if hasattr(expr, "free_symbols") for symbol in expr.free_symbols}
+
+
+def places(wanted: Iterable[Any], tensors: Mapping[Any, Shape]) -> list[Place]:
+    """Where each symbol can be read off; PipelineError if one cannot."""
+    found = []
+    for symbol in sorted(wanted, key=str):
+        place = _place(symbol, tensors)
+        if place is None:
+            raise PipelineError(
+                f"a stage needs the size {symbol}, but none of its values shows it: cut elsewhere, or place the "
+                "operations that need it with the stage that knows it"
+            )
+        found.append(place)
+    return found
+
+
+def seen(symbols: Iterable[Any], tensors: Mapping[Any, Shape]) -> bool:
+    """Whether all of them can be read off these tensors."""
+    return all(_place(symbol, tensors) is not None for symbol in symbols)
+
+
+def _place(symbol: Any, tensors: Mapping[Any, Shape]) -> Place | None:
+    linear = None
+    for name, shape in tensors.items():
+        for dim, size in enumerate(shape):
+            if size == symbol:
+                return Place(symbol, name, dim)
+            if linear is None and getattr(size, "free_symbols", None) == {symbol}:
+                factor, offset = _line(size, symbol)
+                if factor:
+                    linear = Place(symbol, name, dim, factor, offset)
+    return linear
+
+
+def _line(size: Any, symbol: Any) -> tuple[int, int]:
+    """factor and offset of a size that is linear in its symbol; (0, 0) of any other."""
+    factor, offset = sympy.diff(size, symbol), size.subs(symbol, 0)
+    return (int(factor), int(offset)) if factor.is_Integer and offset.is_Integer else (0, 0)
+
+
+def solve(found: Sequence[Place], shapes: Mapping[Any, Sequence[int]]) -> dict[Any, int]:
+    """The symbols' values; PipelineError if a size is none of this model's."""
+    values = {}
+    for place in found:
+        size = shapes[place.tensor][place.dim] - place.offset
+        if size % place.factor:
+            raise PipelineError(f"dimension {place.dim} of {place.tensor} is {size + place.offset}, which cannot be")
+        values[place.symbol] = size // place.factor
+    return values

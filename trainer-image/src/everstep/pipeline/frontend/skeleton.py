@@ -1,0 +1,126 @@
+"""What is left of a model in one stage: its original modules and parameters under their original names, no others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Skeleton(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Stands for a module of which a stage has only a part; it holds that part, and is not called."""
+
+
+class Drawing(nn.Module):  # type: ignore[misc]
+    """An operation of the model's own code that draws random numbers: a module, to have a sequence of its own."""
+
+    def forward(self, func: Any, args: Any, kwargs: Any) -> Any:
+        return func(*args, **kwargs)
+
+
+def skeleton(model: nn.Module, modules: Iterable[str], owners: Iterable[str], weights: Iterable[str]) -> nn.Module:
+    """`modules` whole; of the `owners`, a skeleton each; the `weights` by their first names, wherever else they are.
+
+    Everything is registered in the order of the model, and a shared weight under all of its names, so that it has the
+    same first name, and the same names in a state dictionary, in every stage.
+    """
+    whole = set(modules)
+    if "" in whole:
+        return model
+    both = (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    names = [(name, id(tensor)) for each in both for name, tensor in each]
+    chosen = set(weights)
+    shared = {tensor for name, tensor in names if name in chosen}
+    wanted = {name for name, tensor in names if tensor in shared}
+    parents = {path for name in (*whole, *owners, *wanted) for path in _parents(name)} | set(owners)
+    root = Skeleton()
+    root.training = model.training
+    _fill(root, model, "", whole, parents - {""}, wanted)
+    return root
+
+
+def _fill(
+    made: nn.Module,
+    original: nn.Module,
+    path: str,
+    whole: set[str],
+    parents: set[str],
+    weights: set[str],
+) -> None:
+    for name, parameter in original._parameters.items():
+        if parameter is not None and _join(path, name) in weights:
+            made.register_parameter(name, parameter)
+    for name, buffer in original._buffers.items():
+        if buffer is not None and _join(path, name) in weights:
+            made.register_buffer(name, buffer, persistent=name not in original._non_persistent_buffers_set)
+    for name, child in original._modules.items():
+        below = _join(path, name)
+        if child is None:
+            continue
+        if below in whole:
+            made.add_module(name, child)
+        elif below in parents:
+            part = Skeleton()
+            part.training = child.training
+            made.add_module(name, part)
+            _fill(part, child, below, whole, parents, weights)
+
+
+def joined(parts: Sequence[nn.Module]) -> nn.Module:
+    """One module with all that is in the skeletons of several stages, under the same names."""
+    if len(parts) == 1:
+        return parts[0]
+    made = Skeleton()
+    made.training = parts[0].training
+    for part in parts:
+        _join_into(made, part)
+    return made
+
+
+def _join_into(made: nn.Module, part: nn.Module) -> None:
+    for name, parameter in part._parameters.items():
+        if name not in made._parameters:
+            made.register_parameter(name, parameter)
+    for name, buffer in part._buffers.items():
+        if name not in made._buffers:
+            made.register_buffer(name, buffer, persistent=name not in part._non_persistent_buffers_set)
+    for name, child in part._modules.items():
+        before = made._modules.get(name)
+        if child is None or (before is not None and not isinstance(before, Skeleton)):
+            continue  # the original module is there, with all that is in it
+        if isinstance(child, Skeleton):
+            own = Skeleton()  # never a stage's, which keeps what it has
+            own.training = child.training
+            for each in (before, child):
+                if each is not None:
+                    _join_into(own, each)
+            made.add_module(name, own)
+        else:
+            made._modules[name] = child
+
+
+def weight_holder(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where a weight is, so that whoever replaces it there replaces it for everybody."""
+    path, _, last = name.rpartition(".")
+    holder = module.get_submodule(path)
+    return (holder._parameters if last in holder._parameters else holder._buffers), last
+
+
+def share(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Puts `new` wherever in `module` the tensor `old` is."""
+    for each in module.modules():
+        for held in (each._parameters, each._buffers):
+            for name, tensor in held.items():
+                if tensor is old:
+                    held[name] = new
+
+
+def _parents(name: str) -> list[str]:
+    parts = name.split(".")
+    return [".".join(parts[:count]) for count in range(len(parts))]
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

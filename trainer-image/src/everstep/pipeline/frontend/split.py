@@ -1,0 +1,310 @@
+"""Cuts a traced model: for each stage, the largest calls of original modules that are wholly its own."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend import placement
+from everstep.pipeline.frontend.record import Call, Op, makes, parts
+from everstep.pipeline.frontend.refs import (
+    Argument,
+    Constant,
+    Frame,
+    Here,
+    Maker,
+    Ref,
+    Size,
+    Template,
+    Value,
+    Weight,
+    binder,
+    maker,
+    references,
+)
+from everstep.pipeline.frontend.sizes import places, seen, symbols_of
+from everstep.pipeline.frontend.skeleton import Drawing, skeleton, weight_holder
+from everstep.pipeline.frontend.stages import INPUT, StageModule, Step
+from everstep.pipeline.frontend.trace import Traced
+from everstep.pipeline.frontend.tree import Tree
+from everstep.pipeline.frontend.units import OUTPUT, Item, Unit
+
+
+def split(model: Traced | Tree, stage_of: Mapping[str, int] | None = None) -> list[StageModule]:
+    """The stages, in order. `stage_of` names nodes, or modules with all that is in them; the rest follows, as
+    `placement.complete` says. None: what `with pipeline.stage(i)` has placed.
+
+    They share their modules with the model. PipelineError if the placement cannot be.
+    """
+    if isinstance(model, Tree):
+        return model.split(stage_of or {})
+    chosen = placement.complete(model.graph, model.manual if stage_of is None else stage_of)
+    last = max(chosen.values())
+    if chosen[OUTPUT] != last:
+        raise PipelineError(f"the model's output is in stage {chosen[OUTPUT]}, it must be in the last, {last}")
+    cuts = [_Cut(model, chosen, index) for index in range(last + 1)]
+    # What nobody uses is in the first stage, so that checkpoints are complete.
+    cuts[0].unused = set(model.record.weights).difference(*(cut.holds() for cut in cuts))
+    return [cut.stage() for cut in cuts]
+
+
+def node_modules(model: Traced) -> dict[str, StageModule]:
+    """Each node as a stage of its own, to be measured; the values of in-place operations are then no leaves."""
+    chosen = {unit.name: index for index, unit in enumerate(model.units.all)}
+    return {unit.name: _Cut(model, chosen, index).stage() for index, unit in enumerate(model.units.all)}
+
+
+class _Cut:
+    """One stage in the making."""
+
+    def __init__(self, model: Traced, stage_of: Mapping[str, int], index: int) -> None:
+        self.model, self.index = model, index
+        self.record, self.units = model.record, model.units
+        self.own = [unit for unit in self.units.all if stage_of[unit.name] == index]
+        self.mine, self.alive = set(self.own), set(self.units.all)
+        self.made = {value for unit in self.own for value in self._made(unit)}
+        self.given = {value for unit in self.own for value in unit.reads} - self.made - self.units.free.keys()
+        self.opened: list[Call] = []  # calls of which it has only a part
+        self.unused: set[str] = set()  # weights that no stage uses, and that this one keeps
+        self.items = self._with_free(list(self._items(self.record.root, whole=True)))
+
+    def stage(self) -> StageModule:
+        items = self.items
+        has_output = any(unit.name == OUTPUT for unit in self.own)
+        names = {value: name for unit in self.units.all for name, value in unit.values.items()}
+        module, drawing = self._module(items)
+        bind = self._binder(module)
+        result = self.record.root.outputs if has_output else None
+        sizes = self._sizes(items, result)
+        arguments, known = self._known(sizes)
+        inputs: dict[str, int | None] = {INPUT + name: None for name in arguments}
+        inputs |= {names[value]: value for value in sorted(self.given)}
+        used = {value for unit in self.units.all if unit not in self.mine for value in unit.reads}
+        outputs = {names[value]: value for value in sorted(self.made & used)}
+        keep = set(outputs.values()) | {ref.index for ref in references(result) if isinstance(ref, Value)}
+        steps = [self._step(item, module, bind, forget, drawing) for item, forget in self._forgetting(items, keep)]
+        conditions = [self.record.sizes.simplify(each) for call in self.opened for each in call.conditions]
+        # A condition on sizes that this stage does not see is another's: some stage reads each argument.
+        conditions = [each for each in conditions if seen(symbols_of([each]), known)]
+        wanted = symbols_of([*(size.expr for size in sizes), *conditions])
+        return StageModule(
+            self.index,
+            module,
+            inputs,
+            outputs,
+            steps,
+            maker(result, bind) if has_output else None,
+            places(wanted, known),
+            sizes,
+            conditions,
+            self.model.both,
+        )
+
+    def _known(self, sizes: Iterable[Size]) -> tuple[list[str], dict[Any, Any]]:
+        """The arguments that it reads, and the shapes of all that it is given. Where those do not show a size that it
+        needs, as of positions without a text, it reads an argument that does."""
+        arguments = {name for unit in self.own for name in unit.arguments}
+        shapes: dict[str, dict[Any, Any]] = {
+            name: {Argument(name, path): each.shape for path, each in found.items()}
+            for name, found in self.record.arguments.items()
+        }
+        known: dict[Any, Any] = {Value(index): self.record.values[index].shape for index in self.given}
+        for name in arguments:
+            known |= shapes.get(name, {})
+        for symbol in sorted(symbols_of(size.expr for size in sizes), key=str):
+            if not seen([symbol], known):
+                shown = next((name for name in sorted(shapes) if seen([symbol], shapes[name])), None)
+                if shown is not None:
+                    arguments.add(shown)
+                    known |= shapes[shown]
+        return sorted(arguments), known
+
+    # ---- which calls ----
+
+    def _items(self, call: Call, *, whole: bool = False) -> Iterable[Item]:
+        if whole and self._as_it_was(call):
+            yield call
+            return
+        self.opened.append(call)
+        for item in call.body:
+            unit = self.units.of.get(item) if isinstance(item, Op) else None
+            if unit is not None:
+                if unit.item is item and unit in self.mine:
+                    yield item
+            elif isinstance(item, Call):
+                units = set(self._units(item))
+                if units & self.mine:
+                    if self._as_it_was(item) or any(unit.item is item for unit in units):
+                        yield item
+                    else:
+                        yield from self._items(item)
+
+    def _units(self, call: Call) -> Iterable[Unit]:
+        """The units of which something is inside."""
+        return (unit for part in parts(call) if (unit := self.units.of.get(part)) in self.alive and unit is not None)
+
+    def _as_it_was(self, call: Call) -> bool:
+        """Whether the original module can run: all that is inside is here, and all that it is given."""
+        if call not in self.units.repeatable or any(unit not in self.mine for unit in self._units(call)):
+            return False
+        given = {ref.index for ref in references(call.inputs) if isinstance(ref, Value)}
+        here = self.made | self.given | self.units.free.keys()
+        arguments = {ref.name for ref in references(call.inputs) if isinstance(ref, Argument)}
+        return given <= here and arguments <= {name for unit in self.own for name in unit.arguments}
+
+    def _made(self, unit: Unit) -> Iterable[int]:
+        return (index for part in parts(unit.item) for index in makes(part) if self.units.makers[index] is part)
+
+    def _with_free(self, items: list[Item]) -> list[Item]:
+        """With the operations on sizes and constants that these need, wherever else they are done too."""
+        chosen = dict.fromkeys(items)
+        inside = {op for item in items if isinstance(item, Call) for op in item.ops()}
+        waiting: list[Template] = [item.inputs for item in items]
+        if any(unit.name == OUTPUT for unit in self.own):
+            waiting.append(self.record.root.outputs)
+        given_by_calls = {
+            ref.index
+            for item in items
+            if isinstance(item, Call)
+            for ref in references(item.outputs)
+            if isinstance(ref, Value)
+        }
+        while waiting:
+            for ref in references(waiting.pop()):
+                if isinstance(ref, Value) and ref.index in self.units.free and ref.index not in given_by_calls:
+                    op = self.units.free[ref.index]
+                    if op not in chosen and op not in inside:
+                        chosen[op] = None
+                        waiting.append(op.inputs)
+        return sorted(chosen, key=lambda item: item.at)
+
+    # ---- what they become ----
+
+    def _module(self, items: Iterable[Item]) -> tuple[Any, dict[Item, Drawing]]:
+        whole = {item.path for item in items if isinstance(item, Call)}
+        owners = {item.owner.path for item in items if isinstance(item, Op)}
+        module = skeleton(self.model.model, whole, owners, self._weights() | self.unused)
+        drawing: dict[Item, Drawing] = {}
+        for item in items:
+            if isinstance(item, Op) and item.draws:
+                holder = module.get_submodule(item.owner.path)
+                drawing[item] = Drawing()
+                drawing[item].training = holder.training
+                holder.add_module(
+                    f"{self.units.of[item].name.rpartition(':')[2]}".replace(".", "_") + "_drawing", drawing[item]
+                )
+        return module, drawing
+
+    def _weights(self) -> set[str]:
+        used = {name for unit in self.own for name in unit.weights}
+        return used | {ref.name for item in self.items for ref in references(item.inputs) if isinstance(ref, Weight)}
+
+    def holds(self) -> set[str]:
+        """All weights of this stage, by their first names: those that it uses, and the others of its modules."""
+        first = {id(weight): name for name, weight in self.record.weights.items()}
+        modules = [item.module for item in self.items if isinstance(item, Call)]
+        inside = {first[id(each)] for module in modules for each in (*module.parameters(), *module.buffers())}
+        return self._weights() | inside
+
+    def _step(
+        self,
+        item: Item,
+        module: Any,
+        bind: Callable[[Ref], Maker],
+        forget: Iterable[int],
+        drawing: Mapping[Item, Drawing],
+    ) -> Step:
+        templates = {True: item.inputs, False: item.inputs}
+        call = item if isinstance(item, Call) else item.owner
+        if item.other is not None:
+            templates[not call.training] = item.other
+        inputs = {flag: maker(found, bind) for flag, found in templates.items()}
+        put = binder(item.outputs)
+        if isinstance(item, Call):
+            return Step(item.name, item.module, item.module, inputs, put, tuple(forget))
+        func = item.func
+        if item in drawing:
+            func = partial(_draw, drawing[item], func)
+        owner = module.get_submodule(item.owner.path)
+        unit = self.units.of.get(item)
+        name = unit.name if unit is not None else f"{item.owner.name}:{item.name}"
+        return Step(name, func, owner, inputs, put, tuple(forget), _context(item))
+
+    def _binder(self, module: Any) -> Callable[[Ref], Maker]:
+        constants = self.record.constants
+
+        def bind(ref: Ref) -> Maker:
+            match ref:
+                case Value(index):
+                    return lambda frame: frame.values[index]
+                case Argument(name, path):
+                    return partial(_argument, name, path)
+                case Weight(name):
+                    held, last = weight_holder(module, name)
+                    return lambda frame: held[last]
+                case Constant(place):
+                    return lambda frame: constants[place]
+                case Size():
+                    known = self._size(ref)
+                    return (lambda frame: frame.sizes[known]) if isinstance(known, Size) else (lambda frame: known)
+                case Here():
+                    return lambda frame: frame.device
+
+        return bind
+
+    def _size(self, size: Size) -> Any:
+        """With what was found out later; a number if it is one."""
+        found = self.record.sizes.simplify(size.expr)
+        return Size(found, size.kind) if symbols_of([found]) else size.kind(found)
+
+    def _sizes(self, items: Iterable[Item], result: Template) -> list[Size]:
+        templates = [found for item in items for found in (item.inputs, item.other)]
+        sizes = (self._size(ref) for each in (*templates, result) for ref in references(each) if isinstance(ref, Size))
+        return list(dict.fromkeys(size for size in sizes if isinstance(size, Size)))
+
+    def _forgetting(self, items: list[Item], keep: set[int]) -> Iterable[tuple[Item, list[int]]]:
+        last: dict[int, Item] = {}
+        for item in items:
+            for ref in (*references(item.inputs), *references(item.outputs)):
+                if isinstance(ref, Value):
+                    last[ref.index] = item
+        done: dict[Item, list[int]] = defaultdict(list)
+        for index, item in last.items():
+            if index not in keep:
+                done[item].append(index)
+        return [(item, done[item]) for item in items]
+
+
+def _argument(name: str, path: tuple[Any, ...], frame: Frame) -> Any:
+    found = frame.arguments[name]
+    for key in path:
+        found = found[key]
+    return found
+
+
+def _draw(module: Drawing, func: Any, *args: Any, **kwargs: Any) -> Any:
+    return module(func, args, kwargs)
+
+
+def _context(op: Op) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
+    """What was around the operation, beside what is around the model."""
+    if op.grad and op.autocast is None:
+        return None
+
+    @contextlib.contextmanager
+    def around() -> Any:
+        with contextlib.ExitStack() as stack:
+            if not op.grad:
+                stack.enter_context(torch.no_grad())
+            if op.autocast is not None:
+                device, dtype, enabled = op.autocast
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
+            yield
+
+    return around

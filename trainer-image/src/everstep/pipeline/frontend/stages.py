@@ -1,0 +1,133 @@
+"""A stage as a module: original modules, and recorded operations between them, from values to values."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.refs import Argument, Frame, Maker
+from everstep.pipeline.frontend.sizes import Place, evaluate, solve
+
+INPUT = "input:"
+OUTPUT = "output"
+
+
+@dataclass(eq=False, slots=True)
+class Step:
+    """One call of a module or of a function. `inputs` makes (args, kwargs), by whether `owner` is training;
+    `forget`: the values that nobody needs afterwards."""
+
+    name: str
+    func: Any
+    owner: nn.Module
+    inputs: dict[bool, Maker]
+    put: Callable[[Any, Frame], None]
+    forget: tuple[int, ...]
+    context: Callable[[], contextlib.AbstractContextManager[Any]] | None = None
+
+    def run(self, frame: Frame) -> None:
+        args, kwargs = self.inputs[self.owner.training](frame)
+        if self.context is None:
+            result = self.func(*args, **kwargs)
+        else:
+            with self.context():
+                result = self.func(*args, **kwargs)
+        self.put(result, frame)
+        for index in self.forget:
+            frame.values.pop(index, None)
+
+
+class StageModule:
+    """Part of a model. `inputs`: names of values of earlier stages, and `input:<argument>` of the model's own;
+    `outputs`: names of values for later stages; of the last, `output`: what the model returns.
+
+    `module` holds the original modules and parameters under their original names, and is where training flags are set.
+    A call gives all outputs from all inputs; PipelineError if one is missing or of sizes that this model cannot have.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        module: nn.Module,
+        inputs: Mapping[str, int | None],
+        outputs: Mapping[str, int],
+        steps: Sequence[Step],
+        result: Maker | None,
+        places: Sequence[Place],
+        sizes: Sequence[Any],
+        conditions: Sequence[Any],
+        both: bool,
+    ) -> None:
+        self.index, self.module = index, module
+        self.inputs = tuple(inputs)
+        self.outputs = (*outputs, OUTPUT) if result else tuple(outputs)
+        self._values = {name: value for name, value in inputs.items() if value is not None}
+        self._arguments = [name.removeprefix(INPUT) for name, value in inputs.items() if value is None]
+        self._outputs, self._steps, self._result = dict(outputs), list(steps), result
+        self._places, self._sizes, self._conditions = list(places), list(sizes), list(conditions)
+        self._known_sizes: dict[tuple[int, ...], dict[Any, Any]] = {}
+        self._only = None if both else module.training
+
+    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        if self._only is not None and self.module.training != self._only:
+            raise PipelineError(
+                "the model's own code does something else in evaluation than in training: it is cut for the mode that "
+                f"it was traced in only, which is {'training' if self._only else 'evaluation'}"
+            )
+        try:
+            frame = Frame(
+                {index: values[name] for name, index in self._values.items()},
+                {name: values[INPUT + name] for name in self._arguments},
+                None,
+            )
+        except KeyError as missing:
+            raise PipelineError(f"stage {self.index} was not given {missing}") from None
+        frame.device = self._device(frame)
+        if self._places:
+            frame.sizes = self._sizes_of(frame)
+        for step in self._steps:
+            step.run(frame)
+        found = {name: frame.values[index] for name, index in self._outputs.items()}
+        if self._result is not None:
+            found[OUTPUT] = self._result(frame)
+        return found
+
+    @property
+    def calls(self) -> tuple[str, ...]:
+        """What it runs, in this order: paths of modules, and names of operations, which have a colon."""
+        return tuple(step.name for step in self._steps)
+
+    def _device(self, frame: Frame) -> Any:
+        for weight in self.module.parameters():
+            return weight.device
+        tensors = (value for value in frame.values.values() if isinstance(value, torch.Tensor))
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+    def _sizes_of(self, frame: Frame) -> dict[Any, Any]:
+        shapes = {place.tensor: _tensor(place.tensor, frame).shape for place in self._places}
+        values = solve(self._places, shapes)
+        key = tuple(values.values())
+        if key not in self._known_sizes:
+            for condition in self._conditions:
+                if evaluate(condition, values) is False:
+                    raise PipelineError(
+                        f"stage {self.index}: sizes {values} take another way through the model's code than the one "
+                        f"that was traced, where {condition}"
+                    )
+            self._known_sizes[key] = {size: size.kind(evaluate(size.expr, values)) for size in self._sizes}
+        return self._known_sizes[key]
+
+
+def _tensor(where: Any, frame: Frame) -> Any:
+    if isinstance(where, Argument):
+        found = frame.arguments[where.name]
+        for key in where.path:
+            found = found[key]
+        return found
+    return frame.values[where.index]

@@ -1,0 +1,153 @@
+"""Finds the edges of an ordinary module: which call of which module uses what others made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from everstep.pipeline.frontend import modes
+from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.record import Record, Untraceable
+from everstep.pipeline.frontend.recorder import BatchFixed, Recorder, taken
+from everstep.pipeline.frontend.sizes import Sizes, evaluate
+from everstep.pipeline.frontend.units import Item, Units, units
+from everstep.pipeline.graph import Graph, Node
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A model and its edges. `leaves`: of each node that is never cut although there is more inside, why.
+
+    `both`: whether it holds for training and evaluation; else only for the mode that the model was in. `samples`: of
+    the example; the bytes in `graph` are those of a micro-batch of that size, its times are 0 until somebody measures.
+    """
+
+    model: nn.Module
+    record: Record
+    units: Units
+    leaves: Mapping[str, str]
+    both: bool
+    samples: int
+
+    @cached_property
+    def graph(self) -> Graph:
+        return _graph(self.record, self.units, self.samples)
+
+    @cached_property
+    def manual(self) -> dict[str, int]:
+        """The nodes that `with pipeline.stage(i)` has placed."""
+        found = {}
+        for unit in self.units.all:
+            wanted = _wanted(unit.item)
+            if wanted is not None:
+                found[unit.name] = wanted
+        return found
+
+
+def trace(model: nn.Module, example: Any) -> Traced:
+    """Runs the model without data. `example`: a batch, whose tensors have the samples as their first dimension: a
+    tensor, a tuple of positional arguments, or a dictionary of arguments by name. Sizes may differ later.
+
+    The model may be on the meta device. Nothing of it changes. Untraceable if nothing can be said of its edges; `tree`
+    may still cut it.
+    """
+    signature = Arguments(model)
+    arguments, call = signature.name(example), partial(signature.call, model)
+    tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
+    samples = {len(tensor) for tensor in tensors if tensor.dim()}
+    if len(samples) != 1:
+        raise Untraceable(
+            "the example's tensors must have the samples as their first dimension, but those are of "
+            f"sizes {sorted(samples)}"
+            if samples
+            else "the example has no tensor with samples"
+        )
+    device = next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
+    known = taken([*tensors, *model.parameters(), *model.buffers()])
+    record = _record(model, arguments, call, device, known)
+    flags = {module: module.training for module in model.modules()}
+    try:
+        model.train(not model.training)
+        both = modes.merge(record, _record(model, arguments, call, device, known))
+    except Untraceable:
+        both = False
+    finally:
+        for module, flag in flags.items():
+            module.training = flag
+    found = units(record)
+    leaves = {unit.name: unit.apart for unit in found.all if unit.apart}
+    return Traced(model, record, found, leaves, both, samples.pop())
+
+
+def _record(model: nn.Module, arguments: Mapping[str, Any], call: Any, device: torch.device, known: set[int]) -> Record:
+    unseen: dict[str, str] = {}
+    while True:
+        recorder = Recorder(model, Sizes(known), device, unseen)
+        try:
+            return recorder.run(model, arguments, call)
+        except BatchFixed as fixed:
+            reason = "its code fixes the number of samples, by a loop over them or by int()"
+            if not fixed.path or fixed.path in unseen:
+                raise Untraceable(f"{fixed.path or 'the model'}: {reason}") from fixed
+            unseen[fixed.path] = reason
+
+
+def _graph(record: Record, found: Units, samples: int) -> Graph:
+    hints = record.sizes.hints(samples)
+    users: dict[str, int] = {}
+    for unit in found.all:
+        for name in unit.weights:
+            users[name] = users.get(name, 0) + 1
+    parameters = {name: weight for name, weight in record.weights.items() if isinstance(weight, nn.Parameter)}
+    ties = {name for name, count in users.items() if count > 1 and name in parameters}
+    value_names = {index: name for unit in found.all for name, index in unit.values.items()}
+    nodes: list[Node] = []
+    for unit in found.all:
+        single = len(unit.values) <= 1
+        sizes = {name: _bytes(record.values[index], hints) for name, index in unit.values.items()}
+        nodes.append(
+            Node(
+                name=unit.name,
+                inputs=tuple(value_names[index] for index in sorted(unit.reads) if index not in found.free),
+                parameters=sum(
+                    _size(parameters[name]) for name in unit.weights & parameters.keys() if name not in ties
+                ),
+                output=sum(sizes.values()) if single else 0,
+                colocate=unit.group,
+                ties=tuple(sorted(unit.weights & ties)),
+                gradient=any(record.values[index].gradient for index in unit.values.values()),
+            )
+        )
+        if not single:
+            for name, index in unit.values.items():
+                tensor = record.values[index]
+                nodes.append(
+                    Node(name, (unit.name,), output=sizes[name], colocate=unit.group, gradient=tensor.gradient)
+                )
+    return Graph(tuple(nodes), tuple((name, _size(parameters[name])) for name in sorted(ties)))
+
+
+def _bytes(tensor: Any, hints: Mapping[Any, int]) -> int:
+    count = 1
+    for size in tensor.shape:
+        count *= int(evaluate(size, hints))
+    return count * int(tensor.dtype.itemsize)
+
+
+def _size(weight: Any) -> int:
+    return int(weight.numel() * weight.element_size())
+
+
+def _wanted(item: Item | None) -> int | None:
+    """The stage of the innermost context: that of the item, or of the calls around it."""
+    while item is not None:
+        if item.stage is not None:
+            return item.stage
+        item = item.owner
+    return None

@@ -1,0 +1,147 @@
+"""Cuts a model that cannot be traced, between the blocks of a chain."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import nn
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend import placement
+from everstep.pipeline.frontend.placement import built_in
+from everstep.pipeline.frontend.refs import Argument, Maker, Ref, Value, binder, maker
+from everstep.pipeline.frontend.skeleton import skeleton
+from everstep.pipeline.frontend.stages import INPUT, StageModule, Step
+from everstep.pipeline.graph import Graph, Node
+
+
+@dataclass(frozen=True, eq=False)
+class Tree:
+    """A chain: each block is called with what the one before gave, as `nn.Sequential` does. `arguments`: of the first;
+    `reason`: why the model was not traced."""
+
+    model: nn.Module
+    blocks: tuple[str, ...]
+    arguments: tuple[str, ...]
+    reason: str = ""
+
+    @cached_property
+    def graph(self) -> Graph:
+        """Without times and activations, which only a measurement gives."""
+        names = [name for name, parameter in self.model.named_parameters()]
+        first = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        sizes = {
+            name: parameter.numel() * parameter.element_size() for name, parameter in self.model.named_parameters()
+        }
+        used = {
+            block: {first[id(each)] for each in self.model.get_submodule(block).parameters()} for block in self.blocks
+        }
+        ties = {name for name in names if sum(name in each for each in used.values()) > 1}
+        nodes = [
+            Node(
+                block,
+                self.blocks[at - 1 : at] if at else (),
+                parameters=sum(sizes[name] for name in used[block] - ties),
+                ties=tuple(sorted(used[block] & ties)),
+            )
+            for at, block in enumerate(self.blocks)
+        ]
+        return Graph(tuple(nodes), tuple((name, sizes[name]) for name in sorted(ties)))
+
+    def split(self, stage_of: Mapping[str, int]) -> list[StageModule]:
+        """As `split`; what is not placed follows the block before it."""
+        built = {name: built_in(self.model.get_submodule(name)) for name in self.blocks}
+        wanted = stage_of or {name: stage for name, stage in built.items() if stage is not None}
+        chosen = placement.complete(self.graph, wanted)
+        return [
+            self._stage(stage, [at for at, name in enumerate(self.blocks) if chosen[name] == stage])
+            for stage in range(max(chosen.values()) + 1)
+        ]
+
+    def node_modules(self) -> dict[str, StageModule]:
+        """Each block as a stage of its own, to be measured."""
+        return {name: self._stage(at, [at]) for at, name in enumerate(self.blocks)}
+
+    def _stage(self, index: int, places: Sequence[int]) -> StageModule:
+        names = [self.blocks[at] for at in places]
+        first, last = places[0], places[-1]
+        weights = {name for block in names for name in self._weights(block)}
+        module = skeleton(self.model, names, [], weights)
+        inputs: dict[str, int | None] = (
+            {self.blocks[first - 1]: first - 1} if first else {INPUT + name: None for name in self.arguments}
+        )
+        steps = []
+        for at in places:
+            given = (Value(at - 1),) if at else tuple(Argument(name) for name in self.arguments)
+            make = maker((given, {}), _bind)
+            block = module.get_submodule(self.blocks[at])
+            forget = (at - 1,) if at else ()
+            steps.append(Step(self.blocks[at], block, block, {True: make, False: make}, binder(Value(at)), forget))
+        ends = last == len(self.blocks) - 1
+        outputs = {} if ends else {self.blocks[last]: last}
+        result = maker(Value(last), _bind) if ends else None
+        return StageModule(index, module, inputs, outputs, steps, result, (), (), (), True)
+
+    def _weights(self, block: str) -> set[str]:
+        """By their first names in the model, so that ties keep them."""
+        first = {id(each): name for name, each in (*self.model.named_parameters(), *self.model.named_buffers())}
+        module = self.model.get_submodule(block)
+        return {first[id(each)] for each in (*module.parameters(), *module.buffers())}
+
+
+def tree(model: nn.Module, blocks: Sequence[str | nn.Module] | None = None, *, reason: str = "") -> Tree:
+    """The chain of an `nn.Sequential`, with those inside it; or `blocks`, modules or their names in the order in which
+    each is called with the result of the one before.
+
+    PipelineError if the model is no such chain, or if parameters are in no block.
+    """
+    if blocks is None:
+        if type(model).forward is not nn.Sequential.forward or _hooked(model):
+            lists = [name for name, each in model.named_modules() if isinstance(each, nn.Sequential | nn.ModuleList)]
+            raise PipelineError(
+                f"{type(model).__name__} is no plain nn.Sequential: name the blocks in the order in which each is "
+                "called with the result of the one before"
+                + (f"; there are lists in {', '.join(lists)}" if lists else "")
+            )
+        names = list(_flat(model, ""))
+    else:
+        paths = {id(module): name for name, module in model.named_modules()}
+        names = [block if isinstance(block, str) else paths.get(id(block), "") for block in blocks]
+    known = dict(model.named_modules())
+    for name in names:
+        if not name or name not in known:
+            raise PipelineError(f"block {name!r} is no module of the model")
+    inside = {id(each) for name in names for each in known[name].parameters()}
+    outside = [name for name, each in model.named_parameters() if id(each) not in inside]
+    if outside:
+        raise PipelineError(f"parameters in no block would not learn: {', '.join(outside[:5])}")
+    parameters = inspect.signature(known[names[0]].forward).parameters.values()
+    own = inspect.signature(model.forward).parameters.values() if blocks is None else parameters
+    arguments = tuple(each.name for each in own if each.default is each.empty and each.kind is not each.VAR_KEYWORD)
+    return Tree(model, tuple(names), arguments, reason)
+
+
+def _flat(module: nn.Module, path: str) -> Iterator[str]:
+    for name, child in module.named_children():
+        below = f"{path}.{name}" if path else name
+        if type(child).forward is nn.Sequential.forward and not _hooked(child):
+            yield from _flat(child, below)
+        else:
+            yield below
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+
+
+def _bind(ref: Ref) -> Maker:
+    match ref:
+        case Value(index):
+            return lambda frame: frame.values[index]
+        case Argument(name):
+            return lambda frame: frame.arguments[name]
+        case _:
+            raise AssertionError(ref)

@@ -1,0 +1,248 @@
+"""From a record to nodes: what is one node, which nodes must stay together, what flows between them."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch.nn import Parameter
+
+from everstep.pipeline.frontend.record import Call, Op, Record, Untraceable, makes, parts
+from everstep.pipeline.frontend.refs import Argument, Constant, Ref, Template, Value, Weight, references
+
+OUTPUT = "output"
+Item = Op | Call
+
+
+@dataclass(eq=False)
+class Unit:
+    """A node: an operation between modules, or a call of a module that is not looked into; None is the model's output.
+
+    `values`: those that others use, by their names; `apart`: why it is one node, if there is a reason.
+    """
+
+    name: str
+    item: Item | None
+    reads: frozenset[int] = frozenset()
+    arguments: frozenset[str] = frozenset()
+    weights: frozenset[str] = frozenset()
+    values: dict[str, int] = field(default_factory=dict)
+    group: str = ""
+    apart: str = ""
+
+
+@dataclass(eq=False)
+class Units:
+    """`free`: operations on nothing but sizes and constants, which every stage that needs them does by itself;
+    `of`: the unit of each operation and opaque call; `makers`: who makes each value; `repeatable`: the calls that can
+    be made as they were."""
+
+    all: list[Unit]
+    free: dict[int, Op]  # by the value
+    of: dict[Item, Unit]
+    makers: dict[int, Item]
+    repeatable: frozenset[Call]
+
+
+def units(record: Record) -> Units:
+    """Untraceable if a module must be one node and cannot be."""
+    if record.root.outputs is None:
+        raise Untraceable("the model returns something that is neither a tensor nor a plain structure of tensors")
+    view = _View(record)
+    view.settle(record.root)
+    free = _free(record, view)
+    items = list(view.leaves(record.root))
+    found = [_unit(name, item, view) for name, item in zip(_names(items), items, strict=True)]
+    free_ops = set(free.values())
+    found = [unit for unit in found if unit.item not in free_ops]
+    output = Unit(OUTPUT, None, *_uses(record.root.outputs))
+    alive = _alive(found, output, view, record)
+    of = {part: unit for unit in found for part in parts(unit.item)}
+    _name_values(alive, free, view)
+    _together(alive, of, record)
+    repeatable = frozenset(call for call in record.root.all_calls() if view.repeatable(call))
+    return Units(alive, free, of, view.makers, repeatable)
+
+
+class _View:
+    """Who makes and who uses each value, and which calls can be made as they were."""
+
+    def __init__(self, record: Record) -> None:
+        self.makers: dict[int, Item] = {}
+        self.readers: dict[int, list[Item]] = defaultdict(list)
+        self._repeatable: dict[Call, bool] = {}
+        self.output = {ref.index for ref in references(record.root.outputs) if isinstance(ref, Value)}
+        for part in parts(record.root):
+            for index in makes(part):
+                self.makers.setdefault(index, part)
+            for ref in references(part.inputs):
+                if isinstance(ref, Value):
+                    self.readers[ref.index].append(part)
+
+    def repeatable(self, call: Call) -> bool:
+        """Whether all that flows in and out does so by arguments and results."""
+        if call not in self._repeatable:
+            self._repeatable[call] = self._closed(call)
+        return self._repeatable[call]
+
+    def _closed(self, call: Call) -> bool:
+        if call.inputs is None or call.outputs is None:
+            return False
+        if not call.path and any(isinstance(item, Op) and item.draws for item in call.body):
+            return False  # the model's own draws are modules of their own, in one stage as in many
+        own = set(parts(call))
+        made = {index for part in own for index in makes(part) if self.makers[index] is part}
+        given, gives = set(references(call.inputs)), set(references(call.outputs))
+        for part in own:
+            for ref in references(part.inputs):
+                inside = isinstance(ref, Value) and ref.index in made
+                if isinstance(ref, Value | Argument) and not inside and ref not in given:
+                    return False
+        outside = (index for index in made if index in self.output or not own.issuperset(self.readers[index]))
+        return all(Value(index) in gives for index in outside)
+
+    def settle(self, call: Call) -> None:
+        """What cannot run as it was, though it must, makes the call around it one that must."""
+        for inside in call.calls():
+            self.settle(inside)
+            if any(isinstance(item, Op) and item.draws for item in inside.body):
+                inside.whole = inside.whole or "it draws random numbers, which belong to one place"
+            if inside.whole and not self.repeatable(inside):
+                reason = f"{inside.path} must stay whole ({inside.whole}), but shares tensors beside its arguments"
+                call.whole = call.whole or reason
+        if not call.path and call.whole:
+            raise Untraceable(f"the model itself cannot be cut: {call.whole}")
+
+    def leaves(self, call: Call) -> Iterator[Item]:
+        for item in call.body:
+            if isinstance(item, Op) or ((item.whole or not any(item.calls())) and self.repeatable(item)):
+                yield item
+            else:
+                yield from self.leaves(item)
+
+
+def _uses(found: Template) -> tuple[frozenset[int], frozenset[str], frozenset[str]]:
+    refs = set(references(found))
+    return (
+        frozenset(ref.index for ref in refs if isinstance(ref, Value)),
+        frozenset(ref.name for ref in refs if isinstance(ref, Argument)),
+        frozenset(ref.name for ref in refs if isinstance(ref, Weight)),
+    )
+
+
+def _unit(name: str, item: Item, view: _View) -> Unit:
+    reads, arguments, weights = _uses(item.inputs)
+    if isinstance(item, Call):
+        weights |= frozenset(item.weights)
+        for part in parts(item):
+            weights |= _uses(part.inputs)[2]
+    made = {index for part in parts(item) for index in makes(part) if view.makers[index] is part}
+    inside = isinstance(item, Call) and (item.opaque or any(item.calls()))
+    apart = item.whole if isinstance(item, Call) and inside else ""
+    unit = Unit(name, item, reads - made, arguments, weights, apart=apart)
+    unit.values = {str(index): index for index in made}  # named when it is known who uses them
+    return unit
+
+
+def _names(items: list[Item]) -> Iterator[str]:
+    seen: dict[str, int] = defaultdict(int)
+    for item in items:
+        name = item.name if isinstance(item, Call) else f"{item.owner.name}:{item.name}"
+        name = f"{OUTPUT}@0" if name == OUTPUT else name
+        seen[name] += 1
+        yield f"{name}.{seen[name] - 1}" if seen[name] > 1 else name
+
+
+def _free(record: Record, view: _View) -> dict[int, Op]:
+    """Operations that depend on sizes, buffers and constants only, by the values that they make."""
+    changed = {memory for op in record.root.ops() for memory in op.mutates}
+    changed |= {memory for call in record.root.all_calls() for memory in call.mutates}
+    found: dict[int, Op] = {}
+    direct = {item for item in view.leaves(record.root) if isinstance(item, Op)}
+    for op in record.root.ops():
+        if op not in direct or op.draws or op.touches & changed:
+            continue
+        given = [ref for ref in references(op.inputs) if isinstance(ref, Value | Argument | Weight)]
+        if all(_constant(ref, found, record) for ref in given) and not any(
+            record.values[index].gradient for index in makes(op)
+        ):
+            found.update((index, op) for index in makes(op) if view.makers[index] is op)
+    return found
+
+
+def _constant(ref: Ref, found: dict[int, Op], record: Record) -> bool:
+    if isinstance(ref, Value):
+        return ref.index in found
+    # Parameters have owners, even those that do not learn.
+    return isinstance(ref, Constant) or (
+        isinstance(ref, Weight) and not isinstance(record.weights[ref.name], Parameter)
+    )
+
+
+def _alive(found: list[Unit], output: Unit, view: _View, record: Record) -> list[Unit]:
+    """Without those that neither the output nor lasting memory depends on."""
+    needed = set(output.reads)
+    alive = []
+    changed: set[int] = set(record.lasting)
+    for unit in reversed(found):
+        touches = {memory for part in parts(unit.item) for memory in part.touches}
+        mutates = {memory for part in parts(unit.item) for memory in part.mutates}
+        if needed & set(unit.values.values()) or mutates & changed:
+            needed |= unit.reads
+            changed |= touches  # whoever changed what it uses is needed as well
+            alive.append(unit)
+    return [*reversed(alive), output]
+
+
+def _name_values(alive: list[Unit], free: dict[int, Op], view: _View) -> None:
+    used = {index for unit in alive for index in unit.reads}
+    # What a free operation reads is free too, so only units make names.
+    for unit in alive:
+        own = sorted(index for index in unit.values.values() if index in used)
+        several = len(own) > 1
+        unit.values = {f"{unit.name}[{place}]" if several else unit.name: index for place, index in enumerate(own)}
+
+
+def _together(alive: list[Unit], of: dict[Item, Unit], record: Record) -> None:
+    """Groups of units that must be one stage, under the name of their first."""
+    place = {unit: index for index, unit in enumerate(alive)}
+    leader = list(range(len(alive)))
+
+    def find(index: int) -> int:
+        while leader[index] != index:
+            leader[index] = index = leader[leader[index]]
+        return index
+
+    for one, other in _neighbours(of, place, record):
+        first, second = sorted((find(place[one]), find(place[other])))
+        leader[second] = first
+    sizes = Counter(find(index) for index in range(len(alive)))
+    for index, unit in enumerate(alive):
+        if sizes[find(index)] > 1 or len(unit.values) > 1:
+            unit.group = alive[find(index)].name
+
+
+def _neighbours(of: dict[Item, Unit], place: dict[Unit, int], record: Record) -> Iterator[tuple[Unit, Unit]]:
+    ordered = sorted((part for part, unit in of.items() if unit in place), key=lambda part: part.at)
+    # Memory that changes: all who used it before must see it as it was. If it lasts, all users, before and after.
+    users: dict[int, list[Unit]] = defaultdict(list)
+    everyone: dict[int, list[Unit]] = defaultdict(list)
+    changed: set[int] = set()
+    for part in ordered:
+        for memory in part.mutates:
+            changed.add(memory)
+            for user in users[memory]:
+                yield user, of[part]
+            users[memory] = []
+        for memory in part.touches | part.mutates:
+            users[memory].append(of[part])
+            everyone[memory].append(of[part])
+    for memory in changed & record.lasting:
+        yield from zip(everyone[memory], everyone[memory][1:], strict=False)
+    # Calls of one module that draws follow each other in its sequence of random numbers.
+    drawing: dict[str, Unit] = {}
+    for part in ordered:
+        item = of[part].item
+        if isinstance(item, Call) and (item.opaque or (isinstance(part, Op) and part.draws)):
+            yield drawing.setdefault(item.path, of[part]), of[part]

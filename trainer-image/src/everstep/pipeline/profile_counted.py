@@ -1,0 +1,95 @@
+"""What each node would cost, counted on tensors without data: for models that no device here can hold.
+
+Each operation takes as long as its arithmetic or its memory traffic, whichever is longer, at the rates of a device that
+is only named by them: the sums are good for comparing nodes, not for predicting seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.flop_counter import flop_registry
+
+from everstep.pipeline.graph import Graph, Profile
+from everstep.pipeline.profile import INPUT, NodeModule, cost_of, lent, profile_of
+
+FLOPS = 50e12  # operations per second, and bytes per second: the ratio is that of the accelerators of today
+BYTES = 1e12
+LAUNCH = 2e-6  # seconds that an operation takes at least
+
+
+def count(graph: Graph, nodes: Mapping[str, NodeModule], inputs: Mapping[str, Any]) -> Profile:
+    """The graph with counted times and bytes, for micro-batches like `inputs`, which may be on the meta device.
+
+    Nodes that depend on data are run once on random numbers, each by itself, on the processor.
+    """
+    fake = FakeTensorMode(allow_non_fake_inputs=True, static_shapes=True)
+    counter = _Counter()
+    with fake:
+        values = {INPUT + name: pytree.tree_map(_without_data, value) for name, value in inputs.items()}
+    kept: set[int] = set()
+    costs = {}
+    for node in graph.nodes:
+        module = nodes.get(node.name)
+        if module is None:
+            continue
+        try:
+            with fake, lent(module.module, torch.device("cpu")):
+                made, costs[node.name] = cost_of(module, values, kept, 1, 0, counter.time)
+        except Exception:
+            with _disable_current_modes(), torch.random.fork_rng(devices=[]), lent(module.module, torch.device("cpu")):
+                data = {name: pytree.tree_map(_random, values[name]) for name in module.inputs}
+                real, costs[node.name] = cost_of(module, data, kept, 1, 0, counter.time)
+            with fake:
+                made = {name: pytree.tree_map(_without_data, value) for name, value in real.items()}
+        values |= made
+    return profile_of(graph, costs, inputs, "counted")
+
+
+class _Counter(TorchDispatchMode):  # type: ignore[misc]  # torch is not where types are checked
+    """Adds up what operations would take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds = 0.0
+
+    def time(self, work: Any) -> tuple[Any, float]:
+        self.seconds = 0.0
+        with self:
+            result = work()
+        return result, self.seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns):
+            return result  # a view: nothing moves
+        if not any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(result)):
+            return result  # a question
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        traffic = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        formula = flop_registry.get(func.overloadpacket)
+        flops = formula(*args, **kwargs, out_val=result) if formula is not None else 0
+        self.seconds += max(flops / FLOPS, traffic / BYTES, LAUNCH)
+        return result
+
+
+def _without_data(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    made = torch.empty(tuple(leaf.shape), dtype=leaf.dtype, device="cpu")
+    return made.requires_grad_(leaf.requires_grad)
+
+
+def _random(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = tuple(leaf.shape)
+    if leaf.dtype.is_floating_point:
+        return torch.randn(shape, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
+    return torch.zeros(shape, dtype=leaf.dtype)
