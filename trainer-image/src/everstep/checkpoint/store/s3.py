@@ -95,11 +95,11 @@ class S3Store:
         self._repeat(lambda: self._put(name, data))
 
     def read(self, name: str) -> bytes:
-        where = self._where(name)
+        where, target = self._where(name), self._object(name)
 
         def read() -> bytes:
             with answers("read", where):
-                answer = self._client.get_object(**self._object(name))
+                answer = self._client.get_object(**target)
                 data: bytes = answer["Body"].read()
             if len(data) != whole(answer, "ContentLength", where):
                 raise StoreError("the answer was cut off", where, may_pass=True)
@@ -140,9 +140,10 @@ class S3Store:
         return len(stale)
 
     def _put(self, name: str, data: bytes | bytearray, writer: str = "", **conditions: str) -> None:
+        target = self._object(name)
         with answers("write", self._where(name)):
             self._client.put_object(
-                **self._object(name),
+                **target,
                 Body=data,
                 ChecksumCRC32C=crc32c(data),
                 Metadata={_WRITER: writer} if writer else {},
@@ -192,18 +193,19 @@ class S3Store:
         return str(whole(head.get("Metadata", {}), _WRITER, self._where(name)))
 
     def _head(self, name: str) -> dict[str, Any] | None:
+        target = self._object(name)
         try:
             with answers("look at", self._where(name)):
-                head: dict[str, Any] = self._client.head_object(**self._object(name))
+                head: dict[str, Any] = self._client.head_object(**target)
         except Missing:
             return None
         return head
 
     def _read_into(self, name: str, offset: int, into: memoryview) -> None:
-        where = self._where(name)
+        where, target = self._where(name), self._object(name)
         try:
             with answers("read", where):
-                answer = self._client.get_object(**self._object(name), Range=f"bytes={offset}-{offset + len(into) - 1}")
+                answer = self._client.get_object(**target, Range=f"bytes={offset}-{offset + len(into) - 1}")
                 came = _fill(into, answer["Body"])
         except OutOfRange:
             raise Damaged(name, f"ends before byte {offset}") from None
