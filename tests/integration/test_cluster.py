@@ -153,6 +153,34 @@ async def test_a_ghost_is_found_by_listing(control_plane: ControlPlane, still_wo
         await until(replaced, "the lost pod is replaced")
 
 
+async def test_what_vanishes_before_the_watch_has_listed_is_missed_soon(
+    control_plane: ControlPlane, still_world: World
+) -> None:
+    """The operator has listed, and the watch does so a moment later: nobody tells of what was there in between."""
+    await still_world.submit("digits", numNodes=2)
+    async with Simulation(still_world, "digits") as simulation:
+        async with operator(control_plane.kubeconfig, still_world):
+            await running(still_world, "digits", simulation)
+        lost = (await still_world.pods("digits"))[1]
+        async with operator(control_plane.kubeconfig, still_world, resync_seconds=3600) as (made, _):
+            ready = made.watch._ready
+
+            async def removed() -> None:
+                await ready()
+                await until(listed, "the operator has listed")
+                await still_world.remove(lost)
+
+            async def listed() -> bool:
+                return made.resync.done_at is not None
+
+            async def replaced() -> bool:
+                pods = await still_world.pods("digits")
+                return len(pods) == 2 and pods[1]["metadata"]["uid"] != lost["metadata"]["uid"]
+
+            made.watch._ready = removed
+            await until(replaced, "the lost pod is replaced")
+
+
 async def test_health_and_metrics(operator: OperatorProcess, world: World) -> None:
     await asyncio.to_thread(operator.wait_ready)
     assert operator.fetch("/healthz") == "ok"

@@ -110,7 +110,7 @@ class Seen:
     def __init__(self, server: ApiServer, url: str) -> None:
         self.server = server
         self.events: asyncio.Queue[tuple[Resource, str | None, str]] = asyncio.Queue()
-        self.restarts = 0
+        self.begun = 0
         configuration = Configuration()
         configuration.host = url
 
@@ -123,11 +123,11 @@ class Seen:
         def receive(resource: Resource, kind: str | None, raw: Any) -> None:
             self.events.put_nowait((resource, kind, raw["metadata"]["name"]))
 
-        def restarted() -> None:
-            self.restarts += 1
+        def begins() -> None:
+            self.begun += 1
 
         self.watch = Watch(login, receive, ready=ready)
-        self.task = asyncio.create_task(self.watch.run(restarted))
+        self.task = asyncio.create_task(self.watch.run(begins))
 
     async def next(self) -> tuple[Resource, str | None, str]:
         return await asyncio.wait_for(self.events.get(), 20)
@@ -172,7 +172,7 @@ async def test_what_ends_kopf_starts_it_again_with_a_list(seen: Seen, trouble: A
     seen.server.jobs.append(job("while-away", 20))
     names = {(await seen.next())[2] for _ in range(2)}
     assert names == {"listed", "while-away"}
-    assert seen.restarts == 1
+    assert seen.begun == 2
     assert not bystander.done(), "kopf took somebody with it"
     bystander.cancel()
 
@@ -181,11 +181,11 @@ async def test_410_in_the_stream_lists_again_without_an_end(seen: Seen) -> None:
     await seen.next()
     seen.server.watches.put_nowait(event("ERROR", GONE))
     assert await seen.next() == (JOBS, None, "listed")
-    assert seen.restarts == 0
+    assert seen.begun == 1
 
 
 async def test_a_suspicious_watch_can_be_started_again(seen: Seen) -> None:
     await seen.next()
     seen.watch.restart()
     assert await seen.next() == (JOBS, None, "listed")
-    assert seen.restarts == 1
+    assert seen.begun == 2

@@ -44,7 +44,8 @@ log = structlog.get_logger(__name__)
 
 PHASES = tuple(phase.value for phase in Phase)
 DRAIN_SECONDS = 10.0
-SETTLE_SECONDS = 30.0
+# The watch's list is over when it has told nothing for so long: after its last object, and where there is none.
+LISTED_SECONDS, STARTED_SECONDS = 0.5, 5.0
 
 
 class Operator:
@@ -76,13 +77,17 @@ class Operator:
         self._stores = {
             JOBS: self.cache.jobs, PODS: self.cache.pods, POOLS: self.cache.pools, NODES: self.cache.nodes
         }  # fmt: skip
+        self._listed: asyncio.TimerHandle | None = None
         self._draining = False
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`; then finish what is in work, briefly. An exception of any part ends all of them."""
         await self._first_list()
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(self.watch.run(self.resync.soon)), group.create_task(self.resync.run())]
+            tasks = [
+                group.create_task(self.watch.run(lambda: self._list_after(STARTED_SECONDS))),
+                group.create_task(self.resync.run()),
+            ]
             tasks += [group.create_task(self._work()) for _ in range(self.settings.workers)]
             await stop.wait()
             self._draining = True
@@ -151,10 +156,15 @@ class Operator:
         if kind == "DELETED":
             store.remove(key_of(raw), str((raw.get("metadata") or {}).get("uid") or ""))
             return
-        since = self.watch.watching_since
-        if kind is None and since is not None and asyncio.get_running_loop().time() - since > SETTLE_SECONDS:
-            self.resync.soon()  # the watch lists again: it was cut off, and tells nothing of what vanished meanwhile
+        if kind is None:
+            self._list_after(LISTED_SECONDS)
         store.put(raw)
+
+    def _list_after(self, seconds: float) -> None:
+        """The watch lists, at its start or since it was cut off, and tells nothing of what vanished before: we look."""
+        if self._listed is not None:
+            self._listed.cancel()
+        self._listed = asyncio.get_running_loop().call_later(seconds, self.resync.soon)
 
     def _pool_changed(self, pool: str) -> None:
         for job, raw in self.cache.jobs.items():

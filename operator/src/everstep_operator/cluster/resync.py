@@ -58,22 +58,24 @@ class Resync:
     async def run(self) -> None:
         while True:
             pause = self.period * (0.9 + random.random() / 5)  # noqa: S311
+            wished = False
             try:
                 async with asyncio.timeout(pause):
-                    await self._soon.wait()
+                    wished = await self._soon.wait()
                 await asyncio.sleep(min(1.0, self.period / 10))  # one list for a volley of wishes
             except TimeoutError:
                 pass
             self._soon.clear()
             try:
-                await self.once()
+                await self.once(wished=wished)
             except (errors.ApiError, errors.Unreachable) as error:
                 log.warning("resync failed", error=str(error))
                 self._soon.set()
                 await asyncio.sleep(min(5.0, self.period))
 
-    async def once(self) -> None:
-        """One complete comparison; `done_at` tells when the last one ended."""
+    async def once(self, *, wished: bool = False) -> None:
+        """One complete comparison; `done_at` tells when the last one ended. `wished`: the watch has missed something,
+        by what is known of it, and is not deaf for that."""
         self.tried_at = time.monotonic()
         before, first = self._events, self.done_at is None
         repaired = 0
@@ -84,7 +86,7 @@ class Resync:
             (NODES, self.cache.nodes, None),
         ):
             repaired += await self._compare(resource, store, labels)
-        if repaired and not first and before == self._events:
+        if repaired and not (first or wished) and before == self._events:
             log.warning("the watch had missed changes", objects=repaired)
             self.deaf()
         active = {uid for key in self.cache.jobs if (uid := self._active(key)) is not None}

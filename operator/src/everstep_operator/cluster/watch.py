@@ -53,26 +53,24 @@ class Watch:
         self._namespaces = namespaces
         self._ready = ready
         self._stop: Callable[[], None] | None = None
-        self.watching_since: float | None = None  # of the loop's clock
 
-    async def run(self, restarted: Callable[[], None]) -> None:
-        """Watch until cancelled. `restarted` is called when events may have been missed."""
+    async def run(self, begins: Callable[[], None]) -> None:
+        """Watch until cancelled. `begins` is called before each list of everything: what vanished before it is told
+        by nobody."""
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
             await self._ready()  # kopf does not wait for a CRD that comes later, and would watch nothing for ever
-            started = self.watching_since = loop.time()
+            started = loop.time()
+            begins()
             try:
                 await self._thread(loop)
                 log.warning("the watch ended")
             except Exception as error:
                 log.warning("the watch failed", error=f"{type(error).__name__}: {error}")
-            finally:
-                self.watching_since = None
             failures = 0 if loop.time() - started > STEADY_SECONDS else failures + 1
             metrics.watch_restarts.inc()
             await asyncio.sleep(min(BACKOFF_MAX, 0.05 * 2.0 ** min(failures, 10)))
-            restarted()
 
     def restart(self) -> None:
         """End the present watch: it is suspected to be deaf."""
