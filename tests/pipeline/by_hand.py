@@ -163,6 +163,41 @@ def _gpt(model: Any) -> list[Step]:
     return [*steps, Step("output", (before,), ("ln_f", "wte"), head)]
 
 
+def _bert(model: Any) -> list[Step]:
+    def embed(m: Any, tokens: Any) -> Any:
+        return m.norm(m.words(tokens) + m.positions(m.position_ids[: tokens.shape[1]]))
+
+    def mask(m: Any, x: Any, given: Any) -> Any:
+        return (1.0 - given[:, None, None, :].to(x.dtype)) * -1e4
+
+    steps = [
+        Step("e", ("input:input_ids",), ("words", "positions", "norm", "position_ids"), embed),
+        Step("mask", ("e", "input:attention_mask"), (), mask),
+    ]
+    before = "e"
+    for i in range(len(model.layers)):
+        layer = lambda m, x, mask, i=i: getattr(m.layers, str(i))(x, mask=mask)  # noqa: E731
+        steps.append(Step(f"l{i}", (before, "mask"), (f"layers.{i}",), layer))
+        before = f"l{i}"
+    head = lambda m, x: F.linear(m.transform(x), m.words.weight, m.bias)  # noqa: E731
+    return [*steps, Step("output", (before,), ("transform", "words", "bias"), head)]
+
+
+def _llama(model: Any) -> list[Step]:
+    def layer(m: Any, x: Any, turn: Any, index: int) -> Any:
+        return getattr(m.layers, str(index))(x, causal(x.shape[1], x), turn=turn)
+
+    def turn(m: Any, x: Any) -> Any:
+        return m.cos[: x.shape[1]].to(x.dtype), m.sin[: x.shape[1]].to(x.dtype)
+
+    steps = [_called("e", ("input:input_ids",), "embed_tokens"), Step("turn", ("e",), ("cos", "sin"), turn)]
+    before = "e"
+    for i in range(len(model.layers)):
+        steps.append(Step(f"l{i}", (before, "turn"), (f"layers.{i}",), lambda m, x, t, i=i: layer(m, x, t, i)))
+        before = f"l{i}"
+    return [*steps, Step("output", (before,), ("norm", "lm_head"), lambda m, x: m.lm_head(m.norm(x)))]
+
+
 def _t5(model: Any) -> list[Step]:
     def padded(m: Any, mask: Any) -> Any:
         return (1.0 - mask[:, None, None, :].to(m.shared.weight.dtype)) * -1e4
@@ -249,6 +284,8 @@ RECIPES: dict[str, Callable[[Any], list[Step]]] = {
     "resnet": _resnet,
     "unet": _unet,
     "gpt": _gpt,
+    "bert": _bert,
+    "llama": _llama,
     "t5": _t5,
     "experts": _experts,
     "custom": _custom,

@@ -15,7 +15,6 @@ from everstep.pipeline.transport.base import Spec, Tag, TransportError
 from everstep.pipeline.transport.gloo import ProcessGroups
 from everstep.pipeline.transport.grid import grid
 from tests.checkpoint.ranks import run
-from tests.pipeline.training import Setting, Trained, alone, apart, merged, train
 
 pytestmark = pytest.mark.torch
 
@@ -76,25 +75,3 @@ def test_an_abort_from_another_thread_ends_every_kind_of_wait(what: str) -> None
     (reason, took), _ = run(2, _wait_in_vain, what)
     assert reason == "rank 1 is late"
     assert took < 5
-
-
-# Between them: every schedule, every model, uneven batches, replicas; each pair of them somewhere.
-SETTINGS = [
-    Setting("mlp", "simple", 2, 2, samples=7, replicas=2, microbatches=3),
-    Setting("unet", "1f1b", 4, 4, samples=9),
-    Setting("gpt", "zb-h1", 2, 2, samples=8, replicas=2, microbatches=2),
-    Setting("t5", "zb-v", 4, 2, samples=7),
-    Setting("experts", "interleaved", 4, 2, samples=8),
-    Setting("custom", "zb-interleaved", 4, 2, samples=10, replicas=2, microbatches=2),
-    Setting("resnet", "zb-h1", 2, 2, samples=8, microbatches=2),
-    Setting("pair", "1f1b", 3, 3, samples=5, microbatches=3),
-]
-
-
-def _train(rank: int, setting: Setting) -> Trained:
-    return train(setting, ProcessGroups(grid(setting.ranks * setting.replicas, setting.ranks), timeout=60))
-
-
-@pytest.mark.parametrize("setting", SETTINGS, ids=str)
-def test_processes_train_as_one_process_does(setting: Setting) -> None:
-    assert apart(merged(run(setting.ranks * setting.replicas, _train, setting)), alone(setting)) < 1e-10

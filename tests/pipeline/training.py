@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,13 +11,15 @@ import torch
 from everstep.pipeline.engine.engine import Engine, Output
 from everstep.pipeline.engine.microbatch import bounds
 from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.rng import Random
 from everstep.pipeline.engine.zero import ShardedOptimizer
 from everstep.pipeline.graph import StageGraph
 from everstep.pipeline.schedules import Schedule, lower, make
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.by_hand import cut, recipe
-from tests.pipeline.models import CASES, Batch, slice_batch
+from tests.pipeline.library_models import LIBRARY
+from tests.pipeline.models import CASES, Batch, Case, slice_batch
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Setting:
     dtype: torch.dtype = torch.float64
     options: Options = field(default_factory=Options)
     sharded: bool = False  # the optimizer's state, over the replicas
+    by_hand: bool = True  # else the front end cuts
 
     def __str__(self) -> str:
         shape = f"{self.stages}s{self.ranks}r{self.replicas}d{self.microbatches}m{self.samples}n"
@@ -52,13 +55,43 @@ class Trained:
     outputs: list[Output] = field(default_factory=list)
 
 
+def setting_of(row: Mapping[str, Any], **more: Any) -> Setting:
+    """Of the choices in `row`: case, schedule, ranks, replicas, batch, and what else there may be."""
+    ranks, replicas, microbatches = row["ranks"], row["replicas"], row.get("microbatches", 4)
+    stages = ranks if row["schedule"] in ("simple", "1f1b", "zb-h1") else 2 * ranks
+    samples = {
+        "divisible": 2 * replicas * microbatches,
+        "uneven": 2 * replicas * microbatches + 1,
+        "small": replicas * (microbatches - 1),  # one each, and the last micro-batch has none
+    }
+    recompute = frozenset(range(stages)) if row.get("recompute") else frozenset[int]()
+    return Setting(
+        row["case"],
+        row["schedule"],
+        stages,
+        ranks,
+        microbatches,
+        replicas,
+        samples[row["batch"]],
+        steps=5,
+        options=Options(recompute=recompute, clip=row.get("clip")),
+        sharded=row.get("sharded", False),
+        **more,
+    )
+
+
+def case_of(setting: Setting) -> Case:
+    return CASES.get(setting.case) or LIBRARY[setting.case]
+
+
 def batch_of(setting: Setting, step: int) -> Batch:
-    return CASES[setting.case].example(setting.samples, seed=10 + step, dtype=setting.dtype)
+    return case_of(setting).example(setting.samples, seed=10 + step, dtype=setting.dtype)
 
 
 def optimizer_of(parameters: Sequence[Any], dtype: torch.dtype) -> torch.optim.Optimizer:
-    # In float32 the reciprocal of tiny second moments would tell more of rounding than of the gradients.
-    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-8 if dtype == torch.float64 else 1e-3)
+    # A gradient that is zero but for rounding, as that of a key's bias under softmax, moves its weight by what is
+    # rounded over eps.
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-6 if dtype == torch.float64 else 1e-3)
 
 
 def schedule_of(setting: Setting, graph: StageGraph) -> Schedule:
@@ -68,16 +101,19 @@ def schedule_of(setting: Setting, graph: StageGraph) -> Schedule:
 
 def alone(setting: Setting) -> Trained:
     """One process: the whole batch at once, or where that makes a difference in the same micro-batches."""
-    case = CASES[setting.case]
+    case = case_of(setting)
     model = case.build(dtype=setting.dtype)
     optimizer = optimizer_of(list(model.parameters()), setting.dtype)
     losses, first = [], {}
+    random = Random(dict(model.named_modules()), torch.device("cpu"), setting.options.seed)
     for step in range(setting.steps):
         batch = batch_of(setting, step)
         optimizer.zero_grad()
         total, count = 0.0, 0.0
-        for part in _parts(setting, batch) if case.per_microbatch else [batch]:
-            part_sum, part_count = case.loss(model(**part.inputs), part.targets)
+        for number, part in _parts(setting, batch) if case.per_microbatch else [(0, batch)]:
+            with random.of(number):
+                outputs = model(**part.inputs)
+            part_sum, part_count = case.loss(outputs, part.targets)
             part_sum.backward()
             total, count = total + part_sum.item(), count + float(part_count)
         for parameter in model.parameters():
@@ -88,6 +124,7 @@ def alone(setting: Setting) -> Trained:
         if not step:
             first = {name: _copy(parameter.grad) for name, parameter in model.named_parameters()}
         optimizer.step()
+        random.next_step()
         losses.append(total / count)
     return Trained(losses, first, _state(model.named_parameters()), _state(model.named_buffers()))
 
@@ -106,9 +143,16 @@ def engine_of(
     change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
 ) -> Engine:
     """One rank of the setting, with its own copy of the model."""
-    case = CASES[setting.case]
-    model = case.build(dtype=setting.dtype)
-    parts, graph = cut(model, recipe(setting.case, model), setting.stages)
+    case = case_of(setting)
+    parts: Sequence[Any]
+    if setting.by_hand:
+        model = case.build(dtype=setting.dtype)
+        parts, graph = cut(model, recipe(setting.case, model), setting.stages)
+    else:
+        from tests.pipeline import front  # takes seconds to import; ranks by the dozen do without
+
+        process = transport.replica * transport.size + transport.rank
+        parts, graph = front.cut(case, setting.stages, setting.dtype, process)
     schedule = change(schedule_of(setting, graph))
     stages = {index: parts[index] for index in schedule.stages_of(transport.rank)}
     return Engine(stages, schedule, graph, transport, loss or case.loss, options or setting.options)
@@ -119,10 +163,10 @@ def train(
 ) -> Trained:
     """The part of one rank."""
     engine = engine_of(setting, transport, change=change)
-    optimizer: Any
+    optimizer: Any = None
     if setting.sharded:
         optimizer = ShardedOptimizer(engine, lambda named: optimizer_of(list(named.values()), setting.dtype))
-    else:
+    elif engine.parameters.own:  # a stage may have none
         optimizer = optimizer_of(engine.parameters.own, setting.dtype)
     outputs, first = [], {}
     for step in range(setting.steps):
@@ -130,9 +174,11 @@ def train(
         outputs.append(engine.step(mine.inputs if engine.reads.inputs else None, mine.targets))
         if not step:
             first = {name: _copy(parameter.grad) for name, parameter in engine.parameters.named.items()}
-        optimizer.step()
+        if optimizer is not None:
+            optimizer.step()
     weights = _state(engine.parameters.named.items())
     buffers = _state(engine.parameters.buffers.items())
+    engine.close()
     return Trained([output.loss for output in outputs], first, weights, buffers, outputs)
 
 
@@ -173,12 +219,13 @@ def _shares(setting: Setting) -> list[tuple[int, int]]:
     return bounds(setting.samples, setting.replicas)
 
 
-def _parts(setting: Setting, batch: Batch) -> list[Batch]:
-    """The micro-batches of all replicas, in their order."""
+def _parts(setting: Setting, batch: Batch) -> list[tuple[int, Batch]]:
+    """The micro-batches of all replicas, and the number that each has among all."""
     found = []
-    for start, stop in _shares(setting):
-        for low, high in bounds(stop - start, setting.microbatches):
-            found.append(slice_batch(batch, start + low, start + high))
+    for replica, (start, stop) in enumerate(_shares(setting)):
+        for number, (low, high) in enumerate(bounds(stop - start, setting.microbatches)):
+            part = slice_batch(batch, start + low, start + high)
+            found.append((replica * setting.microbatches + number, part))
     return found
 
 
