@@ -14,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE =
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-.PHONY: demo test bench bench-checkpoint lint types test-unit test-torch test-integration test-e2e test-chaos
+.PHONY: demo test bench bench-checkpoint bench-pipeline lint types test-unit test-torch test-integration test-e2e test-chaos
 demo: venv ## from nothing to a trained model on a cluster on this machine
 	UV=$(UV) $(RUN) python -m e2e.demo
 
@@ -39,15 +39,19 @@ test-integration: venv ## the operator against a real API server, checkpoints on
 test-e2e: venv ## real pods on a real cluster, brought up if there is none
 	$(RUN) pytest e2e/scenarios tests -m "e2e and not chaos" -q
 
-test-chaos: venv ## long random sweeps
+test-chaos: venv venv-torch ## long random sweeps
 	$(RUN) pytest tests -m "hypothesis and $(NARROW)" --hypothesis-profile=long --timeout 1200 -n 2 -q
-	$(RUN) pytest e2e/scenarios tests -m chaos -q
+	$(RUN) pytest e2e/scenarios tests -m "chaos and not torch" -q
+	$(RUN_TORCH) pytest tests -m "chaos and torch" -n 2 -q
 
 bench: venv ## ratios against floors of the same run, build/bench/main.json
 	$(RUN) python -m benchmarks.main
 
 bench-checkpoint: venv-torch ## saving and restoring against plain copies, writes and reads, build/bench/checkpoint.json (ARGS="stall --size 1g": some)
 	$(RUN_TORCH) python -m benchmarks.checkpoint $(ARGS)
+
+bench-pipeline: venv-torch ## pipelines against closed forms, torch's pipelines and other splits, build/bench/pipeline.json (ARGS="bubble memory": some)
+	$(RUN_TORCH) python -m benchmarks.pipeline $(ARGS)
 
 .PHONY: cluster-up cluster-down images generate fmt clean venv venv-torch
 cluster-up: venv ## a cluster of three nodes on this machine, images loaded, chart installed

@@ -59,10 +59,10 @@ def at_forward(part: Part, number: int, act: Callable[[], None]) -> None:
 def _train(rank: int, victim: int, how: str, replicas: int, notes: str) -> tuple[int, str, float]:
     """Trains for ever, with a victim; which rank was named, how, and how long after what happened to it."""
     ranks = dist.get_world_size() // replicas
-    setting = Setting("mlp", "1f1b", ranks, ranks, replicas=replicas, samples=8 * replicas)
+    setting = Setting("unet", "1f1b", ranks, ranks, replicas=replicas, samples=8 * replicas)
     transport = ProcessGroups(grid(ranks * replicas, ranks), timeout=60)
-    model = CASES["mlp"].build()
-    parts, graph = cut(model, recipe("mlp", model), ranks)
+    model = CASES["unet"].build()  # in which every stage gets something of every other
+    parts, graph = cut(model, recipe("unet", model), ranks)
     schedule = schedule_of(setting, graph)
 
     def act() -> None:
@@ -71,7 +71,7 @@ def _train(rank: int, victim: int, how: str, replicas: int, notes: str) -> tuple
 
     if rank == victim and not how.endswith("reducing"):
         at_forward(parts[transport.rank], 6, act)
-    engine = Engine({transport.rank: parts[transport.rank]}, schedule, graph, transport, CASES["mlp"].loss)
+    engine = Engine({transport.rank: parts[transport.rank]}, schedule, graph, transport, CASES["unet"].loss)
     if rank == victim and how.endswith("reducing"):
         reduce = transport.all_reduce
 
