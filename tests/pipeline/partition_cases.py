@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from everstep.pipeline.graph import Device, Graph, Link, Node
+from everstep.pipeline.graph import Device, Graph, Link, Node, stage_graph
 from everstep.pipeline.partition.blocks import contract
 from everstep.pipeline.partition.problem import Problem
 from everstep.pipeline.partition.solve import problem_of
 from everstep.pipeline.schedules.actions import Schedule
 from everstep.pipeline.schedules.generators import make
+from everstep.pipeline.schedules.simulation import simulate
 
 
 @dataclass(frozen=True)
@@ -140,6 +141,19 @@ def worth(case: Case, stage_of: Mapping[str, int]) -> float:
     parameters = sum(node.parameters for node in case.graph.nodes) + 50
     full = (parameters * (1 + case.words) + kept) / stages
     return (1 - case.memory_weight) * time / perfect + case.memory_weight * max(size) / full
+
+
+def seen(case: Case, stage_of: dict[str, int]) -> float:
+    """The simulated objective; infinite if a rank has too many bytes."""
+    graph = stage_graph(case.graph, stage_of)
+    result = simulate(case.schedule, graph, case.devices, case.links)
+    held = [
+        stage.parameters * (1 + case.words) + result.peak[rank] + result.waiting[rank]
+        for rank, stage in enumerate(graph.stages)
+    ]
+    if any(device.memory is not None and size > device.memory for device, size in zip(case.devices, held, strict=True)):
+        return inf
+    return case.problem.objective(result.makespan, max(held))
 
 
 def hop(case: Case, low: int, high: int, node: Node) -> float:

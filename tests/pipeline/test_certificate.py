@@ -1,15 +1,18 @@
-"""No split is below what is certified, and the mixed-integer programme agrees with the search."""
+"""No split is below what is certified, by formula or simulated; the mixed-integer programme agrees with the search."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from math import inf
 
 import pytest
 
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.partition.blocks import spread
 from everstep.pipeline.partition.certificate import bound, prove
+from everstep.pipeline.partition.limit import Limit
 from everstep.pipeline.partition.solve import search
-from tests.pipeline.partition_cases import case, splits, worth
+from tests.pipeline.partition_cases import case, seen, splits, worth
 
 CASES = [seed for seed in range(60) if case(seed).devices[0].memory is None]
 
@@ -21,6 +24,30 @@ def test_no_split_is_below_the_bound() -> None:
         values = [worth(given, split) for split in splits(given.graph, stages)]
         if values:
             assert bound(given.problem) <= min(values) * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("most", [2500, 6, 1])
+def test_no_split_is_simulated_below_the_limit_however_many_downsets_are_searched(most: int) -> None:
+    for seed in range(0, 60, 3):
+        given = case(seed)
+        try:
+            problem = given.problem
+        except PipelineError:
+            continue
+        values = [seen(given, split) for split in splits(given.graph, len(given.devices))]
+        assert Limit(problem, inf, most).bound <= min(values, default=inf) * (1 + 1e-9), seed
+
+
+def test_where_splits_are_few_the_limit_is_the_best_of_all() -> None:
+    """All that the bounds of stages do not exclude are told, to be simulated."""
+    for seed in CASES[:20]:
+        given = case(seed)
+        if given.memory_weight or not given.links:
+            continue
+        best = min(seen(given, split) for split in splits(given.graph, len(given.devices)))
+        near, beyond = Limit(given.problem, best, 2500).near(best, 400)
+        assert beyond == best
+        assert all(seen(given, spread(given.problem.blocks, split)) >= best * (1 - 1e-9) for split in near)
 
 
 def test_the_programme_and_the_search_agree() -> None:

@@ -20,7 +20,7 @@ def summary(plan: Plan) -> str:
         "memory": f"{size_text(max(told.memory, default=0))} on the fullest rank",
     }
     if told.gap is not None:
-        lines["split"] = f"within {told.gap:.2%} of what any split can be, by the formula of the search"
+        lines["split"] = f"no split can be better by more than {told.gap:.2%}, as simulated"
     if plan.model:
         lines["model"] = plan.model
     return "\n".join(f"{name:<11} {value}" for name, value in lines.items())

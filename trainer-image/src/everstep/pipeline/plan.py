@@ -25,7 +25,7 @@ WORDS = 3.0  # bytes of a gradient and of Adam's two moments for each byte of pa
 class Prediction:
     """Of one step: `seconds`; `bubble`, relative to the work of the busiest rank; `memory`, bytes of each rank.
 
-    `bound`: what the objective of the search is at least for every split into so many stages, `gap`: how far this plan
+    `bound`: what the objective, as simulated, is at least for every split into so many stages, `gap`: how far this plan
     is above it; None where the split was given by hand.
     """
 

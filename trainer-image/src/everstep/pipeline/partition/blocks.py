@@ -12,14 +12,20 @@ from everstep.pipeline.graph import Graph, Node
 
 @dataclass(frozen=True)
 class Block:
-    """Nodes of one stage. `work`: seconds per micro-batch, forward and backward, on a device of speed 1; bytes of
-    activation per micro-batch; bytes of parameters without the shared ones, whose numbers are in `shared`."""
+    """Nodes of one stage. Seconds per micro-batch on a device of speed 1; bytes of activation per micro-batch; bytes of
+    parameters without the shared ones, whose numbers are in `shared`."""
 
     nodes: tuple[str, ...]
-    work: float
+    forward: float
+    input_grad: float
+    weight_grad: float
     activation: int
     parameters: int
     shared: tuple[int, ...] = ()
+
+    @property
+    def work(self) -> float:
+        return self.forward + self.input_grad + self.weight_grad
 
     @property
     def free(self) -> bool:
@@ -169,7 +175,9 @@ def _build(graph: Graph, merged: _Union) -> Blocks:
 def _block(nodes: Sequence[Node], shared: dict[str, int]) -> Block:
     return Block(
         nodes=tuple(node.name for node in nodes),
-        work=sum(node.forward + node.backward for node in nodes),
+        forward=sum(node.forward for node in nodes),
+        input_grad=sum(node.input_grad for node in nodes),
+        weight_grad=sum(node.weight_grad for node in nodes),
         activation=sum(node.activation for node in nodes),
         parameters=sum(node.parameters for node in nodes),
         shared=tuple(sorted({shared[name] for node in nodes for name in node.ties})),

@@ -24,7 +24,7 @@ def bound(problem: Problem) -> float:
     # Least sum + (m - 1) · max over the max: a piecewise linear convex function, so at one of its corners.
     corners = [least] + [corner for corner in _corners(sum(work), speeds) if corner > least]
     seconds = min(_quickest(sum(work), speeds, corner) + (problem.microbatches - 1) * corner for corner in corners)
-    return problem.objective(seconds + _links(problem), _memory(problem))
+    return problem.objective(seconds + _links(problem), memory(problem))
 
 
 def _corners(work: float, speeds: Sequence[float]) -> list[float]:
@@ -61,7 +61,8 @@ def _connected(problem: Problem) -> bool:
     return len({find(item) for item in parts}) == 1
 
 
-def _memory(problem: Problem) -> float:
+def memory(problem: Problem) -> float:
+    """What the fullest rank has at least, in bytes: work is divided freely, but a block is whole."""
     blocks, kept = problem.blocks.blocks, min(problem.in_flight)
     words = 1 + problem.words
     shared = problem.blocks.shared

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import inf
 
-from everstep.pipeline.graph import Link
+from everstep.pipeline.graph import Link, Links
 from everstep.pipeline.partition.blocks import Blocks, Value
 
 OPTIMIZER_WORDS = 3.0  # the gradient, and Adam's two moments
@@ -42,7 +42,8 @@ NOWHERE = Hop(None, None)
 @dataclass(frozen=True)
 class Problem:
     """`placement`: the rank of each stage; `speed`, `memory` (None: no limit) and `in_flight` of each stage; `hops`
-    between neighbouring stages, one fewer. `words`: bytes beside each byte of parameters.
+    between neighbouring stages, one fewer, `links` those between all ranks. `words`: bytes beside each byte of
+    parameters. `split`: the stages that split their backward.
 
     The objective is seconds if `memory_weight` is 0, else `(1 - w) · seconds / time_scale + w · peak / memory_scale`,
     with scales of a perfect split.
@@ -57,6 +58,8 @@ class Problem:
     microbatches: int
     words: float = OPTIMIZER_WORDS
     memory_weight: float = 0.0
+    links: Links | None = None
+    split: tuple[bool, ...] = ()
 
     @property
     def stages(self) -> int:

@@ -26,7 +26,10 @@ class Referee:
         self.problem = problem
         self._graph, self._schedule, self._devices, self._links = graph, schedule, devices, links
         self._seen: dict[Split, Judged] = {}
-        self._left = max(32, min(SIGHTS, ACTIONS // (sum(map(len, schedule.ranks)) + len(graph.nodes))))
+        each = sum(map(len, schedule.ranks)) + len(graph.nodes)
+        #: As many splits as are simulated in a second or so.
+        self.sights = max(32, min(FEW, ACTIONS // (2 * each)))
+        self._left = max(32, min(SIGHTS, ACTIONS // each))
 
     @property
     def tired(self) -> bool:
@@ -39,6 +42,9 @@ class Referee:
             self._left -= 1
             self._seen[split] = self._simulate(split)
         return self._seen[split]
+
+    def order(self, split: Split) -> tuple[float, float, float]:
+        return self.see(split).order
 
     def _simulate(self, split: Split) -> Judged:
         graph = stage_graph(self._graph, spread(self.problem.blocks, split))

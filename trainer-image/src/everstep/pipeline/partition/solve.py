@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from math import inf
 from typing import Literal
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Graph, Links
 from everstep.pipeline.partition import certificate
 from everstep.pipeline.partition.blocks import Blocks, contract, spread
+from everstep.pipeline.partition.limit import Limit
 from everstep.pipeline.partition.orders import orders
 from everstep.pipeline.partition.problem import NOWHERE, OPTIMIZER_WORDS, Hop, Problem
 from everstep.pipeline.partition.refine import FEW, Referee, climb
-from everstep.pipeline.schedules import Schedule, in_flight, make
+from everstep.pipeline.schedules import Kind, Schedule, in_flight, make
 
 Objective = Literal["speed", "memory"]
 WEIGHTS: dict[str, float] = {"speed": 0.0, "memory": 0.8}
@@ -28,8 +30,8 @@ class Candidate:
     """A split. `surrogate`: seconds of a step by the formula of the search; `simulated`: by the simulator, of the real
     schedule; `peak`: bytes of the fullest rank, as the simulator sees it.
 
-    `bound`: what the objective of the search (seconds if memory has no weight) is at least for every split, `gap`: how
-    far this one is above it, relative.
+    `bound`: what the simulated objective (seconds if memory has no weight) is at least for every split, `gap`: how far
+    this one is above it, relative.
     """
 
     stage_of: Mapping[str, int]
@@ -66,20 +68,27 @@ def partition(
     order = make(schedule, stages, len(devices), microbatches, split=split) if isinstance(schedule, str) else schedule
     weight = WEIGHTS[objective] if memory_weight is None else memory_weight
     problem = problem_of(contract(graph), order, devices, links, words=words, memory_weight=weight)
-    found, bound = search(problem)
+    found, _ = search(problem)
     referee = Referee(graph, problem, order, devices, links)
-    ranked = climb(referee, found, best)
+    least = Limit(problem, min((referee.see(each).objective for each in found[:1]), default=inf), DOWNSETS)
+    ranked = climb(referee, [*([least.split] if least.split else []), *found], best)
+    known = min((referee.see(each).objective for each in ranked[:1]), default=inf)
+    near, bound = least.near(known, referee.sights)
+    ranked = sorted({*ranked, *(each for each in near if not referee.see(each).over)}, key=referee.order)[:best]
     if not ranked:
         raise PipelineError(_misfit(problem))
+    bound = min(bound, referee.see(ranked[0]).objective)
     candidates = []
     for stages_ in ranked:
-        judged, seen = problem.judge(stages_), referee.see(stages_)
-        # What fits as simulated may not fit as judged, which knows less of ranks with several stages.
-        value = problem.objective(judged.seconds, judged.peak)
-        gap = value / bound - 1 if bound > 0 else 0.0
+        seen = referee.see(stages_)
         candidates.append(
             Candidate(
-                spread(problem.blocks, stages_), judged.seconds, seen.seconds, int(seen.peak), bound, max(0.0, gap)
+                spread(problem.blocks, stages_),
+                problem.judge(stages_).seconds,
+                seen.seconds,
+                int(seen.peak),
+                bound,
+                seen.objective / bound - 1 if bound > 0 else 0.0,
             )
         )
     return candidates
@@ -118,6 +127,11 @@ def problem_of(
         microbatches=schedule.microbatches,
         words=words,
         memory_weight=memory_weight,
+        links=links,
+        split=tuple(
+            any(action.stage == stage and action.kind is Kind.INPUT_GRAD for action in schedule.ranks[rank])
+            for stage, rank in enumerate(placement)
+        ),
     )
 
 

@@ -57,12 +57,14 @@ class Space:
         total: Floats = self.holds @ each
         return total[self.upper] - total[self.lower]
 
-    def incoming(self, weight: Callable[[Value], float]) -> Floats:
-        """The sum over the values that each pair receives from the smaller downset."""
-        found = np.zeros((self.size, self.size))
+    def incoming(self, weight: Callable[[Value], float], join: np.ufunc = np.add, empty: float = 0.0) -> Floats:
+        """The sum, or what `join` makes, of the values that each pair receives from the smaller downset; `empty` where
+        there are none."""
+        found = np.full((self.size, self.size), empty)
         for value in self.blocks.values:
-            if cost := weight(value):
-                self._add_used(found, value.consumers, cost, self.holds[:, value.producer])
+            cost = weight(value)
+            if cost or join is not np.add:
+                self._add_used(found, value.consumers, cost, self.holds[:, value.producer], join)
         return self._of_pairs(found)
 
     def outgoing(self, weight: Callable[[Value], float]) -> Floats:
@@ -73,6 +75,15 @@ class Space:
                 here = self.holds[:, value.producer]
                 open_ = here & ~self.holds[:, list(value.consumers)].all(axis=1)
                 _add(found, open_, ~here, cost)
+        return self._of_pairs(found)
+
+    def onward(self, weight: Callable[[Value, int], float], join: np.ufunc, empty: float) -> Floats:
+        """What `join` makes of all values that each pair gives and the blocks outside of it that use them."""
+        found = np.full((self.size, self.size), empty)
+        for value in self.blocks.values:
+            here = self.holds[:, value.producer]
+            for consumer in value.consumers:
+                _add(found, here & ~self.holds[:, consumer], ~here, weight(value, consumer), join)
         return self._of_pairs(found)
 
     @cached_property
@@ -91,11 +102,18 @@ class Space:
         of_pairs: Floats = found[self._inside]
         return of_pairs
 
-    def _add_used(self, found: Floats, users: Sequence[int], cost: float, there: NDArray[np.bool_]) -> None:
+    def _add_used(
+        self,
+        found: Floats,
+        users: Sequence[int],
+        cost: float,
+        there: NDArray[np.bool_],
+        join: np.ufunc = np.add,
+    ) -> None:
         """Adds to all pairs where the larger downset holds more of `users` than the smaller one does."""
         count = self.holds[:, list(users)].sum(axis=1)
         for level in np.unique(count[there & (count < len(users))]):
-            _add(found, count > level, there & (count == level), cost)
+            _add(found, count > level, there & (count == level), cost, join)
 
     def stages(self, cuts: Sequence[int]) -> tuple[int, ...]:
         """The stage of each block; `cuts`: the downsets after each stage, the last one holds all."""
@@ -105,14 +123,18 @@ class Space:
         return tuple(int(each) for each in stage)
 
 
-def _add(found: Floats, rows: NDArray[np.bool_], columns: NDArray[np.bool_], cost: float) -> None:
+def _add(
+    found: Floats, rows: NDArray[np.bool_], columns: NDArray[np.bool_], cost: float, join: np.ufunc = np.add
+) -> None:
     first, second = np.flatnonzero(rows), np.flatnonzero(columns)
     if len(first) and len(second):
         # Of one order all are ranges, which numpy adds to ten times as fast.
         if first[-1] - first[0] < len(first) and second[-1] - second[0] < len(second):
-            found[first[0] : first[-1] + 1, second[0] : second[-1] + 1] += cost
+            part = found[first[0] : first[-1] + 1, second[0] : second[-1] + 1]
+            join(part, cost, out=part)
         else:
-            found[np.ix_(first, second)] += cost
+            index = np.ix_(first, second)
+            found[index] = join(found[index], cost)
 
 
 def downsets(blocks: Blocks, limit: int) -> list[int] | None:
