@@ -40,7 +40,7 @@ TOLERANCE = 1e-5
 
 
 def ends(name: str, how: str) -> Object:
-    command = ["python", "-c", ENDS.format(how=how)]
+    command = ["python3", "-c", ENDS.format(how=how)]
     return training_job(name, command, distribution={"mpi": {}}, restart={"application": 0}, **TRAINER)
 
 

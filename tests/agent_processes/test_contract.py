@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from everstep.agent.contract import MAX_VARIABLE, Facts, contract_files, fitting, sm_environment
-from everstep.agent.environment import cpus
+from everstep.agent.environment import cpus, path_below_mpirun
 from everstep.agent.events import Layout
 from everstep.agent.gpu import count
 from everstep.agent.launch import Launcher, none, ranks_on_node, torch
@@ -197,3 +197,10 @@ def test_cpus_are_those_of_the_quota(tmp_path: Path) -> None:
     assert cpus(tmp_path) == unlimited
     (cgroup / "cpu.max").write_text("50000 100000\n")
     assert cpus(tmp_path) == 1
+
+
+def test_below_mpirun_programs_are_found_as_in_the_image() -> None:
+    ours = "/opt/venv/bin:/usr/bin"
+    assert path_below_mpirun(f"/usr/bin:{ours}", ours) == ours
+    assert path_below_mpirun(ours, ours) == ours
+    assert path_below_mpirun("/somebody/else/says", ours) == "/somebody/else/says"

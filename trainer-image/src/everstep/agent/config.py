@@ -31,6 +31,7 @@ class Config:
     command: tuple[str, ...]
     distribution: str
     distribution_options: tuple[str, ...]  # extra mpirun arguments
+    variables: dict[str, str]  # for the library in the ranks
     hyperparameters: dict[str, str]
     application_restarts: int
     max_backoff: float  # 0: no back-off
@@ -146,6 +147,7 @@ def parse(data: Any, environ: Mapping[str, str]) -> Config:
         command=job.texts("command"),
         distribution=distribution.choice("kind", DISTRIBUTIONS),
         distribution_options=distribution.texts("options", ()),
+        variables=job.mapping("variables"),
         hyperparameters=job.mapping("hyperparameters"),
         application_restarts=restart.integer("application", 0),
         max_backoff=restart.seconds("maxBackoffSeconds"),

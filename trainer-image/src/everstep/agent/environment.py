@@ -61,6 +61,11 @@ def _folder(path: Path) -> str:
     return str(path)
 
 
+def path_below_mpirun(theirs: str, ours: str) -> str:
+    """PATH for a rank: Open MPI puts the folder of mpirun before it, and `python3` there may not be the image's own."""
+    return ours if theirs.endswith(f":{ours}") else theirs
+
+
 def cpus(root: Path = Path("/")) -> int:
     """CPUs this container may use: its affinity, bounded by its cgroup's quota."""
     allowed = len(os.sched_getaffinity(0))

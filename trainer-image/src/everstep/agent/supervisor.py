@@ -239,7 +239,7 @@ class Supervisor:
                 Path(folder).mkdir(parents=True, exist_ok=True)
         for path, data in contract_files(facts).items():
             Path(path).write_bytes(data)
-        return {**environment.network_variables(address), **sm_environment(facts)}
+        return {**environment.network_variables(address), **sm_environment(facts), **self._config.variables}
 
     def _variables(self, layout: Layout, rank: int, local: int, world: int, local_world: int) -> dict[str, str]:
         return rank_variables(
@@ -282,6 +282,7 @@ class Supervisor:
         env = {
             **torch.variables(layout),
             **request.env,
+            "PATH": environment.path_below_mpirun(request.env.get("PATH", ""), self._base.get("PATH", "")),
             **session.rank_variables,
             **self._contract,
             **self._variables(layout, request.rank, request.local_rank, world, procs),
