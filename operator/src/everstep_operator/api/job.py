@@ -93,6 +93,24 @@ class Horovod(Mpi):
     """Ranks are started by `mpirun` with what Horovod expects."""
 
 
+class Pipeline(ApiModel):
+    """Ranks are started as with `torch`; `everstep.pipeline` cuts the model into stages, in the program, as said here."""
+
+    stages: Annotated[int, Field(ge=1, le=4096), Whole]
+    """Stages of the model: a divisor of the job's ranks, which then hold replicas, or a multiple of them."""
+    microbatches: Annotated[int, Field(ge=1, le=65536), Whole] | None = None
+    """Pieces of a replica's batch. Absent: the number with which a step is shortest."""
+    schedule: Literal["auto", "simple", "1f1b", "interleaved", "zb-h1", "zb-interleaved", "zb-v"] = "auto"
+    """The order of forward and backward passes; `auto`: the one with which a step is shortest within the memory."""
+    optimize: Literal["speed", "memory"] = "speed"
+    """What the model is cut for: short steps, or the fullest rank's memory too."""
+    plan_from: Literal["profile", "file"] = "profile"
+    """`profile`: the first generation measures and leaves its plan in `planFile`, later ones use it, and make it anew
+    when stages or ranks have changed. `file`: the plan is there, or the job fails."""
+    plan_file: Annotated[str, Pattern("^/[ -~]*[^/]$", 1024)] = "/opt/ml/checkpoints/pipeline-plan.json"
+    """Where the plan is kept, in a volume that outlives the pods."""
+
+
 class Plain(ApiModel):
     """One process per pod, which starts its own ranks, such as torchrun."""
 
@@ -103,20 +121,22 @@ class Distribution(ApiModel):
     torch: Torch | None = None
     horovod: Horovod | None = None
     mpi: Mpi | None = None
+    pipeline: Pipeline | None = None
     none: Plain | None = None
 
     rules: ClassVar = (
         Rule(
-            "[has(self.torch), has(self.horovod), has(self.mpi), has(self.none)].filter(given, given).size() == 1",
-            "set exactly one of torch, horovod, mpi, none; an empty one is written torch: {}",
+            "[has(self.torch), has(self.horovod), has(self.mpi), has(self.pipeline), has(self.none)]"
+            ".filter(given, given).size() == 1",
+            "set exactly one of torch, horovod, mpi, pipeline, none; an empty one is written torch: {}",
             lambda value: len(value.model_dump(exclude_none=True)) == 1,
         ),
     )
 
     @property
     def kind(self) -> Literal["torch", "horovod", "mpi", "none"]:
-        """The name of the field that is set."""
-        if self.torch is not None:
+        """How the agent starts ranks: those of a pipeline are torch's."""
+        if self.torch is not None or self.pipeline is not None:
             return "torch"
         if self.horovod is not None:
             return "horovod"
@@ -124,9 +144,16 @@ class Distribution(ApiModel):
 
     @property
     def options(self) -> list[str]:
-        """Further arguments of mpirun; empty for torch and none."""
+        """Further arguments of mpirun; empty where there is none."""
         chosen = self.horovod or self.mpi
         return list(chosen.options) if chosen is not None else []
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """What the library in the ranks is told."""
+        if self.pipeline is None:
+            return {}
+        return {"EVERSTEP_PIPELINE": self.pipeline.model_dump_json(by_alias=True, exclude_none=True)}
 
 
 class PoolChoice(ApiModel):
@@ -196,6 +223,13 @@ def _fixed(field: str) -> UpdateRule:
     )
 
 
+def _fits(pipeline: Pipeline | None, nodes: int, procs: int | None) -> bool:
+    """Whether stages go to ranks without a rest. GPUs of a node are not known here."""
+    if pipeline is None or procs is None:
+        return True
+    return (nodes * procs) % pipeline.stages == 0 or pipeline.stages % (nodes * procs) == 0
+
+
 class TrainingJobSpec(ApiModel):
     """What to run."""
 
@@ -257,6 +291,16 @@ class TrainingJobSpec(ApiModel):
     pod_template: PodTemplate = Field(default_factory=PodTemplate)
     """Overlay on the job's pods."""
 
+    rules: ClassVar = (
+        Rule(
+            "!has(self.distribution.pipeline) || !has(self.numProcPerNode) || "
+            "(self.numNodes * self.numProcPerNode) % self.distribution.pipeline.stages == 0 || "
+            "self.distribution.pipeline.stages % (self.numNodes * self.numProcPerNode) == 0",
+            "distribution.pipeline.stages must divide the number of ranks, numNodes times numProcPerNode, or be a "
+            "multiple of it",
+            lambda spec: _fits(spec.distribution.pipeline, spec.num_nodes, spec.num_proc_per_node),
+        ),
+    )
     update_rules: ClassVar = (
         *(_fixed(field) for field in _FIXED),
         UpdateRule(

@@ -33,6 +33,7 @@ def job_config(
         "numProcPerNode": spec.num_proc_per_node or max(1, gpus),
         "command": [*(spec.command or []), *spec.args],
         "distribution": {"kind": spec.distribution.kind, "options": spec.distribution.options},
+        "variables": spec.distribution.variables,
         "hyperparameters": dict(spec.hyperparameters),
         "restart": {
             "application": spec.restart.application,
