@@ -93,6 +93,39 @@ class Bare:
         gone(site, tag)
 
 
+class Mounted(Bare):
+    """The same pods with a ConfigMap and a Secret of their own in volumes, as scripts and credentials are brought.
+
+    A kubelet that hears of a pod before the API server's node authorizer does may not read them, and asks again after
+    more than a second: a start with such volumes is of one of two kinds, whoever made the pod.
+    """
+
+    KINDS = (("configmaps", "ConfigMap", "data"), ("secrets", "Secret", "stringData"))
+
+    def create(self, site: Site, tag: str, world: int, **env: str) -> None:
+        for plural, kind, field in self.KINDS:
+            body = {"apiVersion": "v1", "kind": kind, "metadata": {"name": tag}, field: {"a": "b"}}
+            site.cluster.request("POST", f"/api/v1/namespaces/{site.namespace}/{plural}", body)
+        super().create(site, tag, world, **env)
+
+    def pod(self, site: Site, tag: str, rank: int, world: int, **env: str) -> Object:
+        pod = super().pod(site, tag, rank, world, **env)
+        spec = pod["spec"]
+        spec["volumes"] = [
+            {"name": "script", "configMap": {"name": tag}},
+            {"name": "credentials", "secret": {"secretName": tag}},
+        ]
+        [container] = spec["containers"]
+        mounts = [{"name": volume["name"], "mountPath": f"/mnt/{volume['name']}"} for volume in spec["volumes"]]
+        container["volumeMounts"] = mounts
+        return pod
+
+    def delete(self, site: Site, tag: str) -> None:
+        super().delete(site, tag)
+        for plural, _, _ in self.KINDS:
+            site.cluster.request("DELETE", f"/api/v1/namespaces/{site.namespace}/{plural}/{tag}")
+
+
 class Indexed:
     """An Indexed Job with a headless service: what most users write themselves."""
 

@@ -29,6 +29,7 @@ ON_NODES: dict[str, Callable[[Site], Row]] = {
     "restart-in-place": restart.restart_in_place,
     "restart-tenth": restart.restart_tenth,
     "pod-deleted": restart.pod_deleted,
+    "startup-vs-mounted-4": start.startup_vs_mounted_4,
     "startup-vs-indexed-4": start.startup_vs_indexed_4,
     "startup-mpi-4": mpi.startup_mpi_4,
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 
-from benchmarks.arms import Arm, Bare, Everstep, Indexed, Site
+from benchmarks.arms import Arm, Bare, Everstep, Indexed, Mounted, Site
 from benchmarks.measure import Row, alternate
 
 _numbers = itertools.count()
@@ -32,6 +32,11 @@ def start(site: Site, arm: Arm, world: int = WORLD) -> float:
 def startup_4(site: Site) -> Row:
     row = Row("startup-4", "s", 1.25)
     return alternate(row, lambda: start(site, Everstep()), lambda: start(site, Bare()), REPEATS)
+
+
+def startup_vs_mounted_4(site: Site) -> Row:
+    row = Row("startup-vs-mounted-4", "s", 1.25)
+    return alternate(row, lambda: start(site, Everstep()), lambda: start(site, Mounted()), 2 * REPEATS)
 
 
 def startup_vs_indexed_4(site: Site) -> Row:
