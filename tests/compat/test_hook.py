@@ -1,0 +1,54 @@
+"""The names are there under the package's own name, on request, as the same modules."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from everstep.compat import install
+
+
+@pytest.fixture(autouse=True)
+def asked_for() -> Iterator[None]:
+    before, known = list(sys.meta_path), set(sys.modules)
+    yield
+    sys.meta_path[:] = before
+    for name in set(sys.modules) - known:
+        if name.startswith("smdistributed"):
+            del sys.modules[name]
+
+
+def test_nothing_is_there_until_it_is_asked_for() -> None:
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("smdistributed")
+
+
+def test_modules_are_the_same_under_both_names() -> None:
+    install()
+    install()
+    ours = importlib.import_module("everstep.compat.smdistributed.modelparallel.config")
+    spec = ours.__spec__
+    assert importlib.import_module("smdistributed.modelparallel.config") is ours
+    assert ours.__spec__ is spec
+    assert ours.__name__ == "everstep.compat.smdistributed.modelparallel.config"
+
+
+def test_what_is_not_there_is_not_found() -> None:
+    install()
+    with pytest.raises(ModuleNotFoundError, match=r"smdistributed\.dataparallel"):
+        importlib.import_module("smdistributed.dataparallel")
+
+
+def test_tensorflow_is_refused_with_the_reason() -> None:
+    install()
+    with pytest.raises(ImportError, match="everstep runs pipelines of PyTorch models"):
+        importlib.import_module("smdistributed.modelparallel.tensorflow")
+
+
+def test_another_package_of_that_name_is_not_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "smdistributed", sys)
+    with pytest.raises(ImportError, match="smdistributed is installed"):
+        install()

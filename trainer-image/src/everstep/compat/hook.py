@@ -1,0 +1,55 @@
+"""An import hook that finds the modules of one package under the name of another."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+
+def install(name: str, target: str) -> None:
+    """`import name` and below gives `target` and below, the same module objects. Doing it twice is doing it once.
+
+    ImportError if `name` can be imported already.
+    """
+    if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+        return
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
+        raise ImportError(f"{name} is installed: everstep does not take its place", name=name)
+    sys.meta_path.insert(0, _Finder(name, target))
+
+
+class _Finder(MetaPathFinder):
+    def __init__(self, name: str, target: str) -> None:
+        self.name, self.target = name, target
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname != self.name and not fullname.startswith(f"{self.name}."):
+            return None
+        real = self.target + fullname.removeprefix(self.name)
+        found = importlib.util.find_spec(real)
+        if found is None:
+            return None
+        return ModuleSpec(fullname, _Same(real), is_package=found.submodule_search_locations is not None)
+
+
+class _Same(Loader):
+    """Gives the module of another name; what it is is left as it is."""
+
+    def __init__(self, real: str) -> None:
+        self._real = real
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        module = importlib.import_module(self._real)
+        # The import system writes the spec of the alias into the module; the real one is put back in exec_module.
+        self._spec, self._loader, self._package = module.__spec__, module.__loader__, module.__package__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__, module.__loader__, module.__package__ = self._spec, self._loader, self._package

@@ -1,0 +1,1 @@
+"""`torch` is offered; `tensorflow` is not."""

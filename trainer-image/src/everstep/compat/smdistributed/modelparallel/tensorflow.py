@@ -1,0 +1,6 @@
+"""Refused: everstep runs pipelines of PyTorch models."""
+
+raise ImportError(
+    "smdistributed.modelparallel.tensorflow is not offered: everstep runs pipelines of PyTorch models, "
+    "see smdistributed.modelparallel.torch"
+)

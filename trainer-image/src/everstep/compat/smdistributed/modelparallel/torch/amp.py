@@ -1,0 +1,47 @@
+"""`smp.amp`: the loss scale is the pipeline's, so a scaler only says whether a step counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from everstep.compat.smdistributed.modelparallel.torch.state import state
+
+
+class GradScaler:
+    """In the place of torch.cuda.amp.GradScaler. Losses are scaled, and gradients unscaled, by the pipeline; a step
+    in which a gradient overflowed on any process changes nothing on all. The arguments are there for scripts' sake."""
+
+    def __init__(
+        self,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        self._enabled = enabled
+
+    def scale(self, outputs: Any) -> Any:
+        """The loss as it is."""
+        return outputs
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Nothing: gradients are unscaled already."""
+
+    def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        """The optimizer's step, unless a gradient overflowed."""
+        model = state().model
+        return None if model is not None and model.skipped else optimizer.step(*args, **kwargs)
+
+    def update(self, new_scale: Any = None) -> None:
+        """Nothing: the scale follows the steps by itself."""
+
+    def is_enabled(self) -> bool:
+        return self._enabled
+
+    def state_dict(self) -> dict[str, Any]:
+        """Empty: the scale is saved with the model."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing."""

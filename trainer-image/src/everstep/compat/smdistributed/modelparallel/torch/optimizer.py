@@ -1,0 +1,137 @@
+"""`smp.DistributedOptimizer`: the script's optimizer, which after the partition has this process's parameters only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from everstep.compat.smdistributed.modelparallel.torch.comm import CommGroup, allgather
+from everstep.compat.smdistributed.modelparallel.torch.model import PARTIAL, DistributedModel
+from everstep.compat.smdistributed.modelparallel.torch.state import state
+
+_DYNAMIC = ("init_scale", "scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
+
+
+class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torch is not where types are checked
+    """Wraps an optimizer of the parameters of the smp.DistributedModel.
+
+    Its state dictionaries number parameters as the wrapped optimizer did before the partition. With fp16 losses are
+    scaled, always dynamically; a step with an overflow changes nothing.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        static_loss_scale: float = 1.0,
+        dynamic_loss_scale: bool = False,
+        **dynamic_loss_args: Any,
+    ) -> None:
+        unknown = [name for name in dynamic_loss_args if name not in _DYNAMIC]
+        if unknown:
+            raise TypeError(f"smp.DistributedOptimizer has no argument {unknown[0]!r}")
+        now = state()
+        if now.model is None:
+            raise RuntimeError("wrap the model in smp.DistributedModel before its optimizer")
+        self.optimizer = optimizer
+        self._parameters = [each for group in optimizer.param_groups for each in group["params"]]
+        self._groups = [[id(each) for each in group["params"]] for group in optimizer.param_groups]
+        self._number = {id(each): index for index, each in enumerate(self._parameters)}
+        self._pending: Mapping[str, Any] | None = None
+        now.optimizers.append(self)
+        if now.model.partitioned:
+            self.after_partition(now.model)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer":
+            raise AttributeError(name)
+        return getattr(self.optimizer, name)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return list(self.optimizer.param_groups)
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @property
+    def defaults(self) -> Any:
+        return self.optimizer.defaults
+
+    def __repr__(self) -> str:
+        return f"DistributedOptimizer({self.optimizer!r})"
+
+    def after_partition(self, model: DistributedModel) -> None:
+        """Drops what other processes have."""
+        own = {id(each) for each in model.local_parameters()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if id(each) in own]
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self.load_state_dict(pending)
+
+    def step(self, closure: Any = None) -> Any:
+        """RuntimeError with a closure: gradients come from the step function."""
+        if closure is not None:
+            raise RuntimeError("smp.DistributedOptimizer.step takes no closure")
+        model = state().model
+        if model is not None and model.skipped:
+            return None
+        return self.optimizer.step()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole optimizer's, on all processes of the pipeline: all of them must call it."""
+        whole = self._own()
+        if state().grid.ranks > 1:
+            for part in allgather(_on_cpu(whole["state"]), CommGroup.PP_GROUP):
+                whole["state"] = {**part, **whole["state"]}
+        whole["state"] = dict(sorted(whole["state"].items()))
+        return whole
+
+    def local_state_dict(self) -> dict[str, Any]:
+        """That of this process's parameters, marked as a part."""
+        return {**self._own(), PARTIAL: True}
+
+    def _own(self) -> dict[str, Any]:
+        groups = []
+        for group, members in zip(self.optimizer.param_groups, self._groups, strict=True):
+            rest = {key: value for key, value in group.items() if key != "params"}
+            groups.append({**rest, "params": [self._number[each] for each in members]})
+        kept = {
+            self._number[id(each)]: dict(value)
+            for each, value in self.optimizer.state.items()
+            if id(each) in self._number
+        }
+        return {"state": kept, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Whole or partial, at once if the model is partitioned, else when it is."""
+        model = state().model
+        if model is None or not model.partitioned:
+            self._pending = state_dict
+            return
+        for group, given in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
+            group.update({key: value for key, value in given.items() if key != "params"})
+        own = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
+        for number, kept in state_dict["state"].items():
+            parameter = self._parameters[int(number)]
+            if id(parameter) in own:
+                self.optimizer.state[parameter] = {key: _like(value, parameter, key) for key, value in kept.items()}
+
+
+def _like(value: Any, parameter: Any, key: str) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.clone() if key == "step" else value.to(parameter.device, copy=True)
+
+
+def _on_cpu(found: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    return {
+        number: {key: each.cpu() if isinstance(each, torch.Tensor) else each for key, each in kept.items()}
+        for number, kept in found.items()
+    }

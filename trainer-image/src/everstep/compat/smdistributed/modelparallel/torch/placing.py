@@ -1,0 +1,64 @@
+"""Which stage a module is for, and modules that are built without data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.compat.smdistributed.modelparallel.torch.refused import refuse
+from everstep.compat.smdistributed.modelparallel.torch.state import state
+from everstep.pipeline.frontend.materialise import without_weights
+from everstep.pipeline.frontend.placement import place, stage
+
+
+@contextlib.contextmanager
+def partition(i: int) -> Iterator[None]:
+    """Modules that are built inside are in stage `i`; the innermost context counts. Ignored with auto_partition."""
+    if state().config.auto_partition:
+        yield
+        return
+    _check(i)
+    with stage(i):
+        yield
+
+
+def set_partition(module: nn.Module, i: int) -> None:
+    """`module` and all in it are in stage `i`. Ignored with auto_partition."""
+    if not state().config.auto_partition:
+        _check(i)
+        place(module, i)
+
+
+@contextlib.contextmanager
+def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
+    """Models that are built inside have no data until each process has only its own stages."""
+    if enabled:
+        with without_weights():
+            yield
+    else:
+        yield
+
+
+@contextlib.contextmanager
+def model_creation(tensor_parallelism: bool = False, dtype: Any = None, **config: Any) -> Iterator[None]:
+    """Around the construction of the model: parameters are of type `dtype`, and without data if
+    delayed_parameter_initialization is set."""
+    if tensor_parallelism:
+        refuse("tensor_parallelism")
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype or before)
+    try:
+        with delay_param_initialization(state().config.delayed_parameter_initialization):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _check(i: int) -> None:
+    stages = state().config.pipeline_parallel_degree
+    if not 0 <= i < stages:
+        raise ValueError(f"partition {i}: there are {stages}, numbered from 0")

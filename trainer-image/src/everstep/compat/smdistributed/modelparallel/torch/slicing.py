@@ -1,0 +1,34 @@
+"""The arguments of a step function, cut into micro-batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def cut(value: Any, count: int, index: int, axis: int, name: str) -> Any:
+    """Micro-batch `index` of `count`: tensors along `axis`, lists, tuples, dicts and sets by what is in them, objects
+    by their smp_slice; anything else goes to every micro-batch.
+
+    ValueError if a tensor does not divide.
+    """
+    if isinstance(value, torch.Tensor):
+        if not value.dim():
+            return value
+        size = value.shape[axis]
+        if size % count:
+            raise ValueError(
+                f"argument {name!r}: a batch of {size} is not divisible by microbatches, {count}: drop the last batch, "
+                "or name the argument in non_split_inputs"
+            )
+        return value.narrow(axis, index * (size // count), size // count)
+    if hasattr(value, "smp_slice"):
+        return value.smp_slice(count, index, axis)
+    if isinstance(value, dict):
+        return type(value)((key, cut(each, count, index, axis, name)) for key, each in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(cut(each, count, index, axis, name) for each in value))
+    if isinstance(value, list | tuple | set | frozenset):
+        return type(value)(cut(each, count, index, axis, name) for each in value)
+    return value

@@ -1,0 +1,122 @@
+"""What `smp.init` sets up, and who is who: one for each process."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from everstep.compat.smdistributed.modelparallel.config import Config, ConfigError
+from everstep.pipeline.transport.grid import Grid, grid
+
+if TYPE_CHECKING:
+    from everstep.compat.smdistributed.modelparallel.torch.model import DistributedModel
+
+
+class NotInitialized(RuntimeError):
+    """smp.init() was not called yet."""
+
+
+@dataclass
+class State:
+    """`groups`: the process group of this process in each dimension, `members` the ranks in it, in order."""
+
+    config: Config
+    grid: Grid
+    rank: int
+    size: int
+    groups: dict[str, Any]
+    members: dict[str, list[int]]
+    model: DistributedModel | None = None
+    optimizers: list[Any] = field(default_factory=list)
+    tracing: bool = False
+
+    @property
+    def replica(self) -> int:
+        return self.grid.find(self.rank)[0]
+
+    @property
+    def stage_rank(self) -> int:
+        return self.grid.find(self.rank)[1]
+
+
+_state: State | None = None
+
+
+def state() -> State:
+    """NotInitialized before smp.init()."""
+    if _state is None:
+        raise NotInitialized("call smp.init() first")
+    return _state
+
+
+def is_initialized() -> bool:
+    """Whether smp.init() was called."""
+    return _state is not None
+
+
+def init(config: Any = None) -> None:
+    """Begins: `config` is a mapping of the documented keys; None reads SM_HP_MP_PARAMETERS.
+
+    Joins the process group of torch.distributed, if the script has not (from RANK, WORLD_SIZE, MASTER_ADDR and
+    MASTER_PORT). ConfigError names the key that cannot be, also against the number of processes.
+    """
+    import torch.distributed as dist
+
+    global _state
+    read = Config.read(config)
+    if not dist.is_initialized():
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "7777")
+        dist.init_process_group(
+            _backend(read),
+            rank=int(os.environ.get("RANK", "0")),
+            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+        )
+    size, stages = dist.get_world_size(), read.pipeline_parallel_degree
+    if size % stages:
+        raise ConfigError(f"pipeline_parallel_degree is {stages}: it does not divide the {size} processes")
+    if size > stages and not read.ddp:
+        raise ConfigError(f"ddp must be True for {size} processes and pipeline_parallel_degree {stages}")
+    _state = _arrange(read, dist.get_rank(), size)
+
+
+def is_tracing() -> bool:
+    """Whether the model is being traced, which the first step begins with."""
+    return _state is not None and _state.tracing
+
+
+def shutdown() -> None:
+    """Forgets everything; smp.init() may be called again. The process group stays."""
+    global _state
+    _state = None
+
+
+def _backend(config: Config) -> str:
+    import torch
+
+    if config.ddp_dist_backend != "auto":
+        return config.ddp_dist_backend
+    return "nccl" if torch.cuda.is_available() else "gloo"
+
+
+def _arrange(config: Config, rank: int, size: int) -> State:
+    import torch.distributed as dist
+
+    found = grid(size, config.pipeline_parallel_degree, config.placement)
+    every = {
+        "PP": [list(ranks) for ranks in found.processes],
+        "RDP": [list(each) for each in zip(*found.processes, strict=True)],
+        "TP": [[each] for each in range(size)],
+    }
+    groups: dict[str, Any] = {"WORLD": dist.group.WORLD}
+    members: dict[str, list[int]] = {"WORLD": list(range(size))}
+    for name, all_members in every.items():
+        for ranks in all_members:  # every process makes every group
+            group = dist.new_group(ranks)
+            if rank in ranks:
+                groups[name], members[name] = group, ranks
+    # Without tensor parallelism a model's processes are those of its pipeline, and its replicas those of its stages.
+    for name, same in (("MP", "PP"), ("DP", "RDP")):
+        groups[name], members[name] = groups[same], members[same]
+    return State(config, found, rank, size, groups, members)

@@ -1,0 +1,107 @@
+"""`@smp.step`: a function that is written for one micro-batch, run for all of them through the pipeline."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from everstep.compat.smdistributed.modelparallel.torch.body import Body
+from everstep.compat.smdistributed.modelparallel.torch.output import StepOutput, gathered
+from everstep.compat.smdistributed.modelparallel.torch.slicing import cut
+from everstep.compat.smdistributed.modelparallel.torch.state import State, state
+
+__all__ = ["StepOutput", "step"]
+
+
+def step(
+    function: Callable[..., Any] | None = None,
+    *,
+    non_split_inputs: Sequence[str] = (),
+    input_split_axes: Mapping[str, int] | None = None,
+    detach_outputs: bool = True,
+) -> Callable[..., Any]:
+    """Runs the function for each micro-batch, in the order of the pipeline, on every process.
+
+    Arguments are cut along their first axis, or as `input_split_axes` says, but for those in `non_split_inputs`. In the
+    function, `model(...)` and `model.backward(loss)` are called once each; one that does not name `backward` is an
+    evaluation. What it returns is there on all processes of the pipeline, with a StepOutput for each tensor.
+    """
+    if function is None:
+        return functools.partial(  # @smp.step(…)
+            step,
+            non_split_inputs=non_split_inputs,
+            input_split_axes=input_split_axes,
+            detach_outputs=detach_outputs,
+        )
+    signature = inspect.signature(function)
+    training = "backward" in _names(function.__code__)
+    for name in (*non_split_inputs, *(input_split_axes or {})):
+        if name not in signature.parameters:
+            raise ValueError(f"smp.step: {function.__name__} has no argument {name!r}")
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        count = state().config.microbatches
+
+        def part(index: int) -> Callable[[], Any]:
+            mine = signature.bind(*args, **kwargs)
+            for name, value in bound.arguments.items():
+                if name not in non_split_inputs:
+                    mine.arguments[name] = cut(value, count, index, (input_split_axes or {}).get(name, 0), name)
+            return lambda: function(*mine.args, **mine.kwargs)
+
+        bodies = [Body(part(index), training) for index in range(count)]
+        return _through(state(), bodies, training, detach_outputs)
+
+    return run
+
+
+def _names(code: CodeType) -> set[str]:
+    """All names that a function uses, also in functions inside it."""
+    found = set(code.co_names)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            found |= _names(constant)
+    return found
+
+
+def _through(now: State, bodies: list[Body], training: bool, detach: bool) -> Any:
+    if now.model is None:
+        raise RuntimeError("smp.DistributedModel must wrap the model before a step function runs")
+    try:
+        for body in bodies:
+            body.run()
+            if body.arguments is None:
+                raise RuntimeError("the step function did not call the model: it must, for each micro-batch")
+        now.model.run(bodies, training)
+        last = now.stage_rank == now.grid.ranks - 1
+        mine = [_plain(body.returned, detach and now.grid.ranks == 1) for body in bodies] if last else None
+        return gathered(_told(now, mine, detach))
+    finally:
+        for body in bodies:
+            body.end()
+
+
+def _told(now: State, mine: list[Any] | None, detach: bool) -> list[Any]:
+    """What the last process of the pipeline returned, on all of its processes; the graph stays where it was made."""
+    import torch.distributed as dist
+
+    if now.grid.ranks == 1:
+        assert mine is not None
+        return [_plain(each, detach) for each in mine]
+    box = [None if mine is None else [_plain(each, True) for each in mine]]
+    dist.broadcast_object_list(box, src=now.members["PP"][-1], group=now.groups["PP"])
+    found = mine if mine is not None and not detach else box[0]
+    assert found is not None
+    return found
+
+
+def _plain(returned: Any, detach: bool) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.detach() if detach and isinstance(leaf, torch.Tensor) else leaf, returned)
