@@ -17,7 +17,7 @@ from everstep_operator.cluster.client import Page
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.plan import template
-from everstep_operator.plan.actions import Action, DeleteStale, EnsureSecret, EnsureTemplate
+from everstep_operator.plan.actions import Action, DeleteStale, EnsureAgent, EnsureSecret, EnsureTemplate
 from everstep_operator.plan.observed import Frozen, Settings
 from tests.builders import job
 
@@ -39,6 +39,8 @@ class Objects:
 
     async def get(self, resource: Any, namespace: str, name: str) -> Any:
         assert resource.plural != "secrets"
+        if (resource.plural, name) not in self.there:
+            raise errors.NotFound(404, "NotFound", name)
         return self.there[(resource.plural, name)]
 
     async def list(self, resource: Any, namespace: str, *, labels: str) -> AsyncIterator[Page]:
@@ -108,3 +110,17 @@ async def test_of_old_templates_only_what_bears_their_name_is_deleted(actor: Act
     assert sorted(objects.there) == [
         ("configmaps", "database"), ("configmaps", "digits-2"), ("secrets", "database"), ("secrets", "digits-2"),
     ]  # fmt: skip
+
+
+async def test_a_new_template_finds_the_agent_in_a_namespace_that_was_made_again(actor: Actor, objects: Any) -> None:
+    """Deleted and created within one resync: nothing has told that the agent went with it."""
+    built = job().build()
+    actions: list[Action] = [
+        EnsureSecret("digits-1", 1, template.secret(built, 1)),
+        EnsureAgent(actor.agent.name, actor.agent.digest),
+        EnsureTemplate("digits-1", 1, template.config_map(built, resolved(built, 1))),
+    ]
+    for _ in range(2):
+        assert await actor.carry_out(JOB, actions) == (None, None)
+        assert ("configmaps", actor.agent.name) in objects.there
+        objects.there.clear()

@@ -13,7 +13,7 @@ from everstep_operator.cluster.agentcode import ALL, KEEP_SECONDS, AgentCode
 class ConfigMaps:
     def __init__(self) -> None:
         self.there: dict[tuple[str, str], Any] = {}
-        self.creates = 0
+        self.creates = self.reads = 0
 
     async def create(self, resource: Any, namespace: str, body: Any) -> Any:
         self.creates += 1
@@ -25,6 +25,9 @@ class ConfigMaps:
         return self.there[name]
 
     async def get(self, resource: Any, namespace: str, name: str) -> Any:
+        self.reads += 1
+        if (namespace, name) not in self.there:
+            raise errors.NotFound(404, "NotFound", name)
         return self.there[(namespace, name)]
 
     async def delete(self, resource: Any, namespace: str, name: str, *, uid: str) -> None:
@@ -49,7 +52,7 @@ async def test_what_is_known_to_be_there_is_not_asked_for_again(client: Any) -> 
     agent = AgentCode(b"code")
     for _ in range(3):
         await agent.ensure(client, "ns")
-    assert client.creates == 1
+    assert (client.creates, client.reads) == (1, 1)
 
 
 async def test_other_code_under_our_name_is_not_run(client: Any) -> None:
@@ -84,4 +87,24 @@ async def test_what_was_deleted_by_hand_is_made_again_after_the_next_look(client
     client.there.clear()
     await agent.collect(client, [], {}, 0)
     await agent.ensure(client, "ns")
+    assert ("ns", agent.name) in client.there
+
+
+async def test_what_jobs_use_and_somebody_has_deleted_is_restored_by_the_next_look(client: Any) -> None:
+    """Their pods exist and wait for it: nothing else would ever ask for it again."""
+    agent = AgentCode(b"code")
+    for namespace in ("ns", "plain", "kept"):
+        await agent.ensure(client, namespace)
+    kept = client.there[("kept", agent.name)]
+    client.there = {("kept", agent.name): kept}
+    used = {"ns": {agent.name}, "plain": {"another"}, "kept": {agent.name}}
+    await agent.collect(client, [kept], used, 0)
+    await agent.restore(client, used)
+    assert set(client.there) == {("ns", agent.name), ("kept", agent.name)}
+
+
+async def test_one_namespace_that_refuses_it_keeps_it_from_no_other(client: Any) -> None:
+    agent = AgentCode(b"code")
+    client.there[("evil", agent.name)] = {**AgentCode(b"evil").config_map(), "metadata": {"name": agent.name}}
+    await agent.restore(client, {"evil": {agent.name}, "ns": {agent.name}})
     assert ("ns", agent.name) in client.there

@@ -132,6 +132,8 @@ class Actor:
         made, new = await self._ensure(CONFIG_MAPS, job, action.body)
         self.frozen.put(job.uid, action.template, made)
         if new:
+            # Pods of a new template hang without the agent, and the namespace may have been deleted and made again.
+            self.agent.forget(job.namespace)
             self._fresh[(job.uid, action.template)] = made
 
     async def _ensure_secret(self, job: Job, action: act.EnsureSecret) -> None:

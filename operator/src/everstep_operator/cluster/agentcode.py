@@ -66,17 +66,25 @@ class AgentCode:
         self._unused_since.pop((namespace, self.name), None)
         if namespace in self._present:
             return
-        try:
-            await client.create(CONFIG_MAPS, namespace, self.config_map())
-        except errors.AlreadyExists:
-            # Its name is a hash of its content, but anybody may write the name: what runs as PID 1 is compared.
-            found = await client.get(CONFIG_MAPS, namespace, self.name)
-            if found.get("binaryData") != self.config_map()["binaryData"]:
-                raise errors.NotOurs(f"ConfigMap {namespace}/{self.name}", "whoever put other code into it") from None
+        found = await self._stored(client, namespace)
+        # Its name is a hash of its content, but anybody may write the name: what runs as PID 1 is compared.
+        if found.get("binaryData") != self.config_map()["binaryData"]:
+            raise errors.NotOurs(f"ConfigMap {namespace}/{self.name}", "whoever put other code into it")
         self._present.add(namespace)
 
+    async def _stored(self, client: Client, namespace: str) -> Object:
+        """Read first: in most namespaces it is there, and a quota that is used up would refuse even to be told so."""
+        try:
+            return await client.get(CONFIG_MAPS, namespace, self.name)
+        except errors.NotFound:
+            pass
+        try:
+            return await client.create(CONFIG_MAPS, namespace, self.config_map())
+        except errors.AlreadyExists:  # for another job, in the same moment
+            return await client.get(CONFIG_MAPS, namespace, self.name)
+
     def forget(self, namespace: str) -> None:
-        """Somebody deleted it, or the namespace: look again at the next need."""
+        """Somebody may have deleted it, or the namespace: look again at the next need."""
         self._present.discard(namespace)
 
     async def collect(
@@ -104,3 +112,12 @@ class AgentCode:
             del self._unused_since[key]
         self._present = {namespace for namespace in self._present if self.name in seen[namespace]}
         self._unused_since = {key: t for key, t in self._unused_since.items() if key[1] in seen[key[0]]}
+
+    async def restore(self, client: Client, used: Mapping[str, Container[str]]) -> None:
+        """Make it again where it is used and the last `collect` has not found it: new pods wait for it in vain."""
+        for namespace in sorted(ns for ns, names in used.items() if self.name in names and ns not in self._present):
+            log.warning("the agent of unfinished jobs was gone", namespace=namespace, config_map=self.name)
+            try:
+                await self.ensure(client, namespace)
+            except (errors.ApiError, errors.NotOurs) as error:  # one namespace's quota or webhook, not all others'
+                log.warning("cannot restore it", namespace=namespace, error=str(error))

@@ -139,7 +139,9 @@ class Resync:
         for place in self.namespaces or (None,):
             async for page in self.client.list(CONFIG_MAPS, place, labels=agentcode.LABEL):
                 found += page.items
-        await self.agent.collect(self.client, found, self._agents_in_use(), time.monotonic())
+        used = self._agents_in_use()
+        await self.agent.collect(self.client, found, used, time.monotonic())
+        await self.agent.restore(self.client, used)
 
     def _agents_in_use(self) -> dict[str, set[str]]:
         """Names by namespace, of every job that is not finished. One whose template is unknown keeps all of them."""

@@ -1,0 +1,70 @@
+"""Lists repair what the watch has not told, and end a watch that has gone deaf."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster.cache import Cache
+from everstep_operator.cluster.client import Page
+from everstep_operator.cluster.frozen import FrozenTemplates
+from everstep_operator.cluster.resync import Resync
+from everstep_operator.plan import template
+from everstep_operator.plan.observed import Frozen, Settings
+from tests.builders import job
+
+
+class Server:
+    """Lists what is `there`, by plural; creates ConfigMaps."""
+
+    def __init__(self) -> None:
+        self.there: dict[str, list[Any]] = {}
+        self.version = 1
+
+    async def list(self, resource: Any, namespace: str | None, *, labels: str | None) -> AsyncIterator[Page]:
+        self.version += 1
+        yield Page(list(self.there.get(resource.plural, ())), self.version)
+
+    async def get(self, resource: Any, namespace: str, name: str) -> Any:
+        raise errors.NotFound(404, "NotFound", name)
+
+    async def create(self, resource: Any, namespace: str, body: Any) -> Any:
+        made = {**body, "metadata": {**body["metadata"], "namespace": namespace, "uid": "u"}}
+        self.there.setdefault(resource.plural, []).append(made)
+        return made
+
+
+@pytest.fixture
+def server() -> Any:
+    return Server()
+
+
+@pytest.fixture
+def deaf() -> list[str]:
+    """Grows by one whenever the watch is taken for deaf."""
+    return []
+
+
+@pytest.fixture
+def resync(server: Any, deaf: list[str]) -> Resync:
+    cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
+    frozen, agent = FrozenTemplates(server), AgentCode(b"code")
+    return Resync(server, cache, frozen, agent, (), 300.0, deaf=lambda: deaf.append("deaf"), wake=lambda _: None)
+
+
+async def test_the_agent_of_a_job_that_waits_for_it_is_made_again(resync: Resync, server: Any) -> None:
+    """`kubectl delete configmap --all`: pods that are not running yet would wait until their job's startup timeout."""
+    built = job().build()
+    server.there["trainingjobs"] = [job().manifest()]
+    await resync.once()
+    assert "configmaps" not in server.there, "nobody knows yet that the job wants one"
+    settings = Settings(agent_digest=resync.agent.digest)
+    made = template.resolve(built, epoch=1, pool=None, plain=False, settings=settings)
+    assert isinstance(made, Frozen)
+    resync.frozen.put(built.metadata.uid, 1, template.config_map(built, made))
+    await resync.once()
+    assert [item["metadata"]["name"] for item in server.there["configmaps"]] == [resync.agent.name]
