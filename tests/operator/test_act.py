@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
 
+from everstep.agent.auth import job_token
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.act import LEFTOVER_SECONDS, Actor, Job, Leftover
@@ -29,6 +31,7 @@ class Objects:
 
     def __init__(self) -> None:
         self.there: dict[tuple[str, str], Any] = {}
+        self.held: set[tuple[str, str]] = set()  # by finalizers
 
     async def create(self, resource: Any, namespace: str, body: Any) -> Any:
         name = (resource.plural, body["metadata"]["name"])
@@ -47,7 +50,8 @@ class Objects:
         yield Page([body for (plural, _), body in self.there.items() if plural == resource.plural], 1)
 
     async def delete(self, resource: Any, namespace: str, name: str, *, uid: str | None) -> None:
-        self.there.pop((resource.plural, name), None)
+        if (resource.plural, name) not in self.held:
+            self.there.pop((resource.plural, name), None)
 
 
 @pytest.fixture
@@ -88,6 +92,38 @@ async def test_a_strangers_secret_is_waited_for_and_then_told_as_a_conflict(
         assert objects.there == {("secrets", "digits-1"): theirs}, "and nothing vouches for it"
     del objects.there[("secrets", "digits-1")]
     assert await actor.carry_out(JOB, actions) == (None, None)
+
+
+async def test_after_a_kill_between_two_writes_the_token_is_this_jobs_own(actor: Actor, objects: Any) -> None:
+    """The ConfigMap was made, then the process ended: the Secret of that name may be one of a former job."""
+    built = job().build()
+    secret = EnsureSecret("digits-1", 1, template.secret(built, 1))
+    configured = EnsureTemplate("digits-1", 1, template.config_map(built, resolved(built, 1)))
+    await actor.carry_out(JOB, [configured])
+    actor._fresh.clear()  # the next process
+    objects.there[("secrets", "digits-1")] = {"data": {"token": "of a former job"}}
+    assert await actor.carry_out(JOB, [secret, configured]) == (None, None)
+    token = job_token(b"key", JOB.uid, 1)
+    made = objects.there[("secrets", "digits-1")]
+    assert made["data"]["token"] == base64.b64encode(token).decode()
+
+    meta = {"name": "digits-0", "namespace": "default", "uid": "p", "creationTimestamp": "2026-01-01T12:00:00Z"}
+    labels = {"everstep.dev/job": "digits", "everstep.dev/template": "1", "everstep.dev/index": "0"}
+    owners = [{"kind": "TrainingJob", "name": "digits", "uid": JOB.uid, "controller": True}]
+    actor.cache.pods.put({"metadata": {**meta, "labels": labels, "ownerReferences": owners}})
+    assert await actor.carry_out(JOB, [secret, configured]) == (None, None)
+    assert objects.there[("secrets", "digits-1")] is made, "pods use it: it is left as it is"
+
+
+async def test_a_secret_that_a_finalizer_holds_back_is_waited_for(actor: Actor, objects: Any) -> None:
+    built = job().build()
+    configured = EnsureTemplate("digits-1", 1, template.config_map(built, resolved(built, 1)))
+    await actor.carry_out(JOB, [configured])
+    actor._fresh.clear()
+    objects.there[("secrets", "digits-1")] = {"data": {"token": "of a former job"}}
+    objects.held = {("secrets", "digits-1")}
+    with pytest.raises(Leftover):
+        await actor.carry_out(JOB, [EnsureSecret("digits-1", 1, template.secret(built, 1)), configured])
 
 
 def resolved(built: TrainingJob, epoch: int) -> Frozen:

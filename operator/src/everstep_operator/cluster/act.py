@@ -137,28 +137,39 @@ class Actor:
             self._fresh[(job.uid, action.template)] = made
 
     async def _ensure_secret(self, job: Job, action: act.EnsureSecret) -> None:
-        """We may not read Secrets. That one which exists already is ours is known from its ConfigMap, which is always
-        made just before it: a ConfigMap of ours from an earlier attempt vouches for the Secret. One made in this very
-        attempt does not: the Secret is then a former job's, about to be collected, or, if it stays, a stranger's."""
+        """We may not read Secrets. Whose one is that exists already is known from what is made around it. A ConfigMap
+        made in this very attempt, just before: the Secret is a former job's, about to be collected, or, if it stays, a
+        stranger's. Pods of the template: it is ours, they were made after it. Otherwise an earlier attempt ended
+        between two writes, of ours or of a former job's Secret nobody can say; it bears our ConfigMap's name and no pod
+        uses it, so it is made anew."""
         token = job_token(self.operator_key, job.uid, action.template)
         body = {**action.body, "data": {**(action.body.get("data") or {}), "token": base64.b64encode(token).decode()}}
-        # Taken out before the request: when its result is unknown, the Secret may be ours, and the next attempt must
-        # find the ConfigMap vouching for it.
+        # Taken out before the request: when its result is unknown, the Secret may be ours, and must not be waited for.
         which = (job.uid, action.template)
         fresh = self._fresh.pop(which, None)
+        what = f"Secret {job.namespace}/{action.name}"
         try:
             await self.client.create(SECRETS, job.namespace, body)
             self._in_the_way.pop(which, None)
+            return
         except errors.AlreadyExists:
-            if fresh is None:
-                return
+            pass
+        if fresh is not None:
             self.frozen.forget(job.uid)
             meta = fresh["metadata"]
             await self.client.delete(CONFIG_MAPS, job.namespace, meta["name"], uid=meta["uid"])
-            what, now = f"Secret {job.namespace}/{action.name}", self.clock()
+            now = self.clock()
             if now - self._in_the_way.setdefault(which, now) < LEFTOVER_SECONDS:
-                raise Leftover(what) from None
-            raise errors.NotOurs(what, "somebody else") from None
+                raise Leftover(what)
+            raise errors.NotOurs(what, "somebody else")
+        if any(pod.owner == job.uid and pod.template == action.template for pod in self.cache.pods_of(job.key)):
+            return
+        log.info("making a Secret anew", secret=what)
+        await self.client.delete(SECRETS, job.namespace, action.name, uid=None)
+        try:
+            await self.client.create(SECRETS, job.namespace, body)
+        except errors.AlreadyExists:
+            raise Leftover(what) from None  # something holds it back, a finalizer
 
     async def _ensure_agent(self, job: Job, action: act.EnsureAgent) -> None:
         if action.name == self.agent.name:
