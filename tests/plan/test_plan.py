@@ -167,6 +167,18 @@ def test_foreign_pods_are_never_touched() -> None:
     assert not [a for a in world.reconcile().actions if isinstance(a, DeletePods)]
 
 
+def test_an_operator_that_has_just_started_knows_of_no_silence() -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    world.now += 3600
+    world.restart_operator()
+    made = world.reconcile()
+    assert not made.changed
+    assert made.requeue_at == world.now + 15, "unless it hears nothing for so long"
+    world.now += 15
+    world.reconcile()
+    assert world.status.is_true(ConditionType.DEGRADED)
+
+
 def test_a_silent_leader_degrades_the_job_to_pod_status() -> None:
     world = World(job().nodes(2).build())
     world.leader_reachable = False

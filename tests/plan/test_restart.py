@@ -124,6 +124,20 @@ def test_a_leader_lost_after_its_generation_was_charged_costs_nothing_more() -> 
     assert counts(world) == (1, 0, 0)
 
 
+def test_what_happened_while_no_operator_ran_is_charged_as_the_leader_tells_it() -> None:
+    world = running()
+    world.fail_rank()
+    world.now += 60
+    world.restart_operator()
+    world.delete(2, disruption="PreemptionByScheduler")
+    world.reconcile()
+    assert counts(world) == (0, 0, 0), "nobody has asked the leader yet"
+    world.leader_reachable = True
+    world.reconcile()
+    assert counts(world) == (1, 0, 0)
+    assert [c.id for c in world.status.restarts.charges] == ["1.1"]
+
+
 def test_losing_all_pods_at_once_is_one_restart() -> None:
     world = running(4)
     for index in range(4):

@@ -77,6 +77,7 @@ class World:
         self.leader: Leader | None = None
         self.leader_reachable = True
         self.answered_at: float | None = None
+        self.asked: tuple[str, float] | None = None  # the pod 0 that the operator polls, and since when
         self.gangs: tuple[GangView, ...] = ()
         self.pools: dict[str, object] = {}
         self.nodes: dict[str, NodeView] = {}  # in which something is wrong
@@ -115,17 +116,20 @@ class World:
         )
 
     def view(self) -> LeaderView | None:
-        leader = self.leader
+        leader, head = self.leader, self.pods.get(f"{self.job.metadata.name}-0")
+        asked, since = self.asked or ("", self.now)
+        unheard = LeaderView(reachable=False, asked_since=since) if head is not None and head.uid == asked else None
         if leader is None:
-            return None
+            return unheard
         if self.leader_reachable:
             self.answered_at = self.now
         elif self.answered_at is None:
-            return LeaderView(reachable=False)
+            return unheard
         present = {p.uid: p.index for p in self.pods.values() if p.running}
         missing = tuple(sorted(set(range(self.job.spec.num_nodes)) - set(present.values())))
         return LeaderView(
             reachable=self.leader_reachable,
+            asked_since=since,
             answered_at=self.answered_at,
             epoch=leader.epoch,
             generation=leader.generation,
@@ -146,6 +150,8 @@ class World:
             made = plan(self.observe(pods=pods, rejection=rejection), self.now)
             assert self._carry_out(made, None) is None
         self.last = made
+        if made.poll is None or self.asked is None or made.poll.pod_uid != self.asked[0]:
+            self.asked = (made.poll.pod_uid, self.now) if made.poll is not None else None
         if made.poll is not None and self.leader is not None and self.leader_reachable:
             self.leader.charged, self.leader.budget = made.poll.charged, made.poll.allowance
         return made
@@ -248,6 +254,10 @@ class World:
             if pod.live and pod.scheduled and pod.started_at is None:
                 ip = f"10.0.{pod.index // 250}.{pod.index % 250}"
                 self.pods[name] = dataclasses.replace(pod, started_at=self.now, ip=ip, phase="Running")
+
+    def restart_operator(self) -> None:
+        """Another process of it has no answer of the leader, and gets none before it has asked."""
+        self.leader_reachable, self.answered_at, self.asked = False, None, None
 
     def bury(self) -> None:
         """Pods that were told to go are gone, where there is a kubelet to say so."""

@@ -12,7 +12,7 @@ import json
 import random
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import aiohttp
@@ -48,7 +48,7 @@ class LeaderError(Exception):
 class _Polled:
     poll: Poll
     token: bytes
-    view: LeaderView = field(default_factory=lambda: LeaderView(reachable=False))
+    view: LeaderView
     task: asyncio.Task[None] | None = None
     nonce: str = ""  # the leader gives the next one with each answer
     pushed: tuple[str, int, dict[int, str]] | None = None  # incarnation, epoch and addresses it has taken
@@ -90,7 +90,7 @@ class LeaderPoller:
                 polled.task = self._start(key, polled)
             return
         self.drop(key)
-        polled = self._jobs[key] = _Polled(poll, token)
+        polled = self._jobs[key] = _Polled(poll, token, LeaderView(reachable=False, asked_since=self._clock()))
         polled.task = self._start(key, polled)
         metrics.leaders_polled.set(len(self._jobs))
 

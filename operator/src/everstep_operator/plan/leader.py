@@ -79,6 +79,7 @@ class LeaderView:
     """
 
     reachable: bool
+    asked_since: float = 0.0  # when the operator, as it runs now, began to ask this leader
     answered_at: float | None = None
     incarnation: str = ""
     version: int = 0
@@ -106,6 +107,7 @@ def leader_view(
     """
     data = _mapping(raw)
     incarnation = _text(data.get("incarnation"), 64)
+    asked_since = before.asked_since if before is not None else answered_at
     if before is not None and before.incarnation != incarnation:
         before = None
     ended = {entry.id: entry.ended_at for entry in (before.ledger if before is not None else ())}
@@ -117,6 +119,7 @@ def leader_view(
         running_since = answered_at if known is None else known
     return LeaderView(
         reachable=reachable,
+        asked_since=asked_since,
         answered_at=answered_at,
         incarnation=incarnation,
         version=_count(data.get("version")) or 0,

@@ -100,8 +100,11 @@ class Situation:
         if self.plain or head is None or not head.live or not head.running or self.leader is not None:
             return None
         view = self.observed.leader
-        heard = view.answered_at if view is not None and view.epoch == head.epoch else None
-        return max(heard or 0.0, head.started_at or self.now) + DEGRADED_AFTER
+        if view is None:
+            # Nobody has asked it yet: an operator that has just started knows of no silence.
+            return self.now + DEGRADED_AFTER
+        heard = view.answered_at if view.epoch == head.epoch else None
+        return max(heard or 0.0, view.asked_since) + DEGRADED_AFTER
 
     @property
     def degraded(self) -> bool:
