@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from everstep_operator.cluster.agentcode import AgentCode
 from everstep_operator.cluster.cache import Cache
 from everstep_operator.cluster.client import Page
 from everstep_operator.cluster.frozen import FrozenTemplates
+from everstep_operator.cluster.resources import NODES, PODS
 from everstep_operator.cluster.resync import Resync
 from everstep_operator.plan import template
 from everstep_operator.plan.observed import Frozen, Settings
@@ -50,7 +52,8 @@ def deaf() -> list[str]:
 
 
 @pytest.fixture
-def resync(server: Any, deaf: list[str]) -> Resync:
+def resync(server: Any, deaf: list[str], monkeypatch: pytest.MonkeyPatch) -> Resync:
+    monkeypatch.setattr("everstep_operator.cluster.resync.ON_ITS_WAY", 0.2)
     cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
     frozen, agent = FrozenTemplates(server), AgentCode(b"code")
     return Resync(server, cache, frozen, agent, (), 300.0, deaf=lambda: deaf.append("deaf"), wake=lambda _: None)
@@ -68,3 +71,30 @@ async def test_the_agent_of_a_job_that_waits_for_it_is_made_again(resync: Resync
     resync.frozen.put(built.metadata.uid, 1, template.config_map(built, made))
     await resync.once()
     assert [item["metadata"]["name"] for item in server.there["configmaps"]] == [resync.agent.name]
+
+
+async def test_a_stream_that_has_gone_deaf_is_not_hidden_by_another_that_talks(
+    resync: Resync, server: Any, deaf: list[str]
+) -> None:
+    """Nodes tell something all the time."""
+    await resync.once()
+    server.there["pods"] = [pod()]
+    asyncio.get_running_loop().call_later(0.05, resync.heard, NODES)
+    await resync.once()
+    assert deaf == ["deaf"]
+
+
+async def test_an_event_that_comes_a_moment_after_the_list_tells_of_no_deafness(
+    resync: Resync, server: Any, deaf: list[str]
+) -> None:
+    await resync.once()
+    server.there["pods"] = [pod()]
+    asyncio.get_running_loop().call_later(0.05, resync.heard, PODS)
+    await resync.once()
+    assert deaf == []
+
+
+def pod() -> Any:
+    meta = {"name": "digits-0", "namespace": "default", "uid": "p", "creationTimestamp": "2026-01-01T12:00:00Z"}
+    labels = {"everstep.dev/job": "digits", "everstep.dev/template": "1", "everstep.dev/index": "0"}
+    return {"metadata": {**meta, "labels": labels, "resourceVersion": "1"}}

@@ -152,7 +152,7 @@ class Operator:
 
     def _event(self, resource: Resource, kind: str | None, raw: Raw) -> None:
         store: Any = self._stores[resource]
-        self.resync.heard()
+        self.resync.heard(resource)
         if kind == "DELETED":
             store.remove(key_of(raw), str((raw.get("metadata") or {}).get("uid") or ""))
             return

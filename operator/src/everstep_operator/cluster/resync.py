@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import random
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ log = structlog.get_logger(__name__)
 
 FINISHED = ("Succeeded", "Failed")
 TRIES = 3
+ON_ITS_WAY = 1.0  # seconds that an event may take: the watch gathers what comes within a tenth of a second
 
 
 @dataclass
@@ -44,12 +46,12 @@ class Resync:
     wake: Callable[[tuple[str, str]], None]
     tried_at: float = field(default_factory=time.monotonic)
     done_at: float | None = None
-    _events: int = 0
+    _events: Counter[Resource] = field(default_factory=Counter)
     _soon: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def heard(self) -> None:
-        """The watch told something."""
-        self._events += 1
+    def heard(self, resource: Resource) -> None:
+        """The watch told something of this kind. Each has a stream of its own, and one goes deaf alone."""
+        self._events[resource] += 1
 
     def soon(self) -> None:
         """Do not wait for the next turn: events may have been missed."""
@@ -77,18 +79,17 @@ class Resync:
         """One complete comparison; `done_at` tells when the last one ended. `wished`: the watch has missed something,
         by what is known of it, and is not deaf for that."""
         self.tried_at = time.monotonic()
-        before, first = self._events, self.done_at is None
-        repaired = 0
+        before, first = self._events.copy(), self.done_at is None
+        repaired: Counter[Resource] = Counter()
         for resource, store, labels in (
             (POOLS, self.cache.pools, None),
             (JOBS, self.cache.jobs, None),
             (PODS, self.cache.pods, POD_SELECTOR),
             (NODES, self.cache.nodes, None),
         ):
-            repaired += await self._compare(resource, store, labels)
-        if repaired and not (first or wished) and before == self._events:
-            log.warning("the watch had missed changes", objects=repaired)
-            self.deaf()
+            repaired[resource] += await self._compare(resource, store, labels)
+        if not (first or wished):
+            await self._suspect(repaired, before)
         active = {uid for key in self.cache.jobs if (uid := self._active(key)) is not None}
         self.frozen.keep_only(active)
         await self._collect_agents()
@@ -97,6 +98,18 @@ class Resync:
         for key in list(self.cache.jobs):
             if self._active(key) is not None:
                 self.wake(key)
+
+    async def _suspect(self, repaired: Counter[Resource], before: Counter[Resource]) -> None:
+        """Deaf is a stream that has missed something and is silent still: a list may be faster than an event."""
+
+        def silent() -> list[str]:
+            return [r.plural for r, count in repaired.items() if count and self._events[r] == before[r]]
+
+        if silent():
+            await asyncio.sleep(ON_ITS_WAY)
+        if streams := silent():
+            log.warning("the watch had missed changes", streams=streams)
+            self.deaf()
 
     def _active(self, key: tuple[str, str]) -> str | None:
         """The UID of a job that is not finished."""
