@@ -1,17 +1,19 @@
 """Which jobs are waiting for their set of pods: what the gang policy must know of the other jobs.
 
-Kept up to date by each job's own reconcile, so that nobody parses a thousand jobs to plan for one.
+Filled once from the first list, then kept up to date by each job's own reconcile, so that nobody parses a thousand
+jobs to plan for one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from pydantic import ValidationError
+
 from everstep_operator.api.job import TrainingJob
+from everstep_operator.cluster.cache import Cache, Key
 from everstep_operator.plan import gang
 from everstep_operator.plan.observed import GangView, PodView
-
-Key = tuple[str, str]
 
 
 def gang_view(job: TrainingJob, pods: Iterable[PodView]) -> GangView | None:
@@ -26,6 +28,16 @@ class Gangs:
     def __init__(self, changed: Callable[[Key], None]) -> None:
         self._changed = changed
         self._views: dict[Key, GangView] = {}
+
+    def fill(self, cache: Cache) -> None:
+        """All that wait now. Before the first plan: one that knows of no rival gives back what it is to keep."""
+        for key, raw in cache.jobs.items():
+            try:
+                view = gang_view(TrainingJob.parse(raw), cache.pods_of(key))
+            except ValidationError:
+                continue  # nobody plans for it, so nobody may wait for it
+            if view is not None:
+                self._views[key] = view
 
     def others(self, key: Key) -> tuple[GangView, ...]:
         return tuple(view for other, view in self._views.items() if other != key)
