@@ -39,6 +39,20 @@ def test_a_pod_that_does_not_leave_is_deleted() -> None:
     assert [ref.name for ref in action.pods] == ["digits-1"]
 
 
+def test_a_sidecar_does_not_hold_the_node_of_a_finished_job() -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    world.sidecars = True
+    world.end()
+    world.run("Succeeded")
+    assert world.reconcile().requeue_at == world.now + 30, "sidecars may have something to send"
+    world.now += 30
+    (action,) = world.reconcile().actions
+    assert isinstance(action, DeletePods)
+    assert [ref.name for ref in action.pods] == ["digits-0", "digits-1"]
+    world.bury()
+    assert world.reconcile().actions == ()
+
+
 def test_the_job_goes_when_its_time_has_passed() -> None:
     world = finished("1h")
     assert world.reconcile().requeue_at == world.now + 3600

@@ -80,6 +80,7 @@ class World:
         self.asked: tuple[str, float] | None = None  # the pod 0 that the operator polls, and since when
         self.gangs: tuple[GangView, ...] = ()
         self.pools: dict[str, object] = {}
+        self.sidecars = False  # an ordinary container beside the trainer, which never ends
         self.nodes: dict[str, NodeView] = {}  # in which something is wrong
         self.scale_up_at = 0.0  # an autoscaler's word, for whoever asks
         self.asked_for_room = 0
@@ -360,7 +361,8 @@ class World:
         name = f"{self.job.metadata.name}-{index}"
         pod = self.pods.get(name)
         if pod is not None and pod.ended is None and pod.started_at is not None:
-            self.pods[name] = dataclasses.replace(pod, ended=end)
+            phase = "Running" if self.sidecars else "Failed" if end.exit_code else "Succeeded"
+            self.pods[name] = dataclasses.replace(pod, ended=end, phase=phase)
 
     # --- how tests drive it
 

@@ -98,6 +98,11 @@ class PodView:
         return self.started_at is not None and self.ended is None
 
     @property
+    def occupies(self) -> bool:
+        """It holds its node and GPUs, and nobody has asked it to leave: a sidecar may outlive the trainer in it."""
+        return self.phase not in ("Succeeded", "Failed") and not self.deleting and self.gone_since is None
+
+    @property
     def live(self) -> bool:
         """Ranks may run in it now or later, nobody has asked it to leave, and its node exists."""
         return self.ended is None and not self.deleting and self.gone_since is None

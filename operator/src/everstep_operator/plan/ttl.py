@@ -12,14 +12,16 @@ LINGER = 30.0
 
 
 def after_end(s: Situation) -> tuple[list[Action], float | None]:
-    """(what is to be done about a finished job, when to look again). Ended pods are kept: they hold the logs."""
+    """(what is to be done about a finished job, when to look again). Ended pods are kept: they hold the logs.
+
+    One in which only a sidecar goes on would hold its node and GPUs for good, so it goes too."""
     finished = s.open.start.timestamp() if s.open is not None else s.created
     actions: list[Action] = []
     looks = []
-    running = [p for p in s.observed.ours if p.live]
-    if running and s.now >= finished + LINGER:
-        actions += [a for a in [replace.refs(running, Reason.STOPPING)] if a is not None]
-    elif running:
+    staying = [p for p in s.observed.ours if p.occupies]
+    if staying and s.now >= finished + LINGER:
+        actions += [a for a in [replace.refs(staying, Reason.STOPPING)] if a is not None]
+    elif staying:
         looks.append(finished + LINGER)
     if s.spec.ttl_after_finished is not None:
         expires = finished + s.spec.ttl_after_finished.total_seconds()
