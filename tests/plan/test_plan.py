@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from everstep_operator.api.status import ConditionType
 from everstep_operator.plan import Plan, plan
-from everstep_operator.plan.actions import CreatePods, DeletePods, DryRun, PushPeers
+from everstep_operator.plan.actions import Action, CreatePods, DeletePods, DryRun, PushPeers
 from everstep_operator.plan.observed import Observed, Rejection
 from tests.builders import job
 from tests.plan.world import World
@@ -114,6 +116,46 @@ def test_a_template_the_api_server_refuses_fails_the_job_with_its_words() -> Non
     assert (failed.reason, failed.message) == ("InvalidTemplate", said)
     assert not world.pods
     assert not world.config_maps
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        'pods "digits-0" is forbidden: error looking up service account ml/sa: serviceaccount "sa" not found',
+        'pods "digits-0" is forbidden: no PriorityClass with name high was found',
+        'pods "digits-0" is forbidden: pod rejected: RuntimeClass "nvidia" not found',
+    ],
+)
+def test_what_the_template_names_may_come_later_than_the_job(said: str) -> None:
+    world = World(job().nodes(2).build())
+    world.refuse = lambda action: Rejection(action, "Forbidden", said) if isinstance(action, DryRun) else None
+    for _ in range(2):
+        world.reconcile()
+    stalled = world.status.condition(ConditionType.STALLED)
+    assert world.phase == "Pending"
+    assert stalled is not None
+    assert (stalled.status, stalled.reason, stalled.message) == ("True", "NotPermitted", said)
+    world.refuse = lambda _: None
+    world.now += 31
+    world.run("Running")
+
+
+def test_a_policy_that_refuses_a_new_job_fails_it_and_one_that_has_run_waits() -> None:
+    def refuse(action: Action) -> Rejection | None:
+        said = 'admission webhook "no-big-pods" denied the request'
+        return Rejection(action, "Forbidden", said) if isinstance(action, (DryRun, CreatePods)) else None
+
+    new, old = World(job().nodes(2).build()), World(job().nodes(2).build()).run("Running")
+    new.refuse = old.refuse = refuse
+    new.reconcile()
+    assert new.phase == "Failed"
+    old.vanish(1)
+    old.run("Restarting")
+    old.reconcile()
+    assert old.status.is_true(ConditionType.STALLED)
+    old.refuse = lambda _: None
+    old.now += 31
+    old.run("Running")
 
 
 def test_a_used_up_quota_is_waited_for() -> None:

@@ -6,6 +6,8 @@ API objects (`observed.py` is the only door for those).
 
 from __future__ import annotations
 
+import re
+
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase
 from everstep_operator.plan import (
@@ -31,6 +33,7 @@ from everstep_operator.plan.status import status_of
 
 __all__ = ["Observed", "Plan", "plan"]
 
+_NOT_THERE = re.compile(r"not found|no PriorityClass with name")  # admission: ServiceAccount, RuntimeClass, Priority
 _STOP_MARGIN = 15.0  # after the pods' grace: a leader that is gone will not say that it stopped
 
 
@@ -115,7 +118,10 @@ def _refused(s: Situation) -> Decision | None:
     if (refused := s.observed.rejection) is None:
         return None
     pods = isinstance(refused.action, (DryRun, CreatePods))
-    if refused.kind == "Invalid" or (refused.kind == "Forbidden" and pods):
+    # What has run was allowed once, and what is named but not there may be on its way: the order in which a tool
+    # applies a job, its service account and its priority class is nobody's fault.
+    lasting = not s.has_run and _NOT_THERE.search(refused.message) is None
+    if refused.kind == "Invalid" or (refused.kind == "Forbidden" and pods and lasting):
         return _fail(s, Reason.INVALID_TEMPLATE, refused.message)
     return _blocked(s, refused)
 
@@ -123,8 +129,7 @@ def _refused(s: Situation) -> Decision | None:
 def _blocked(s: Situation, refused: Rejection) -> Decision:
     reason = {"Quota": Reason.QUOTA_EXCEEDED, "Conflict": Reason.NAME_CONFLICT}.get(refused.kind, Reason.NOT_PERMITTED)
     phase = Phase.RESTARTING if s.phase in HAS_RUN else Phase.PENDING
-    stalled = reason is not Reason.QUOTA_EXCEEDED
-    waiting = Decision(phase, reason, refused.message, again=True, stalled=stalled)
+    waiting = Decision(phase, reason, refused.message, again=True, stalled=reason in form.STALLING)
     return waiting.look_again(s.now + form.RETRY_BLOCKED)
 
 
@@ -202,17 +207,14 @@ def _where(s: Situation, account: Account) -> Decision:
         known = "all pods run; nobody tells of their ranks" if s.degraded else "all ranks are started"
         return Decision(Phase.RUNNING, Reason.RUNNING, known)
     if s.phase in HAS_RUN:
-        return Decision(Phase.RESTARTING, *_why_restarting(s, account))
+        reason, message = _why_restarting(s, account)
+        return Decision(Phase.RESTARTING, reason, message, stalled=reason in form.STALLING)
     if s.open is not None and s.phase is Phase.PENDING and not s.live:
-        return Decision(
-            Phase.PENDING, reason_of(s.open.reason), _said(s), stalled=s.open.reason == Reason.NAME_CONFLICT
-        )
+        return Decision(Phase.PENDING, reason_of(s.open.reason), _said(s), stalled=s.open.reason in form.STALLING)
     if s.all_bound or s.phase is Phase.STARTING:
         return Decision(Phase.STARTING, Reason.SCHEDULED, "all pods have a node; ranks are being started")
     if s.open is not None and s.open.reason in form.BLOCKED:
-        return Decision(
-            Phase.PENDING, reason_of(s.open.reason), _said(s), stalled=s.open.reason == Reason.NAME_CONFLICT
-        )
+        return Decision(Phase.PENDING, reason_of(s.open.reason), _said(s), stalled=s.open.reason in form.STALLING)
     text = next((p.unschedulable for p in s.live if p.unschedulable), Reason.WAITING_FOR_CAPACITY.meaning)
     return Decision(Phase.SCHEDULING, Reason.WAITING_FOR_CAPACITY, text)
 

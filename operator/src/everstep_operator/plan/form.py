@@ -26,7 +26,8 @@ from everstep_operator.plan.pods import pod_body
 from everstep_operator.plan.situation import HAS_RUN, Situation
 from everstep_operator.plan.template import Refused
 
-BLOCKED = frozenset({Reason.QUOTA_EXCEEDED.value, Reason.NAME_CONFLICT.value, Reason.NOT_PERMITTED.value})
+STALLING = frozenset({Reason.NAME_CONFLICT.value, Reason.NOT_PERMITTED.value})  # a quota ends by waiting
+BLOCKED = STALLING | {Reason.QUOTA_EXCEEDED.value}
 RETRY_BLOCKED = 30.0
 
 
