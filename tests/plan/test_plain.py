@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from everstep_operator.api.status import ConditionType
@@ -52,6 +54,34 @@ def test_an_image_that_cannot_run_the_agent_is_run_without_it_once_and_free(
     assert told is not None
     assert told.reason == expected
     assert world.status.restarts.total == 0
+
+
+CRIO = "container create failed: executable file `python3` not found in $PATH: No such file or directory"
+
+
+@pytest.mark.parametrize(
+    ("reason", "message", "is_plain"),
+    [
+        ("CreateContainerError", CRIO, True),
+        ("RunContainerError", 'exec: "python3": executable file not found in $PATH', True),
+        ("CreateContainerError", "mount of /opt/ml/model: no such file or directory", False),
+        ("ImagePullBackOff", "example.com/python3: not found", False),
+    ],
+)
+def test_a_runtime_that_tries_for_ever_to_start_the_agent_is_not_waited_for(
+    reason: str, message: str, is_plain: bool
+) -> None:
+    world = World(job().nodes(2).build())
+    world.reconcile()
+    world.bind()
+    stuck = dataclasses.replace(world.pods["digits-1"], waiting_reason=reason, waiting_message=message)
+    world.pods["digits-1"] = stuck
+    world.reconcile()
+    assert (world.status.template is not None and world.status.template.plain) is is_plain
+    if is_plain:
+        assert world.pods["digits-1"].deleting, "it would wait for ever"
+        world.run("Running")
+        assert world.status.restarts.total == 0
 
 
 def test_a_ranks_own_exit_code_127_is_its_failure() -> None:

@@ -7,6 +7,7 @@ the ConfigMap, and the one file that differs comes from an annotation of the pod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,6 +21,9 @@ MASTER_PORT = 7777
 UNUSABLE = 120  # the agent's exit code for "I cannot run in this image"
 # What container runtimes say when python3 is not in the image; they exit 127 (not found), 126 or 128 then.
 _NOT_STARTED = frozenset({"StartError", "ContainerCannotRun", "RunContainerError"})
+# CRI-O tries again for ever instead: the pod waits. Other things may lack too, so its words decide.
+_NOT_CREATED = frozenset({"CreateContainerError", "RunContainerError"})
+_NO_PYTHON = re.compile(r"(?is)(?=.*python3).*(not found|no such file)")
 
 
 def switch(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
@@ -27,6 +31,8 @@ def switch(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
     for pod in pods:
         if pod.ended is not None and not pod.deleting and (reason := _unusable(pod.ended)) is not None:
             return reason, pod.ended.word.message if pod.ended.word else pod.ended.message
+        if pod.live and pod.waiting_reason in _NOT_CREATED and _NO_PYTHON.search(pod.waiting_message):
+            return Reason.NO_PYTHON, pod.waiting_message
     return None
 
 
