@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,25 @@ def test_every_value_that_is_documented_exists() -> None:
         for part in name.split("."):
             assert part in value, name
             value = value[part]
+
+
+def test_the_readme_tells_the_crds_as_large_as_they_are() -> None:
+    sizes = [round(len(f.read_bytes()) / 1000) for f in sorted((ROOT / "crds").glob("*.yaml"))]
+    told = re.search(r"CRDs of (\d+) and (\d+) KB", (ROOT / "README.md").read_text())
+    assert told is not None
+    assert [int(size) for size in told.groups()] == sizes
+
+
+def test_the_readmes_first_job_runs_in_the_image_that_it_has_built_and_pushed() -> None:
+    section = (ROOT / "README.md").read_text().partition("## On your cluster")[2].partition("\n## ")[0]
+    command = re.search(r"(sed .*trainingjob\.yaml) \| kubectl apply -f -", section)
+    assert command is not None
+    applied = subprocess.run(["sh", "-c", command[1]], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    (block,) = re.findall(r"```yaml\n(.*?)```", section, re.DOTALL)
+    assert yaml.safe_load(applied) == yaml.safe_load(block)
+    image = yaml.safe_load(applied)["spec"]["image"]
+    assert re.search(rf"docker build .* -t {re.escape(image)} \.\n", section)
+    assert f"docker push {image}\n" in section
 
 
 def test_the_page_shows_the_lua_that_is_shipped() -> None:
