@@ -186,6 +186,10 @@ def test_gpus_are_counted_without_the_driver(tmp_path: Path) -> None:
     assert count({}, tmp_path) == 2
     assert count({"NVIDIA_VISIBLE_DEVICES": "all"}, tmp_path) == 2
     assert count({"NVIDIA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}, tmp_path) == 3
+    for by_itself in ("void", "none", "/var/run/nvidia-container-devices"):  # CDI; device lists as mounts
+        assert count({"NVIDIA_VISIBLE_DEVICES": by_itself}, tmp_path) == 2
+    for node in (tmp_path / "dev").glob("nvidia?"):
+        node.unlink()
     assert count({"NVIDIA_VISIBLE_DEVICES": "void"}, tmp_path) == 0
 
 

@@ -77,11 +77,10 @@ class NoAnswer(Exception):
 def count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     """How many GPUs this container has been given, without asking the driver."""
     visible = environ.get("NVIDIA_VISIBLE_DEVICES", "")
-    if visible in ("none", "void"):
-        return 0
-    if visible not in ("", "all"):
+    if visible not in ("", "all", "none", "void") and "/" not in visible:
         return len([name for name in visible.split(",") if name])
-    # Unset or `all`: an image may say so by itself, on any node. The device files tell what is really there.
+    # Unset or `all`: an image may say so by itself, on any node. `void` and `none`: so does CDI, which adds the devices
+    # by itself. A path: the list is a folder of mounts. The device files tell what is really there.
     try:
         return sum(1 for node in (root / "dev").iterdir() if re.fullmatch(r"nvidia\d+", node.name))
     except OSError:
