@@ -12,14 +12,15 @@ class Core:
     """`loose`: the blocks that are left out, those that have most others beside them; what goes through them is still a
     dependency, of a value without bytes and without gradient."""
 
-    def __init__(self, blocks: Blocks, most: int) -> None:
+    def __init__(self, blocks: Blocks, most: int, rest: int) -> None:
+        """No more than `most` downsets without loose blocks, or `rest` with them."""
         self.whole, self.loose = blocks, set[int]()
         found = downsets(blocks, most)
         beside = _beside(blocks) if found is None else []
         while found is None:
             top = max(count for index, count in enumerate(beside) if index not in self.loose)
             self.loose |= {index for index, count in enumerate(beside) if count >= 0.9 * top}
-            found = downsets(self.blocks, most)
+            found = downsets(self.blocks, rest)
         self.downsets = found
 
     @property

@@ -18,6 +18,7 @@ from everstep.pipeline.graph import Link
 from everstep.pipeline.partition.blocks import Block, Value
 from everstep.pipeline.partition.problem import Problem
 from everstep.pipeline.partition.space import Floats, Indices, Space
+from everstep.pipeline.partition.way import Way
 
 
 class Floor:
@@ -27,7 +28,7 @@ class Floor:
 
     def __init__(self, problem: Problem, space: Space, index: Indices) -> None:
         self._problem, self._space, self._index = problem, space, index
-        self._way = way = _Way(problem)
+        self._way = way = Way(problem)
         self._forward = self.sum([each.forward for each in self._blocks])
         self._input_grad = self.sum([each.input_grad for each in self._blocks])
         self._weight_grad = self.sum([each.weight_grad for each in self._blocks])
@@ -140,43 +141,3 @@ class Floor:
 def _together(links: Iterable[Link]) -> float:
     """Bytes per second of links side by side."""
     return sum(link.bandwidth for link in links) or inf
-
-
-class _Way:
-    """Of one micro-batch through the graph: the longest paths, on the fastest devices. Seconds.
-
-    `came[b]`: to the end of block b's forward; `gone[b]`: from the start of b's backward to the end of what depends on
-    it; `down[b]`: from the start of b's forward to the end of its backward.
-    """
-
-    def __init__(self, problem: Problem) -> None:
-        blocks, self.link = problem.blocks, _best(problem)
-        speed = max(problem.speed)
-        whole = not any(problem.split)
-        forward = [block.forward / speed for block in blocks.blocks]
-        backward = [(block.input_grad + block.weight_grad * whole) / speed for block in blocks.blocks]
-        self.came, self.gone, self.down = list(forward), list(backward), [0.0] * len(forward)
-        incoming: list[list[Value]] = [[] for _ in forward]
-        outgoing: list[list[Value]] = [[] for _ in forward]
-        for value in blocks.values:
-            outgoing[value.producer].append(value)
-            for consumer in value.consumers:
-                incoming[consumer].append(value)
-        for index, values in enumerate(incoming):
-            self.came[index] += max((self.came[each.producer] for each in values), default=0.0)
-            self.gone[index] += max((self.gone[each.producer] for each in values if each.gradient), default=0.0)
-        for index in reversed(range(len(forward))):
-            onward = [self.down[user] for value in outgoing[index] if value.gradient for user in value.consumers]
-            self.down[index] = forward[index] + backward[index] + max(onward, default=0.0)
-
-    def over(self, value: Value) -> float:
-        """A value, or its gradient, over the best link."""
-        return self.link.seconds(value.size) if value.size else 0.0
-
-
-def _best(problem: Problem) -> Link:
-    if problem.links is None or problem.ranks == 1:
-        return Link()
-    ranks = range(problem.ranks)
-    links = [problem.links[here][there] for here in ranks for there in ranks if here != there]
-    return Link(max(link.bandwidth for link in links), min(link.latency for link in links))

@@ -24,6 +24,7 @@ from everstep.pipeline.partition.levels import Found, least
 from everstep.pipeline.partition.problem import Problem
 from everstep.pipeline.partition.space import Floats, Space
 
+LOOSENED = 1000  # downsets that are searched when not all can be: the bound is loose then, whatever the time it takes
 TOLERANCE = 1e-4  # of a bound that is found by halving
 Cuts = tuple[int, ...]
 Split = tuple[int, ...]  # the stage of each block
@@ -43,7 +44,7 @@ class Limit:
         if problem.ranks < problem.stages:
             self.bound = min(known, _freely(problem))
             return
-        core = Core(problem.blocks, most)
+        core = Core(problem.blocks, most, min(most, LOOSENED))
         self._paths = paths = _Paths(core, problem, inf if problem.memory_weight else known)
         self.bound, cuts = _both(problem, paths) if problem.memory_weight else paths.fastest(inf)
         self.bound = min(self.bound, known)
