@@ -98,7 +98,6 @@ def test_neutral_values_of_refused_keys_are_no_reason_to_refuse() -> None:
         "tensor_parallel_degree": 1,
         "sharded_data_parallel_degree": 1,
         "horovod": False,
-        "shard_optimizer_state": False,
         "load_partition": False,
     }
     assert Config.read(neutral) == Config.read({})
@@ -117,6 +116,7 @@ def test_neutral_values_of_refused_keys_are_no_reason_to_refuse() -> None:
         ({"placement_strategy": "DPP"}, "placement_strategy is 'DPP'"),
         ({"auto_partition": False}, "default_partition must be given"),
         ({"default_partition": 1}, "default_partition is 1: it must be below"),
+        ({"shard_optimizer_state": True}, "shard_optimizer_state needs ddp"),
         ({"ddp_port": 1234}, "ddp_port and ddp_dist_backend need ddp"),
         ({"offload_activations": True}, "offload_activations needs microbatches"),
         ({"fp16": True, "bf16": True}, "fp16 and bf16 exclude"),

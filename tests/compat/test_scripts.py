@@ -150,7 +150,8 @@ def script(rank: int, name: str, config: dict[str, Any], folder: str, upto: int 
     evaluated = test_step(model, data, target).reduce_mean().item()
     smp.save_checkpoint(folder, tag=f"s{upto}", model=model, optimizer=optimizer, user_content={"step": upto})
     local = sum(1 for _ in model.local_parameters())
-    return losses, model.state_dict(), evaluated, local, smp.pp_size(), sorted(optimizer.state_dict()["state"])
+    kept = optimizer.local_state_dict() if config.get("shard_optimizer_state") else optimizer.state_dict()
+    return losses, model.state_dict(), evaluated, local, smp.pp_size(), sorted(kept["state"])
 
 
 @pytest.mark.parametrize(
@@ -178,22 +179,33 @@ def test_a_script_comes_to_what_one_process_comes_to(
         assert evaluated == pytest.approx(SCRIPTS[name][2](model(data), target).item(), rel=1e-10)
 
 
-def test_a_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("more", "world", "optimizers"),
+    [
+        ({}, 2, ["0", "1"]),
+        ({"ddp": True, "shard_optimizer_state": True}, 4, ["0_0", "0_1", "1_0", "1_1"]),
+    ],
+)
+def test_a_script_goes_on_from_its_checkpoint(
+    more: dict[str, Any], world: int, optimizers: list[str], tmp_path: Path
+) -> None:
     losses, weights = alone("gpt")
-    config = {"partitions": 2, "microbatches": 2}
-    run(2, script, "gpt", config, str(tmp_path), 1, timeout=110)
+    config = {"partitions": 2, "microbatches": 2, **more}
+    run(world, script, "gpt", config, str(tmp_path), 1, timeout=110)
     assert (tmp_path / "newest").read_text() == "s1"
     assert {each.name for each in (tmp_path / "s1_partial").iterdir()} == {
         "model_0.pt",
         "model_1.pt",
-        "optimizer_0.pt",
-        "optimizer_1.pt",
+        *(f"optimizer_{each}.pt" for each in optimizers),
         "user_content.pt",
     }
-    for found, state, *_ in run(2, script, "gpt", config, str(tmp_path), STEPS, True, timeout=110):
+    states = set()
+    for found, state, _, _, _, kept in run(world, script, "gpt", config, str(tmp_path), STEPS, True, timeout=110):
         assert found == pytest.approx(losses[1:], rel=1e-10)
         for each, value in weights.items():
             torch.testing.assert_close(state[each], value, rtol=1e-10, atol=1e-12)
+        states.add(tuple(kept))
+    assert len(states) == (4 if "shard_optimizer_state" in more else 1), "each replica keeps its share of the state"
 
 
 def talk(rank: int) -> Any:

@@ -46,6 +46,7 @@ class Config:
     fp16: bool = False
     fp16_params: bool = False
     bf16: bool = False
+    shard_optimizer_state: bool = False
     prescaled_batch: bool = False
     skip_tracing: bool = False
     delayed_parameter_initialization: bool = False
@@ -127,6 +128,8 @@ class Config:
             )
         if not self.ddp and (self.ddp_port is not None or self.ddp_dist_backend != "auto"):
             raise ConfigError("ddp_port and ddp_dist_backend need ddp")
+        if self.shard_optimizer_state and not self.ddp:
+            raise ConfigError("shard_optimizer_state needs ddp: it is the replicas that share the state")
         if self.offload_activations and (self.microbatches < 2 or self.active < 2):
             raise ConfigError("offload_activations needs microbatches and active_microbatches above 1")
         if self.half and self.bf16:
@@ -141,7 +144,6 @@ def _refuse(values: dict[str, Any]) -> None:
         raise ConfigError("contiguous is for TensorFlow, which is not offered: leave it out")
     values.pop("horovod", None)
     for key, neutral, reason in (
-        ("shard_optimizer_state", False, "sharding the optimizer is not offered yet: leave it out"),
         ("tensor_parallel_degree", 1, "tensor parallelism is not offered: set it to 1 and use more partitions"),
         ("sharded_data_parallel_degree", 1, "sharded data parallelism is not offered: use FSDP, or more partitions"),
     ):

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.compat.smdistributed.modelparallel.torch.ranks import dp_rank, mp_rank, rank
+from everstep.compat.smdistributed.modelparallel.torch.optimizer import sharded
+from everstep.compat.smdistributed.modelparallel.torch.ranks import dp_rank, mp_rank, rank, rdp_rank
 from everstep.compat.smdistributed.modelparallel.torch.state import State, state
 
 NEWEST = "newest"
@@ -75,12 +76,18 @@ def _save_partial(now: State, folder: Path, model: Any, optimizer: Any, user_con
         folder.mkdir(parents=True, exist_ok=True)
         if model is not None:
             _write({"model": model.local_state_dict(), "partition": model.stage_of}, folder / f"model_{mp_rank()}.pt")
-        if optimizer is not None:
-            _write(optimizer.local_state_dict(), folder / f"optimizer_{mp_rank()}.pt")
         if now.config.half and model is not None:
             _write(model.engine_state(), folder / f"fp16_states_{mp_rank()}.pt")
     if rank() == 0:
         _write(user_content, folder / "user_content.pt")
+    if optimizer is not None and (dp_rank() == 0 or sharded()):
+        folder.mkdir(parents=True, exist_ok=True)
+        _write(optimizer.local_state_dict(), folder / _optimizer_file())
+
+
+def _optimizer_file() -> str:
+    """Of this process, or of all replicas of its stage."""
+    return f"optimizer_{mp_rank()}_{rdp_rank()}.pt" if sharded() else f"optimizer_{mp_rank()}.pt"
 
 
 def resume_from_checkpoint(
@@ -108,7 +115,7 @@ def resume_from_checkpoint(
         now.model.load_state_dict(found["model"], strict)
         if (states := source / f"fp16_states_{mp_rank()}.pt").exists():
             now.model.load_engine_state(_read(states))
-        kept = source / f"optimizer_{mp_rank()}.pt"
+        kept = source / _optimizer_file()
         content = source / "user_content.pt"
     else:
         now.model.load_state_dict(_read(folder / tag), strict)

@@ -174,6 +174,11 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             self._engine.load_state_dict(kept)
 
     @property
+    def engine(self) -> Any:
+        """What runs the stages of this process; None before the first step."""
+        return self._engine
+
+    @property
     def stage_of(self) -> dict[str, int]:
         """The partition decision; RuntimeError before there is one."""
         if self._stage_of is None:

@@ -18,7 +18,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
     """Wraps an optimizer of the parameters of the smp.DistributedModel.
 
     Its state dictionaries number parameters as the wrapped optimizer did before the partition. With fp16 losses are
-    scaled, always dynamically; a step with an overflow changes nothing.
+    scaled, always dynamically; a step with an overflow changes nothing. With shard_optimizer_state each replica keeps
+    the state of its share of them, and steps that.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         self._groups = [[id(each) for each in group["params"]] for group in optimizer.param_groups]
         self._number = {id(each): index for index, each in enumerate(self._parameters)}
         self._pending: Mapping[str, Any] | None = None
+        self._sharded: Any = None
         now.optimizers.append(self)
         if now.model.partitioned:
             self.after_partition(now.model)
@@ -65,12 +67,24 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
 
     def after_partition(self, model: DistributedModel) -> None:
         """Drops what other processes have."""
-        own = {id(each) for each in model.local_parameters()}
-        for group in self.optimizer.param_groups:
-            group["params"] = [each for each in group["params"] if id(each) in own]
+        self._narrow({id(each) for each in model.local_parameters()})
+        if sharded():
+            from everstep.pipeline.engine.zero import ShardedOptimizer
+
+            self._sharded = ShardedOptimizer(model.engine, self._mine)
+            if self._sharded.optimizer is None:
+                self._narrow(set())
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.load_state_dict(pending)
+
+    def _mine(self, named: Mapping[str, Any]) -> torch.optim.Optimizer:
+        self._narrow({id(each) for each in named.values()})
+        return self.optimizer
+
+    def _narrow(self, own: set[int]) -> None:
+        for group in self.optimizer.param_groups:
+            group["params"] = [each for each in group["params"] if id(each) in own]
 
     def step(self, closure: Any = None) -> Any:
         """RuntimeError with a closure: gradients come from the step function."""
@@ -79,13 +93,16 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         model = state().model
         if model is not None and model.skipped:
             return None
-        return self.optimizer.step()
+        return self.optimizer.step() if self._sharded is None else self._sharded.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's, on all processes of the pipeline: all of them must call it."""
+        """The whole optimizer's, on all processes of the pipeline: all of them must call it. RuntimeError with
+        shard_optimizer_state, where no process has all of a stage."""
+        if sharded():
+            raise RuntimeError("with shard_optimizer_state there is no whole state: use local_state_dict")
         whole = self._own()
         if state().grid.ranks > 1:
             for part in allgather(_on_cpu(whole["state"]), CommGroup.PP_GROUP):
@@ -122,6 +139,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
             parameter = self._parameters[int(number)]
             if id(parameter) in own:
                 self.optimizer.state[parameter] = {key: _like(value, parameter, key) for key, value in kept.items()}
+
+
+def sharded() -> bool:
+    """Whether replicas keep different parts of the state."""
+    return state().config.shard_optimizer_state and state().grid.replicas > 1
 
 
 def _like(value: Any, parameter: Any, key: str) -> Any:
