@@ -69,6 +69,15 @@ def test_the_operator_satisfies_the_restricted_pod_security_standard(render: Ren
     assert all(set(volume) & {"emptyDir", "secret"} for volume in spec["volumes"])
 
 
+def test_the_operators_user_may_be_left_to_the_cluster(render: Render) -> None:
+    """OpenShift gives each namespace users and groups of its own, and refuses all others."""
+    theirs = pod(render(podSecurityContext={"runAsUser": None, "runAsGroup": None, "fsGroup": None}))
+    assert theirs["securityContext"] == {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}
+    assert "securityContext" not in pod(render(podSecurityContext=None))
+    ours = pod(render())["securityContext"]
+    assert [ours[field] for field in ("runAsUser", "runAsGroup", "fsGroup")] == [65532] * 3
+
+
 def test_the_operator_can_write_to_tmp_under_its_read_only_root(render: Render) -> None:
     spec = pod(render())
     mounts = {mount["mountPath"]: mount["name"] for mount in spec["containers"][0]["volumeMounts"]}

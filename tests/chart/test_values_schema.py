@@ -31,6 +31,8 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
         ({"resources": {"request": {}}}, "request"),
         ({"networkPolicy": {"enabled": "yes"}}, "enabled"),
         ({"podLabels": {"a": 1}}, "podLabels"),
+        ({"podSecurityContext": {"runAsUser": "me"}}, "runAsUser"),
+        ({"podSecurityContext": {"runAsUsr": 7}}, "runAsUsr"),
     ],
 )
 def test_bad_values_are_refused_by_name(template: Run, values: dict[str, Any], word: str) -> None:
