@@ -116,6 +116,7 @@ def test_power_may_go_at_any_call_and_take_whatever_was_not_synced(tmp_path: Pat
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(1200)
 def test_power_may_go_at_any_call_of_a_save_of_a_mebibyte(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir()
     (tmp_path / "after").mkdir()

@@ -159,6 +159,21 @@ def kill_at(site: Site, victim: int, base: Path, stride: int) -> int:
     return len(chosen)
 
 
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_what_was_stored_and_not_committed_when_the_writer_died_is_committed_by_the_next(
+    folder: Path, moment: str
+) -> None:
+    site = Site(folder / "site", 1)
+    site.begin(folder / "base")
+    try:
+        trace = calls_of_a_save(site, 0, folder / "base")
+        stored = next(n for n, (call, path) in enumerate(trace) if call == "replace" and ".stored." in path)
+        [point] = [p for p in points(len(trace)) if p.number == stored and str(p).startswith(moment)]
+        killed_at(site, 0, folder / "base", point)
+    finally:
+        site.end()
+
+
 def test_a_run_that_ends_waits_for_no_share_that_was_lost_in_an_earlier_attempt(folder: Path) -> None:
     site = Site(folder / "site", 2)
     site.begin(folder / "base")

@@ -13,10 +13,19 @@ from typing import Any
 from everstep.checkpoint import commit, fence, retention
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.control import Config
+from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Manifest
+from everstep.checkpoint.keys import Key
 from everstep.checkpoint.persist import Mappings, Progress, store_again, store_slot, sum_slot
-from everstep.checkpoint.slots import Claim, Slot, Slots
+from everstep.checkpoint.slots import Claim, Slot, Slots, State
 from everstep.checkpoint.store.base import Store, open_store
+
+
+class Committed(CheckpointError):
+    """Nothing is left to do for what was found in a slot."""
+
+    def __init__(self, key: Key) -> None:
+        super().__init__(f"{key} is in the store")
 
 
 class Save:
@@ -76,6 +85,8 @@ class Keeper:
 
     def _store(self, save: Save) -> Manifest:
         slot, config = save.slot, save.config
+        if slot.state is State.STORED and self._is_over(save.claim.key, config):
+            raise Committed(save.claim.key)
         save.doing = "summing"
         manifest = slot.manifest() or sum_slot(self._slots, slot, self._mappings, self._pieces, save.progress)
         self._on_whole(slot, save.claim, manifest)
@@ -84,6 +95,10 @@ class Keeper:
         store(self._at(config), slot, save.claim.node, manifest, self._mappings, self._pieces, save.progress)
         slot.store(save.claim.key)
         return manifest
+
+    def _is_over(self, key: Key, config: Config) -> bool:
+        """Whether it was committed; or so was a greater one of its attempt, and retention may have removed it."""
+        return any(other >= key for other in candidates(self._at(config)) if other.attempt <= key.attempt)
 
     def _commit(self, save: Save) -> Manifest:
         path, key = save.config.fence, save.claim.key

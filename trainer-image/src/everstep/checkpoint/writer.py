@@ -24,7 +24,7 @@ from typing import Any
 from everstep.checkpoint import control, room, slots
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, RankLost
-from everstep.checkpoint.keeping import Keeper, Save
+from everstep.checkpoint.keeping import Committed, Keeper, Save
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.peer_copier import Copier
 from everstep.checkpoint.peer_server import PeerServer
@@ -151,6 +151,8 @@ class Writer:
                 slot.release()
             case State.FILLED | State.WHOLE:
                 _log.info("%s was left behind: storing it", claim.key)
+                self._start(slot, claim, config, left_behind=True)
+            case State.STORED if claim.node == 0:  # the writer before us may have died just before the commit
                 self._start(slot, claim, config, left_behind=True)
 
     def _lose(self, writer: asyncio.StreamWriter) -> None:
@@ -281,6 +283,8 @@ class Writer:
         try:
             async with asyncio.timeout(save.config.commit_timeout):
                 result = await self._keeper.keep(save)
+        except Committed:
+            pass
         except TimeoutError:
             save.progress.given_up = f"not stored in {save.config.commit_timeout:g} s, at last {save.doing}"
             self._report({"event": "failed", "key": str(key), "why": save.progress.given_up})
