@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from everstep_operator.api.job import Timeouts, TrainingJobSpec
 from everstep_operator.api.status import ConditionType
 from everstep_operator.plan.actions import CreatePods, DeleteStale
 from tests.builders import job
@@ -55,6 +61,41 @@ def test_a_resume_waits_for_the_old_pods() -> None:
     assert {p.template for p in world.pods.values()} == {2}
 
 
+@pytest.mark.parametrize("edit", [{"num_nodes": 2}, {"num_nodes": 4}, {"command": ["python", "other.py"]}])
+def test_a_suspension_that_nobody_saw_still_resolves_the_edited_job(edit: dict[str, Any]) -> None:
+    world = World(job().nodes(3).build()).run("Running")
+    for change in ({"suspend": True}, edit, {"suspend": False}):
+        world.edit(**change)
+    made = world.reconcile()
+    assert world.phase == "Pending"
+    assert made.poll is not None, "its pods stop with their grace, and their leader may save"
+    assert all(pod.deleting for pod in world.pods.values())
+    world.run("Running")
+    assert {pod.template for pod in world.pods.values()} == {2}
+    assert len(world.pods) == world.job.spec.num_nodes
+    assert world.status.restarts.total == 0
+    assert not world.reconcile().changed
+
+
+def test_what_may_change_at_any_moment_restarts_nothing() -> None:
+    world = World(job().nodes(3).build()).run("Running")
+    before = {pod.uid for pod in world.pods.values()}
+    budget = world.job.spec.restart.model_copy(update={"application": 7})
+    world.edit(restart=budget, timeouts=Timeouts(runtime=timedelta(hours=1)), ttl_after_finished=timedelta(hours=1))
+    world.reconcile()
+    assert {pod.uid for pod in world.pods.values() if pod.live} == before
+
+
+def test_a_job_that_an_older_operator_resolved_is_left_alone() -> None:
+    world = World(job().nodes(3).build()).run("Running")
+    assert world.status.template is not None
+    unhashed = world.status.template.model_copy(update={"spec_hash": ""})
+    world.job = world.job.model_copy(update={"status": world.status.model_copy(update={"template": unhashed})})
+    world.edit(image="example.com/trainer:2")
+    assert world.reconcile().actions == ()
+    assert world.phase == "Running"
+
+
 def test_a_job_born_suspended_makes_nothing() -> None:
     world = World(job().suspended().build())
     made = world.reconcile()
@@ -70,3 +111,11 @@ def test_a_leader_is_renewed_until_its_pod_is_gone() -> None:
     )
     world.bury()
     assert world.run("Suspended").reconcile().poll is None
+
+
+def test_defaults_that_the_api_server_writes_out_are_no_change() -> None:
+    spec = {"image": "example.com/trainer:1"}
+    written = {"numNodes": 1, "distribution": {"torch": {}}, "restart": {"application": 9, "fencing": "checkpoint"}}
+    assert TrainingJobSpec.parse(spec | written).pods_hash() == TrainingJobSpec.parse(spec).pods_hash()
+    for change in ({"distribution": {"mpi": {}}}, {"restart": {"maxBackoff": "1s"}}, {"args": ["x"]}):
+        assert TrainingJobSpec.parse(spec | change).pods_hash() != TrainingJobSpec.parse(spec).pods_hash(), change

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import re
 from datetime import timedelta
 from operator import attrgetter
@@ -94,7 +96,7 @@ class Horovod(Mpi):
 
 
 class Pipeline(ApiModel):
-    """Ranks are started as with `torch`; `everstep.pipeline` cuts the model into stages, in the program, as said here."""
+    """Ranks start as with `torch`; `everstep.pipeline` cuts the model into stages, in the program, as said here."""
 
     stages: Annotated[int, Field(ge=1, le=4096), Whole]
     """Stages of the model: a divisor of the job's ranks, which then hold replicas, or a multiple of them."""
@@ -310,6 +312,18 @@ class TrainingJobSpec(ApiModel):
             ".managedBy",
         ),
     )
+
+    def pods_hash(self) -> str:
+        """SHA-256 of what the pods are built from, in hex: 16 digits are plenty to see a change.
+
+        A default counts as absent, so that fields of a later version change no job that does not use them.
+        """
+        said = self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_defaults=True)
+        said["restart"] = {
+            name: value for name, value in said.get("restart", {}).items() if f"restart.{name}" in _FIXED
+        }
+        built_from = {name: said[name] for name in {field.partition(".")[0] for field in _FIXED} if said.get(name)}
+        return hashlib.sha256(json.dumps(built_from, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class TrainingJob(ApiModel):

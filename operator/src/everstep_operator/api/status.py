@@ -88,6 +88,8 @@ class TemplateStatus(StatusModel):
     """The TrainingPool in use; empty when the job names none."""
     plain: bool = False
     """Whether the pods run without the agent."""
+    spec_hash: str = Field(default="", max_length=64)
+    """Of what the spec said about the pods then, apart from defaults; empty if an older operator resolved it."""
 
 
 class Progress(StatusModel):

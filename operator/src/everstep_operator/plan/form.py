@@ -47,7 +47,8 @@ def new_template(
         return Decision(Phase.FAILED, resolved.reason, resolved.message).do(
             replace.refs(s.observed.ours, resolved.reason)
         )
-    chosen = TemplateStatus(epoch=epoch, pool=pool.metadata.name if pool else "", plain=plain)
+    name = pool.metadata.name if pool else ""
+    chosen = TemplateStatus(epoch=epoch, pool=name, plain=plain, spec_hash=s.spec.pods_hash())
     base = Decision(
         Phase.PENDING, reason, message, epoch=epoch, generation=0, template=chosen, plain_reason=plain_reason
     )

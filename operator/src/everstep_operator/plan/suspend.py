@@ -22,7 +22,10 @@ def suspend(s: Situation) -> Decision:
 
 
 def resuming(s: Situation) -> bool:
-    """spec.suspend went back to false, also while the pods were still stopping."""
+    """spec.suspend went back to false: while the job was suspended, while its pods were still stopping, or unseen."""
+    if s.template is not None and s.template.spec_hash not in ("", s.spec.pods_hash()):
+        # What the pods are built from changes only under suspension, which may come and go while nobody looks.
+        return True
     if s.phase is Phase.SUSPENDED:
         return True
     return s.phase is Phase.STOPPING and s.open is not None and s.open.reason == Reason.SUSPENDED
