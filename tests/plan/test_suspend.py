@@ -117,5 +117,6 @@ def test_defaults_that_the_api_server_writes_out_are_no_change() -> None:
     spec = {"image": "example.com/trainer:1"}
     written = {"numNodes": 1, "distribution": {"torch": {}}, "restart": {"application": 9, "fencing": "checkpoint"}}
     assert TrainingJobSpec.parse(spec | written).pods_hash() == TrainingJobSpec.parse(spec).pods_hash()
-    for change in ({"distribution": {"mpi": {}}}, {"restart": {"maxBackoff": "1s"}}, {"args": ["x"]}):
+    changes: list[dict[str, Any]] = [{"distribution": {"mpi": {}}}, {"restart": {"maxBackoff": "1s"}}, {"args": ["x"]}]
+    for change in changes:
         assert TrainingJobSpec.parse(spec | change).pods_hash() != TrainingJobSpec.parse(spec).pods_hash(), change
