@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 from everstep.checkpoint import planning
 from everstep.checkpoint.errors import CheckpointError
@@ -62,13 +63,20 @@ def test_replicas_are_written_once_and_spread_evenly() -> None:
     assert abs(sizes[0] - sizes[1]) < 0.1 * sizes[0]
 
 
+class OneByOne(dict[str, torch.Tensor]):
+    """A state that is never looked at as a whole: that for each shard would take the square of their number."""
+
+    def __iter__(self) -> Any:
+        raise AssertionError("the whole state is looked at for one shard")
+
+
 def shards(rank: int, world: int) -> list[Any]:
     module = model()
     for layer in module:
         fully_shard(layer, mesh=init_device_mesh("cpu", (world,)))
     trained(fully_shard(module, mesh=init_device_mesh("cpu", (world,))))
     plan, tensors = plan_of({"model": module}, rank, world)
-    sources = plan.sources(tensors)
+    sources = plan.sources(OneByOne(tensors))
     assert not any(isinstance(source, DTensor) for source in sources)
     assert [tuple(source.shape) for source in sources] == [box.sizes for box in plan.boxes]
     return written(plan)
@@ -90,6 +98,35 @@ def uneven(rank: int, world: int) -> list[Any]:
 
 def test_a_rank_without_an_element_writes_nothing() -> None:
     assert [len(boxes) for boxes in run(4, uneven, 4)] == [1, 1, 1, 0]
+
+
+def on_one_rank(rank: int, world: int) -> list[str]:
+    """Shards that are the whole of their tensor; the names whose bytes are not those of the tensor after a copy."""
+    if world == 1:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    module = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 1))
+    fully_shard(module, mesh=init_device_mesh("cpu", (world,)))
+    both = init_device_mesh("cpu", (world, 1), mesh_dim_names=("replicas", "shards"))
+    hybrid = fully_shard(torch.nn.Linear(4, 3), mesh=both)
+    norm = distribute_tensor(torch.arange(5.0), both["replicas"], [Replicate()])
+    plan, tensors = plan_of({"model": module, "hybrid": hybrid, "norm": norm}, rank, world)
+    sources = plan.sources(tensors)
+    targets = [torch.zeros(box.sizes) for box in plan.boxes]
+    host = Host()
+    host.copy(targets, sources)
+    host.close()
+    pairs = zip(plan.boxes, targets, strict=True)
+    return [box.tensor for box, target in pairs if not torch.equal(target, tensors[box.tensor].to_local())]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_shard_that_is_the_whole_tensor_is_copied_from_its_own_memory(world: int) -> None:
+    assert run(world, on_one_rank, world) == [[]] * world
+
+
+def test_a_tensor_without_memory_of_its_own_is_refused_by_name() -> None:
+    with pytest.raises(CheckpointError, match="odd: a TwoTensor has no memory"):
+        flatten({"odd": TwoTensor(torch.ones(4), torch.ones(4))}, rank=0)
 
 
 def disagreeing(rank: int, world: int) -> str:

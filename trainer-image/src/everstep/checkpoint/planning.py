@@ -15,14 +15,13 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.checkpoint.utils import find_state_dict_object
 from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.collectives import gather, tell
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import HEADER, aligned, itemsize
 from everstep.checkpoint.slots import Box
-from everstep.checkpoint.state.flat import fingerprint
+from everstep.checkpoint.state.flat import fingerprint, local
 
 Signature = Mapping[str, tuple[Any, ...]]
 
@@ -39,10 +38,7 @@ class Plan:
 
     def sources(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The local tensors to be copied, in the order of `boxes`; for a state whose signature is the plan's."""
-        return [
-            tensors[index.fqn] if index.offset is None else find_state_dict_object(dict(tensors), index)
-            for index in self.items
-        ]
+        return [local(tensors[index.fqn]) for index in self.items]
 
 
 def signature(tensors: Mapping[str, torch.Tensor]) -> Signature:
@@ -74,7 +70,7 @@ def make(state: Callable[[], Mapping[str, torch.Tensor]], rank: int, group: dist
     shares, model = told
     boxes = _boxes(shares[rank], tensors)
     return Plan(
-        items=tuple(_index(item) for item in shares[rank]),
+        items=tuple(item.index for item in shares[rank]),
         boxes=boxes,
         sizes=tuple(_size(share) for share in shares),
         model=model,
@@ -121,11 +117,6 @@ def _size(items: Sequence[WriteItem]) -> int:
     for item in items:
         size = aligned(size) + _count(item) * item.tensor_data.properties.dtype.itemsize
     return size
-
-
-def _index(item: WriteItem) -> MetadataIndex:
-    # A plain tensor is written whole: it needs no search for the shard.
-    return item.index if _whole(item) != tuple(item.tensor_data.chunk.sizes) else MetadataIndex(item.index.fqn)
 
 
 def _whole(item: WriteItem) -> tuple[int, ...]:

@@ -71,7 +71,8 @@ class Host:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     """Whether its bytes lie in main memory one after the other."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    return plain and tensor.data_ptr() != 0  # a wrapper has no address: torch knows how to copy it
 
 
 def _move(moves: Sequence[tuple[int, int, int]]) -> None:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
@@ -44,9 +46,17 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
                 flat.values[name] = pack(leaf, name, allow_pickle=allow_pickle)
             elif leaf.layout != torch.strided or leaf.is_quantized:
                 raise CheckpointError(f"{name}: a tensor that is sparse or quantized cannot be saved")
+            elif is_traceable_wrapper_subclass(local(leaf)):
+                kind_of = type(local(leaf)).__name__
+                raise CheckpointError(f"{name}: a {kind_of} has no memory of its own and cannot be saved; unwrap it")
             else:
                 flat.tensors[name] = leaf
     return flat
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of this rank behind a tensor. A DTensor has none of its own, even where the whole of it is here."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -> list[Kind]:
