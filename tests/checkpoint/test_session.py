@@ -20,6 +20,7 @@ import torch.distributed as dist
 import everstep
 from everstep.checkpoint import control
 from everstep.checkpoint.attempts import Superseded
+from everstep.checkpoint.board import AgreementLost
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Event
@@ -212,6 +213,32 @@ def test_a_state_that_changes_its_layout_is_planned_again(folder: Path) -> None:
     assert "state.b" in verify(PosixStore(folder / "store"), candidates(PosixStore(folder / "store"))[0]).tensors
 
 
+def test_a_state_that_finds_no_room_costs_its_own_saves_alone(folder: Path) -> None:
+    state: dict[str, Any] = {"a": torch.ones(10)}
+    failures: list[Event] = []
+    with session(folder, every_steps=1, policy="wait", keep_last=10) as ckpt:
+        ckpt.on("failed", failures.append)
+        ckpt.track(state=state)
+        state["huge"] = torch.zeros(1).expand(1 << 40)
+        for step in (1, 2):
+            ckpt.step(step)
+        del state["huge"]
+        for step in (3, 4):
+            ckpt.step(step)
+    assert [event.key.step for event in failures if event.key] == [1, 2]
+    assert all("GB more memory" in event.why for event in failures)
+    assert steps_in(folder) == [3, 4]
+
+
+def test_room_for_what_an_optimizer_will_hold_is_asked_for_at_the_start(folder: Path) -> None:
+    weight = torch.nn.Parameter(torch.ones(1000))
+    with session(folder) as ckpt:
+        ckpt.track(weight=weight, optimizer=torch.optim.Adam([weight]))
+        ckpt.step(1)
+        reserved = Slots(folder / "memory")[0].part(0).stat().st_size
+    assert reserved > 3 * weight.nbytes
+
+
 def test_a_store_that_fails_ends_no_training_but_is_told_at_the_end(folder: Path) -> None:
     model = Model()
     failures: list[Event] = []
@@ -372,6 +399,56 @@ def test_a_rank_that_is_killed_before_its_copy_is_named_and_nothing_is_committed
     assert f"step {5 * saves + 5} was not saved: rank 1 left {how}" in words
     assert words.endswith("all ranks have to be started again")
     assert steps_in(folder) == [5] * saves
+
+
+def writer_is_killed_in_the_last_save(rank: int, folder: Path) -> None:
+    os.environ["NODE_RANK"] = str(rank)
+    memory = folder / f"memory-{rank}"
+    with session(folder, memory=memory) as ckpt:
+        ckpt.track(model=Model())
+        if rank == 1:
+            link = control.Link.connect(memory)
+            tell = ckpt._node.tell
+
+            def unheard(verb: str, **fields: Any) -> int:
+                if verb != "filled":
+                    return tell(verb, **fields)
+                ckpt._node.tell = tell  # type: ignore[method-assign]
+                os.kill(link.pid, signal.SIGSTOP)
+                told = tell(verb, **fields)
+                os.kill(link.pid, signal.SIGKILL)
+                return told
+
+            ckpt._node.tell = unheard  # type: ignore[method-assign]
+        ckpt.save(10)
+
+
+def test_the_end_replaces_a_writer_that_is_killed_in_the_last_save_on_any_node(folder: Path) -> None:
+    run(2, writer_is_killed_in_the_last_save, folder)
+    assert steps_in(folder) == [10]
+
+
+def leaves_when_rank_0_is_gone(rank: int, folder: Path) -> None:
+    ckpt = session(folder)
+    ckpt.track(model=Model())
+    ckpt.save(10)
+    assert ckpt._pilot is not None
+    if rank == 0:
+        ckpt.wait()
+        ckpt._pilot.timeout = 0.1
+        began = time.monotonic()
+        ckpt.close()
+        assert time.monotonic() - began < 5  # it waits for the others as long as it was told, and no other time
+        os._exit(0)
+    with suppress(AgreementLost):
+        while ckpt._board.count("gone") < 2:
+            time.sleep(0.01)
+    ckpt.close()
+
+
+def test_a_rank_that_leaves_after_rank_0_learns_from_the_store_that_the_last_save_is_there(folder: Path) -> None:
+    run(2, leaves_when_rank_0_is_gone, folder, dies=[0])
+    assert steps_in(folder) == [10]
 
 
 def one_cannot_start(rank: int, folder: Path) -> str:

@@ -17,6 +17,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Event, Events, Metrics
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.save import Node, Replan, Saver
+from everstep.checkpoint.store.base import open_store
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -24,7 +25,6 @@ Policy = Literal["skip", "wait", "queue"]
 
 _POLL = 1.0  # seconds
 _MARGIN = 1.2  # a store is not always as fast as it was
-_FAREWELL = 10.0
 
 
 class SaveFailed(CheckpointError):
@@ -107,12 +107,27 @@ class Pilot:
                 self._poll(min(_POLL, left))
                 self._read_notes()
             else:
-                number = next(iter(self._pending))
-                self._end(number, self.board.read(f"r/{number}", min(_POLL, left)))
+                self._follow(min(_POLL, left))
         if self._pending:
             raise SaveFailed(f"not in the store after {limit:g} s: {', '.join(map(str, self._pending.values()))}")
         if self._failure is not None:
             raise SaveFailed(self._failure)
+
+    def _follow(self, timeout: float) -> None:
+        """Another rank than 0 waits for its oldest save. When rank 0 is gone, the store knows how that ended."""
+        number, key = next(iter(self._pending.items()))
+        # A writer that was lost is started anew here: nobody else waits for what this node has filled.
+        self._poll(0.0)
+        try:
+            self._end(number, self.board.read(f"r/{number}", timeout))
+        except AgreementLost:
+            config = self.node.config
+            if not any(open_store(config.url, **config.options).list(key.manifest_name)):
+                raise
+            del self._pending[number]
+            self._failure = None
+            self.metrics.saved += 1
+            self.events.emit(Event("saved", key))
 
     def close(self, wait: bool) -> None:
         """The end of the session; without `wait` it is left at once, and the writer goes on alone."""
@@ -231,8 +246,10 @@ class Pilot:
             self.saver.take(key, replan)
         except Exception as error:  # training goes on; the others are told that this save is void
             _log.exception("%s was not taken", key)
+            # A plan that could not be made or does not fit is of no use to the next save either.
+            again = replan or isinstance(error, Replan)
             # The note first: rank 0 may hear of the failure from its writer at once, and is to know then what to do.
-            self._note({"kind": "void", "number": self._number, "why": f"{error}", "replan": isinstance(error, Replan)})
+            self._note({"kind": "void", "number": self._number, "why": f"{error}", "replan": again})
             self._guard(partial(self.saver.drop, key, f"{error}"))
         took = time.perf_counter() - began
         self.metrics.stalled(took)
@@ -302,10 +319,10 @@ class Pilot:
 
     def _say_goodbye(self) -> None:
         self._guard(lambda: self.node.call("bye"))
-        # Rank 0 hosts the board: it leaves last.
+        # Rank 0 hosts the board: it leaves last. Others may have more to do before they close than it has.
         try:
             gone = self.board.count("gone", 1)
-            until = time.monotonic() + _FAREWELL
+            until = time.monotonic() + self.timeout
             while self.agreement.leads and gone < self.saver.world and time.monotonic() < until:
                 time.sleep(0.01)
                 gone = self.board.count("gone")
