@@ -188,6 +188,49 @@ def test_a_deadline_that_cannot_be_met_is_told_beforehand(folder: Path) -> None:
     assert steps_in(folder) == [1, 3]
 
 
+def test_a_save_that_is_asked_for_and_cannot_be_there_in_time_is_not_begun(folder: Path) -> None:
+    model = Model()
+    told: list[Event] = []
+    with session(folder, every="1h") as ckpt:
+        ckpt.on("stalled", told.append)
+        ckpt.track(model=model)
+        ckpt.save(1)
+        ckpt.wait()
+        model.at = 1
+        ckpt.request(deadline=1e-9)
+        train(ckpt, model, 50)
+    assert steps_in(folder) == [1]
+    assert ["asked for cannot be stored" in event.why for event in told] == [True]
+
+
+def test_a_save_that_is_asked_for_waits_for_an_earlier_one_while_training_goes_on(folder: Path) -> None:
+    model = Model()
+    with session(folder, every="1h") as ckpt:
+        ckpt.track(model=model)
+        link = control.Link.connect(folder / "memory")
+        tell = ckpt._node.tell
+
+        def stopped(verb: str, **fields: Any) -> int:
+            if verb == "filled":
+                os.kill(link.pid, signal.SIGSTOP)
+                ckpt._node.tell = tell  # type: ignore[method-assign]
+            return tell(verb, **fields)
+
+        ckpt._node.tell = stopped  # type: ignore[method-assign]
+        ckpt.save(1)
+        model.at = 1
+        ckpt.request(deadline=60)
+        began = time.monotonic()
+        train(ckpt, model, 50)
+        assert time.monotonic() - began < 10
+        os.kill(link.pid, signal.SIGCONT)
+        link.close()
+        ckpt.wait()
+        train(ckpt, model, 100)
+    assert steps_in(folder)[0] == 1
+    assert len(steps_in(folder)) == 2
+
+
 def test_the_same_step_is_not_saved_twice(folder: Path) -> None:
     model = Model()
     with session(folder, every_steps=1) as ckpt:
@@ -234,9 +277,11 @@ def test_room_for_what_an_optimizer_will_hold_is_asked_for_at_the_start(folder: 
     weight = torch.nn.Parameter(torch.ones(1000))
     with session(folder) as ckpt:
         ckpt.track(weight=weight, optimizer=torch.optim.Adam([weight]))
-        ckpt.step(1)
-        reserved = Slots(folder / "memory")[0].part(0).stat().st_size
-    assert reserved > 3 * weight.nbytes
+        part = Slots(folder / "memory")[0].part(0)
+        until = time.monotonic() + 10
+        while not (part.exists() and part.stat().st_size > 3 * weight.nbytes):
+            assert time.monotonic() < until
+            time.sleep(0.01)
 
 
 def test_a_store_that_fails_ends_no_training_but_is_told_at_the_end(folder: Path) -> None:

@@ -21,7 +21,7 @@ from everstep.checkpoint.planning import Plan
 from everstep.checkpoint.slots import Record, Slot, Slots
 from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Staging
-from everstep.checkpoint.state.flat import Flat, flatten
+from everstep.checkpoint.state.flat import Flat, coming, flatten
 from everstep.checkpoint.topology import Topology
 
 _log = logging.getLogger("everstep.checkpoint")
@@ -139,7 +139,7 @@ class Saver:
 
     def prepare(self) -> None:
         """Plans and reserves memory, so that what cannot be saved is known before hours were trained. Collective."""
-        self._make_plan(lambda: self._flat(None))
+        self._make_plan(self._after_a_step)
 
     def take(self, key: Key, replan: bool) -> None:
         """Copies the state into a slot. Collective only with `replan`. Replan: the plan is not this state's."""
@@ -198,6 +198,10 @@ class Saver:
     def _flat(self, step: int | None) -> Flat:
         return flatten(self._objects, rank=self._topology.rank, step=step, allow_pickle=self._how.allow_pickle)
 
+    def _after_a_step(self) -> Flat:
+        flat = self._flat(None)
+        return Flat({**flat.tensors, **coming(self._objects, rank=self._topology.rank)}, flat.values)
+
     def _make_plan(self, state: Callable[[], Flat]) -> Flat:
         topology = self._topology
         found: list[Flat] = []
@@ -211,13 +215,14 @@ class Saver:
             plan = planning.make(tensors, topology.rank, self._group)
         except RankLost as error:
             raise RankLost(self._absent(), "left while ranks planned this save together") from error
-        self.close()
-        self._plan = plan
         sizes = [[plan.sizes[rank] for rank in ranks] for ranks in (topology.ranks, self._node.kept)]
         why = self._node.call("reserve", ALLOCATION_TIMEOUT, sizes=sizes[0], kept=sizes[1])
         if why is not None:
             _log.warning("no copy of another node's slots is kept here: %s", why)
-        self._layout = self._slots.save_layout(plan.boxes)
+        layout = self._slots.save_layout(plan.boxes)
+        # Only now: where there is no room for the new plan, all that belongs to the old one stays as it was.
+        self.close()
+        self._plan, self._layout = plan, layout
         self._staging = staging.choose(list(found[0].tensors.values()))
         self._snapshots = Snapshots(self._slots, plan, topology, self._how.checksum, self._staging)
         return found[0]

@@ -54,6 +54,13 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
     return flat
 
 
+def coming(objects: Mapping[str, object], *, rank: int) -> dict[str, torch.Tensor]:
+    """What optimizers are going to hold after their first step, as far as their options tell: parameters stand for
+    state of their shape, so that the room it needs is known before training begins."""
+    kinds = bind(objects, rank=rank)
+    return {name: leaf for kind in kinds if isinstance(kind, OptimizerObject) for name, leaf in kind.coming()}
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank behind a tensor. A DTensor has none of its own, even where the whole of it is here."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

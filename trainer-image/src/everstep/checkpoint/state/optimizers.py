@@ -59,6 +59,16 @@ class OptimizerObject:
             if key not in ("state", "param_groups"):
                 yield from self._leaves(names.join("more", names.segment(key)), value)
 
+    def coming(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """A stand-in for each tensor of state that the first step will make."""
+        known = {id(each): name for each, name in zip(self._params, self._names, strict=True)}
+        for group in self._optimizer.param_groups:
+            for param in group["params"]:
+                if param.requires_grad and not self._optimizer.state.get(param):
+                    for number in range(_per_parameter(group)):
+                        name = names.join(_STATE, known[id(param)], "coming", str(number))
+                        yield names.join(self.prefix, name), param.detach()
+
     def _leaves(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         for each, leaf in names.walk(value, is_tensor, names.join(self.prefix, name)):
             yield each, leaf.detach() if is_tensor(leaf) else leaf
@@ -152,6 +162,13 @@ class OptimizerObject:
                 elif owner:
                     found[places[owner]][1][below] = full
         return found
+
+
+def _per_parameter(group: Mapping[str, Any]) -> int:
+    """How many tensors of a parameter's size an optimizer of torch keeps for it; none where its options are others."""
+    averages = 2 if "betas" in group or "rho" in group else int("alpha" in group and "centered" in group)
+    more = ("amsgrad", "momentum", "centered")
+    return averages + sum(bool(group.get(each)) for each in more)
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:
