@@ -147,6 +147,7 @@ class Pilot:
         self._read_notes()
         save, deadline = False, None
         due = self.trigger.due(step, now)
+        self._drop_what_is_too_late()
         if (due or self._asked or self._replan) and self._may_begin(step, due):
             save, deadline = True, self._asked[0] if self._asked else None
             self._asked = None
@@ -173,7 +174,7 @@ class Pilot:
             return False
         if not self._pending or (self.policy == "queue" and len(self._pending) < 2):
             return True
-        if self.policy == "wait" or self._asked:
+        if self.policy == "wait":
             self._finish_pending()
             return not self._pending
         if due:
@@ -183,13 +184,27 @@ class Pilot:
             self.events.emit(Event("stalled", waiting, "is still being stored: the next save is skipped"))
         return False
 
+    def _drop_what_is_too_late(self) -> None:
+        """A save that was asked for waits for one that is being stored while training goes on; until its deadline."""
+        if self._asked is None or self._asked[0] is None:
+            return
+        left, seconds = self._asked[0] - time.time(), self._seconds
+        if (seconds or 0.0) * _MARGIN > left:
+            self._asked = None
+            needs = "" if seconds is None else f": it would take {seconds:.3g} s"
+            self._alarm(f"the save that was asked for cannot be stored in the {max(0.0, left):.3g} s left{needs}")
+
+    @property
+    def _seconds(self) -> float | None:
+        """Until a save that began now would be in the store, from what was measured."""
+        if not self.metrics.bandwidth:
+            return None
+        # What is being stored comes first.
+        return (1 + len(self._pending)) * self.saver.bytes / self.metrics.bandwidth + (self.trigger.cost or 0.0)
+
     def _forecast(self, step: int, deadline: float | None) -> dict[str, Any]:
         began = time.monotonic()
-        bandwidth = self.metrics.bandwidth
-        seconds = None
-        if bandwidth:
-            # What is being stored comes first.
-            seconds = (1 + len(self._pending)) * self.saver.bytes / bandwidth + (self.trigger.cost or 0.0)
+        seconds = self._seconds
         fits = deadline is None or seconds is None or seconds * _MARGIN <= deadline
         fits = fits and (self._last is None or step > self._last.step)
         if fits and self._pending:
