@@ -240,6 +240,27 @@ def test_the_same_step_is_not_saved_twice(folder: Path) -> None:
     assert steps_in(folder) == [1]
 
 
+def saved_before_its_step(rank: int, folder: Path) -> list[str]:
+    """Every fifth step is due, and the script saves one of them itself just before."""
+    model = Model()
+    failed: list[str] = []
+    with session(folder, every_steps=5, policy="wait", keep_last=10) as ckpt:
+        ckpt.on("failed", lambda event: failed.append(event.why))
+        ckpt.track(model=model)
+        train(ckpt, model, 4)
+        model.at = 5
+        assert ckpt.save(5).saves
+        ckpt.step(5)
+        train(ckpt, model, 10)
+    return failed
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_save_just_before_one_that_was_due_stays_good(folder: Path, world: int) -> None:
+    assert run(world, saved_before_its_step, folder) == [[]] * world
+    assert steps_in(folder) == [5, 10]
+
+
 def test_a_state_that_changes_its_layout_is_planned_again(folder: Path) -> None:
     state: dict[str, Any] = {"a": torch.ones(10)}
     failures: list[Event] = []

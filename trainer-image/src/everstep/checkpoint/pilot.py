@@ -78,7 +78,7 @@ class Pilot:
             self._note({"kind": "asked", "deadline": wish[0]})
         decision = self.agreement.arrive(step, self._choose, self._waiting)
         if decision is not None:
-            if decision.save:
+            if decision.save and self._is_new(step):  # the script may have saved it itself since this was decided
                 self._take(step, decision.replan)
             if not self.agreement.leads:
                 self._learn()
@@ -170,7 +170,7 @@ class Pilot:
         return self._replan or self._number == 0
 
     def _may_begin(self, step: int, due: bool) -> bool:
-        if self._last is not None and step <= self._last.step:
+        if not self._is_new(step):
             return False
         if not self._pending or (self.policy == "queue" and len(self._pending) < 2):
             return True
@@ -202,11 +202,16 @@ class Pilot:
         # What is being stored comes first.
         return (1 + len(self._pending)) * self.saver.bytes / self.metrics.bandwidth + (self.trigger.cost or 0.0)
 
+    def _is_new(self, step: int) -> bool:
+        """Whether nothing was saved under this step or a later one; the same on all ranks. A second save under one key
+        would void the first."""
+        return self._last is None or step > self._last.step
+
     def _forecast(self, step: int, deadline: float | None) -> dict[str, Any]:
         began = time.monotonic()
         seconds = self._seconds
         fits = deadline is None or seconds is None or seconds * _MARGIN <= deadline
-        fits = fits and (self._last is None or step > self._last.step)
+        fits = fits and self._is_new(step)
         if fits and self._pending:
             self._finish_pending(self.commit_timeout if deadline is None else deadline)
             fits = not self._pending and (deadline is None or time.monotonic() - began < deadline)
