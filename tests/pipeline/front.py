@@ -19,10 +19,10 @@ def cut(case: Case, stages: int, dtype: torch.dtype, copy_number: int) -> tuple[
 
     A model is traced once, and its copies are used again, with weights as built: one engine at a time.
     """
-    traced = _copy(case, dtype, copy_number)
-    _as_built(case, dtype, traced.model)
-    stage_of = placement.complete(traced.graph, even(traced, stages))
-    return split(traced, stage_of), stage_graph(traced.graph, stage_of)
+    found = _copy(case, dtype, copy_number)
+    _as_built(case, dtype, found.model)
+    stage_of = placement.complete(found.graph, even(found, stages))
+    return split(found, stage_of), stage_graph(found.graph, stage_of)
 
 
 def even(traced: Traced, stages: int) -> dict[str, int]:
@@ -44,13 +44,14 @@ def _between(traced: Traced) -> Sequence[int]:
 
 
 @cache
-def _traced(case: Case, dtype: torch.dtype) -> Traced:
+def traced(case: Case, dtype: torch.dtype = torch.float64) -> Traced:
+    """Traced once, in training: whoever changes more of its model than weights gives it back as it was."""
     return trace(case.build(dtype=dtype), case.example(dtype=dtype).inputs)
 
 
 @cache
 def _copy(case: Case, dtype: torch.dtype, number: int) -> Traced:
-    return copy.deepcopy(_traced(case, dtype)) if number else _traced(case, dtype)
+    return copy.deepcopy(traced(case, dtype)) if number else traced(case, dtype)
 
 
 def _as_built(case: Case, dtype: torch.dtype, model: Any) -> None:

@@ -14,6 +14,7 @@ from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend import split, trace  # noqa: E402
 from everstep.pipeline.frontend.check import compare, mixing  # noqa: E402
 from everstep.pipeline.frontend.split import node_modules  # noqa: E402
+from tests.pipeline import front  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -21,8 +22,9 @@ pytestmark = pytest.mark.torch
 
 def test_stages_that_are_the_model_pass_and_leave_no_trace() -> None:
     case = CASES["resnet"]
-    model, batch = case.build(), case.example()
-    stages = split(trace(model, batch.inputs), {"layer2": 1, "layer4": 2})
+    found, batch = front.traced(case), case.example()
+    model = found.model
+    stages = split(found, {"layer2": 1, "layer4": 2})
     before = {name: each.clone() for name, each in model.state_dict().items()}
     assert compare(model, stages, batch.inputs, lambda output: case.loss(output, batch.targets)[0]) == 0.0
     assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
@@ -48,9 +50,8 @@ def test_something_handed_on_beside_the_values_is_found() -> None:
 
 @pytest.mark.parametrize("name", ["gpt", "resnet", "custom"])
 def test_samples_of_ordinary_models_do_not_meet(name: str) -> None:
-    case = CASES[name]
-    model, batch = case.build(), case.example()
-    assert mixing(node_modules(trace(model, batch.inputs)), batch.inputs, model) == []
+    found, batch = front.traced(CASES[name]), CASES[name].example()
+    assert mixing(node_modules(found), batch.inputs, found.model) == []
 
 
 def test_where_samples_meet_is_named() -> None:
@@ -68,7 +69,5 @@ def test_where_samples_meet_is_named() -> None:
 
 
 def test_the_balance_of_experts_is_taken_over_a_batch() -> None:
-    case = CASES["experts"]
-    model, batch = case.build(), case.example()
-    found = mixing(node_modules(trace(model, batch.inputs)), batch.inputs, model)
-    assert found == ["experts.0", "experts.1", "experts.2"]
+    found, batch = front.traced(CASES["experts"]), CASES["experts"].example()
+    assert mixing(node_modules(found), batch.inputs, found.model) == ["experts.0", "experts.1", "experts.2"]

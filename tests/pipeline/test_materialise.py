@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,7 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend import split, trace, tree  # noqa: E402
+from everstep.pipeline.frontend import Traced, split, trace, tree  # noqa: E402
 from everstep.pipeline.frontend.check import run  # noqa: E402
 from everstep.pipeline.frontend.materialise import Seeded, materialise, without_weights  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
@@ -17,9 +19,15 @@ from tests.pipeline.models import CASES  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-def on_meta(name: str) -> Any:
+@cache
+def _on_meta(name: str) -> Traced:
     with torch.device("meta"):
-        return CASES[name].factory()
+        model = CASES[name].factory()
+    return trace(model, CASES[name].example(dtype=torch.float32).inputs)
+
+
+def on_meta(name: str) -> Traced:
+    return copy.deepcopy(_on_meta(name))
 
 
 def weights(stages: Any) -> dict[str, Any]:
@@ -33,28 +41,25 @@ def weights(stages: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("name", ["gpt", "resnet"])
 def test_initial_weights_do_not_depend_on_the_number_of_stages(name: str) -> None:
-    case = CASES[name]
-    inputs = case.example(dtype=torch.float32).inputs
     found = []
     for stages in (1, 3):
-        model = on_meta(name)
-        traced = trace(model, inputs)
+        traced = on_meta(name)
         names = [node.name for node in traced.graph.nodes if node.parameters and not node.colocate]
         cuts = {names[index * len(names) // stages]: index for index in range(1, stages)}
         made = split(traced, cuts)
         for stage in made:  # as on ranks of their own, in any order
-            materialise([stage], Seeded(model, seed=3))
+            materialise([stage], Seeded(traced.model, seed=3))
         found.append(weights(made))
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(tensor, found[1][key]) for key, tensor in found[0].items())
 
 
 def test_another_seed_gives_other_weights() -> None:
-    model = on_meta("mlp")
-    (one,) = split(trace(model, CASES["mlp"].example(dtype=torch.float32).inputs), {})
-    first, second = Seeded(model, 1)("0.weight"), Seeded(model, 2)("0.weight")
+    found = on_meta("mlp")
+    (one,) = split(found, {})
+    first, second = Seeded(found.model, 1)("0.weight"), Seeded(found.model, 2)("0.weight")
     assert not torch.equal(first, second)
-    materialise([one], Seeded(model, 1))
+    materialise([one], Seeded(found.model, 1))
     assert torch.equal(dict(one.module.named_parameters())["0.weight"], first)
 
 
@@ -62,17 +67,14 @@ def test_a_state_dictionary_fills_the_stages_of_a_model_without_weights() -> Non
     case = CASES["bert"]
     real = case.build(dtype=torch.float32)
     batch = case.example(dtype=torch.float32)
-    model = on_meta("bert")
-    stages = split(trace(model, batch.inputs), {"layers.2": 1})
+    stages = split(on_meta("bert"), {"layers.2": 1})
     materialise(stages, real.state_dict())
     assert torch.equal(run(stages, batch.inputs), real(**batch.inputs))
 
 
 def test_only_what_a_stage_has_is_read_and_a_tie_is_read_once() -> None:
-    case = CASES["gpt"]
-    state = case.build(dtype=torch.float32).state_dict()
-    model = on_meta("gpt")
-    first, last = split(trace(model, case.example(dtype=torch.float32).inputs), {"h.2": 1})
+    state = CASES["gpt"].build(dtype=torch.float32).state_dict()
+    first, last = split(on_meta("gpt"), {"h.2": 1})
     read: list[str] = []
 
     def reader(name: str) -> Any:
@@ -85,8 +87,7 @@ def test_only_what_a_stage_has_is_read_and_a_tie_is_read_once() -> None:
     read.clear()
     materialise([first, last], reader)
     assert "wte.weight" in read  # the first stage's own
-    both = on_meta("gpt")
-    stages = split(trace(both, case.example(dtype=torch.float32).inputs), {"h.2": 1})
+    stages = split(on_meta("gpt"), {"h.2": 1})
     read.clear()
     materialise(stages, reader)
     assert read.count("wte.weight") == 1
@@ -94,20 +95,19 @@ def test_only_what_a_stage_has_is_read_and_a_tie_is_read_once() -> None:
 
 
 def test_optimizers_are_built_afterwards_with_groups_by_original_names() -> None:
-    case = CASES["gpt"]
-    model = on_meta("gpt")
-    _, last = split(trace(model, case.example(dtype=torch.float32).inputs), {"h.2": 1})
-    materialise([last], Seeded(model))
+    found = on_meta("gpt")
+    _, last = split(found, {"h.2": 1})
+    materialise([last], Seeded(found.model))
     named = dict(last.module.named_parameters())
     assert {name.split(".")[0] for name in named} == {"wte", "h", "ln_f"}
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in named.values())
 
 
 def test_what_nobody_can_give_is_named() -> None:
-    model = on_meta("llama")
-    stages = split(trace(model, CASES["llama"].example(dtype=torch.float32).inputs), {"layers.2": 1})
+    found = on_meta("llama")
+    stages = split(found, {"layers.2": 1})
     with pytest.raises(PipelineError, match=r"the model \(Llama\) has no reset_parameters"):
-        materialise(stages, Seeded(model))
+        materialise(stages, Seeded(found.model))
     state = CASES["llama"].build(dtype=torch.float32).state_dict()  # without the rotary tables
     with pytest.raises(PipelineError, match="nothing says what cos begins with"):
         materialise(stages, state)
@@ -132,7 +132,6 @@ def test_ties_survive_building_without_weights() -> None:
 
 
 def test_a_source_of_another_shape_is_refused() -> None:
-    model = on_meta("mlp")
-    stages = split(tree(model, [str(index) for index in range(11)]), {"5": 1})
+    stages = split(tree(on_meta("mlp").model, [str(index) for index in range(11)]), {"5": 1})
     with pytest.raises(PipelineError, match=r"0\.weight is of shape \(16, 12\), but its source gives \(1,\)"):
         materialise(stages, lambda name: torch.zeros(1))

@@ -18,16 +18,15 @@ from everstep.pipeline.profile import measure  # noqa: E402
 from everstep.pipeline.profile_counted import count  # noqa: E402
 from everstep.pipeline.profile_links import combine, link, measure_links, rounds  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline import front  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
 def profiled(name: str, **how: Any) -> Profile:
-    case = CASES[name]
-    model = case.build(dtype=torch.float32)
-    inputs = case.example(dtype=torch.float32).inputs
-    found = trace(model, inputs)
+    found = front.traced(CASES[name])
+    inputs = CASES[name].example().inputs
     return measure(found.graph, node_modules(found), inputs, repeats=2, warmup=1, **how)
 
 
@@ -56,9 +55,8 @@ def test_bytes_are_those_of_the_tensors() -> None:
 
 
 def test_activations_are_what_the_whole_model_keeps() -> None:
-    case = CASES["gpt"]
-    model = case.build()
-    inputs = case.example().inputs
+    found, inputs = front.traced(CASES["gpt"]), CASES["gpt"].example().inputs
+    model = found.model
     kept: dict[int, Any] = {}
     own = {parameter.data_ptr() for parameter in model.parameters()}
 
@@ -70,7 +68,6 @@ def test_activations_are_what_the_whole_model_keeps() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(**inputs)
     whole = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    found = trace(model, inputs)
     profile = measure(found.graph, node_modules(found), inputs, repeats=1, warmup=0)
     nodes = sum(node.activation for node in profile.graph.nodes)
     # Masks and positions are made once in the model, and where they are used in its nodes.
@@ -78,17 +75,16 @@ def test_activations_are_what_the_whole_model_keeps() -> None:
 
 
 def test_measuring_leaves_the_model_as_it_was() -> None:
-    case = CASES["resnet"]
-    model = case.build(dtype=torch.float32)
-    inputs = case.example(dtype=torch.float32).inputs
+    found, inputs = front.traced(CASES["resnet"]), CASES["resnet"].example().inputs
+    model = found.model
     before = {name: each.clone() for name, each in model.state_dict().items()}
     weights = dict(model.named_parameters())
-    found = trace(model, inputs)
+    grads = {name: each.grad for name, each in weights.items()}
     state = torch.get_rng_state()
     measure(found.graph, node_modules(found), inputs, repeats=1)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
-    assert all(each is weights[name] and each.grad is None for name, each in model.named_parameters())
+    assert all(each is weights[name] and each.grad is grads[name] for name, each in model.named_parameters())
 
 
 def test_the_weight_gradient_of_a_wide_layer_is_found() -> None:
@@ -107,8 +103,8 @@ def test_the_weight_gradient_of_a_wide_layer_is_found() -> None:
 def test_models_without_weights_are_counted(name: str) -> None:
     case = CASES[name]
     with torch.device("meta"):
-        model = case.factory()
-    inputs = case.example(dtype=torch.float32).inputs
+        model = case.factory().double()
+    inputs = case.example().inputs
     found = trace(model, inputs)
     counted = count(found.graph, node_modules(found), inputs).graph
     measured = profiled(name).graph

@@ -14,22 +14,17 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 
 from everstep.pipeline.frontend import StageModule, Traced, split, trace  # noqa: E402
+from tests.pipeline import front  # noqa: E402
 from tests.pipeline.models import CASES, Batch, Case, gradients  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def traced() -> Callable[[str], tuple[Case, Any, Traced]]:
-    """Each case is traced once."""
-    known: dict[str, tuple[Case, Any, Traced]] = {}
-
     def get(name: str) -> tuple[Case, Any, Traced]:
-        if name not in known:
-            case = CASES[name]
-            model = case.build()
-            known[name] = case, model, trace(model, case.example().inputs)
-        return known[name]
+        found = front.traced(CASES[name])
+        return CASES[name], found.model, found
 
     return get
 

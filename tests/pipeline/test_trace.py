@@ -16,6 +16,7 @@ from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend import split, stage, trace  # noqa: E402
 from everstep.pipeline.frontend.check import run  # noqa: E402
 from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
+from tests.pipeline import front  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -48,29 +49,26 @@ class Block(nn.Module):  # type: ignore[misc]
 @pytest.mark.parametrize("name", ["t5", "llama", "resnet"])
 def test_batches_of_other_sizes_take_the_same_way(name: str) -> None:
     case = CASES[name]
-    model = case.build().eval()
-    found = trace(model, case.example(4).inputs)
+    found = front.traced(case)
     stages = split(found, dict.fromkeys([node.name for node in found.graph.nodes][-3:], 1))
-    for samples in (1, 6):
+    for samples in (2, 6):
         batch = case.example(samples)
         inputs = {key: value[:, :7] if value.dtype == torch.long else value for key, value in batch.inputs.items()}
-        assert torch.equal(run(stages, inputs), model(**inputs))
+        assert torch.equal(run(stages, inputs), found.model(**inputs))
 
 
 @pytest.mark.parametrize("name", ["gpt", "experts"])
 def test_a_model_without_weights_has_the_same_graph(name: str) -> None:
     case = CASES[name]
-    inputs = case.example(dtype=torch.float32).inputs
-    real = trace(case.build(dtype=torch.float32), inputs)
     with torch.device("meta"):
-        model = case.factory()
-    meta = trace(model, inputs)
-    assert meta.graph == real.graph
+        model = case.factory().double()
+    meta = trace(model, case.example().inputs)
+    assert meta.graph == front.traced(case).graph
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
 
 
 def test_custom_functions_are_nodes_that_are_not_looked_into() -> None:
-    found = trace(CASES["custom"].build(), CASES["custom"].example().inputs)
+    found = front.traced(CASES["custom"])
     names = [node.name for node in found.graph.nodes]
     assert [name for name in names if "Bend" in name] == [":Bend", ":Bend.1", ":Bend.2", ":Bend.3"]
 
@@ -100,7 +98,7 @@ def test_a_context_in_forward_places_calls() -> None:
 
 
 def test_what_is_not_placed_follows_the_values_it_uses() -> None:
-    found = trace(CASES["gpt"].build(), CASES["gpt"].example().inputs)
+    found = front.traced(CASES["gpt"])
     stages = split(found, {"h.1": 1, "h.3": 2})
     assert [name for name in stages[1].calls if name.startswith("h.")] == ["h.1", "h.2"]
     assert stages[2].calls == ("h.3", "ln_f", "lm_head") or set(stages[2].calls) >= {"h.3", "ln_f", "lm_head"}
@@ -223,7 +221,7 @@ def test_what_the_models_own_code_draws_is_a_module_of_its_own() -> None:
 
 
 def test_a_module_whose_own_code_draws_is_not_cut() -> None:
-    found = trace(CASES["gpt-dropout"].build(), CASES["gpt-dropout"].example().inputs)
+    found = front.traced(CASES["gpt-dropout"])
     assert set(found.leaves) == {f"h.{index}.attention" for index in range(4)}
 
 

@@ -29,6 +29,14 @@ class Arguments:
         extra = named.pop(self._rest, {}) if self._rest else {}
         return {**named, **extra}
 
+    def fits(self, named: Mapping[str, Any]) -> bool:
+        """Whether the module can be called with these names."""
+        try:
+            self._signature.bind(**named)
+        except TypeError:
+            return False
+        return True
+
     def call(self, module: Any, named: Mapping[str, Any]) -> Any:
         """The module's result for arguments as `name` gives them."""
         own = {name: value for name, value in named.items() if name in self._signature.parameters}

@@ -140,12 +140,21 @@ def _filled(names: Sequence[str], old: Any, source: Source, device: Any) -> Any:
         )
     if tuple(data.shape) != tuple(old.shape):
         raise PipelineError(f"{names[0]} is of shape {tuple(old.shape)}, but its source gives {tuple(data.shape)}")
+    if isinstance(source, Seeded) and _is_like(data, old, device):
+        return _of_kind(old, data.detach())  # nobody else has it: twice the memory would be taken for a copy
     made = _empty(old, device)
     with torch.no_grad():
         made.copy_(data)
     return made
 
 
+def _is_like(data: Any, old: Any, device: Any) -> bool:
+    return data.device == torch.device(device) and data.dtype == old.dtype and data.stride() == old.stride()
+
+
 def _empty(like: Any, device: Any) -> Any:
-    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device)
+    return _of_kind(like, torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device))
+
+
+def _of_kind(like: Any, made: Any) -> Any:
     return nn.Parameter(made, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else made

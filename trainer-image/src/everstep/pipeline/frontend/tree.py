@@ -51,11 +51,15 @@ class Tree:
         ]
         return Graph(tuple(nodes), tuple((name, sizes[name]) for name in sorted(ties)))
 
+    @cached_property
+    def manual(self) -> dict[str, int]:
+        """The blocks that `with pipeline.stage(i)` has placed."""
+        built = {name: built_in(self.model.get_submodule(name)) for name in self.blocks}
+        return {name: stage for name, stage in built.items() if stage is not None}
+
     def split(self, stage_of: Mapping[str, int]) -> list[StageModule]:
         """As `split`; what is not placed follows the block before it."""
-        built = {name: built_in(self.model.get_submodule(name)) for name in self.blocks}
-        wanted = stage_of or {name: stage for name, stage in built.items() if stage is not None}
-        chosen = placement.complete(self.graph, wanted)
+        chosen = placement.complete(self.graph, stage_of or self.manual)
         return [
             self._stage(stage, [at for at, name in enumerate(self.blocks) if chosen[name] == stage])
             for stage in range(max(chosen.values()) + 1)

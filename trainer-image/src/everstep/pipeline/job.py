@@ -1,0 +1,36 @@
+"""What a TrainingJob says of its pipeline (`distribution.pipeline`), for what the script leaves open."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from typing import Literal
+
+VARIABLE = "EVERSTEP_PIPELINE"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The fields of `distribution.pipeline`; without a job there are none. `plan_from` a file: it must be there."""
+
+    stages: int | None = None
+    microbatches: int | None = None
+    schedule: str = "auto"
+    optimize: Literal["speed", "memory"] = "speed"
+    plan_from: Literal["profile", "file"] = "profile"
+    plan_file: str | None = None
+
+
+def job() -> Job:
+    """That of this process; fields that are not known here belong to a later version, and are left out."""
+    given = json.loads(os.environ.get(VARIABLE) or "{}")
+    names = {
+        "stages": "stages",
+        "microbatches": "microbatches",
+        "schedule": "schedule",
+        "optimize": "optimize",
+        "planFrom": "plan_from",
+        "planFile": "plan_file",
+    }
+    return Job(**{names[key]: value for key, value in given.items() if key in names})

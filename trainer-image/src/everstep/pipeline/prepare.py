@@ -1,0 +1,231 @@
+"""From a model to a plan that all ranks share: what there is to cut, what it costs on these devices, what is best."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from everstep.pipeline.advise import advise
+from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.placement import complete
+from everstep.pipeline.frontend.record import Untraceable
+from everstep.pipeline.frontend.split import node_modules
+from everstep.pipeline.frontend.trace import Traced, trace
+from everstep.pipeline.frontend.tree import Tree, tree
+from everstep.pipeline.graph import Device, Link, Profile, stage_graph
+from everstep.pipeline.plan import Plan, fingerprint
+from everstep.pipeline.planning import AUTO, Wish, scaled, solve, solve_again
+from everstep.pipeline.profile import measure
+from everstep.pipeline.profile_counted import count
+from everstep.pipeline.profile_links import measure_links, together
+from everstep.pipeline.schedules import ALIASES, NAMES, Schedule, dump, make
+from everstep.pipeline.transport.grid import Grid
+
+_log = logging.getLogger("everstep.pipeline")
+
+Costs = Literal["measured", "counted"]
+_REPEATS, _WARMUP = 5, 2
+_MESSAGE = 1 << 16, 8 << 20  # bytes: links are measured with messages as large as the values, within these
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where this process is: `control` is a gloo group of all; `nccl` whether tensors go by it."""
+
+    grid: Grid
+    control: Any
+    device: torch.device
+    nccl: bool = False
+
+
+def look_into(model: nn.Module, example: Mapping[str, Any], blocks: Sequence[str | nn.Module] | None) -> Traced | Tree:
+    """What can be cut: the traced model, or the chain of `blocks`. PipelineError with the reasons if neither can be."""
+    if blocks is not None:
+        return tree(model, blocks)
+    try:
+        return trace(model, example)
+    except Untraceable as reason:
+        try:
+            found = tree(model, reason=str(reason))
+        except PipelineError as error:
+            raise PipelineError(f"{reason}; and it is no chain of blocks either: {error}") from reason
+        _log.warning("the model is cut between its blocks only: %s", reason)
+        return found
+
+
+def plan(
+    model: nn.Module,
+    found: Traced | Tree,
+    example: Mapping[str, Any],
+    wish: Wish,
+    place: Place,
+    *,
+    stage_of: Mapping[str, int] | None = None,
+    costs: Costs = "measured",
+    precision: str = "full",
+    path: Path | None = None,
+) -> Plan:
+    """The same on all ranks; collective. `path` holds the plan between runs: what is there is taken if it is for this
+    model, solved again if it is for other ranks or stages, and written by the first process if it is new.
+
+    `stage_of`: by hand, whatever the partition would say. PipelineError on all ranks.
+    """
+    mark = fingerprint((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
+    known = from_first(lambda: path.read_text() if path is not None and path.exists() else "", place.control)
+    if known:
+        made = from_first(lambda: _again(known, wish, mark, found, stage_of).to_json(), place.control)
+    else:
+        profile = _profile(found, example, wish, place, costs, precision)
+        made = from_first(lambda: _solved(found, profile, wish, mark, stage_of).to_json(), place.control)
+    if path is not None and made != known and dist.get_rank() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(made)
+    return Plan.from_json(made)
+
+
+def from_first(work: Callable[[], str], group: Any) -> str:
+    """What the first process makes, on all; its error too. Collective."""
+    told: list[Any] = [None]
+    failure: Exception | None = None
+    if dist.get_rank(group) == 0:
+        try:
+            told = [(work(), "")]
+        except Exception as error:  # the others wait to be told
+            failure, told = error, [("", str(error) or repr(error))]
+    dist.broadcast_object_list(told, src=0, group=group)
+    made, wrong = told[0]
+    if failure is not None:
+        raise failure
+    if wrong:
+        raise PipelineError(wrong)
+    return str(made)
+
+
+def microbatch(example: Mapping[str, Any], wish: Wish) -> dict[str, Any]:
+    """A part of the example that is as large as a micro-batch, or all of it if it is smaller."""
+    batch, samples = wish.batch or 1, max((len(each) for each in tensors_of(dict(example)) if each.dim()), default=1)
+    count = wish.microbatches[0] if wish.microbatches else min(batch, 2 * wish.ranks)
+    own = min(samples, -(-batch // count))
+
+    def rows(tensor: Any) -> Any:
+        return tensor[:own] if tensor.dim() and len(tensor) == samples else tensor
+
+    found: dict[str, Any] = map_tensors(dict(example), rows)
+    return found
+
+
+def _profile(
+    found: Traced | Tree, example: Mapping[str, Any], wish: Wish, place: Place, costs: Costs, precision: str
+) -> Profile:
+    nodes = node_modules(found) if isinstance(found, Traced) else found.node_modules()
+    batch = microbatch(example, wish)
+    if costs == "counted":
+        return Profile.from_json(from_first(lambda: count(found.graph, nodes, batch).to_json(), place.control))
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    around = torch.autocast(place.device.type, dtype) if dtype is not None else contextlib.nullcontext()
+    with around:
+        own = measure(
+            found.graph,
+            nodes,
+            batch,
+            device=place.device,
+            repeats=_REPEATS,
+            warmup=_WARMUP,
+            wait=lambda: dist.barrier(group=place.control),
+        )
+    largest = max((node.output for node in own.graph.nodes), default=0)
+    size = min(max(largest, _MESSAGE[0]), _MESSAGE[1])
+    group, device = (None, place.device) if place.nccl else (place.control, "cpu")
+    links = measure_links(group, device=device, large=size)
+    return of_one_pipeline(together(own, links, place.control), place.grid)
+
+
+def of_one_pipeline(profile: Profile, grid: Grid) -> Profile:
+    """A profile of all processes as one of the ranks of a pipeline: each as slow and as small as the worst replica."""
+
+    def device(rank: int) -> Device:
+        alike = [profile.devices[pipeline[rank]] for pipeline in grid.processes]
+        limits = [each.memory for each in alike if each.memory is not None]
+        return Device(min(each.speed for each in alike), min(limits) if limits else None)
+
+    def link(one: int, other: int) -> Link:
+        alike = [profile.links[pipeline[one]][pipeline[other]] for pipeline in grid.processes]
+        return Link(min(each.bandwidth for each in alike), max(each.latency for each in alike))
+
+    ranks = range(grid.ranks)
+    links = tuple(tuple(Link() if one == other else link(one, other) for other in ranks) for one in ranks)
+    return replace(profile, devices=tuple(map(device, ranks)), links=links)
+
+
+def _again(text: str, wish: Wish, mark: str, found: Traced | Tree, stage_of: Mapping[str, int] | None) -> Plan:
+    kept = Plan.from_json(text)
+    kept.check_model(mark, [node.name for node in found.graph.nodes])
+    placed = _placed(found, stage_of)
+    same = (
+        len(kept.actions.ranks) == wish.ranks
+        and wish.stages in (None, len(kept.placement))
+        and wish.schedule in (AUTO, kept.schedule)
+        and (not wish.microbatches or kept.microbatches in wish.microbatches)
+        and wish.batch is not None
+        and -(-wish.batch // kept.microbatches) == kept.profile.samples
+        and placed in (None, kept.stage_of)
+    )
+    if same:
+        return kept
+    return solve_again(kept, wish) if placed is None else _by_hand(kept.profile, wish, placed, mark)
+
+
+def _solved(found: Traced | Tree, profile: Profile, wish: Wish, mark: str, stage_of: Mapping[str, int] | None) -> Plan:
+    placed = _placed(found, stage_of)
+    return solve(profile, wish, model=mark) if placed is None else _by_hand(profile, wish, placed, mark)
+
+
+def _placed(found: Traced | Tree, stage_of: Mapping[str, int] | None) -> dict[str, int] | None:
+    """The stage of each node, if anything was placed by hand."""
+    wanted = stage_of if stage_of is not None else found.manual
+    return complete(found.graph, wanted) if wanted else None
+
+
+def _by_hand(profile: Profile, wish: Wish, stage_of: Mapping[str, int], mark: str) -> Plan:
+    """The plan for a split that is given; the schedule is the best for it, or that of the wish."""
+    stages, batch = max(stage_of.values()) + 1, wish.batch or profile.samples
+    if stages % wish.ranks or wish.stages not in (None, stages):
+        raise PipelineError(
+            f"the model is placed on {stages} stages: {wish.stages or f'a multiple of {wish.ranks}'} must be"
+        )
+
+    if len(profile.devices) != wish.ranks:  # measured with another number of them
+        profile = replace(profile, devices=(), links=())
+
+    def fitted(microbatches: int) -> Profile:
+        samples = -(-batch // microbatches)
+        return replace(profile, graph=scaled(profile.graph, samples / profile.samples), samples=samples)
+
+    several = tuple(wish.ranks * factor for factor in (1, 2, 4, 8) if wish.ranks * factor <= batch)
+    name, choices, reasons = wish.schedule, wish.microbatches or several or (batch,), tuple[str, ...]()
+    if isinstance(name, Schedule):
+        text, microbatches, ranks = dump(name), name.microbatches, name.placement
+    else:
+        advice = advise(
+            lambda _, m: stage_graph(fitted(m).graph, stage_of),
+            wish.ranks,
+            choices,
+            devices=profile.devices or None,
+            links=profile.links or None,
+            chunks=(stages // wish.ranks,),
+            schedules=NAMES if name == AUTO else (ALIASES.get(name, name),),
+            optimizer_words=wish.words,
+        )
+        text, microbatches, reasons = advice.choice.schedule, advice.choice.microbatches, advice.reasons
+        ranks = make(text, stages, wish.ranks, microbatches).placement
+    made = Plan(fitted(microbatches), stage_of, ranks, text, microbatches, model=mark, reasons=reasons)
+    return replace(made, prediction=made.predict())

@@ -1,0 +1,375 @@
+"""`everstep.pipeline.pipeline(…)`: what a training script sees of all this."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from everstep.pipeline.engine.engine import Engine, Output
+from everstep.pipeline.engine.heartbeat import Heartbeat
+from everstep.pipeline.engine.losses import Loss
+from everstep.pipeline.engine.microbatch import batch_size
+from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.stage import why_not_split
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.check import compare
+from everstep.pipeline.frontend.materialise import Seeded, Source, materialise
+from everstep.pipeline.frontend.skeleton import joined
+from everstep.pipeline.frontend.split import split
+from everstep.pipeline.frontend.stages import StageModule
+from everstep.pipeline.frontend.trace import Traced
+from everstep.pipeline.frontend.tree import Tree
+from everstep.pipeline.job import job
+from everstep.pipeline.partition.solve import Objective
+from everstep.pipeline.plan import WORDS, Plan
+from everstep.pipeline.planning import Wish
+from everstep.pipeline.prepare import Costs, Place, from_first, look_into, microbatch, plan
+from everstep.pipeline.schedules import Kind, Schedule
+from everstep.pipeline.transport.gloo import ProcessGroups
+from everstep.pipeline.transport.grid import Grid, grid
+
+__all__ = ["Output", "Pipeline", "pipeline"]
+
+_log = logging.getLogger("everstep.pipeline")
+OptionsOf = Callable[[str, tuple[int, ...]], Mapping[str, Any]]  # of a parameter, by its name and shape
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+
+
+def pipeline(
+    model: nn.Module,
+    example: Any,
+    loss: Loss,
+    *,
+    stages: int | None = None,
+    data_parallel: int | None = None,
+    global_batch: int | None = None,
+    microbatches: int | None = None,
+    schedule: str | Schedule | None = None,
+    placement: str = "cluster",
+    optimize: Objective | None = None,
+    memory_weight: float | None = None,
+    memory: int | None = None,
+    optimizer_words: float = WORDS,
+    plan_file: str | os.PathLike[str] | None = None,
+    plan_from: Literal["profile", "file"] | None = None,
+    stage_of: Mapping[str, int] | None = None,
+    blocks: Sequence[str | nn.Module] | None = None,
+    weights: Source | None = None,
+    device: torch.device | str | None = None,
+    costs: Costs = "measured",
+    recompute: bool | Collection[int] = False,
+    check: bool = True,
+    heartbeat: float | None = 60.0,
+    timeout: float = 1800.0,
+    **options: Any,
+) -> Pipeline:
+    """This process's part of the model, as a pipeline that trains. All processes call it, with the same arguments,
+    after `init_process_group`.
+
+    What is left out of stages, microbatches, schedule, optimize, plan_file and plan_from is as the TrainingJob says, if
+    there is one, else as said here.
+
+    model: as it is; without weights (built under `torch.device("meta")`) if it is too large for one process.
+    example: a batch: a tensor, a tuple of positional arguments, or a mapping by names; the samples are the first
+    dimension. loss(output, targets): (sum, count), or a mean over samples (or what loss_weight= says).
+
+    stages: in one pipeline: as many as processes (over data_parallel), a divisor, then the rest are replicas, or a
+    multiple. data_parallel: replicas. global_batch: samples of a step of all replicas, by default the example's for
+    each. microbatches, schedule: the best by default. placement: cluster, spread, or an order of the letters D, P, T.
+    optimize: speed, or memory, with memory_weight from 0 to 1. memory: bytes that a rank may take for parameters,
+    gradients, optimizer (`optimizer_words` bytes for each byte of parameters) and activations.
+    plan_file: where the plan is kept between runs; plan_from: "file" if it must be there. stage_of: modules or nodes by
+    hand. blocks: a chain, for what cannot be traced. weights: for a model without any: a state dictionary, or a
+    function of names; else its modules' initialisers, seeded. device: that of the example by default. costs: "counted"
+    for what no device here can measure. recompute: all stages, or some, do their forward again. check: one micro-batch
+    is compared with the whole model's, if that is here. heartbeat: seconds of silence after which a process is lost;
+    timeout: of a message. Others go to `engine.options.Options`: precision, clip, seed, offload, loss_weight, …
+
+    PipelineError, on all processes, if something of it cannot be.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        raise PipelineError("call torch.distributed.init_process_group first, under torchrun or in a TrainingJob")
+    said = job()
+    stages = stages or said.stages
+    arguments = Arguments(model if blocks is None else _module(model, blocks[0]))
+    named = arguments.name(example)
+    here = _place(named, device, stages, data_parallel, placement)
+    samples = batch_size(named, options.get("whole", frozenset()))
+    many = microbatches or said.microbatches
+    wish = Wish(
+        ranks=here.grid.ranks,
+        stages=stages,
+        microbatches=(many,) if many else (),
+        batch=samples if global_batch is None else -(-global_batch // here.grid.replicas),
+        schedule=schedule or said.schedule,
+        objective=optimize or said.optimize,
+        memory_weight=memory_weight,
+        memory=memory,
+        words=optimizer_words,
+    )
+    kept = plan_file or said.plan_file
+    path = Path(kept) if kept is not None else None
+    if (plan_from or said.plan_from) == "file":
+        from_first(lambda: _must_be(path), here.control)
+    found = look_into(model, named, blocks)
+    how = options.get("precision", "full")
+    made = plan(model, found, named, wish, here, stage_of=stage_of, costs=costs, precision=how, path=path)
+    parts = split(found, made.stage_of)
+    made = _unsplit(made, parts)
+    if check:
+        from_first(lambda: _check(model, found, parts, microbatch(named, wish)), here.control)
+
+    transport = ProcessGroups(here.grid, here.device, nccl=here.nccl, timeout=timeout)
+    actions = made.prove()
+    own = {index: parts[index] for index in actions.stages_of(transport.rank)}
+    materialise(
+        own.values(), weights if weights is not None else Seeded(model, options.get("seed", 0)), device=here.device
+    )
+    for stage in own.values():
+        stage.module.to(here.device)
+    if isinstance(found, Traced):
+        found.record.constants[:] = [each.to(here.device) for each in found.record.constants]
+    again = frozenset(range(len(parts)) if recompute is True else recompute or ())
+    engine = Engine(own, actions, made.stages, transport, loss, Options(recompute=again, **options))
+    learning = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+    run = Pipeline(engine, own, made, here.grid, arguments, learning)
+    if heartbeat is not None and dist.get_world_size() > 1:
+        run.watch(heartbeat, here.control)
+    return run
+
+
+class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """One process's part of a model, under the model's own names: a module whose parameters an optimizer takes, and
+    whose state a checkpoint saves and restores, at any number of stages. It is run by `step` and `evaluate`.
+
+    `plan`: with its prediction and reasons; `replica` of `replicas`: which part of the data is this process's; `reads`:
+    what it needs of a batch, others may be None; `data_group`: the processes with the same stages.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        stages: Mapping[int, StageModule],
+        plan: Plan,
+        grid: Grid,
+        arguments: Arguments,
+        learning: Mapping[str, tuple[int, ...]],
+    ) -> None:
+        super().__init__()
+        self.engine, self.plan, self.grid = engine, plan, grid
+        self.replica, self.replicas = engine.transport.replica, engine.transport.replicas
+        self.reads, self.data_group = engine.reads, engine.data
+        self._arguments, self._learning = arguments, dict(learning)
+        self._heart: Heartbeat | None = None
+        self._stages = dict(stages)
+        part = joined([stage.module for stage in stages.values()])
+        self.training = part.training
+        # Its modules are this module's own, so that all names are those of the model; what they are called must not
+        # meet this class's attributes, as it would if they were set one by one.
+        self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
+        self._non_persistent_buffers_set = part._non_persistent_buffers_set
+
+    def step(self, batch: Any = None, targets: Any = None, *, last: bool = True) -> Output:
+        """Forward and backward of a batch of this replica; the parameters then have the gradients of the mean loss over
+        all replicas and micro-batches. The optimizer's step is the script's.
+
+        A batch is given as the example was; a process that reads nothing of it may give None. See `Engine.step`.
+        """
+        return self.engine.step(*self._read(batch, targets), last=last)
+
+    def evaluate(self, batch: Any = None, targets: Any = None) -> Output:
+        """Forward only, in the mode that the modules are in (`eval`, `train`); without targets there is no loss."""
+        return self.engine.evaluate(*self._read(batch, targets))
+
+    def groups(self, options: OptionsOf = lambda name, shape: {}) -> list[dict[str, Any]]:
+        """Parameter groups for an optimizer; `options(name, shape)` are those of a parameter, by its name in the model.
+
+        The groups are those of the whole model, in the same order on all processes, with this one's parameters in them:
+        also where it has none, so that schedulers and checkpoints fit.
+        """
+        here = {name: each for name, each in self.named_parameters() if each.requires_grad}
+        found: list[tuple[dict[str, Any], list[Any]]] = []
+        for name, shape in self._learning.items():
+            wanted = dict(options(name, shape))
+            group = next((known for known in found if known[0] == wanted), None)
+            if group is None:
+                group = wanted, []
+                found.append(group)
+            if name in here:
+                group[1].append(here[name])
+        return [{**wanted, "params": parameters} for wanted, parameters in found]
+
+    def train(self, mode: bool = True) -> Self:
+        """Sets the mode of all modules here; all processes do the same."""
+        super().train(mode)
+        for stage in self._stages.values():
+            stage.module.train(mode)
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """A pipeline gives no output where it is called."""
+        raise PipelineError("a pipeline is not called: use run.step(batch, targets) or run.evaluate(batch, targets)")
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """How many steps are done, which random numbers follow from, and the loss scale."""
+        return self.engine.state_dict()
+
+    def set_extra_state(self, state: Mapping[str, Any]) -> None:
+        """Goes on there."""
+        self.engine.load_state_dict(state)
+
+    def extra_repr(self) -> str:
+        """Where it is."""
+        own = ", ".join(map(str, self._stages))
+        return (
+            f"stages {own} of {len(self.plan.placement)}, rank {self.engine.rank} of {self.grid.ranks}, replica "
+            f"{self.replica} of {self.replicas}, {self.plan.schedule_name}, {self.plan.microbatches} micro-batches"
+        )
+
+    def watch(self, seconds: float, control: Any) -> None:
+        """Names the first process that gives no sign of life for so long, on all others. Collective."""
+        transport = self.engine.transport
+        heart = Heartbeat(
+            dist.get_rank(),
+            seconds,
+            lambda: self.engine.progress,
+            lambda lost: transport.abort(str(lost)),
+            host=_host(),
+        )
+        addresses: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(addresses, heart.address, group=control)
+        heart.start(addresses)
+        self._heart = self.engine.watch = heart
+
+    def close(self) -> None:
+        """Takes leave of the other processes: that this one ends is no loss. The modules are the model's again."""
+        self.engine.close()
+        if self._heart is not None:
+            self._heart.stop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # After an error nobody is told goodbye: to the others this process is lost.
+        if error is None:
+            self.close()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        raise PipelineError(
+            "a pipeline stays where and as it was made: give device= to pipeline(), cast the model before"
+        )
+
+    def _read(self, batch: Any, targets: Any) -> tuple[dict[str, Any] | None, Any]:
+        device = self.engine.transport.device
+
+        def bring(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        named = None
+        if self.reads.inputs and batch is not None:
+            whole = self._arguments.name(batch)
+            named = {name: map_tensors(whole[name], bring) for name in self.reads.inputs if name in whole}
+        return named, map_tensors(targets, bring) if self.reads.targets else None
+
+
+def _module(model: nn.Module, block: str | nn.Module) -> nn.Module:
+    found: nn.Module = model.get_submodule(block) if isinstance(block, str) else block
+    return found
+
+
+def _place(
+    named: Mapping[str, Any],
+    device: torch.device | str | None,
+    stages: int | None,
+    data_parallel: int | None,
+    placement: str,
+) -> Place:
+    world = dist.get_world_size()
+    if data_parallel is None:
+        data_parallel = world // stages if stages is not None and stages < world else 1
+    if data_parallel < 1 or world % data_parallel:
+        raise PipelineError(f"{world} processes are no whole number of pipelines for {data_parallel} replicas")
+    where = grid(world, world // data_parallel, placement)
+    if device is None:
+        devices = [each.device for each in tensors_of(dict(named)) if each.device.type != "meta"]
+        device = devices[0] if devices else "cpu"
+    there = torch.device(device)
+    nccl = there.type == "cuda" and "nccl" in dist.get_backend()
+    return Place(where, dist.new_group(backend="gloo"), there, nccl)
+
+
+def _must_be(path: Path | None) -> str:
+    if path is None or not path.is_file():
+        raise PipelineError(f"the plan is to be read from {path or 'a file'}, which is not there")
+    return ""
+
+
+def _unsplit(made: Plan, parts: Sequence[StageModule]) -> Plan:
+    """With a full backward for stages that cannot split theirs."""
+    whole = {part.index: why for part in parts if (why := why_not_split(part)) is not None}
+    asked = {a.stage for actions in made.actions.ranks for a in actions if a.kind is Kind.INPUT_GRAD}
+    if not asked & whole.keys():
+        return made
+    if "\n" in made.schedule:
+        stage = min(asked & whole.keys())
+        raise PipelineError(f"the schedule splits the backward of stage {stage}, which cannot be: {whole[stage]}")
+    for stage in sorted(asked & whole.keys()):
+        _log.info("stage %d does its backward at once: %s", stage, whole[stage])
+    made = replace(made, split=tuple(sorted(set(range(len(parts))) - whole.keys())))
+    return replace(made, prediction=made.predict())
+
+
+def _check(model: nn.Module, found: Traced | Tree, parts: Sequence[StageModule], batch: Mapping[str, Any]) -> str:
+    """Compares the stages with the model, where that has weights here. There is nothing to tell: else it is refused."""
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(batch))]
+    if any(each.device.type == "meta" for each in tensors) or not Arguments(model).fits(batch):
+        return ""
+    batch = map_tensors(dict(batch), lambda tensor: tensor.to(tensors[0].device))
+    tolerance = max(_TOLERANCE.get(each.dtype, 0.0) for each in tensors)
+    modules = {each for whole in (model, *(part.module for part in parts)) for each in whole.modules()}
+    flags = {each: each.training for each in modules}
+    # Dropout draws in the order of the stages, in the engine by names: what is compared must draw nothing.
+    quiet = not isinstance(found, Traced) or found.both
+    try:
+        for each in modules if quiet else ():
+            each.training = False
+        compare(model, parts, batch, _projected, tolerance=tolerance)
+    except torch.OutOfMemoryError:
+        _log.warning("the stages were not compared with the model: there is no room for both")
+    finally:
+        for each, flag in flags.items():
+            each.training = flag
+    return ""
+
+
+def _projected(output: Any) -> Any:
+    """A number to which every element of a result contributes in its own way."""
+    total = torch.zeros(())
+    for each in tensors_of(output):
+        if each.requires_grad:
+            row = each.reshape(-1).float() if each.dtype in (torch.float16, torch.bfloat16) else each.reshape(-1)
+            total = total.to(row) + (row * torch.cos(torch.arange(len(row), device=row.device))).sum()
+    return total
+
+
+def _host() -> str:
+    """The address by which other nodes reach this one: that from which it reaches the first."""
+    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((first, 9))
+        return str(probe.getsockname()[0])
