@@ -149,7 +149,8 @@ def _filled(names: Sequence[str], old: Any, source: Source, device: Any) -> Any:
 
 
 def _is_like(data: Any, old: Any, device: Any) -> bool:
-    return data.device == torch.device(device) and data.dtype == old.dtype and data.stride() == old.stride()
+    same = data.device == torch.device(device), data.dtype == old.dtype, data.stride() == old.stride()
+    return all(same)
 
 
 def _empty(like: Any, device: Any) -> Any:

@@ -92,7 +92,7 @@ def _record(model: nn.Module, arguments: Mapping[str, Any], call: Any, device: t
         try:
             return recorder.run(model, arguments, call)
         except BatchFixed as fixed:
-            reason = "its code fixes the number of samples, by a loop over them or by int()"
+            reason = "its code fixes the number of samples, by a loop over them, len() or int()"
             if not fixed.path or fixed.path in unseen:
                 raise Untraceable(f"{fixed.path or 'the model'}: {reason}") from fixed
             unseen[fixed.path] = reason
