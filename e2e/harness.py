@@ -162,6 +162,16 @@ class Cluster:
         assert phase(job) in phases, self.explain(namespace, name)
         return job
 
+    def versions(self, namespace: str, name: str) -> list[tuple[str, str]]:
+        """UID and resourceVersion of the job's pods, once kubelets have reported all: ranks may run before that."""
+
+        def reported() -> list[Object]:
+            pods = self.pods(namespace, name)
+            return pods if all(pod["status"].get("phase") == "Running" for pod in pods) else []
+
+        pods = wait(reported, 30, f"kubelets report the pods of {name} as running")
+        return [(pod["metadata"]["uid"], pod["metadata"]["resourceVersion"]) for pod in pods]
+
     def explain(self, namespace: str, name: str) -> str:
         """What a person would look at when a job surprises: status, pods, events, last log lines."""
         job = self.job(namespace, name)

@@ -51,6 +51,15 @@ def test_char_lm_learns_python(cluster: Cluster, namespace: str) -> None:
     assert bits < 4.0, "an untrained model of bytes is at about 6.6"
 
 
+@pytest.mark.timeout(360)
+def test_a_model_in_four_stages_on_two_replicas_learns_python(cluster: Cluster, namespace: str) -> None:
+    output = run(cluster, namespace, "pipeline-lm/trainingjob.yaml", timeout=330)
+    held = set(re.findall(r"rank (\d): .*begins at step 0", output))
+    assert held == {str(rank) for rank in range(8)}, output
+    bits = float(re.findall(r"bits per character (\d+\.\d+)", output)[-1])
+    assert bits < 5.5, "an untrained model of bytes is at about 6.6"
+
+
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("path", ["mpi-hello/trainingjob.yaml", "mpi-hello/trainingjob-c.yaml"])
 def test_mpi_programs_in_python_and_c(cluster: Cluster, namespace: str, path: str) -> None:

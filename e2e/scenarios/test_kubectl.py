@@ -43,8 +43,7 @@ def test_kubectl_wait_ends_with_the_job(cluster: Cluster, namespace: str) -> Non
 def settled(cluster: Cluster, namespace: str, name: str) -> tuple[object, ...]:
     job = cluster.job(namespace, name)
     assert job is not None
-    pods = [(p["metadata"]["uid"], p["metadata"]["resourceVersion"]) for p in cluster.pods(namespace, name)]
-    return job["metadata"]["generation"], job["metadata"]["resourceVersion"], *pods
+    return job["metadata"]["generation"], job["metadata"]["resourceVersion"], *cluster.versions(namespace, name)
 
 
 def test_applying_twice_changes_nothing(cluster: Cluster, namespace: str) -> None:

@@ -139,9 +139,9 @@ def outcome_after_apply(cluster: Cluster, namespace: str) -> bool:
 def test_an_upgraded_operator_leaves_jobs_untouched_and_replaces_their_pods(cluster: Cluster, namespace: str) -> None:
     cluster.apply(training_job("old", python("import time; time.sleep(600)"), numNodes=2), namespace=namespace)
     first = cluster.wait_phase(namespace, "old", "Running")
-    before = [(p["metadata"]["uid"], p["metadata"]["resourceVersion"]) for p in cluster.pods(namespace, "old")]
+    before = cluster.versions(namespace, "old")
     with deploy.another_agent(cluster):
-        assert versions(cluster, namespace, "old") == before
+        assert cluster.versions(namespace, "old") == before
         cluster.apply(training_job("new", python("import time; time.sleep(600)")), namespace=namespace)
         cluster.wait_phase(namespace, "new", "Running")
         cluster.kubectl("delete", "pod", "-n", namespace, "old-1", "--grace-period=1", "--wait=false")
@@ -154,7 +154,3 @@ def test_an_upgraded_operator_leaves_jobs_untouched_and_replaces_their_pods(clus
         survivor, replaced = cluster.pods(namespace, "old")
         assert deploy.agent_of(replaced) == deploy.agent_of(survivor), "a replacement runs what the job started with"
         assert deploy.agent_of(cluster.pods(namespace, "new")[0]) != deploy.agent_of(survivor)
-
-
-def versions(cluster: Cluster, namespace: str, name: str) -> list[tuple[str, str]]:
-    return [(p["metadata"]["uid"], p["metadata"]["resourceVersion"]) for p in cluster.pods(namespace, name)]
