@@ -87,7 +87,8 @@ def test_the_page_shows_what_the_tool_draws() -> None:
 
 def test_the_pages_example_of_a_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (file,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (code,) = [block for block in blocks if "mine.txt" in block]
     (tmp_path / "mine.txt").write_text(file)
     monkeypatch.chdir(tmp_path)
     exec(code, {})

@@ -20,7 +20,7 @@ from tests.pipeline.models import CASES, Batch, Case, gradients  # noqa: E402
 pytestmark = pytest.mark.torch
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def traced() -> Callable[[str], tuple[Case, Any, Traced]]:
     def get(name: str) -> tuple[Case, Any, Traced]:
         found = front.traced(CASES[name])
