@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -129,12 +130,14 @@ def test_a_checkpoint_that_vanishes_while_it_is_read_is_passed_over_for_what_is_
     folder = tmp_path / "store"
     save_both(folder)
     newest = ranks.key(30)
+    once = threading.Lock()  # several threads read
 
     def replaced(name: str, offset: int) -> None:
-        if name.startswith(NEW.data_prefix) and not (folder / newest.manifest_name).exists():
-            ranks.save(PosixStore(folder), newest, {"model": model(30)})
-            (folder / NEW.manifest_name).unlink()
-            shutil.rmtree(folder / NEW.data_prefix)
+        with once:
+            if name.startswith(NEW.data_prefix) and not (folder / newest.manifest_name).exists():
+                ranks.save(PosixStore(folder), newest, {"model": model(30)})
+                (folder / NEW.manifest_name).unlink()
+                shutil.rmtree(folder / NEW.data_prefix)
 
     restored, fill = touched(Watched(folder, replaced), tmp_path)
     assert (restored.key, fill) == (newest, 30)
