@@ -132,9 +132,10 @@ def helm(found: Cluster, *args: str) -> str:
 # -- faults ------------------------------------------------------------------------------------------------------------
 
 
-def kill_container(found: Cluster, namespace: str, name: str) -> None:
-    """SIGKILL every process of a pod's first container, from the host, as a crash would."""
-    pod = found.request("GET", f"/api/v1/namespaces/{namespace}/pods/{name}")
+def kill_container(found: Cluster, namespace: str, job: str, index: int) -> None:
+    """SIGKILL every process of the first container of a job's pod, from the host, as a crash would."""
+    pod = found.reported(namespace, job)[index]
+    name = pod["metadata"]["name"]
     container = pod["status"]["containerStatuses"][0]["containerID"].rpartition("/")[2]
     pids = _processes_of(container)
     assert pids, f"no process of {name} runs on this machine"

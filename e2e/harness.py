@@ -110,6 +110,18 @@ class Cluster:
         found = self.items(f"/api/v1/namespaces/{namespace}/pods", labelSelector=f"{GROUP}/job={job}")
         return sorted(found, key=lambda pod: int(pod["metadata"]["labels"][f"{GROUP}/index"]))
 
+    def reported(self, namespace: str, job: str, timeout: float = 60) -> list[Object]:
+        """The job's pods, by index, once kubelets have told that each was started, and so its address and container.
+
+        Ranks may run, and even end, before that: agents tell the operator sooner than kubelets tell the API server.
+        """
+
+        def look() -> list[Object] | None:
+            pods = self.pods(namespace, job)
+            return pods if all(pod["status"].get("phase", "Pending") != "Pending" for pod in pods) else None
+
+        return wait(look, timeout, f"kubelets report the pods of {job} in {namespace}")
+
     def logs(self, namespace: str, pod: str) -> str:
         """What the pod has written so far; what the API server says instead where there is no log."""
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
@@ -129,7 +141,7 @@ class Cluster:
         return text.decode(errors="replace")
 
     def all_logs(self, namespace: str, job: str) -> str:
-        return "\n".join(self.logs(namespace, pod["metadata"]["name"]) for pod in self.pods(namespace, job))
+        return "\n".join(self.logs(namespace, pod["metadata"]["name"]) for pod in self.reported(namespace, job))
 
     def exec(self, namespace: str, pod: str, *command: str, check: bool = True) -> str:
         return self.kubectl("exec", "-n", namespace, pod, "--", *command, check=check)
@@ -163,13 +175,8 @@ class Cluster:
         return job
 
     def versions(self, namespace: str, name: str) -> list[tuple[str, str]]:
-        """UID and resourceVersion of the job's pods, once kubelets have reported all: ranks may run before that."""
-
-        def reported() -> list[Object]:
-            pods = self.pods(namespace, name)
-            return pods if all(pod["status"].get("phase") == "Running" for pod in pods) else []
-
-        pods = wait(reported, 30, f"kubelets report the pods of {name} as running")
+        """UID and resourceVersion of the job's pods, once kubelets have reported all."""
+        pods = self.reported(namespace, name)
         return [(pod["metadata"]["uid"], pod["metadata"]["resourceVersion"]) for pod in pods]
 
     def explain(self, namespace: str, name: str) -> str:

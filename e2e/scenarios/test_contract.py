@@ -49,7 +49,7 @@ def assert_places(cluster: Cluster, namespace: str, name: str, nodes: int, procs
     assert {r["env"]["WORLD_SIZE"] for r in ranks} == {str(world)}
     assert {r["env"]["LOCAL_WORLD_SIZE"] for r in ranks} == {str(procs)}
     assert len({(r["env"]["MASTER_ADDR"], r["env"]["MASTER_PORT"]) for r in ranks}) == 1
-    leader = cluster.pods(namespace, name)[0]["status"]["podIP"]
+    leader = cluster.reported(namespace, name)[0]["status"]["podIP"]
     assert ranks[0]["env"]["MASTER_ADDR"] == leader
     for r in ranks:
         env, rank = r["env"], int(r["env"]["RANK"])
@@ -90,7 +90,7 @@ print('RESOLVED', json.dumps(found), flush=True)
 """
     cluster.apply(training_job("names", python(source), numNodes=3), namespace=namespace)
     cluster.wait_phase(namespace, "names", "Succeeded", timeout=150)
-    expected = {f"algo-{i + 1}": pod["status"]["podIP"] for i, pod in enumerate(cluster.pods(namespace, "names"))}
+    expected = {f"algo-{i + 1}": pod["status"]["podIP"] for i, pod in enumerate(cluster.reported(namespace, "names"))}
     output = cluster.all_logs(namespace, "names")
     seen = [json.loads(line.split("RESOLVED ")[1]) for line in output.splitlines() if "RESOLVED " in line]
     assert seen == [expected] * 3

@@ -120,7 +120,7 @@ def test_a_killed_container_is_replaced(cluster: Cluster, namespace: str) -> Non
     first = running(cluster, namespace, "shot")
     before = uids(cluster, namespace, "shot")
     # From inside, PID 1 is immune to its children's signals: the node's own runtime has to do it.
-    deploy.kill_container(cluster, namespace, "shot-1")
+    deploy.kill_container(cluster, namespace, "shot", 1)
     running(cluster, namespace, "shot", after=generation(first))
     after = uids(cluster, namespace, "shot")
     assert after[0] == before[0]

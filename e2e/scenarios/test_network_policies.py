@@ -144,7 +144,7 @@ def test_a_stranger_reaches_no_agent(cluster: Cluster, denied: dict[str, str], n
     space = denied["documented"]
     running = cluster.wait_job(space, "guarded", lambda job: condition(job, "Degraded").get("status") == "False")
     assert phase(running) == "Running", "the operator reads from the agent that the stranger tries"
-    target = cluster.pods(space, "guarded")[0]["status"]["podIP"]
+    target = cluster.reported(space, "guarded")[0]["status"]["podIP"]
     source = f"""
 import socket
 try:

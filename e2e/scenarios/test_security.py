@@ -26,7 +26,7 @@ SLEEP = "import time; time.sleep(600)"
 def test_pods_are_restricted_and_hold_no_service_account_token(cluster: Cluster, namespace: str) -> None:
     cluster.apply(training_job("plain", python(SLEEP), numNodes=2), namespace=namespace)
     cluster.wait_phase(namespace, "plain", "Running")
-    for pod in cluster.pods(namespace, "plain"):
+    for pod in cluster.reported(namespace, "plain"):
         assert pod["spec"]["automountServiceAccountToken"] is False
         name = pod["metadata"]["name"]
         assert "No such file" in cluster.exec(namespace, name, "ls", "/var/run/secrets/kubernetes.io", check=False)
@@ -35,7 +35,7 @@ def test_pods_are_restricted_and_hold_no_service_account_token(cluster: Cluster,
 def test_the_agents_refuse_callers_without_the_token(cluster: Cluster, namespace: str) -> None:
     cluster.apply(training_job("guarded", python(SLEEP), numNodes=1), namespace=namespace)
     cluster.wait_phase(namespace, "guarded", "Running")
-    address = cluster.pods(namespace, "guarded")[0]["status"]["podIP"]
+    address = cluster.reported(namespace, "guarded")[0]["status"]["podIP"]
     knock = training_job("knock", python(KNOCK), env=[{"name": "PEER", "value": address}])
     cluster.apply(knock, namespace=namespace)
     cluster.wait_phase(namespace, "knock", "Succeeded")
@@ -45,6 +45,7 @@ def test_the_agents_refuse_callers_without_the_token(cluster: Cluster, namespace
 def test_the_job_token_appears_nowhere(cluster: Cluster, namespace: str) -> None:
     cluster.apply(training_job("quiet", python(SLEEP), numNodes=2), namespace=namespace)
     cluster.wait_phase(namespace, "quiet", "Running")
+    cluster.reported(namespace, "quiet")
     secret = next(
         s for s in cluster.items(f"/api/v1/namespaces/{namespace}/secrets") if s["metadata"]["name"].startswith("quiet")
     )

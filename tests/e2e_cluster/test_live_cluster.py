@@ -96,7 +96,9 @@ def gang(cluster: LocalCluster, image: str) -> Iterator[Kubectl]:
     kubectl.run("create", "-n", NAMESPACE, "-f", "-", stdin=document)
     kubectl.run("wait", "-n", NAMESPACE, "--for=condition=Ready", "pod", "-l", "app=gang", "--timeout=40s")
     yield kubectl
-    kubectl.run("delete", "namespace", NAMESPACE, "--timeout=60s")
+    # The API server was restarted: a kubelet that lost its watch before tries again only after up to 45 s, and so does
+    # the controller that looks for what is left in the namespace.
+    kubectl.run("delete", "namespace", NAMESPACE, "--timeout=150s")
 
 
 def _inside(kubectl: Kubectl, pod: str, script: str) -> str:
