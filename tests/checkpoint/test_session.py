@@ -261,6 +261,37 @@ def test_a_save_just_before_one_that_was_due_stays_good(folder: Path, world: int
     assert steps_in(folder) == [5, 10]
 
 
+def tracks_anew(rank: int, folder: Path) -> list[str]:
+    failed: list[str] = []
+    with session(folder, every_steps=5, policy="wait", keep_last=10) as ckpt:
+        ckpt.on("failed", lambda event: failed.append(event.why))
+        first, second = Model(), {"other": torch.ones(50)}
+        ckpt.restore(model=first)
+        train(ckpt, first, 3)
+        ckpt.restore(model=first)
+        assert first.at == 3  # nothing was saved
+        for step in range(1, 5):
+            ckpt.step(step)
+        ckpt.track(state=second)  # when rank 0 has decided about step 5
+        ckpt.step(5)
+        ckpt.save(6)
+        ckpt.track(state=second, model=first)
+        with pytest.raises(CheckpointError, match="has saved already"):
+            ckpt.restore(state=second)
+        for step in range(7, 11):
+            ckpt.step(step)
+        assert ckpt.save(11).saves
+    return failed
+
+
+def test_other_objects_may_be_named_while_all_ranks_go_on_together(folder: Path) -> None:
+    assert run(2, tracks_anew, folder) == [[], []]
+    assert steps_in(folder) == [5, 6, 10, 11]
+    store = PosixStore(folder / "store")
+    named = [{name.partition(".")[0] for name in verify(store, key).tensors} for key in candidates(store)]
+    assert named == [{"model", "state"}, {"model", "state"}, {"state"}, {"state"}]
+
+
 def test_a_state_that_changes_its_layout_is_planned_again(folder: Path) -> None:
     state: dict[str, Any] = {"a": torch.ones(10)}
     failures: list[Event] = []

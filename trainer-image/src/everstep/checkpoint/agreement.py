@@ -72,12 +72,21 @@ class Agreement:
         self._rank = rank
         self._patience = patience
         self._number = 0
+        self._start = 0  # how often they restarted
         self._pace = Pace()
         self._made: Decision | None = None
 
     @property
     def leads(self) -> bool:
         return self._rank == 0
+
+    def restart(self) -> Decision | None:
+        """All ranks, between the same two steps: the next step is a boundary, and may be any. What rank 0 had decided
+        about another one, which is void."""
+        made, self._made = self._made, None
+        self._start += 1
+        self._number = self.boundary = 0
+        return made
 
     def arrive(self, step: int, choose: Choose, waiting: Callable[[float], None]) -> Decision | None:
         """The decision of a boundary that this step has reached; None between boundaries.
@@ -91,7 +100,7 @@ class Agreement:
                 self._decide(step, choose)
         if step < self.boundary:
             return None
-        decision = self._made if self.leads else Decision(**self._await(f"d/{self._number}", waiting))
+        decision = self._made if self.leads else Decision(**self._await(self._name, waiting))
         assert decision is not None
         self._made = None
         self._number += 1
@@ -115,7 +124,11 @@ class Agreement:
 
     def _decide(self, step: int, choose: Choose) -> None:
         self._made = choose(step, self._pace.ahead())
-        self._board.leave(f"d/{self._number}", asdict(self._made))
+        self._board.leave(self._name, asdict(self._made))
+
+    @property
+    def _name(self) -> str:
+        return f"d/{self._start}/{self._number}"
 
     def busy(self) -> None:
         """Rank 0, now and then while it waits for a store: it lives, and the others' patience begins anew."""

@@ -59,6 +59,8 @@ class Pilot:
     def __post_init__(self) -> None:
         self._pending: dict[int, Key] = {}  # saves whose end is not known yet, by number
         self._number = 0  # saves decided so far
+        # The plan made before the first step will not do: that step gives most optimizers their state.
+        self._planned = False
         self._explicit = 0
         self._last: Key | None = None
         self._failure: str | None = None  # of the newest save that has ended
@@ -66,6 +68,24 @@ class Pilot:
         self._asked: tuple[float | None] | None = None  # a save that somebody asked for, and its deadline
         self._replan = False
         self._wish: tuple[float | None] | None = None  # this rank's own request, not told yet
+
+    @property
+    def saved(self) -> bool:
+        """Whether a save was begun."""
+        return self._last is not None
+
+    def go_on(self, saver: Saver, step: int | None) -> None:
+        """Other objects are saved from here on; all ranks say so together. `step`: that training goes on from, where
+        it was just restored."""
+        if self.saver.copying:
+            self._guard(lambda: self.saver.announce(wait=True))  # of the objects until now
+        self.saver.close()
+        self.saver, self._planned = saver, False
+        void = self.agreement.restart()
+        if step is not None:
+            self.trigger.start(step, time.monotonic())
+        elif void is not None and void.save:
+            self._asked = (void.deadline,)  # it is still due
 
     # ---- every step
 
@@ -157,17 +177,12 @@ class Pilot:
         decision = Decision(
             save=save,
             next=following if limit is None else min(following, limit),
-            replan=save and self._replans,
+            replan=save and self._replan,
             deadline=deadline,
         )
         if save:
             self._replan = False
         return decision
-
-    @property
-    def _replans(self) -> bool:
-        # The first save too: the plan was made before the first step, which gives most optimizers their state.
-        return self._replan or self._number == 0
 
     def _may_begin(self, step: int, due: bool) -> bool:
         if not self._is_new(step):
@@ -215,7 +230,7 @@ class Pilot:
         if fits and self._pending:
             self._finish_pending(self.commit_timeout if deadline is None else deadline)
             fits = not self._pending and (deadline is None or time.monotonic() - began < deadline)
-        told = {"saves": fits, "seconds": seconds, "replan": fits and self._replans}
+        told = {"saves": fits, "seconds": seconds, "replan": fits and self._replan}
         if fits:
             self._replan = False
             self.trigger.start(step, time.monotonic())
@@ -262,6 +277,8 @@ class Pilot:
         key = Key(self.attempt, step)
         self._number += 1
         self._pending[self._number] = self._last = key
+        replan = replan or not self._planned  # alike on all ranks
+        self._planned = True
         try:
             self.saver.take(key, replan)
         except Exception as error:  # training goes on; the others are told that this save is void

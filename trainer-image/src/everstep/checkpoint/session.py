@@ -95,7 +95,6 @@ class Checkpointer:
         self._events = Events()
         self._metrics = Metrics()
         self._how = How(checksum, allow_pickle)
-        self._saver: Saver | None = None
         self._pilot: Pilot | None = None
         self._group = _group(timeout)
         self._topology = topology.find(self._group)
@@ -140,8 +139,11 @@ class Checkpointer:
 
         An object is anything with `state_dict` and `load_state_dict`, a tensor, or a plain nested value; the state of
         each rank's random generators goes along. Without any checkpoint `step` is 0. NoGoodCheckpoint when there are
-        some and none is good, StateMismatch when it is not of these objects: they are untouched then.
+        some and none is good, StateMismatch when it is not of these objects: they are untouched then. CheckpointError
+        once this session has saved: what it saves next would be older than checkpoints of the same attempt.
         """
+        if self._pilot is not None and self._pilot.saved:
+            raise CheckpointError("this session has saved already: close it, and restore in a new one")
         everything = self._with_generators(objects)
         restorer = Restorer(
             everything,
@@ -160,11 +162,11 @@ class Checkpointer:
         if restored.key is not None:
             figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}
             self._events.emit(Event("restored", restored.key, "", figures))
-        self._begin(everything)
+        self._begin(everything, restored.step)
         return restored
 
     def track(self, **objects: object) -> None:
-        """Names what is saved from here on, without looking for a checkpoint: see restore(). Collective."""
+        """Names what is saved from here on, without looking for a checkpoint: see restore()."""
         self._begin(self._with_generators(objects))
 
     def step(self, step: int) -> None:
@@ -208,8 +210,8 @@ class Checkpointer:
                 with contextlib.suppress(CheckpointError):
                     self._node.call("bye")
         finally:
-            if self._saver is not None:
-                self._saver.close()
+            if self._pilot is not None:
+                self._pilot.saver.close()
             self._node.close()
 
     def __enter__(self) -> Self:
@@ -228,12 +230,17 @@ class Checkpointer:
             raise ValueError(f"an object cannot be called {GENERATORS!r}: the random generators are saved as that")
         return {**objects, GENERATORS: PerRank(Rng())}
 
-    def _begin(self, objects: Mapping[str, object]) -> None:
-        if self._saver is not None:
-            self._saver.close()
+    def _begin(self, objects: Mapping[str, object], step: int | None = None) -> None:
         saver = Saver(objects, self._topology, self._group, self._node, self._how)
-        together(saver.prepare, self._group)
-        self._saver = saver
+        try:
+            together(saver.prepare, self._group)
+        except BaseException:
+            saver.close()
+            raise
+        if self._pilot is not None:
+            # The same one: its saves may not have ended yet, and all ranks go on with the numbers that they have.
+            self._pilot.go_on(saver, step)
+            return
         self._pilot = Pilot(
             saver=saver,
             node=self._node,
