@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 import numpy as np  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper  # noqa: E402
 from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: E402
 
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
@@ -159,6 +160,46 @@ def test_stages_of_a_pipeline_have_names_of_the_whole_model() -> None:
         mine = flatten({"model": stages, "optimizer": own}, rank=0)
         assert all(torch.equal(tensor, flat.tensors[name]) for name, tensor in mine.tensors.items())
         assert len(mine.tensors) == len(held) * 8
+
+
+def actor_and_critic() -> dict[str, object]:
+    actor, critic = nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3))
+    optimizer = torch.optim.Adam([*actor.parameters(), *critic.parameters()])
+    critic(actor(torch.rand(2, 3))).sum().backward()
+    optimizer.step()
+    return {"actor": actor, "critic": critic, "optimizer": optimizer}
+
+
+def test_one_optimizer_may_train_two_models_whose_parameters_have_the_same_names() -> None:
+    flat = flatten(actor_and_critic(), rank=0)
+    after = actor_and_critic()
+    assert restore(flat, after) == []
+    assert equal(flatten(after, rank=0), flat)
+
+
+def test_layers_that_are_computed_again_in_the_backward_pass_have_their_plain_names() -> None:
+    def made(*, wrapped: bool, compiled: bool = False) -> dict[str, object]:
+        net = nn.Sequential(nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)))
+        if compiled:
+            net[1][0] = torch.compile(net[1][0])
+        if wrapped:
+            net[1] = checkpoint_wrapper(net[1])
+        optimizer = torch.optim.Adam(net.parameters())
+        for parameter in net.parameters():
+            parameter.grad = torch.rand_like(parameter)
+        optimizer.step()
+        return {"model": net, "optimizer": optimizer}
+
+    flat = flatten(made(wrapped=False), rank=0)
+    for after in (made(wrapped=True), made(wrapped=True, compiled=True)):
+        assert restore(flat, after) == []
+        assert equal(flatten(after, rank=0), flat)
+
+
+@pytest.mark.parametrize("value", [3, 0.5, "name", None, (1, 2)])
+def test_a_value_that_can_never_change_is_refused(value: object) -> None:
+    with pytest.raises(CheckpointError, match=r"epoch: a .* would be saved as that for ever.*state=\{'epoch': …\}"):
+        flatten({"epoch": value}, rank=0)
 
 
 def test_plain_values_come_back_in_place() -> None:

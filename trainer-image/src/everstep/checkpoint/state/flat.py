@@ -72,7 +72,7 @@ def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -
         raise CheckpointError(f"an object cannot be called {RANK!r}: what is each rank's own is saved under this name")
     prefixes = {name: _prefix(name, each, rank) for name, each in objects.items()}
     modules = {name: Modules(prefixes[name], found) for name, each in objects.items() if (found := _modules(each))}
-    known = {id(param): name for each in modules.values() for name, param in each.parameters()}
+    known = {id(param): (each.prefix, name) for each in modules.values() for name, param in each.parameters()}
     optimizers: list[Kind] = []
     others: list[Kind] = []
     for name, each in objects.items():
@@ -80,9 +80,14 @@ def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -
         if name in modules:
             continue
         if isinstance(inner, torch.optim.Optimizer):
-            optimizers.append(OptimizerObject(prefixes[name], inner, known))
+            optimizers.append(OptimizerObject(prefixes[name], inner, _unlike(inner, known)))
         elif isinstance(inner, Stateful):
             others.append(StatefulObject(prefixes[name], inner, step))
+        elif _immutable(inner):
+            raise CheckpointError(
+                f"{name}: a {type(inner).__name__} stays what it is now, and would be saved as that for ever; give a "
+                f"dictionary that holds it and is kept up to date, as state={{{name!r}: …}}"
+            )
         else:
             others.append(Value(prefixes[name], inner))
     return [*modules.values(), *optimizers, *others]
@@ -97,6 +102,24 @@ def fingerprint(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> st
 def _prefix(name: str, each: object, rank: int) -> str:
     own = names.segment(name)
     return names.join(RANK, str(rank), own) if isinstance(each, PerRank) else own
+
+
+def _unlike(optimizer: torch.optim.Optimizer, known: Mapping[int, tuple[str, str]]) -> dict[int, str]:
+    """Names of an optimizer's parameters; with their module's own where two modules have some of the same name."""
+    own = {id(each) for group in optimizer.param_groups for each in group["params"]} & known.keys()
+    owners: dict[str, set[str]] = {}
+    for prefix, name in (known[each] for each in own):
+        owners.setdefault(name, set()).add(prefix)
+    alike = {prefix for prefixes in owners.values() if len(prefixes) > 1 for prefix in prefixes}
+    return {
+        each: names.join(prefix, name) if prefix in alike else name for each in own for prefix, name in (known[each],)
+    }
+
+
+def _immutable(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_immutable, value))
+    return value is None or isinstance(value, int | float | complex | str | bytes)
 
 
 def _modules(each: Any) -> Sequence[nn.Module]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -93,7 +94,10 @@ def unwrapped(module: nn.Module) -> Callable[[str], str]:
         kept: list[str] = []
         path = ""
         for piece in name.split("."):
-            if inner.get(path) != piece:
+            # Some wrappers take themselves off the names in a state_dict, but not off those of parameters.
+            while (attribute := inner.get(path)) not in (None, piece):
+                path = f"{path}.{attribute}" if path else str(attribute)
+            if attribute is None:
                 kept.append(piece)
             path = f"{path}.{piece}" if path else piece
         return ".".join(kept)
@@ -107,6 +111,8 @@ def _wrapped(module: nn.Module) -> str | None:
         return "module"
     if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
         return "_orig_mod"
+    if isinstance(module, ActivationWrapper):
+        return "_checkpoint_wrapped_module"
     return None
 
 
