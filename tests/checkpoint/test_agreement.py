@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 from pathlib import Path
 
@@ -129,6 +130,30 @@ def leader_dies(rank: int) -> str:
 
 def test_when_rank_0_dies_the_others_know_at_once() -> None:
     assert "rank 0, which decides when to save, cannot be reached" in run(2, leader_dies, dies=[0])[1]
+
+
+def large(rank: int) -> int:
+    """Rank 0 tells what no single call of a TCPStore carries, as the manifest of a large run is."""
+    place = board()
+    message = random.Random(0).randbytes(10 << 20).hex()
+    if rank == 0:
+        place.leave("large", message)
+    assert place.read("large", 20.0) == message
+    dist.barrier()
+    before = place._store.num_keys()
+    dist.barrier()
+    if rank == 0:
+        place.remove("large")
+    dist.barrier()
+    assert place.read("large") is None
+    freed: int = before - place._store.num_keys()
+    dist.barrier()
+    return freed
+
+
+def test_a_message_may_be_of_any_size_and_leaves_nothing_when_it_is_removed() -> None:
+    freed, same = run(2, large)
+    assert freed == same > 3
 
 
 def strided(rank: int) -> list[int]:

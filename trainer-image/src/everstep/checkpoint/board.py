@@ -7,6 +7,7 @@ import json
 import os
 import secrets
 import time
+import zlib
 from typing import Any, Protocol
 
 import torch.distributed as dist
@@ -14,20 +15,27 @@ import torch.distributed as dist
 from everstep.checkpoint.collectives import tell
 from everstep.checkpoint.errors import CheckpointError
 
+_PIECE = 4 << 20  # bytes; a TCPStore hangs up on who brings it more than 8 MiB at once
+_PACKED = b"z"  # no JSON begins like that
+
 
 class AgreementLost(CheckpointError):
     """Rank 0 cannot be reached, or has not decided in time: this rank cannot know what the others save."""
 
 
 class Board(Protocol):
-    """Messages by name; each is left once and stays. Both may raise AgreementLost."""
+    """Messages by name; each is left once and stays until it is removed. Everything may raise AgreementLost."""
 
     def leave(self, name: str, message: Any) -> None:
-        """Leaves a message (anything that JSON can write)."""
+        """Leaves a message (anything that JSON can write, of any size)."""
         ...
 
     def read(self, name: str, timeout: float = 0.0) -> Any:
         """The message, waiting for it at most so many seconds; None if there is none by then."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Nobody will read this message any more, if it was ever left."""
         ...
 
     def count(self, name: str, more: int = 0) -> int:
@@ -47,6 +55,9 @@ class Alone:
 
     def read(self, name: str, timeout: float = 0.0) -> Any:
         return self._messages.pop(name, None)
+
+    def remove(self, name: str) -> None:
+        self._messages.pop(name, None)
 
     def count(self, name: str, more: int = 0) -> int:
         self._counts[name] = self._counts.get(name, 0) + more
@@ -78,8 +89,15 @@ class Shared:
         return cls(store, secret)
 
     def leave(self, name: str, message: Any) -> None:
+        full, data = f"{self._secret}/{name}", json.dumps(message).encode()
         try:
-            self._store.set(f"{self._secret}/{name}", json.dumps(message))
+            if len(data) > _PIECE:
+                packed = zlib.compress(data, 1)
+                starts = range(0, len(packed), _PIECE)
+                for i, start in enumerate(starts):
+                    self._store.set(f"{full}/{i}", packed[start : start + _PIECE])
+                data = _PACKED + b"%d" % len(starts)  # last: who sees it finds the pieces
+            self._store.set(full, data)
         except RuntimeError as error:
             raise _lost(error) from error
 
@@ -89,10 +107,20 @@ class Shared:
         try:
             if timeout and not self._store.check([full]):
                 self._store.wait([full], datetime.timedelta(seconds=timeout))
-            return json.loads(self._store.get(full)) if timeout or self._store.check([full]) else None
+            return self._found(full) if timeout or self._store.check([full]) else None
         except RuntimeError as error:
             if timeout and time.monotonic() >= until - 0.01:
                 return None
+            raise _lost(error) from error
+
+    def remove(self, name: str) -> None:
+        full = f"{self._secret}/{name}"
+        try:
+            if self._store.check([full]):
+                pieces = self._pieces(full, self._store.get(full))
+                for each in (full, *pieces):
+                    self._store.delete_key(each)
+        except RuntimeError as error:
             raise _lost(error) from error
 
     def count(self, name: str, more: int = 0) -> int:
@@ -100,6 +128,15 @@ class Shared:
             return int(self._store.add(f"{self._secret}/{name}", more))
         except RuntimeError as error:
             raise _lost(error) from error
+
+    def _found(self, full: str) -> Any:
+        data = self._store.get(full)
+        pieces = self._pieces(full, data)
+        return json.loads(zlib.decompress(b"".join(map(self._store.get, pieces))) if pieces else data)
+
+    def _pieces(self, full: str, data: bytes) -> list[str]:
+        """Where the message is, if it was too large for one."""
+        return [f"{full}/{i}" for i in range(int(data[1:]))] if data.startswith(_PACKED) else []
 
 
 def _lost(error: RuntimeError) -> AgreementLost:

@@ -138,6 +138,8 @@ class Restorer:
             if self._leads:
                 stack.callback(cache.remove)
             self._together(lambda: self._fetch(key, proposal, name, cache) if self._leads else None)
+            if self._topology.rank == 0:
+                self._vote.remove(name)  # as large as the manifest, and every node has it
             manifest = decode(cache.message("manifest"), key.manifest_name)
             chunks = Chunks(manifest)
             loading = self._plan(manifest, chunks, cache)

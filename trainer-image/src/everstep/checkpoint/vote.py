@@ -76,6 +76,11 @@ class Vote:
             raise RankLost([0], f"has posted nothing for {self._patience:g} s during the restore")
         return found
 
+    def remove(self, name: str) -> None:
+        """Nobody will read what was posted any more."""
+        with contextlib.suppress(AgreementLost):
+            self._board.remove(f"vote/post/{name}")
+
     def settle(self) -> None:
         """After the last round: rank 0, which holds the board, waits until all have heard, or a few seconds at most.
 
