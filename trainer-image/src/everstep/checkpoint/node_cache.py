@@ -7,6 +7,7 @@ anything. A node with one rank uses that rank's own memory instead.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import shutil
@@ -18,6 +19,8 @@ from everstep.checkpoint.format import HEADER, Chunk, Manifest
 from everstep.checkpoint.slots import secure
 
 _PREFIX = "restore-"
+_MADV_POPULATE_READ = 22  # Linux 5.14
+_LIBC = ctypes.CDLL(None)
 
 
 class NodeCache:
@@ -72,6 +75,13 @@ class NodeCache:
             # Private and writable, because torch wants no memory that it must not write to; nobody writes to it.
             pages = mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         self._parts[number] = memoryview(pages)
+
+    def show(self, unit: Chunk) -> None:
+        """Maps all pages of these adopted bytes at once, where the kernel can: one fault for each few costs more."""
+        first = unit.offset // mmap.PAGESIZE * mmap.PAGESIZE
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._parts[unit.part], first))
+        length = unit.offset + unit.length - first
+        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_READ)
 
     def reserve(self, units: Sequence[Chunk], manifest: Manifest) -> None:
         """Takes the memory of these bytes. OSError when there is none: writing into a hole would end in SIGBUS."""

@@ -8,6 +8,7 @@ a checkpoint anywhere sends all ranks to the next one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -71,6 +72,9 @@ class Restored:
     values: dict[str, Any] = field(default_factory=dict)
     bytes: int = 0
     seconds: float = 0.0
+
+
+_decoded = functools.lru_cache(maxsize=2)(decode)
 
 
 class _Bad(Exception):
@@ -140,7 +144,7 @@ class Restorer:
             self._together(lambda: self._fetch(key, proposal, name, cache) if self._leads else None)
             if self._topology.rank == 0:
                 self._vote.remove(name)  # as large as the manifest, and every node has it
-            manifest = decode(cache.message("manifest"), key.manifest_name)
+            manifest = _decoded(cache.message("manifest"), key.manifest_name)
             chunks = Chunks(manifest)
             loading = self._plan(manifest, chunks, cache)
             tiers = self._together(lambda: self._read(manifest, chunks, cache, proposal, peers, stack))
@@ -188,7 +192,7 @@ class Restorer:
         """The node's leader gets the manifest, for all of the node."""
         cache.create()
         data = self._vote.read(name).encode() if proposal.complete else self._store.read(key.manifest_name)
-        if decode(data, key.manifest_name).key != key:
+        if _decoded(data, key.manifest_name).key != key:
             raise Damaged(key.manifest_name, "is the manifest of another checkpoint")
         cache.leave("manifest", data)
 
@@ -259,6 +263,7 @@ class Restorer:
             name = manifest.parts[unit.part].name
             self._alive()
             if unit.part in here:
+                cache.show(unit)
                 if digest(manifest.checksum, into) != unit.sum:
                     where = f"bytes {unit.offset} to {unit.offset + unit.length}"
                     raise Damaged(name, f"{where} are bad in this node's memory")

@@ -23,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -151,7 +152,7 @@ class Slot:
         """The node manifest of a slot that is whole."""
         claim = self.claimed()
         try:
-            found = decode((self.path / "slot.json").read_bytes(), str(self.path / "slot.json"))
+            found = _decoded((self.path / "slot.json").read_bytes(), str(self.path / "slot.json"))
         except (FileNotFoundError, Damaged):
             return None
         return found if claim is not None and found.key == claim.key else None
@@ -275,6 +276,12 @@ def secure(directory: Path) -> None:
             f"{directory} is not a directory of our own that nobody else may enter: remove it, "
             f"or name another memory in {MEMORY_VARIABLE}"
         )
+
+
+@functools.lru_cache(maxsize=8)
+def _decoded(data: bytes, name: str) -> Manifest:
+    # A restore asks for the same few again and again; one of ten thousand chunks takes a tenth of a second to decode.
+    return decode(data, name)
 
 
 def _allocate(path: Path, size: int) -> None:
