@@ -58,8 +58,12 @@ class Keeper:
         # Two pools: work of the first waits for work of the second.
         self._saves = ThreadPoolExecutor(4, "save")
         self._pieces = ThreadPoolExecutor(4, "piece")
+        # Reading back takes as long as writing, or for ever: no save waits for it.
+        self._reader = ThreadPoolExecutor(1, "tidy")
         self._turn = asyncio.Lock()
         self._tidying = asyncio.Lock()
+        self._to_tidy: Save | None = None
+        self._pruning: asyncio.Future[None] | None = None
 
     async def keep(self, save: Save) -> dict[str, Any]:
         """Figures of the save once it is durable: `bytes` (on node 0 of all nodes), `seconds`, `at`."""
@@ -79,9 +83,21 @@ class Keeper:
         }
 
     async def tidy(self, save: Save) -> None:
-        """Retention after a commit: nothing goes before the new one was read back and found good."""
+        """Retention after a commit: nothing goes before the new one was read back and found good.
+
+        It may take any time, but CheckpointError once nothing was read for `commit_timeout`. Of those that wait for an
+        earlier one only the newest is done: it removes what the others would have.
+        """
+        self._to_tidy = save
         async with self._tidying:
-            await asyncio.get_running_loop().run_in_executor(self._saves, partial(self._prune, save))
+            if save is not self._to_tidy:
+                return
+            if self._pruning is not None and not self._pruning.done():
+                raise CheckpointError("the store still hangs where an earlier checkpoint was read back from it")
+            progress = Progress()
+            prune = partial(self._prune, save, progress)
+            self._pruning = asyncio.get_running_loop().run_in_executor(self._reader, prune)
+            await _while_it_goes_on(self._pruning, progress, save.config.commit_timeout)
 
     def _store(self, save: Save) -> Manifest:
         slot, config = save.slot, save.config
@@ -111,14 +127,26 @@ class Keeper:
             on_wait=save.progress.check,
         )
 
-    def _prune(self, save: Save) -> None:
+    def _prune(self, save: Save, progress: Progress) -> None:
         config, store, key = save.config, self._at(save.config), save.claim.key
         if not retention.plan(candidates(store), (), [key], config.keep_last, config.keep_every):
             return  # then it need not be read back either
-        verify(store, key, threads=2, on_bytes=lambda count: save.progress.check())
+        verify(store, key, threads=2, on_bytes=lambda count: progress.step())
         retention.prune(store, [key], keep_last=config.keep_last, keep_every=config.keep_every)
 
     def _at(self, config: Config) -> Store:
         if config.url not in self._stores:
             self._stores[config.url] = open_store(config.url, **config.options)
         return self._stores[config.url]
+
+
+async def _while_it_goes_on(work: asyncio.Future[None], progress: Progress, limit: float) -> None:
+    """Until it is done; CheckpointError when it stood still for `limit` seconds, and it ends as soon as it goes on."""
+    while not work.done():
+        left = progress.at + limit - time.monotonic()
+        if left <= 0:
+            progress.given_up = f"nothing was read back from the store for {limit:g} s"
+            work.add_done_callback(lambda ended: ended.exception())  # whatever it ends with, nobody waits for it
+            raise CheckpointError(progress.given_up)
+        await asyncio.wait([work], timeout=left)
+    work.result()

@@ -302,8 +302,7 @@ class Writer:
 
     async def _tidy(self, save: Save) -> None:
         try:
-            async with asyncio.timeout(save.config.commit_timeout):
-                await self._keeper.tidy(save)
+            await self._keeper.tidy(save)
         except Exception as error:  # old checkpoints that stay are no harm to a save
             _log.exception("retention after %s", save.claim.key)
             self._report({"event": "untidy", "key": str(save.claim.key), "why": f"{error}" or repr(error)})

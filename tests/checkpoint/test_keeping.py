@@ -1,0 +1,121 @@
+"""What comes after a commit, reading back and retention, takes its time and holds up no save."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.checkpoint import keeping
+from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.control import Config
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.keeping import Keeper, Save
+from everstep.checkpoint.slots import Claim, Slots
+from everstep.checkpoint.store.posix import PosixStore
+from tests.checkpoint.builders import key
+from tests.checkpoint.slot_builders import fill
+
+PATIENCE = 20.0
+SIZE = 20 << 20  # bytes of a save that is read back in four pieces, two at a time
+READS = 2  # of a small one: its header, and all else
+
+
+class Slow(PosixStore):
+    """Whoever reads a chunk waits for `goes_on`, or for `pause` seconds."""
+
+    def __init__(self, root: str) -> None:
+        super().__init__(root)
+        self.goes_on = threading.Event()
+        self.pause: float | None = 0.0
+        self.reads = 0
+        self.is_read = threading.Event()
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+        self.reads += 1
+        self.is_read.set()
+        self.goes_on.wait(self.pause)
+        super().read_into(name, offset, into)
+
+
+class Node:
+    """A keeper with one slot, and a store that keeps one checkpoint."""
+
+    def __init__(self, folder: Path, store: Slow) -> None:
+        self.slots = Slots.create(folder / "memory", 1)
+        self.store = store
+        self.keeper = Keeper(self.slots, lambda slot, claim, manifest: None)
+
+    async def save(self, step: int, size: int = 10_000, **config: Any) -> Save:
+        self.slots.reserve([size])
+        claim = Claim(key(step), 1, 0, 1)
+        self.slots[0].claim(claim)
+        fill(self.slots, 0, claim.key, 0, size, world=1)
+        save = Save(
+            self.slots[0],
+            claim,
+            Config(self.store.url, {}, str(claim.key.attempt), 0, 1, 1, (0,), keep_last=1, **config),
+            left_behind=False,
+        )
+        await self.keeper.keep(save)
+        return save
+
+    @property
+    def steps(self) -> list[int]:
+        return [each.step for each in candidates(self.store)]
+
+
+@pytest.fixture
+def node(quick_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    store = Slow(str(quick_path / "store"))
+    monkeypatch.setattr(keeping, "open_store", lambda url, **options: store)
+    yield Node(quick_path, store)
+    store.goes_on.set()
+
+
+def within_patience(work: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(work, PATIENCE))
+
+
+def test_saves_go_on_while_a_store_hangs_where_one_is_read_back(node: Node) -> None:
+    async def run() -> None:
+        node.store.pause = None
+        await node.save(0)
+        for step in range(1, 7):
+            with pytest.raises(CheckpointError, match=r"nothing was read back|still hangs"):
+                await node.keeper.tidy(await node.save(step, commit_timeout=0.05))
+        assert node.steps == [6, 5, 4, 3, 2, 1, 0]
+        assert node.store.reads <= 2, "only one checkpoint is read back, by two threads"
+
+    within_patience(run())
+
+
+def test_reading_back_may_take_longer_than_a_save(node: Node) -> None:
+    async def run() -> None:
+        await node.save(1)
+        newest = await node.save(2, SIZE, commit_timeout=0.5)
+        node.store.pause = 0.3
+        await node.keeper.tidy(newest)
+        assert node.steps == [2]
+
+    within_patience(run())
+
+
+def test_of_those_that_wait_only_the_newest_is_read_back(node: Node) -> None:
+    async def run() -> None:
+        node.store.pause = None
+        await node.save(0)
+        tidies = []
+        for step in range(1, 5):
+            tidies.append(asyncio.create_task(node.keeper.tidy(await node.save(step, commit_timeout=PATIENCE))))
+            await asyncio.to_thread(node.store.is_read.wait, PATIENCE)
+        node.store.goes_on.set()
+        await asyncio.gather(*tidies)
+        assert node.steps == [4]
+        assert node.store.reads == 2 * READS
+
+    within_patience(run())
