@@ -246,6 +246,17 @@ def test_a_stage_that_cannot_split_its_backward_is_refused_a_schedule_that_does(
         Fabric(2).run(work)
 
 
+def test_two_parameters_of_one_name_are_refused() -> None:
+    def work(transport: Transport) -> None:
+        model = CASES["mlp"].build()
+        parts, graph = cut(model, recipe("mlp", model), 2)
+        parts[1].module.add_module("0", torch.nn.Linear(2, 2))
+        Engine(dict(enumerate(parts)), lower(make("simple", 2, 1, 2), graph), graph, transport, CASES["mlp"].loss)
+
+    with pytest.raises(PipelineError, match=r"stage 1 has a parameter '0.weight' that is another one in an earlier"):
+        Fabric(1).run(work)
+
+
 def test_a_schedule_beyond_the_allowed_micro_batches_in_flight_is_refused() -> None:
     with pytest.raises(PipelineError, match="4 micro-batches in flight, 2 are allowed"):
         piped(replace(MLP, schedule="simple", options=Options(in_flight=2)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -85,6 +86,15 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
     assert all(each is weights[name] and each.grad is grads[name] for name, each in model.named_parameters())
+
+
+def test_measuring_keeps_no_activations() -> None:
+    model = nn.Sequential(nn.Linear(7, 13), nn.Sigmoid(), nn.Linear(13, 7))  # a sigmoid keeps its own result
+    inputs = {"input": torch.randn(11, 7)}
+    found = trace(model, inputs)
+    measure(found.graph, node_modules(found), inputs, repeats=1, warmup=0)
+    gc.collect()
+    assert not [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == (11, 13)]
 
 
 def test_the_weight_gradient_of_a_wide_layer_is_found() -> None:

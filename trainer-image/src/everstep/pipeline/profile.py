@@ -214,6 +214,7 @@ class _Saved(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc]  #
         self._hold: list[Any] = []  # memory that is given back while the forward runs could come again
 
         def pack(tensor: Any) -> Any:
+            tensor = tensor.detach()  # a graph that holds its own results is never freed
             if _memory(tensor) not in own:
                 self.sizes[_memory(tensor)] = int(tensor.untyped_storage().nbytes())
                 self._hold.append(tensor)

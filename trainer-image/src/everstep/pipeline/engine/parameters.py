@@ -35,9 +35,7 @@ class Parameters:
         self._transport, self._data = transport, data
         self._stages, self._placement = stages, placement
         self._owners = dict(graph.ties)
-        self.named = {
-            name: parameter for stage in stages.values() for name, parameter in stage.module.named_parameters()
-        }
+        self.named = _named(stages)
         self.own = list(dict.fromkeys(self.named.values()))
         self.shared = {
             name: _shared(name, owners, stages) for name, owners in graph.ties if stages.keys() & set(owners)
@@ -97,6 +95,16 @@ class Parameters:
         ranks = sorted({self._placement[stage] for stage in self._owners[name]})
         group = self._transport.group(ranks, replicas=True)
         return None if len(ranks) * self._transport.replicas == 1 else group
+
+
+def _named(stages: Mapping[int, StageModule]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for index, stage in stages.items():
+        for name, parameter in stage.module.named_parameters():
+            if found.setdefault(name, parameter) is not parameter:
+                # Only one of them would be clipped, saved, and cleared before a step.
+                raise PipelineError(f"stage {index} has a parameter {name!r} that is another one in an earlier stage")
+    return found
 
 
 def _shared(name: str, owners: Sequence[int], stages: Mapping[int, StageModule]) -> Any:

@@ -1,0 +1,53 @@
+"""`make bench-pipeline`: all rows, or those named: `python -m benchmarks.pipeline bubble vs-torch-1f1b memory`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from benchmarks.checkpoint.rows import Interval
+from benchmarks.measure import show, write
+from benchmarks.pipeline import interpreter, memory, schedules
+
+RESULT = Path("build/bench/pipeline.json")
+KINDS = {
+    "bubble": list(schedules.SCHEDULES),
+    "vs-torch": list(schedules.SCHEDULES),
+    "interpreter": [],
+    "memory": list(schedules.SCHEDULES),
+}
+
+
+def main(
+    kinds: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(KINDS)}; all when none is named.")] = None,
+) -> None:
+    """Measure, print tables, write build/bench/pipeline.json; exit 1 when a row misses its target."""
+    known = {*KINDS, *(f"{kind}-{name}" for kind, names in KINDS.items() for name in names)}
+    if unknown := set(kinds or ()) - known:
+        raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    done: list[Interval] = []
+    for row in measured(set(kinds or KINDS)):
+        done.append(row)
+        write([row], RESULT)
+        show([row], console)
+    show(done, console)
+    console.print(f"written to {RESULT}")
+    if not all(row.passed for row in done):
+        raise typer.Exit(1)
+
+
+def measured(kinds: set[str]) -> Iterator[Interval]:
+    yield from memory.rows(kinds)
+    if "interpreter" in kinds:
+        yield interpreter.row()
+    yield from schedules.rows(kinds)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,109 @@
+"""Rows `memory-*`: the most bytes of saved activations at any time in a step, against what the schedule says.
+
+Nothing is timed: saved-tensor hooks count the bytes of storages that autograd keeps while each rank runs its part of a
+step, other than parameters and the batch, which are there anyway. The bound is the schedule's, of what one micro-batch
+keeps in each stage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from typing import Any
+
+from benchmarks.checkpoint.rows import Interval
+from benchmarks.pipeline.chain import CHUNKS, Work, engine, loss
+
+
+def rows(wanted: Collection[str]) -> Iterator[Interval]:
+    for name in CHUNKS:
+        if {"memory", f"memory-{name}"} & set(wanted):
+            yield row(Work(name, ranks=4, microbatches=8, width=32, rows=16, layers=8))
+
+
+def row(work: Work) -> Interval:
+    from everstep.pipeline.graph import Stage, chain
+    from everstep.pipeline.schedules import peaks
+    from everstep.pipeline.transport.inprocess import Fabric, InProcess
+
+    batch = work.batch()
+    each = [_of_one(work, stage) for stage in range(work.stages)]
+    bound = peaks(work.order, chain([replace(Stage(), activation=size) for size in each]))
+
+    def rank(transport: InProcess) -> int:
+        own = work.order.stages_of(transport.rank)
+        made = engine(work, transport, {stage: work.module(stage) for stage in own})
+        first, last = 0 in own, work.stages - 1 in own
+        kept = Kept([*made.parameters.own, batch])
+        for _ in range(2):
+            with kept.counting():
+                made.step({"x": batch} if first else None, batch if last else None)
+        return kept.peak
+
+    found = Fabric(work.ranks).run(rank)
+    # The worst rank is the one that is furthest above its own bound.
+    worst = max(range(work.ranks), key=lambda index: found[index] / bound[index])
+    result = Interval(f"memory-{work.schedule}", "B", 1.0)
+    result.samples = {"ours": [float(found[worst])], "floor": [float(bound[worst])]}
+    result.samples["ranks"] = [size / most for size, most in zip(found, bound, strict=True)]
+    return result
+
+
+def _of_one(work: Work, stage: int) -> int:
+    """What one micro-batch keeps in a stage; in the last one with its loss."""
+    module, batch = work.module(stage), work.batch()[: work.rows]
+    kept = Kept([*module.parameters(), batch])
+    with kept.counting():
+        given = batch.clone().requires_grad_() if stage else batch
+        output = module(given)
+        if stage == work.stages - 1:
+            output = loss(output, batch)
+    return kept.peak
+
+
+class Kept:
+    """Counts the bytes of each storage while any graph of this thread holds it."""
+
+    def __init__(self, others: list[Any]) -> None:
+        self._others = {_storage(each) for each in others}
+        self._held: Counter[int] = Counter()
+        self._bytes = 0
+        self.peak = 0
+
+    def counting(self) -> AbstractContextManager[None]:
+        import torch
+
+        hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(
+            self._pack, lambda held: held.tensor
+        )
+        return hooks
+
+    def _pack(self, tensor: Any) -> _Held:
+        held = _Held(tensor.detach())  # a graph that holds its own results is never freed
+        key, size = _storage(tensor), tensor.untyped_storage().nbytes()
+        if key not in self._others:
+            self._held[key] += 1
+            if self._held[key] == 1:
+                self._bytes += size
+                self.peak = max(self.peak, self._bytes)
+            weakref.finalize(held, self._gone, key, size)
+        return held
+
+    def _gone(self, key: int, size: int) -> None:
+        self._held[key] -= 1
+        if not self._held[key]:
+            self._bytes -= size
+
+
+class _Held:
+    """A tensor that a graph holds."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+
+def _storage(tensor: Any) -> int:
+    return int(tensor.untyped_storage()._cdata)

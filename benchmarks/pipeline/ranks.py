@@ -1,0 +1,82 @@
+"""Ranks as processes of this machine, one thread each, and arms that alternate on all of them."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+LIMIT = 900.0  # seconds that all arms of one row may take
+
+
+class RankFailed(RuntimeError):
+    """What a rank raised, with its own trace."""
+
+
+def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """`work(rank, *args)` on every rank of a gloo group, and what each returned."""
+    context = multiprocessing.get_context("spawn")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    started = []
+    for rank in range(world):
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(rank, world, port, theirs, work, args))
+        process.start()
+        theirs.close()
+        started.append((ours, process))
+    try:
+        return [_result(pipe, rank) for rank, (pipe, _) in enumerate(started)]
+    finally:
+        for _, process in started:
+            process.kill()
+            process.join()
+
+
+def _result(pipe: Connection, rank: int) -> Any:
+    if not pipe.poll(LIMIT):
+        raise RankFailed(f"rank {rank} has not ended in {LIMIT:.0f} s")
+    try:
+        failure, result = pipe.recv()
+    except EOFError:
+        raise RankFailed(f"rank {rank} died") from None
+    if failure:
+        raise RankFailed(f"rank {rank}: {failure}")
+    return result
+
+
+def _rank(rank: int, world: int, port: int, pipe: Connection, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+        pipe.send((None, work(rank, *args)))
+        dist.barrier()
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+
+
+def alternate(arms: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each arm in turn, from when all ranks begin to when the last has ended; the first round only warms."""
+    import torch
+    import torch.distributed as dist
+
+    samples: dict[str, list[float]] = {name: [] for name in arms}
+    for number in range(repeats + 1):
+        for name, arm in arms.items():
+            dist.barrier()
+            began = time.perf_counter()
+            arm()
+            took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.MAX)
+            if number:
+                samples[name].append(took.item())
+    return samples

@@ -1,0 +1,42 @@
+"""What the benchmarks of pipelines measure with."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+pytest.importorskip("torch")
+
+from benchmarks.pipeline import memory
+from benchmarks.pipeline.chain import CHUNKS, Work, engine
+from everstep.pipeline.transport.inprocess import Fabric, InProcess
+
+pytestmark = pytest.mark.torch
+
+SMALL = Work("1f1b", ranks=4, microbatches=8, width=8, rows=2, layers=4)
+
+
+@pytest.mark.parametrize("name", CHUNKS)
+def test_every_rank_keeps_as_many_bytes_as_the_schedule_says(name: str) -> None:
+    found = memory.row(replace(SMALL, schedule=name)).samples["ranks"]
+    if name.startswith("zb"):  # what only the input gradient needs goes with it, before the weight gradient
+        assert 0.7 < min(found) <= max(found) == 1.0
+    else:
+        assert found == [1.0] * SMALL.ranks
+
+
+def test_a_schedule_that_keeps_more_is_seen() -> None:
+    """The bytes of GPipe, against the bound of 1F1B."""
+    work = replace(SMALL, schedule="simple")
+    batch = work.batch()
+
+    def rank(transport: InProcess) -> int:
+        part = engine(work, transport, {transport.rank: work.module(transport.rank)})
+        kept = memory.Kept([*part.parameters.own, batch])
+        with kept.counting():
+            part.step({"x": batch}, batch)
+        return kept.peak
+
+    last = Fabric(work.ranks).run(rank)[-1]
+    assert last > 4 * memory.row(SMALL).samples["floor"][0] / SMALL.ranks
