@@ -130,24 +130,87 @@ def test_what_a_dead_publisher_has_published_is_not_published_again(
     assert steps(store) == ([8, 7] if each else [1, 0])
 
 
+class Failing(PosixStore):
+    """Fails once where a name that begins with `at` is put, before or `after` that, or read."""
+
+    def __init__(self, root: Path, at: str, *, after: bool = False) -> None:
+        super().__init__(str(root))
+        self.at: str | None = at
+        self.after = after
+
+    def fail(self, name: str, *, after: bool = False) -> None:
+        if self.at is not None and name.startswith(self.at) and self.after is after:
+            self.at = None
+            raise StoreError("away", self.url, may_pass=True)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        self.fail(name)
+        done = super().put_if_absent(name, data)
+        self.fail(name, after=True)
+        return done
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+        self.fail(name)
+        super().read_into(name, offset, into)
+
+
 def test_a_store_that_fails_for_a_while_gets_it_later(watched: Path, tmp_path: Path) -> None:
-    class Failing(PosixStore):
-        failures = 1
-
-        def put_if_absent(self, name: str, data: bytes) -> bool:
-            if name.startswith("manifests/") and self.failures:
-                self.failures -= 1
-                raise StoreError("away", self.url, may_pass=True)
-            return super().put_if_absent(name, data)
-
     told: list[Event] = []
-    store = Failing(tmp_path / "store")
     (watched / "model").write_text("1")
-    publisher = Publisher(store, watched, quiet=0, tell=told.append)
+    publisher = Publisher(Failing(tmp_path / "store", "manifests/"), watched, quiet=0, tell=told.append)
     assert publisher.poll() == []
     assert [event.name for event in told] == ["failed"]
     assert len(publisher.poll()) == 1
     assert [event.name for event in told] == ["failed", "saved"]
+
+
+@pytest.mark.parametrize("each", [None, "checkpoint-*"])
+def test_what_was_committed_is_published_whatever_fails_after_that(
+    watched: Path, tmp_path: Path, each: str | None
+) -> None:
+    told: list[Event] = []
+    store = Failing(tmp_path / "store", "data/")
+    publisher = Publisher(store, watched, quiet=0, each=each, keep_last=1, tell=told.append)
+    for number in (1, 2):
+        inner = watched if each is None else watched / f"checkpoint-{number}"
+        inner.mkdir(exist_ok=True)
+        (inner / "model").write_text("x" * number)
+        assert len(publisher.poll()) == 1
+        assert publisher.poll() == []
+    assert [event.name for event in told] == ["saved", "untidy", "saved"]
+    assert steps(store) == ([1] if each is None else [2])
+
+
+@pytest.mark.parametrize("each", [None, "checkpoint-*"])
+def test_a_commit_whose_answer_was_lost_is_seen_at_the_next_look(
+    watched: Path, tmp_path: Path, each: str | None
+) -> None:
+    store = Failing(tmp_path / "store", "manifests/", after=True)
+    inner = watched if each is None else watched / "checkpoint-7"
+    inner.mkdir(exist_ok=True)
+    (inner / "model").write_text("1")
+    publisher = Publisher(store, watched, quiet=0, each=each)
+    assert publisher.poll() == []
+    assert [manifest.key for manifest in publisher.poll()] == candidates(store)
+    assert publisher.poll() == []
+
+
+def test_a_folder_that_changes_after_all_does_not_keep_the_next_from_being_published(
+    store: Store, watched: Path, tmp_path: Path
+) -> None:
+    told: list[Event] = []
+    publisher = Publisher(store, watched, quiet=0, each="checkpoint-*", tell=told.append)
+    (watched / "checkpoint-1").mkdir()
+    for text in ("1", "changed"):
+        (watched / "checkpoint-1" / "model").write_text(text)
+        publisher.poll()
+    (watched / "checkpoint-2").mkdir()
+    (watched / "checkpoint-2" / "model").write_text("2")
+    assert len(publisher.poll()) == 1
+    assert [event.name for event in told] == ["saved", "failed", "saved"]
+    assert told[1].key == told[0].key
+    folder.restore(store, tmp_path / "back", key=told[0].key)
+    assert (tmp_path / "back" / "model").read_text() == "1"
 
 
 def test_old_ones_go_when_a_new_one_is_verified(store: Store, watched: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from everstep.checkpoint import attempts, fence, folder, retention
 from everstep.checkpoint.candidates import candidates, read_manifest, verify
-from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, StoreError
+from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing, StoreError
 from everstep.checkpoint.events import Callback, Event
 from everstep.checkpoint.folder import Changed, Contents, NoFolder
 from everstep.checkpoint.format import Manifest
@@ -39,7 +39,8 @@ class Publisher:
     `marker`: a file in a folder that is written last, anew for each checkpoint, and best removed before anything else
     is written; without it a folder is complete after `quiet` seconds without a change. `keep_last`: older ones are
     removed once a new one is verified; None: never.
-    Events: `saved`, `failed`.
+    Events: `saved`; `failed`, with a key where it is not tried again; `untidy`: it is published, but could not be
+    verified, or older ones not be removed.
     """
 
     store: Store
@@ -83,7 +84,7 @@ class Publisher:
 
     def poll(self) -> list[Manifest]:
         """Look once; what was published. Errors that may pass are told, and met again at the next look."""
-        done = []
+        done: list[Manifest] = []
         self._waiting = False
         for path in self._folders():
             try:
@@ -93,10 +94,15 @@ class Publisher:
                 self._waiting = True
                 if self._complete(path, contents):
                     done.append(self._publish(path, contents))
-                    self._published[path] = contents
             except (Changed, FileNotFoundError):
                 # It is being written, or was removed: it is looked at again.
                 self._seen.pop(path, None)
+            except Conflict:
+                if self.each is None:
+                    raise
+                # What was complete first is this step's state; the others still get theirs.
+                self._published[path] = contents
+                self.tell(Event("failed", self._key(path), why=f"{path} has changed after it was published"))
             except StoreError as error:
                 if not error.may_pass:
                     raise
@@ -129,21 +135,34 @@ class Publisher:
         return now - since >= self.quiet
 
     def _publish(self, path: Path, contents: Contents) -> Manifest:
-        if self._attempt is None:
-            self._attempt = fence.given() or attempts.claim(self.store)
-        attempt = self._attempt
-        step = self._newest + 1 if self.each is None else step_of(path) or 0
+        key = self._key(path)
         began = time.monotonic()
-        manifest = folder.save(
-            self.store, Key(attempt, step), path, contents=contents, fenced=lambda: fence.fenced(attempt)
-        )
-        self._newest = max(self._newest, step)
+        try:
+            manifest = folder.save(self.store, key, path, contents=contents, fenced=lambda: fence.fenced(key.attempt))
+        except Conflict:
+            manifest = read_manifest(self.store, key)
+            if not _holds(manifest, contents):
+                raise
+            # Our own, of a try whose answer was lost.
+        self._published[path] = contents
+        self._newest = max(self._newest, key.step)
         size = sum(file.size for file in contents.files)
         self.tell(Event("saved", manifest.key, details={"bytes": size, "seconds": time.monotonic() - began}))
         if self.keep_last is not None:
-            verify(self.store, manifest.key)
-            retention.prune(self.store, [manifest.key], keep_last=self.keep_last)
+            self._tidy(key, self.keep_last)
         return manifest
+
+    def _key(self, path: Path) -> Key:
+        if self._attempt is None:
+            self._attempt = fence.given() or attempts.claim(self.store)
+        return Key(self._attempt, self._newest + 1 if self.each is None else step_of(path) or 0)
+
+    def _tidy(self, key: Key, keep_last: int) -> None:
+        try:
+            verify(self.store, key)
+            retention.prune(self.store, [key], keep_last=keep_last)
+        except CheckpointError as error:  # the next one that is published removes the old ones too
+            self.tell(Event("untidy", key, why=str(error)))
 
 
 def _marker(contents: Contents, name: str) -> folder.File | None:

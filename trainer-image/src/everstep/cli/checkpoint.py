@@ -291,10 +291,13 @@ def publish(
         raise CliError("--step is for publishing once: with --watch steps are counted", 2)
 
     def tell(event: Event) -> None:
-        if event.key is not None:
+        if event.name == "saved" and event.key is not None:
             stdout().print(f"{folder} is published as {short(event.key)}")
+        elif event.name == "untidy":
+            stderr().print(f"older ones were not removed: {event.why}", style="yellow")
         else:
-            stderr().print(f"not published yet, it is tried again: {event.why}", style="yellow")
+            again = "" if event.key else " yet, it is tried again"
+            stderr().print(f"not published{again}: {event.why}", style="yellow")
 
     with said():
         store = opened(uri)
