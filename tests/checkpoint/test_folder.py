@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import folder
+from everstep.checkpoint import folder, unfinished
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
 from everstep.checkpoint.folder import Changed, Contents, NoFolder
@@ -129,8 +132,47 @@ def test_a_folder_with_files_is_replaced_only_on_demand(tmp_path: Path, given: P
 def test_what_a_killed_restore_left_goes_with_the_next(tmp_path: Path, given: Path) -> None:
     store = open_store(tmp_path / "store")
     folder.save(store, key(5), given)
-    (tmp_path / ".everstep-target-0123").mkdir()
-    folder.restore(store, tmp_path / "target")
+    with unfinished.beside(tmp_path / "[target]") as place:
+        pass
+    (place / "new").mkdir(parents=True)
+    folder.restore(store, tmp_path / "[target]")
+    assert not list(tmp_path.glob(".everstep-*"))
+
+
+def test_what_another_machine_is_restoring_stays_until_it_must_be_dead(tmp_path: Path) -> None:
+    with unfinished.beside(tmp_path / "target") as place:
+        pass
+    mount = place.name.rsplit("-", 2)[1]
+    theirs = place.with_name(place.name.replace(mount, "01234567.2a"))
+    (theirs / "new" / "weights").mkdir(parents=True)
+    file = theirs / "new" / "weights" / "1"
+    file.write_text("half")
+    os.utime(file, (1, 1))  # as it was when it was published
+    unfinished.clear(tmp_path / "target")
+    assert file.exists()
+    unfinished.clear(tmp_path / "target", clock=lambda: time.time() + 7200)
+    assert not theirs.exists()
+
+
+def test_what_is_restored_to_one_place_by_several_is_whole(tmp_path: Path, given: Path) -> None:
+    store = open_store(tmp_path / "store")
+    folder.save(store, key(5), given)
+    (tmp_path / "target").mkdir()
+    (tmp_path / "target" / "torn").write_text("of an earlier run")
+    halfway, other_done = threading.Event(), threading.Event()
+
+    def wait(count: int) -> None:
+        halfway.set()
+        other_done.wait(20)
+
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(folder.restore, store, tmp_path / "target", replace=True, on_bytes=wait)
+        assert halfway.wait(20)
+        folder.restore(store, tmp_path / "target", replace=True)
+        assert state(tmp_path / "target") == state(given)
+        other_done.set()
+        slow.result(20)
+    assert state(tmp_path / "target") == state(given)
     assert not list(tmp_path.glob(".everstep-*"))
 
 

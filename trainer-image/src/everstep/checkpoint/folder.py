@@ -7,8 +7,6 @@ manifest, checks, copies and retention hold. A folder comes back whole or not at
 from __future__ import annotations
 
 import os
-import secrets
-import shutil
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from everstep.checkpoint import commit
+from everstep.checkpoint import commit, unfinished
 from everstep.checkpoint.candidates import candidates, read_chunk, read_manifest
 from everstep.checkpoint.checksum import DEFAULT, digest
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
@@ -28,7 +26,6 @@ from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.values import Refused, pack, unpack
 
 VALUE = "folder"
-_UNFINISHED = ".everstep-"
 
 
 class Changed(CheckpointError):
@@ -140,7 +137,8 @@ def restore(
 ) -> tuple[Manifest, list[str]]:
     """Make `into` what was saved as `key`, or as the newest that is good; the manifest, and why not newer ones.
 
-    `into` must not exist, or be empty, unless it may be replaced: it is renamed into place when all is verified.
+    `into` must not exist, or be empty, unless it may be replaced: it is renamed into place when all is verified. With
+    `replace`, several nodes may do so in one shared place: each puts all of it there, and the last one's stays.
     Missing when nothing was ever saved; Damaged or NoFolder when nothing, or not `key`, can be restored.
     """
     into = into.absolute()
@@ -149,21 +147,19 @@ def restore(
             f"{into} is there and not empty: restore to another place, or say that it may be replaced"
         )
     into.parent.mkdir(parents=True, exist_ok=True)
-    for left in into.parent.glob(f"{_UNFINISHED}{into.name}-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    unfinished.clear(into)
     bad: list[str] = []
     for each in [key] if key else candidates(store):
-        unfinished = into.with_name(f"{_UNFINISHED}{into.name}-{secrets.token_hex(4)}")
-        try:
-            manifest = read_manifest(store, each)
-            on_start(manifest)
-            _fill(store, manifest, unfinished, threads, on_bytes)
-            _place(unfinished, into)
-            return manifest, bad
-        except (Damaged, Missing) as error:
-            bad.append(f"{each}: {error}")
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
+        with unfinished.beside(into) as place:
+            try:
+                manifest = read_manifest(store, each)
+                on_start(manifest)
+                _fill(store, manifest, place / "new", threads, on_bytes)
+            except (Damaged, Missing) as error:
+                bad.append(f"{each}: {error}")
+            else:
+                unfinished.put(place / "new", into, replace=replace)
+                return manifest, bad
     if not bad:
         raise Missing(f"{store.url}/manifests")
     raise Damaged(store.url, f"no checkpoint is good. {'; '.join(bad)}")
@@ -265,18 +261,3 @@ def _write(
         os.fchmod(opened.fileno(), file.mode)
         # So that whoever publishes the folder again sees that nobody has changed it.
         os.utime(opened.fileno(), ns=(file.modified, file.modified))
-
-
-def _place(unfinished: Path, into: Path) -> None:
-    old = None
-    if into.exists() and (not into.is_dir() or any(into.iterdir())):
-        old = unfinished.with_name(f"{unfinished.name}-old")
-        into.rename(old)
-    try:
-        unfinished.rename(into)
-    except OSError as error:
-        raise CheckpointError(
-            f"{into} cannot be put in place: {error.strerror}; a mount point cannot be replaced, a folder in it can"
-        ) from error
-    if old is not None:
-        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
