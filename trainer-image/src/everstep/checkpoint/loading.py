@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem
 
 from everstep.checkpoint.errors import CheckpointError, Damaged
 from everstep.checkpoint.format import Chunk, Manifest, Shard, Tensor, itemsize
@@ -30,6 +29,7 @@ from everstep.checkpoint.state.kinds import Kind, Saved
 from everstep.checkpoint.state.plain import Value
 
 _BATCH = 1 << 28  # elements
+_WHOLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # neither a shard of something nor a wrapper
 
 
 class Chunks:
@@ -70,6 +70,17 @@ class _Source:
         return data.view(getattr(torch, self.dtype)).view(self.sizes)
 
 
+@dataclass(frozen=True)
+class _Item:
+    """A box of a saved shard, and where it belongs: a tensor of ours or a part of one, of the box's sizes."""
+
+    name: str
+    shard: int
+    offsets: tuple[int, ...]
+    lengths: tuple[int, ...]
+    target: torch.Tensor
+
+
 class Loading:
     """What this rank wants of a checkpoint. Making one touches no object; apply() does.
 
@@ -97,19 +108,17 @@ class Loading:
             self._saved.append((kind, saved))
         self.wanted = set(self._tensors)
         self._sources: dict[tuple[str, int], _Source] = {}
-        self._planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._items: list[ReadItem] = [] if self.problems else self._plan(manifest)
+        self._items: list[_Item] = [] if self.problems else self._plan(manifest)
 
     def needs(self, manifest: Manifest, chunks: Chunks) -> set[int]:
         """Numbers of the chunks whose bytes apply() reads."""
         found: set[int] = set()
         for item in self._items:
-            name, index = item.storage_index.fqn, _shard_of(item)
-            tensor = manifest.tensors[name]
-            shard = tensor.shards[index]
+            tensor = manifest.tensors[item.name]
+            shard = tensor.shards[item.shard]
             size = itemsize(tensor.dtype)
-            last = [offset + length - 1 for offset, length in zip(item.storage_offsets, item.lengths, strict=True)]
-            start, stop = _linear(item.storage_offsets, shard.sizes), _linear(last, shard.sizes) + 1
+            last = [offset + length - 1 for offset, length in zip(item.offsets, item.lengths, strict=True)]
+            start, stop = _linear(item.offsets, shard.sizes), _linear(last, shard.sizes) + 1
             found.update(chunks.within(shard, start * size, stop * size))
         return found
 
@@ -120,8 +129,7 @@ class Loading:
         """
         host = Host()
         for items in _batches(self._items):
-            pairs = [(self._planner.resolve_tensor(item), self._box(item, part)) for item in items]
-            host.copy([target for target, _ in pairs], [saved for _, saved in pairs])
+            host.copy([item.target for item in items], [self._box(item, part) for item in items])
             alive()
         host.close()
         for kind, saved in self._saved:
@@ -129,26 +137,34 @@ class Loading:
             alive()
         return {kind.prefix: kind.value for kind, _ in self._saved if isinstance(kind, Value)}
 
-    def _box(self, item: ReadItem, part: Callable[[int], memoryview]) -> torch.Tensor:
+    def _box(self, item: _Item, part: Callable[[int], memoryview]) -> torch.Tensor:
         """The saved bytes of one item, as a tensor."""
-        source = self._sources[item.storage_index.fqn, _shard_of(item)]
+        source = self._sources[item.name, item.shard]
         saved = source.view(part(source.part))
-        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-            saved = saved.narrow(dim, start, length)
+        if item.lengths != source.sizes:
+            for dim, (start, length) in enumerate(zip(item.offsets, item.lengths, strict=True)):
+                saved = saved.narrow(dim, start, length)
         return saved
 
     def exclusive(self) -> list[str]:
         """Prefixes below which every tensor of the checkpoint must be wanted by some rank."""
         return [kind.prefix for kind, _ in self._saved if kind.exclusive and not kind.prefix.startswith(f"{RANK}.")]
 
-    def _plan(self, manifest: Manifest) -> list[ReadItem]:
-        self._planner.set_up_planner(dict(self._tensors), metadata(manifest, self._tensors))
-        items = [item for item in self._planner.create_local_plan().items if prod(item.lengths)]
-        for item in items:
-            name, index = item.storage_index.fqn, _shard_of(item)
-            if (name, index) not in self._sources:
-                self._sources[name, index] = _source(name, manifest.tensors[name], index)
-        return items
+    def _plan(self, manifest: Manifest) -> list[_Item]:
+        found, others = [], {}
+        for name, target in self._tensors.items():
+            saved = manifest.tensors[name]
+            if type(target) in _WHOLE and [shard.sizes for shard in saved.shards] == [saved.shape]:
+                # Most tensors, and nothing to plan: torch's planner would take longer than a small model's bytes do.
+                found.append(_Item(name, 0, (0,) * len(saved.shape), saved.shape, target))
+            else:
+                others[name] = target
+        found += _resharded(others, manifest)
+        found = [item for item in found if prod(item.lengths)]
+        for item in found:
+            if (item.name, item.shard) not in self._sources:
+                self._sources[item.name, item.shard] = _source(item.name, manifest.tensors[item.name], item.shard)
+        return found
 
     def _check_values(self, saved: Saved) -> None:
         # Before anything is touched, because an object that was half loaded is neither old nor new.
@@ -159,9 +175,20 @@ class Loading:
                 self.problems.append(str(error))
 
 
-def _batches(items: Sequence[ReadItem]) -> Iterator[list[ReadItem]]:
+def _resharded(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Iterator[_Item]:
+    """By torch's planner: any boxes of a tensor from any others."""
+    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner.set_up_planner(dict(tensors), metadata(manifest, tensors))
+    for item in planner.create_local_plan().items:
+        index = item.storage_index.index
+        assert isinstance(index, int)
+        offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
+        yield _Item(item.storage_index.fqn, index, offsets, lengths, planner.resolve_tensor(item))
+
+
+def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
     """As many as are copied in a moment: between two of them this rank says that it is alive."""
-    batch: list[ReadItem] = []
+    batch: list[_Item] = []
     elements = 0
     for item in items:
         batch.append(item)
@@ -195,12 +222,6 @@ def _source(name: str, tensor: Tensor, index: int) -> _Source:
             raise Damaged(name, "a shard of it is not in one piece")
         end += chunk.length
     return _Source(first.part, first.offset, end - first.offset, tensor.dtype, shard.sizes)
-
-
-def _shard_of(item: ReadItem) -> int:
-    index = item.storage_index.index
-    assert isinstance(index, int)
-    return index
 
 
 def _linear(position: Iterable[int], sizes: Iterable[int]) -> int:

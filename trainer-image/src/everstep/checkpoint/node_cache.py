@@ -11,11 +11,11 @@ import ctypes
 import mmap
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from everstep.checkpoint import room
-from everstep.checkpoint.format import HEADER, Chunk, Manifest
+from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest
 from everstep.checkpoint.slots import secure
 
 _PREFIX = "restore-"
@@ -76,11 +76,11 @@ class NodeCache:
             pages = mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         self._parts[number] = memoryview(pages)
 
-    def show(self, unit: Chunk) -> None:
+    def show(self, run: Sequence[Chunk]) -> None:
         """Maps all pages of these adopted bytes at once, where the kernel can: one fault for each few costs more."""
-        first = unit.offset // mmap.PAGESIZE * mmap.PAGESIZE
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._parts[unit.part], first))
-        length = unit.offset + unit.length - first
+        first = run[0].offset // mmap.PAGESIZE * mmap.PAGESIZE
+        start = ctypes.addressof(ctypes.c_char.from_buffer(self._parts[run[0].part], first))
+        length = run[-1].offset + run[-1].length - first
         _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_READ)
 
     def reserve(self, units: Sequence[Chunk], manifest: Manifest) -> None:
@@ -120,6 +120,18 @@ def units(chunks: Sequence[Chunk], manifest: Manifest) -> list[Chunk]:
             found.append(Chunk(chunk.part, 0, HEADER, manifest.parts[chunk.part].header))
         found.append(chunk)
     return found
+
+
+def runs(units: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+    """What one thread reads or verifies at a time: units of one part, up to the bytes of the largest chunk."""
+    run: list[Chunk] = []
+    for unit in units:
+        if run and (unit.part != run[0].part or unit.offset + unit.length > run[0].offset + CHUNK):
+            yield run
+            run = []
+        run.append(unit)
+    if run:
+        yield run
 
 
 def share(every: Sequence[Chunk], which: int, of: int) -> list[Chunk]:

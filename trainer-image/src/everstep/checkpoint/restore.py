@@ -11,7 +11,7 @@ import contextlib
 import functools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from everstep.checkpoint.format import Chunk, Manifest, decode, encode
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.loading import Chunks, Loading
 from everstep.checkpoint.merging import merge
-from everstep.checkpoint.node_cache import NodeCache, pack, share, units, unpack
+from everstep.checkpoint.node_cache import NodeCache, pack, runs, share, units, unpack
 from everstep.checkpoint.peer_link import Address
 from everstep.checkpoint.peer_parts import PeerParts
 from everstep.checkpoint.peer_server import held
@@ -258,23 +258,24 @@ class Restorer:
         # Mapped before the threads begin, which then share the mappings.
         parts = {unit.part: cache.part(unit.part, manifest) for unit in own}
 
-        def bring(unit: Chunk) -> str:
-            into = parts[unit.part][unit.offset : unit.offset + unit.length]
-            name = manifest.parts[unit.part].name
+        def bring(run: Sequence[Chunk]) -> str:
+            name = manifest.parts[run[0].part].name
             self._alive()
-            if unit.part in here:
-                cache.show(unit)
-                if digest(manifest.checksum, into) != unit.sum:
+            if run[0].part in here:
+                cache.show(run)
+            source: Readable = peers if name in peers else self._store
+            for unit in run:
+                into = parts[unit.part][unit.offset : unit.offset + unit.length]
+                if unit.part not in here:
+                    read_chunk(source, manifest, unit, into)
+                elif digest(manifest.checksum, into) != unit.sum:
                     where = f"bytes {unit.offset} to {unit.offset + unit.length}"
                     raise Damaged(name, f"{where} are bad in this node's memory")
-                return MEMORY
-            source: Readable = peers if name in peers else self._store
-            read_chunk(source, manifest, unit, into)
-            return PEER if name in peers else STORE
+            return MEMORY if run[0].part in here else PEER if name in peers else STORE
 
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="restore")
         try:
-            tiers = set(pool.map(bring, own))
+            tiers = set(pool.map(bring, runs(own)))
         finally:
             pool.shutdown(cancel_futures=True)
         self._bytes += sum(unit.length for unit in own)
