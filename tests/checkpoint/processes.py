@@ -18,6 +18,7 @@ from everstep.checkpoint import control, writer
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.control import Config, Link, WriterLost
 from everstep.checkpoint.keys import Key
+from everstep.checkpoint.lock import lock
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.base import Store
 from tests.checkpoint.crash import Point, forkserver, state_of
@@ -171,7 +172,7 @@ def _run(answer: Any, work: Callable[..., None], args: tuple[Any, ...]) -> None:
 
 def _write(answer: Callable[[Any], None], memory: Path, folder: Path, point: Point | None, number: int) -> None:
     calls = Calls(folder, point, number)
-    unlock = writer._lock(memory, PATIENCE)
+    unlock = lock(memory, PATIENCE)
     asyncio.run(writer._serve(memory, PATIENCE))
     unlock()
     answer(calls.seen)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -573,6 +574,29 @@ def test_slots_outlive_a_killed_rank_and_serve_the_next(folder: Path) -> None:
         time.sleep(0.01)
     results = run(2, restored_from_memory, folder)
     assert results == [("memory", 5)] * 2
+
+
+def test_a_deleted_store_is_a_fresh_start_whatever_the_memory_holds(folder: Path) -> None:
+    run(1, killed_after_filling_alone, folder, dies=[0])
+    until = time.monotonic() + 20
+    while steps_in(folder) != [5]:
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert Slots(folder / "memory").whole()
+    shutil.rmtree(folder / "store")
+    model = Model()
+    with session(folder, every_steps=3) as ckpt:
+        assert ckpt.restore(model=model).key is None
+        train(ckpt, model, 3)
+    assert steps_in(folder) == [3]
+
+
+def killed_after_filling_alone(rank: int, folder: Path) -> None:
+    model = Model()
+    ckpt = session(folder, every_steps=5)
+    ckpt.track(model=model)
+    train(ckpt, model, 5)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def restored_from_memory(rank: int, folder: Path) -> tuple[str, int]:

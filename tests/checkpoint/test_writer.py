@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import control
+from everstep.checkpoint import attempts, control
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.control import Config, WriterLost
 from everstep.checkpoint.errors import CheckpointError
@@ -101,6 +102,79 @@ def test_an_attempt_that_is_over_is_sent_away(site: Site) -> None:
     site.node(attempt="0000000000.0000000002")
     with pytest.raises(CheckpointError, match=r"attempt 0000000000\.0000000002 runs on this node"):
         site.node(attempt="0000000000.0000000001")
+
+
+@pytest.mark.parametrize("attempt", [1, 2], ids=["in the same attempt", "in the next attempt"])
+def test_the_late_end_of_an_old_connection_voids_nothing_newer(site: Site, attempt: int) -> None:
+    old = site.node()
+    held = [os.dup(link._peer.fileno()) for link in old.links]  # as a child does that outlives its rank
+    old.die()
+    new = site.node(attempt=f"0000000000.{attempt:010d}")
+    number = new.begin(key(10, attempt))
+    for file in held:
+        os.close(file)
+    until(lambda: new.links[0].call("ranks") == [0, 1], "the old connections are gone")
+    for local in (0, 1):
+        new.fill(key(10, attempt), number, local)
+    new.report("saved")
+
+
+def test_what_a_rank_has_voided_is_not_begun_by_another_that_comes_later(site: Site) -> None:
+    node = site.node()
+    node.links[1].call("begin", key=str(key(10)))
+    node.links[1].call("void", key=str(key(10)), why="other tensors")
+    with pytest.raises(CheckpointError, match="was given up: other tensors"):
+        node.links[0].call("begin", key=str(key(10)))
+    assert [slot.state for slot in node.slots] == [State.EMPTY, State.EMPTY]
+
+
+def make_anew(site: Site, run: str) -> None:
+    """Somebody deletes the store, and another run begins there."""
+    shutil.rmtree(site.store.url)
+    assert attempts.run_of(site.store, run) == run
+
+
+@pytest.mark.parametrize("runs", [True, False], ids=["its writer runs", "its writer is gone"])
+def test_what_the_run_of_a_deleted_store_left_in_memory_is_nobodys(site: Site, runs: bool) -> None:
+    old = site.node(attempt="0000000000.0000000003", run="old", linger=30.0 if runs else 0.1)
+    old.slots.create(old.directory / "peer", 2)[0].claim(Claim(key(10), 2, 1, 2, "old"))
+    Path(site.store.url).write_text("not a folder")
+    old.save(key(10, generation=3))
+    old.report("failed")
+    old.die()
+    until(lambda: old.runs == runs, "its writer has ended if nobody comes back")
+    assert old.slots.whole()
+    Path(site.store.url).unlink()
+    Path(site.store.url).mkdir()
+    make_anew(site, "new")
+    new = site.node(run="new")
+    assert [slot.state for slot in new.slots] == [State.EMPTY, State.EMPTY]
+    assert new.slots.create(new.directory / "peer", 2)[0].claimed() is None
+    new.save(key(5))
+    new.report("saved")
+    assert candidates(site.store) == [key(5)]
+
+
+def test_a_run_whose_store_was_made_anew_is_over(site: Site) -> None:
+    old = site.node(nodes=2, ranks=(0,), run="old")  # waits for node 1
+    old.save(key(10))
+    until(lambda: old.slots[0].state is State.STORED, "node 0 has written its part")
+    make_anew(site, "new")
+    site.node(run="new")
+    with pytest.raises(WriterLost):
+        old.links[0].reports(PATIENCE)
+    with pytest.raises(CheckpointError, match="deleted and made anew since, for another run"):
+        site.node(run="old")
+
+
+def test_nothing_is_committed_into_a_store_that_was_made_anew(site: Site) -> None:
+    old = site.node(run="old")
+    old.save(key(10))
+    old.report("saved")
+    make_anew(site, "new")
+    old.save(key(20))
+    assert "deleted and made anew" in old.report("failed")["why"]
+    assert candidates(site.store) == []
 
 
 def test_the_newest_whole_slot_is_never_filled_anew(site: Site) -> None:

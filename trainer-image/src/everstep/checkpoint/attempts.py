@@ -1,11 +1,15 @@
-"""Attempts where no operator gives them: each run claims the next one, and no run takes one that is over."""
+"""Attempts where no operator gives them: each run claims the next one, and no run takes one that is over.
+
+And what a store is called, so that memory which outlives a store that was deleted is not taken for the next one's.
+"""
 
 from __future__ import annotations
 
+import secrets
 from contextlib import suppress
 
-from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keys import ATTEMPTS, DATA, MANIFESTS, Attempt, Key
+from everstep.checkpoint.errors import CheckpointError, Missing
+from everstep.checkpoint.keys import ATTEMPTS, DATA, MANIFESTS, RUN, Attempt, Key
 from everstep.checkpoint.store.base import Store
 
 
@@ -30,6 +34,22 @@ def check(store: Store, attempt: Attempt) -> None:
             f"{store.url} belongs to attempt {greatest}, this run is attempt {attempt}: another run has used this "
             "store, or is using it; give each job a place of its own"
         )
+
+
+def run_of(store: Store, name: str = "") -> str:
+    """The random name that all attempts of a store share; one without any gets `name`, or a new one."""
+    try:
+        return store.read(RUN).decode()
+    except Missing:
+        store.put_if_absent(RUN, (name or secrets.token_hex(16)).encode())
+        return store.read(RUN).decode()
+
+
+def replaced(store: Store, run: str) -> str | None:
+    """Why a run of this name (empty: not known) may not commit any more: its store was deleted, and is another's."""
+    if not run or run_of(store, run) == run:
+        return None
+    return f"{store.url} was deleted and made anew since, for another run"
 
 
 def _greatest(store: Store) -> Attempt | None:

@@ -26,7 +26,7 @@ from everstep.checkpoint import slots
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Attempt
 
-PROTOCOL = 2
+PROTOCOL = 3
 SOCKET = "control"
 LOG = "writer.log"
 MAX_LINE = 1 << 20
@@ -57,6 +57,7 @@ class Config:
     fence: str | None = None
     secret: str = field(default="", repr=False)  # of the run; without one the writer listens to no other node
     keeper: tuple[str, int] | None = None  # host and port of the writer that keeps copies of our slots
+    run: str = ""  # what the store is called (attempts.py); empty when it could not be asked
     insist: bool = False  # the run does not begin without room for the copies of another node
 
     def __post_init__(self) -> None:

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import commit, fence, retention
+from everstep.checkpoint import attempts, commit, fence, retention
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError
@@ -117,12 +117,17 @@ class Keeper:
         return any(other >= key for other in candidates(self._at(config)) if other.attempt <= key.attempt)
 
     def _commit(self, save: Save) -> Manifest:
-        path, key = save.config.fence, save.claim.key
+        path, key, store = save.config.fence, save.claim.key, self._at(save.config)
+
+        def fenced() -> str | None:
+            why = attempts.replaced(store, save.config.run)
+            return why or (None if path is None else fence.fenced(key.attempt, Path(path)))
+
         return commit.commit(
-            self._at(save.config),
+            store,
             key,
             save.claim.nodes,
-            fenced=lambda: None if path is None else fence.fenced(key.attempt, Path(path)),
+            fenced=fenced,
             timeout=save.config.commit_timeout,
             on_wait=save.progress.check,
         )

@@ -10,6 +10,7 @@ DATA = "data/"
 ATTEMPTS = "attempts/"
 LEASES = "leases/"
 HINT = "latest"
+RUN = "run"
 
 _ATTEMPT = re.compile(r"(\d{10})\.(\d{10})", re.ASCII)
 _KEY = re.compile(r"(\d{10}\.\d{10})-(\d{12})", re.ASCII)

@@ -88,6 +88,7 @@ def send(address: Address, secret: str, slot: Slot, claim: Claim, manifest: Mani
                 "locals": claim.locals,
                 "node": claim.node,
                 "nodes": claim.nodes,
+                "run": claim.run,
                 "size": len(data),
             }
         )

@@ -3,7 +3,8 @@
     open  key, node               the node manifest of that node's share of a checkpoint follows, `ok` bytes long;
                                   until the next `open` or the end of the connection the slot is not filled anew
     read  part, offset, length    those bytes of a part (by its number in the node manifest) follow
-    put   key, node, nodes, size  a node manifest of `size` bytes and, after an `ok`, its parts follow
+    put   key, locals, node, nodes, run, size
+                                  a node manifest of `size` bytes and, after an `ok`, its parts follow
 
 Threads, since bytes go from file to socket and from socket to memory in calls that hold no interpreter lock.
 """
@@ -125,7 +126,8 @@ class _Visit:
             case "read":
                 self._read(int(said["part"]), int(said["offset"]), int(said["length"]))
             case "put":
-                claim = Claim(Key.parse(said["key"]), int(said["locals"]), int(said["node"]), int(said["nodes"]))
+                locals_, node, nodes = (int(said[name]) for name in ("locals", "node", "nodes"))
+                claim = Claim(Key.parse(said["key"]), locals_, node, nodes, str(said["run"]))
                 data = self._link.get(min(int(said["size"]), MAX_MESSAGE))
                 self._copies.take(self._link, claim, data, self._count)
                 _log.info("%s of node %d is kept here", claim.key, claim.node)

@@ -101,9 +101,9 @@ class Checkpointer:
         self._options = dict(options or {})
         self.store: Store = open_store(store, **self._options)
 
-        token = together(lambda: self._first(lambda: self._claim(attempt, time_between_failures)), self._group)
-        token, secret = tell((token, secrets.token_hex(32)), self._group)
-        self.attempt = Attempt.parse(token or "")
+        claimed = together(lambda: self._first(lambda: self._claim(attempt, time_between_failures)), self._group)
+        (token, run), secret = tell((claimed, secrets.token_hex(32)), self._group)
+        self.attempt = Attempt.parse(token)
         directory = Path(memory) if memory is not None else None
         config = Config(
             url=self.store.url,
@@ -120,6 +120,7 @@ class Checkpointer:
             stall_after=stall_after,
             fence=str(fence.FENCE) if attempt is None and fence.given() else None,
             secret=secret if self._topology.nodes > 1 and peers != 0 else "",
+            run=run,
             insist=peers == 1,
         )
         self._node = together(lambda: self._join(directory, config, linger), self._group)
@@ -267,18 +268,21 @@ class Checkpointer:
             raise CheckpointError("nothing is tracked yet: call restore(model=…, optimizer=…) first")
         return self._pilot
 
-    def _claim(self, attempt: tuple[int, int] | None, between_failures: float | None) -> str:
+    def _claim(self, attempt: tuple[int, int] | None, between_failures: float | None) -> tuple[str, str]:
+        """The attempt, and what the store is called: empty when it cannot be asked now."""
         token = Attempt(*attempt) if attempt is not None else fence.given()
         if self._trigger.auto and between_failures is None:
             self._trigger.between_failures = learned(*_history(self.store))
         if token is None:
-            return str(attempts.claim(self.store))
+            return str(attempts.claim(self.store)), attempts.run_of(self.store)
+        run = ""
         try:
             attempts.check(self.store, token)
+            run = attempts.run_of(self.store)
         except StoreError as error:
             # Nodes may hold in memory what is needed; a later attempt's checkpoints are greater than ours anyway.
             _log.warning("whether a later attempt has used the store is not known: %s", error)
-        return str(token)
+        return str(token), run
 
     def _first(self, make: Any) -> Any:
         return make() if self._topology.rank == 0 else None

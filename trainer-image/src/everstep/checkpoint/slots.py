@@ -69,12 +69,14 @@ class Box:
 
 @dataclass(frozen=True)
 class Claim:
-    """Whose slot it is: this node's share of a checkpoint of `nodes` nodes, filled by `locals` ranks."""
+    """Whose slot it is: this node's share of a checkpoint of `nodes` nodes, filled by `locals` ranks. `run`: what its
+    store is called, empty where that could not be asked."""
 
     key: Key
     locals: int
     node: int
     nodes: int
+    run: str = ""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import fcntl
 import json
 import logging
 import os
@@ -17,18 +16,21 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from everstep.checkpoint import control, room, slots
+from everstep.checkpoint import attempts, control, peer_copies, room
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, RankLost
+from everstep.checkpoint.filling import Filling
 from everstep.checkpoint.keeping import Committed, Keeper, Save
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.lock import lock
 from everstep.checkpoint.peer_copier import Copier
 from everstep.checkpoint.peer_server import PeerServer
 from everstep.checkpoint.slots import Claim, Slot, Slots, State
+from everstep.checkpoint.store.base import open_store
 
 _log = logging.getLogger("everstep.checkpoint.writer")
 
@@ -46,7 +48,7 @@ class Writer:
         self._ranks: dict[asyncio.StreamWriter, int] = {}
         self._known: set[int] = set()  # local ranks that have come in this attempt
         self._gone: set[int] = set()  # local ranks that said goodbye
-        self._filled: dict[Key, set[int]] = {}
+        self._filling: Filling[asyncio.StreamWriter] = Filling()
         self._saves: dict[Key, Save] = {}
         self._newest: Key | None = None  # that was committed here
         self._tasks: set[asyncio.Task[None]] = set()
@@ -102,7 +104,7 @@ class Writer:
 
     async def _verb(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> Any:
         if said["verb"] == "hello":
-            return self._hello(writer, said)
+            return await self._hello(writer, said)
         if writer not in self._ranks or self._config is None:
             raise CheckpointError("say hello first")
         local = self._ranks[writer]
@@ -110,11 +112,11 @@ class Writer:
             case "reserve":
                 return await self._reserve(said["sizes"], said["kept"])
             case "begin":
-                return await self._begin(Key.parse(said["key"]))
+                return await self._begin(Key.parse(said["key"]), writer)
             case "filled":
                 return self._fill(Key.parse(said["key"]), local)
             case "void":
-                return self._void(Key.parse(said["key"]), said["why"])
+                return self._give_up(Key.parse(said["key"]), said["why"])
             case "ranks":
                 return sorted(self._ranks.values())
             case "bye":
@@ -122,10 +124,11 @@ class Writer:
                 return None
         raise CheckpointError(f"no such verb: {said['verb']}")
 
-    def _hello(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> dict[str, Any]:
+    async def _hello(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> dict[str, Any]:
         if said["protocol"] != control.PROTOCOL:
             raise CheckpointError(f"this writer speaks protocol {control.PROTOCOL}, not {said['protocol']}")
         config = Config(**said["config"])
+        await self._disown(config)
         now, old = Attempt.parse(config.attempt), self._config and Attempt.parse(self._config.attempt)
         if old and now < old:
             raise CheckpointError(f"attempt {old} runs on this node; {now} is over")
@@ -134,6 +137,8 @@ class Writer:
             self._config = config
             self._known.clear()
             self._gone.clear()
+        if writer not in self._ranks:
+            self._filling.join(said["local"], writer, self._before(writer, said["local"]))
         self._ranks[writer] = said["local"]
         self._known.add(said["local"])
         self._copier.aim(config.keeper, config.secret)
@@ -141,13 +146,39 @@ class Writer:
             self._recover(slot, config)
         return {"port": self._peers.trust(config.secret, config.slots)}
 
+    def _before(self, writer: asyncio.StreamWriter, local: int) -> asyncio.StreamWriter | None:
+        """The connection that the same process had before this one."""
+        old = [each for each, its in self._ranks.items() if its == local and _process(each) == _process(writer)]
+        return old[-1] if old else None
+
+    async def _disown(self, config: Config) -> None:
+        """Frees what a run left here whose store was deleted since. Which of the two goes on, the store knows."""
+
+        def another(run: str) -> bool:
+            return bool(run and config.run) and run != config.run
+
+        places = [*self._slots, *peer_copies.of(self._slots.directory)]
+        strangers = [slot for slot in places if (claim := slot.claimed()) is not None and another(claim.run)]
+        if not strangers and not (self._config and another(self._config.run)):
+            return
+        store = open_store(config.url, **config.options)
+        why = await self._loop.run_in_executor(None, partial(attempts.replaced, store, config.run))
+        if why is not None:
+            raise CheckpointError(why)
+        if self._config and another(self._config.run):
+            # Its saves are on their way into the same place, maybe under the same names: they end with this process.
+            self._ended.set()
+            raise ConnectionAbortedError("another run has this store now, and gets a writer of its own")
+        for slot in strangers:
+            slot.release()
+
     def _recover(self, slot: Slot, config: Config) -> None:
         """Slots that no living save is about: a writer or an attempt before us left them."""
         claim = slot.claimed()
         if claim is None or claim.key in self._saves:
             return
         match slot.state:
-            case State.FILLING if claim.key not in self._filled or claim.key.attempt != Attempt.parse(config.attempt):
+            case State.FILLING if claim.key not in self._filling or claim.key.attempt != Attempt.parse(config.attempt):
                 slot.release()
             case State.FILLED | State.WHOLE:
                 _log.info("%s was left behind: storing it", claim.key)
@@ -161,10 +192,9 @@ class Writer:
         self._idle_since = time.monotonic()
         if local is None:
             return
-        for key, done in list(self._filled.items()):
-            if local not in done:
-                rank = self._config.ranks[local] if self._config else local
-                self._void(key, f"{RankLost([rank], _LEFT)}")
+        for key in self._filling.without(local, writer):
+            rank = self._config.ranks[local] if self._config else local
+            self._give_up(key, f"{RankLost([rank], _LEFT)}")
 
     # ---- a save
 
@@ -194,22 +224,24 @@ class Writer:
         self._reserving = asyncio.get_running_loop().run_in_executor(None, allocate)
         return why
 
-    async def _begin(self, key: Key) -> int:
+    async def _begin(self, key: Key, writer: asyncio.StreamWriter) -> int:
         if self._reserving is not None:
             await asyncio.shield(self._reserving)
         assert self._config is not None
+        local, ranks = self._ranks[writer], self._config.ranks
+        newest = {its: each for each, its in self._ranks.items()}
         for slot in self._slots:
             claim = slot.claimed()
             if claim is not None and claim.key == key:
-                if key not in self._filled:
+                if key not in self._filling:
                     raise CheckpointError(f"{key} was given up")
+                self._filling.begin(key, local, writer, newest)
                 return slot.number
-        ranks = self._config.ranks
-        if absent := self._known - set(self._ranks.values()):
+        if absent := self._known - set(newest):
             raise RankLost([ranks[local] for local in sorted(absent)], _LEFT)
         slot = self._free()
-        slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes))
-        self._filled[key] = set()
+        self._filling.begin(key, local, writer, newest)
+        slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
         return slot.number
 
     def _free(self) -> Slot:
@@ -221,7 +253,7 @@ class Writer:
         free = []
         for slot in slots:
             claim = slot.claimed()
-            if slot.number in keep or (claim is not None and claim.key in self._filled) or slot.is_read:
+            if slot.number in keep or (claim is not None and claim.key in self._filling) or slot.is_read:
                 continue
             free.append((claim is not None, claim.key if claim else None, slot))
         if not free:
@@ -236,20 +268,15 @@ class Writer:
 
     def _fill(self, key: Key, local: int) -> None:
         assert self._config is not None
-        done = self._filled.get(key)
-        if done is None:
-            raise CheckpointError(f"{key} was given up")
-        done.add(local)
-        if len(done) == len(self._config.ranks):
-            del self._filled[key]
+        if self._filling.fill(key, local, len(self._config.ranks)):
             slot, claim = next((slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key == key)
             self._start(slot, claim, self._config)
 
-    def _void(self, key: Key, why: str) -> None:
+    def _give_up(self, key: Key, why: str) -> None:
         """This save will not be complete: a slot that is being filled is free again, one that is stored is not."""
         if key in self._saves:
             self._saves[key].progress.given_up = why
-        if self._filled.pop(key, None) is None:
+        if not self._filling.give_up(key, why):
             return
         for slot in self._slots:
             claim = slot.claimed()
@@ -327,7 +354,7 @@ class Writer:
         if ended_well and self._newest is not None:
             # Left behind by an earlier attempt, and maybe waiting for a node that was lost with its share.
             for key in [key for key in self._saves if key.attempt < self._newest.attempt]:
-                self._void(key, f"{self._newest} is newer, and its run has ended")
+                self._give_up(key, f"{self._newest} is newer, and its run has ended")
         if self._tasks:
             return False
         if ended_well:
@@ -352,22 +379,8 @@ class Writer:
                 writer.write(line)
 
 
-def _lock(directory: Path, timeout: float) -> Callable[[], None]:
-    """There is one writer in a directory; the lock ends with the process."""
-    path = directory / "writer.lock"
-    until = time.monotonic() + timeout
-    while True:
-        slots.secure(directory)
-        with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
-            file = stack.enter_context(path.open("a"))
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                # The writer before us may have removed the directory, and our lock with it, when it ended.
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    return stack.pop_all().close
-        if time.monotonic() >= until:
-            raise SystemExit(f"another writer has {directory}")
-        time.sleep(0.05)
+def _process(writer: asyncio.StreamWriter) -> int:
+    return control.peer_of(writer.get_extra_info("socket"))[0]
 
 
 async def _serve(directory: Path, linger: float) -> None:
@@ -389,7 +402,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # these are meant for the ranks
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))  # training first
-    unlock = _lock(arguments.directory, arguments.patience)
+    unlock = lock(arguments.directory, arguments.patience)
     asyncio.run(_serve(arguments.directory, arguments.linger))
     unlock()
     sys.stderr.flush()
