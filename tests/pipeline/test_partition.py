@@ -37,6 +37,7 @@ def test_the_best_split_is_found(first: int) -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(600)
 def test_the_best_split_is_found_for_a_thousand_graphs() -> None:
     for seed in range(1000, 2000):
         optimum_is_found(seed)

@@ -39,18 +39,17 @@ def losses(seeds: range) -> list[float]:
     return found
 
 
-def test_plans_are_near_the_best_as_simulated() -> None:
-    found = losses(range(60))
-    assert median(found) <= 0.001
-    assert max(found) <= 0.05
+def test_plans_are_the_best_as_simulated() -> None:
+    assert max(losses(range(60))) <= 1e-9
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)
 def test_a_thousand_plans_are_near_the_best_as_simulated() -> None:
     found = losses(range(1000, 2000))
-    print(f"median {median(found):.3%}, mean {sum(found) / len(found):.3%}, worst {max(found):.2%}")
-    assert median(found) <= 0.01
-    assert max(found) <= 0.10
+    print(f"{len(found)} plans: median {median(found):.3%}, mean {sum(found) / len(found):.4%}, worst {max(found):.2%}")
+    assert median(found) <= 1e-9
+    assert max(found) <= 0.01
 
 
 def test_stages_of_one_rank_are_planned_together() -> None:

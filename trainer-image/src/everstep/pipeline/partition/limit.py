@@ -9,8 +9,7 @@ Blocks that make the downsets too many are taken out of the graph, and their wor
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, fields, replace
 from math import inf
 from typing import Any
 
@@ -22,7 +21,7 @@ from everstep.pipeline.partition.core import Core
 from everstep.pipeline.partition.floor import Floor
 from everstep.pipeline.partition.levels import Found, least
 from everstep.pipeline.partition.problem import Problem
-from everstep.pipeline.partition.space import Floats, Space
+from everstep.pipeline.partition.space import Floats, Indices, Space
 
 LOOSENED = 1000  # downsets that are searched when not all can be: the bound is loose then, whatever the time it takes
 TOLERANCE = 1e-4  # of a bound that is found by halving
@@ -55,7 +54,7 @@ class Limit:
         """All splits whose bounds are below some level, at most `most`, and that level, which is no more than `known`:
         what is found by simulating these is the best there is, or no split is better than the level."""
         paths = self._paths
-        if paths is None or paths.loose or paths.problem.memory_weight or known == inf:
+        if paths is None or paths.loose or known == inf:
             return [], self.bound
         found, level = paths.near(known, most)
         return [paths.space.stages(cuts) for cuts in found], max(level, self.bound)
@@ -72,46 +71,75 @@ def _freely(problem: Problem) -> float:
 
 def _both(problem: Problem, paths: _Paths) -> tuple[float, Cuts]:
     """Of time and memory: by branch and bound over the bytes that a stage may have."""
-    weight = problem.memory_weight
-    factor = (1 - weight) / problem.time_scale
+    second, byte = problem.rates
 
     def ask(cap: float) -> Found[Cuts] | None:
         seconds, cuts = paths.fastest(cap)
-        return Found(seconds * factor, seconds * factor, paths.peak(cuts), cuts) if cuts else None
+        return Found(seconds * second, seconds * second, paths.peak(cuts), cuts) if cuts else None
 
-    answer = least(paths.sizes, ask, weight / problem.memory_scale, tolerance=1e-3, most=60)
+    answer = least(paths.sizes, ask, byte, tolerance=1e-3, most=60)
     whole = problem.objective(0.0, memory(problem))
     return max(answer.bound, whole), answer.found[0][1] if answer.found else ()
 
 
+@dataclass(frozen=True)
+class _Arcs:
+    """What can be one stage: pairs of downsets, ordered by the larger one, and what each says of the step as this
+    stage; `plain` as in Floor."""
+
+    lower: Indices
+    upper: Indices
+    seconds: Floats
+    size: Floats
+    plain: Floats
+
+    def only(self, keep: NDArray[np.bool_]) -> _Arcs:
+        return _Arcs(*(getattr(self, field.name)[keep] for field in fields(self)))
+
+
 class _Paths:
-    """Stages of one problem as arcs between downsets, without those whose work alone takes longer than `known`."""
+    """Arcs of the stages of one problem, without what cannot be in a split of which no stage works longer than the step
+    that is known."""
 
     def __init__(self, core: Core, problem: Problem, known: float) -> None:
-        self.problem = replace(problem, blocks=core.blocks)
-        self.space = Space(core.blocks, core.downsets)
-        self.loose = [problem.blocks.blocks[index].work for index in sorted(core.loose)]
+        self.problem = problem = replace(problem, blocks=core.blocks)
+        self.space = space = Space(core.blocks, core.downsets)
+        self.loose = [core.whole.blocks[index].work for index in sorted(core.loose)]
         self._known = known
-        work = self.space.between(lambda each: core.blocks.blocks[each].work)
-        index = np.flatnonzero(work * problem.microbatches <= known * max(problem.speed) * (1 + 1e-9))
-        self._lower, self._upper = self.space.lower[index], self.space.upper[index]
-        self._floor = Floor(self.problem, self.space, index)
+        work = space.between(lambda index: core.blocks.blocks[index].work)
+        before = space.total(np.array([block.work for block in core.blocks.blocks]))
+        # Seconds that one stage works at most on a micro-batch.
+        each = min(known / problem.microbatches, before[-1] / min(problem.speed)) * (1 + 1e-9)
+        index = np.flatnonzero(work <= each * max(problem.speed))
+        floor = Floor(problem, space, index)
+        lower, upper, work = space.lower[index], space.upper[index], work[index]
+        self._stages = []
+        for stage, (speed, most) in enumerate(zip(problem.speed, problem.memory, strict=True)):
+            at = np.flatnonzero(
+                (work <= each * speed)
+                & (before[lower] <= each * sum(problem.speed[:stage]))
+                & (before[-1] - before[upper] <= each * sum(problem.speed[stage + 1 :]))
+            )
+            size = floor.bytes(stage, at)
+            fits = size <= (inf if most is None else most)
+            at, size = at[fits], size[fits]
+            self._stages.append(_Arcs(lower[at], upper[at], floor.seconds(stage, at), size, floor.plain(stage, at)))
 
     def fastest(self, cap: float) -> tuple[float, Cuts]:
         """The least seconds when no stage has more than `cap` bytes, and the cuts; none if there are none."""
-        costs = [np.where(size <= cap, cost, inf) for size, cost in zip(self._bytes, self._seconds, strict=True)]
-        seconds, cuts = self._path(costs, np.maximum)
-        return self._with_loose(costs, seconds, cuts) if cuts and self.loose else (seconds, cuts)
+        stages = self._stages if cap == inf else [arcs.only(arcs.size <= cap) for arcs in self._stages]
+        seconds, cuts = self._path(stages, [arcs.seconds for arcs in stages], np.maximum)
+        return self._with_loose(stages, seconds, cuts) if cuts and self.loose else (seconds, cuts)
 
-    def _with_loose(self, costs: Sequence[Floats], seconds: float, cuts: Cuts) -> tuple[float, Cuts]:
+    def _with_loose(self, stages: Sequence[_Arcs], seconds: float, cuts: Cuts) -> tuple[float, Cuts]:
         """The least step in which stages have time left for the loose blocks, too."""
         m, speeds = self.problem.microbatches, self.problem.speed
         extra = m * sum(self.loose)
-        plain = [self._floor.plain(stage) * speed for stage, speed in enumerate(speeds)]
 
         def fits(step: float) -> Cuts:
-            allowed = [np.where(cost <= step, used, inf) for cost, used in zip(costs, plain, strict=True)]
-            used, found = self._path(allowed, np.add)
+            some = [arcs.only(arcs.seconds <= step) for arcs in stages]
+            plain = [arcs.plain * speed for arcs, speed in zip(some, speeds, strict=True)]
+            used, found = self._path(some, plain, np.add)
             return found if used + extra <= step * sum(speeds) else ()
 
         low = max(seconds, m * max(self.loose) / max(speeds))
@@ -128,79 +156,71 @@ class _Paths:
 
     def near(self, known: float, most: int) -> tuple[list[Cuts], float]:
         """The cuts of all splits up to the highest level of which they are no more than `most`, and the next level."""
-        levels = np.unique(np.concatenate([cost[cost < known] for cost in self._seconds]))
+        second, byte = self.problem.rates
+        fast, _ = self._path(self._stages, [arcs.seconds for arcs in self._stages], np.maximum)
+        small, _ = self._path(self._stages, [arcs.size for arcs in self._stages], np.maximum)
+        stages = []
+        for arcs in self._stages:  # what each says of the objective, in place of the seconds alone
+            worth = np.maximum(arcs.seconds * second + small * byte, fast * second + arcs.size * byte)
+            stages.append(replace(arcs, seconds=worth).only(worth < known))
+        levels = np.unique(np.concatenate([arcs.seconds for arcs in stages]))
         low, high = -1, len(levels) - 1
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if self._ways(levels[middle]) <= most else (low, middle - 1)
+            low, high = (middle, high) if self._ways(stages, levels[middle]) <= most else (low, middle - 1)
         beyond = float(levels[low + 1]) if low + 1 < len(levels) else known
         if low < 0:
             return [], beyond
-        arcs = [cost <= levels[low] for cost in self._seconds]
-        ends = [np.arange(self.space.size) == self.space.size - 1]  # from where there is a way to the end
-        for each in reversed(arcs):
-            reached = np.bincount(self._lower[each & ends[0][self._upper]], minlength=self.space.size)
-            ends.insert(0, reached > 0)
+        stages = [arcs.only(arcs.seconds <= levels[low]) for arcs in stages]
+        ends = np.arange(self.space.size) == self.space.size - 1  # from where there is a way to the end
+        good: list[_Arcs] = []
+        for arcs in reversed(stages):
+            good.insert(0, arcs.only(ends[arcs.upper]))
+            ends = np.bincount(good[0].lower, minlength=self.space.size) > 0
         found: list[Cuts] = [()]
-        for each, end in zip(arcs, ends[1:], strict=True):
-            good = each & end[self._upper]
-            found = [
-                (*cuts, int(cut))
-                for cuts in found
-                for cut in self._upper[good & (self._lower == (cuts[-1] if cuts else 0))]
-            ]
+        for arcs in good:
+            found = [(*cuts, int(cut)) for cuts in found for cut in arcs.upper[arcs.lower == (cuts[-1] if cuts else 0)]]
         return found, beyond
 
-    def _ways(self, level: float) -> float:
+    def _ways(self, stages: Sequence[_Arcs], level: float) -> float:
         """How many splits have no stage above a level."""
         ways: NDArray[Any] = np.zeros(self.space.size)
         ways[0] = 1.0
-        for cost in self._seconds:
-            ways = np.bincount(self._upper, ways[self._lower] * (cost <= level), self.space.size)
+        for arcs in stages:
+            ways = np.bincount(arcs.upper, ways[arcs.lower] * (arcs.seconds <= level), self.space.size)
         return float(ways[-1])
 
     def peak(self, cuts: Cuts) -> float:
         """Bytes of the fullest stage."""
-        stages = zip(self._bytes, (0, *cuts), cuts, strict=False)
+        stages = zip(self._stages, (0, *cuts), cuts, strict=False)
         return max(
-            (float(size[(self._lower == low) & (self._upper == up)][0]) for size, low, up in stages if low != up),
+            (float(each.size[(each.lower == low) & (each.upper == up)][0]) for each, low, up in stages if low != up),
             default=0.0,
         )
 
-    @cached_property
+    @property
     def sizes(self) -> list[float]:
         """All bytes that a stage may have, ascending."""
-        found: list[float] = np.unique(np.concatenate([np.zeros(1), *self._bytes])).tolist()
+        found: list[float] = np.unique(np.concatenate([np.zeros(1), *(arcs.size for arcs in self._stages)])).tolist()
         return found
 
-    @cached_property
-    def _bytes(self) -> list[Floats]:
-        return [self._floor.bytes(stage) for stage in range(self.problem.stages)]
-
-    @cached_property
-    def _seconds(self) -> list[Floats]:
-        """What each arc says as each stage; infinite if it does not fit the device."""
-        return [
-            np.where(self._bytes[stage] <= (inf if most is None else most), self._floor.seconds(stage), inf)
-            for stage, most in enumerate(self.problem.memory)
-        ]
-
-    def _path(self, costs: Sequence[Floats], join: np.ufunc) -> tuple[float, Cuts]:
+    def _path(self, stages: Sequence[_Arcs], costs: Sequence[Floats], join: np.ufunc) -> tuple[float, Cuts]:
         """The least of what `join` makes of one arc for each stage, and the cuts; infinity and none without a way."""
         tables = [np.full(self.space.size, inf)]
         tables[0][0] = 0.0
-        reached, starts = np.unique(self._upper, return_index=True)
-        for cost in costs:
+        for arcs, cost in zip(stages, costs, strict=True):
             row = np.full(self.space.size, inf)
-            if len(starts):
-                row[reached] = np.minimum.reduceat(join(tables[-1][self._lower], cost), starts)
+            if len(cost):
+                reached, starts = np.unique(arcs.upper, return_index=True)
+                row[reached] = np.minimum.reduceat(join(tables[-1][arcs.lower], cost), starts)
             tables.append(np.minimum(row, tables[-1]) if self.loose else row)  # a stage may be of loose blocks alone
         if not np.isfinite(tables[-1][-1]):
             return inf, ()
         cuts = [self.space.size - 1]
         for stage in reversed(range(1, len(costs))):
-            start, stop = (int(np.searchsorted(self._upper, cuts[-1], side=side)) for side in ("left", "right"))
-            each = join(tables[stage][self._lower[start:stop]], costs[stage][start:stop])
+            arcs = stages[stage]
+            start, stop = (int(np.searchsorted(arcs.upper, cuts[-1], side=side)) for side in ("left", "right"))
+            each = join(tables[stage][arcs.lower[start:stop]], costs[stage][start:stop])
             stays = self.loose and tables[stage][cuts[-1]] <= each.min(initial=inf)
-            cuts.append(cuts[-1] if stays else int(self._lower[start + int(np.argmin(each))]))
+            cuts.append(cuts[-1] if stays else int(arcs.lower[start + int(np.argmin(each))]))
         return float(tables[-1][-1]), tuple(reversed(cuts))

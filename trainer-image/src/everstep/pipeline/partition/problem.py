@@ -89,11 +89,15 @@ class Problem:
         each = sum(self.in_flight) / self.stages
         return (parameters * (1 + self.words) + activation * each) / self.ranks or 1.0
 
-    def objective(self, seconds: float, peak: float) -> float:
+    @cached_property
+    def rates(self) -> tuple[float, float]:
+        """What a second of the step, and a byte of the fullest rank, add to the objective."""
         if not self.memory_weight:
-            return seconds
-        weight = self.memory_weight
-        return (1 - weight) * seconds / self.time_scale + weight * peak / self.memory_scale
+            return 1.0, 0.0
+        return (1 - self.memory_weight) / self.time_scale, self.memory_weight / self.memory_scale
+
+    def objective(self, seconds: float, peak: float) -> float:
+        return self.rates[0] * seconds + self.rates[1] * peak
 
     def judge(self, stages: Sequence[int]) -> Judged:
         """What a split is worth; `stages`: of each block."""

@@ -13,6 +13,7 @@ from everstep.pipeline.schedules import Schedule, simulate
 ACTIONS = 300_000  # for one plan so many actions are simulated, and nodes put together, at most: seconds
 SIGHTS = 600  # and so many splits
 FEW = 400  # splits that are all simulated
+NEAR = 1e-3  # a split so little above the bound is not made better
 
 Split = tuple[int, ...]  # the stage of each block
 
@@ -26,6 +27,7 @@ class Referee:
         self.problem = problem
         self._graph, self._schedule, self._devices, self._links = graph, schedule, devices, links
         self._seen: dict[Split, Judged] = {}
+        self.best = inf  # the least objective that was seen
         each = sum(map(len, schedule.ranks)) + len(graph.nodes)
         #: As many splits as are simulated in a second or so.
         self.sights = max(32, min(FEW, ACTIONS // (2 * each)))
@@ -40,7 +42,8 @@ class Referee:
         """Seconds of a step and bytes of the fullest rank; the objective is infinite if a rank has too many."""
         if split not in self._seen:
             self._left -= 1
-            self._seen[split] = self._simulate(split)
+            self._seen[split] = seen = self._simulate(split)
+            self.best = min(self.best, seen.objective)
         return self._seen[split]
 
     def order(self, split: Split) -> tuple[float, float, float]:
@@ -60,16 +63,21 @@ class Referee:
         return Judged(result.makespan, max(held), objective, over)
 
 
-def climb(referee: Referee, splits: Sequence[Split], best: int) -> list[Split]:
-    """The best of `splits` and of what single moves make of the best of them, best first; only what fits."""
+def climb(referee: Referee, splits: Sequence[Split], best: int, bound: float) -> list[Split]:
+    """The best of `splits` and of what single moves make of the best of them, best first; only what fits. `bound`: what
+    the objective of every split is at least."""
     known: dict[Split, tuple[float, float, float]] = {}
     few = max(best, 2 * referee.problem.stages)
+
+    def done() -> bool:
+        return referee.tired or referee.best <= bound * (1 + NEAR)
+
     for split in splits:  # all, if the referee can see all and still move the best of them
-        if len(known) < few or (len(splits) <= FEW and not referee.tired):
+        if len(known) < few or (len(splits) <= FEW and not done()):
             known[split] = referee.see(split).order
     for start in sorted(known, key=lambda each: known[each])[:best]:
         here = start
-        while not referee.tired:
+        while not done():
             steps = {step: referee.see(step).order for step in _steps(referee, here)}
             known |= steps
             if not steps or min(steps.values()) >= known[here]:

@@ -252,9 +252,10 @@ class _Arcs:
             cuts[head + self._onward(rows, cost, stage, cut)] = None
         return list(cuts)[:count]
 
-    def _of(self, cost: Callable[[int], Floats], stage: int) -> Floats:
-        each = cost(stage)[self.index]
-        return each if self._keep is None else np.where(self._keep[stage], each, inf)
+    def _of(self, cost: Callable[[int], Floats], stage: int, at: Indices | slice = slice(None)) -> Floats:
+        """Costs as one stage of the arcs `at`; infinite where they cannot be it."""
+        each = cost(stage)[self.index[at]]
+        return each if self._keep is None else np.where(self._keep[stage][at], each, inf)
 
     def _forward(self, cost: Callable[[int], Floats], join: np.ufunc) -> list[Floats]:
         """tables[i][d]: the least cost of downset d in i stages."""
@@ -274,9 +275,7 @@ class _Arcs:
         cuts = [cut]
         for stage in reversed(range(1, stages)):
             start, stop = (int(np.searchsorted(self.upper, cuts[-1], side=side)) for side in ("left", "right"))
-            each = cost(stage)[self.index[start:stop]]
-            if self._keep is not None:
-                each = np.where(self._keep[stage][start:stop], each, inf)
+            each = self._of(cost, stage, slice(start, stop))
             cuts.append(int(self.lower[start + int(np.argmin(tables[stage][self.lower[start:stop]] + each))]))
         return tuple(reversed(cuts))
 
@@ -284,7 +283,7 @@ class _Arcs:
         cuts: list[int] = []
         for following in range(stage + 1, self.stages):
             arcs = np.flatnonzero(self.lower == cut)
-            each = self._of(cost, following)[arcs]
+            each = self._of(cost, following, arcs)
             cut = int(self.upper[arcs[int(np.argmin(rows[following][self.upper[arcs]] + each))]])
             cuts.append(cut)
         return tuple(cuts)

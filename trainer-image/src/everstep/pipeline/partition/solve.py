@@ -71,7 +71,7 @@ def partition(
     found, _ = search(problem)
     referee = Referee(graph, problem, order, devices, links)
     least = Limit(problem, min((referee.see(each).objective for each in found[:1]), default=inf), DOWNSETS)
-    ranked = climb(referee, [*([least.split] if least.split else []), *found], best)
+    ranked = climb(referee, [*([least.split] if least.split else []), *found], best, least.bound)
     known = min((referee.see(each).objective for each in ranked[:1]), default=inf)
     near, bound = least.near(known, referee.sights)
     ranked = sorted({*ranked, *(each for each in near if not referee.see(each).over)}, key=referee.order)[:best]

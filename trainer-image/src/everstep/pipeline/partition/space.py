@@ -6,8 +6,10 @@ A split into stages is a chain of downsets: what is done before each cut. All do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Generic, ParamSpec
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +18,21 @@ from everstep.pipeline.partition.blocks import Blocks, Value
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
+Place = tuple[slice, slice] | tuple[NDArray[Any], NDArray[Any]]
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True)
+class Joined(Generic[P]):
+    """What `join` makes of all that `weight` gives; `empty` where there is nothing."""
+
+    weight: Callable[P, float]
+    join: np.ufunc = np.add
+    empty: float = 0.0
+
+    def add(self, table: Floats, place: Place, cost: float) -> None:
+        if cost or self.join is not np.add:
+            table[place] = self.join(table[place], cost)
 
 
 class Space:
@@ -54,18 +71,32 @@ class Space:
     def between(self, of_block: Callable[[int], float]) -> Floats:
         """The sum over the blocks of each pair."""
         each = np.array([of_block(index) for index in range(len(self.blocks.blocks))])
-        total: Floats = self.holds @ each
+        total = self.total(each)
         return total[self.upper] - total[self.lower]
 
-    def incoming(self, weight: Callable[[Value], float], join: np.ufunc = np.add, empty: float = 0.0) -> Floats:
-        """The sum, or what `join` makes, of the values that each pair receives from the smaller downset; `empty` where
-        there are none."""
-        found = np.full((self.size, self.size), empty)
+    def total(self, of_block: Floats) -> Floats:
+        """The sum over the blocks of each downset."""
+        found: Floats = self._numbers @ of_block
+        return found
+
+    @cached_property
+    def _numbers(self) -> Floats:
+        return self.holds.astype(np.float64)
+
+    def incoming(self, weight: Callable[[Value], float]) -> Floats:
+        """The sum over the values that each pair receives from the smaller downset."""
+        return self.received([Joined(weight)])[0]
+
+    def received(self, wanted: Sequence[Joined[[Value]]]) -> list[Floats]:
+        """What is wanted, of the values that each pair receives from the smaller downset."""
+        found = [np.full((self.size, self.size), each.empty) for each in wanted]
         for value in self.blocks.values:
-            cost = weight(value)
-            if cost or join is not np.add:
-                self._add_used(found, value.consumers, cost, self.holds[:, value.producer], join)
-        return self._of_pairs(found)
+            costs = [each.weight(value) for each in wanted]
+            if any(costs):
+                for place in self._used(value.consumers, self.holds[:, value.producer]):
+                    for each, cost, table in zip(wanted, costs, found, strict=True):
+                        each.add(table, place, cost)
+        return [self._of_pairs(each) for each in found]
 
     def outgoing(self, weight: Callable[[Value], float]) -> Floats:
         """The sum over the values that each pair gives to what is not in the larger downset."""
@@ -74,17 +105,20 @@ class Space:
             if cost := weight(value):
                 here = self.holds[:, value.producer]
                 open_ = here & ~self.holds[:, list(value.consumers)].all(axis=1)
-                _add(found, open_, ~here, cost)
+                if (place := _place(open_, ~here)) is not None:
+                    found[place] += cost
         return self._of_pairs(found)
 
-    def onward(self, weight: Callable[[Value, int], float], join: np.ufunc, empty: float) -> Floats:
-        """What `join` makes of all values that each pair gives and the blocks outside of it that use them."""
-        found = np.full((self.size, self.size), empty)
+    def onward(self, wanted: Sequence[Joined[[Value, int]]]) -> list[Floats]:
+        """What is wanted, of the values that each pair gives and the blocks outside of it that use them."""
+        found = [np.full((self.size, self.size), each.empty) for each in wanted]
         for value in self.blocks.values:
             here = self.holds[:, value.producer]
             for consumer in value.consumers:
-                _add(found, here & ~self.holds[:, consumer], ~here, weight(value, consumer), join)
-        return self._of_pairs(found)
+                if (place := _place(here & ~self.holds[:, consumer], ~here)) is not None:
+                    for each, table in zip(wanted, found, strict=True):
+                        each.add(table, place, each.weight(value, consumer))
+        return [self._of_pairs(each) for each in found]
 
     @cached_property
     def shared(self) -> Floats:
@@ -95,25 +129,21 @@ class Space:
                 users.setdefault(number, []).append(index)
         found = np.zeros((self.size, self.size))
         for number, blocks in users.items():
-            self._add_used(found, blocks, self.blocks.shared[number], np.ones(self.size, bool))
+            for place in self._used(blocks, np.ones(self.size, bool)):
+                found[place] += self.blocks.shared[number]
         return self._of_pairs(found)
 
     def _of_pairs(self, found: Floats) -> Floats:
         of_pairs: Floats = found[self._inside]
         return of_pairs
 
-    def _add_used(
-        self,
-        found: Floats,
-        users: Sequence[int],
-        cost: float,
-        there: NDArray[np.bool_],
-        join: np.ufunc = np.add,
-    ) -> None:
-        """Adds to all pairs where the larger downset holds more of `users` than the smaller one does."""
+    def _used(self, users: Sequence[int], there: NDArray[np.bool_]) -> Iterator[Place]:
+        """All pairs where the larger downset holds more of `users` than the smaller one does, which is one of `there`;
+        each pair once."""
         count = self.holds[:, list(users)].sum(axis=1)
         for level in np.unique(count[there & (count < len(users))]):
-            _add(found, count > level, there & (count == level), cost, join)
+            if (place := _place(count > level, there & (count == level))) is not None:
+                yield place
 
     def stages(self, cuts: Sequence[int]) -> tuple[int, ...]:
         """The stage of each block; `cuts`: the downsets after each stage, the last one holds all."""
@@ -123,18 +153,16 @@ class Space:
         return tuple(int(each) for each in stage)
 
 
-def _add(
-    found: Floats, rows: NDArray[np.bool_], columns: NDArray[np.bool_], cost: float, join: np.ufunc = np.add
-) -> None:
+def _place(rows: NDArray[np.bool_], columns: NDArray[np.bool_]) -> Place | None:
+    """Where both are true in a table."""
     first, second = np.flatnonzero(rows), np.flatnonzero(columns)
-    if len(first) and len(second):
-        # Of one order all are ranges, which numpy adds to ten times as fast.
-        if first[-1] - first[0] < len(first) and second[-1] - second[0] < len(second):
-            part = found[first[0] : first[-1] + 1, second[0] : second[-1] + 1]
-            join(part, cost, out=part)
-        else:
-            index = np.ix_(first, second)
-            found[index] = join(found[index], cost)
+    if not len(first) or not len(second):
+        return None
+    # Of one order all are ranges, in which numpy computes ten times as fast.
+    if first[-1] - first[0] < len(first) and second[-1] - second[0] < len(second):
+        return slice(first[0], first[-1] + 1), slice(second[0], second[-1] + 1)
+    rows_, columns_ = np.ix_(first, second)
+    return rows_, columns_
 
 
 def downsets(blocks: Blocks, limit: int) -> list[int] | None:
