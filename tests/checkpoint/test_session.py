@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -128,6 +129,42 @@ def test_an_error_in_the_script_is_not_delayed_and_what_was_filled_is_still_save
     while steps_in(folder) != [10]:
         assert time.monotonic() < until
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("code", [None, 0])
+def test_a_script_that_exits_well_waits_for_the_last_commit(folder: Path, code: int | None) -> None:
+    told: list[Event] = []
+
+    def script() -> None:
+        with session(folder) as ckpt:
+            ckpt.on("saved", told.append)
+            ckpt.track(model=Model())
+            ckpt.save(10)
+            sys.exit(code)
+
+    with pytest.raises(SystemExit):
+        script()
+    assert len(told) == 1
+
+
+def test_a_script_that_exits_because_it_failed_waits_for_nothing(folder: Path) -> None:
+    def script() -> None:
+        with session(folder) as ckpt:
+            ckpt.track(model=Model())
+            link = control.Link.connect(folder / "memory")
+            pid = link.pid
+            link.close()
+            ckpt.save(10)
+            os.kill(pid, signal.SIGSTOP)
+            stopped.append(pid)
+            sys.exit(1)
+
+    stopped: list[int] = []
+    began = time.monotonic()
+    with pytest.raises(SystemExit):
+        script()
+    assert time.monotonic() - began < 10  # it would have waited for 40 s
+    os.kill(stopped[0], signal.SIGCONT)
 
 
 def test_a_save_by_time_needs_no_step_count(folder: Path) -> None:

@@ -221,8 +221,8 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error the writer goes on by itself with what is filled; nobody waits for it.
-        self.close(wait=kind is None)
+        # After an error the writer goes on by itself with what is filled; nobody waits for it. sys.exit(0) is none.
+        self.close(wait=error is None or (isinstance(error, SystemExit) and not error.code))
 
     # ---- beginnings
 
