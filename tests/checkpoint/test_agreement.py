@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import socket
 import time
 from pathlib import Path
 
@@ -154,6 +155,23 @@ def large(rank: int) -> int:
 def test_a_message_may_be_of_any_size_and_leaves_nothing_when_it_is_removed() -> None:
     freed, same = run(2, large)
     assert freed == same > 3
+
+
+def on_two_machines(rank: int) -> str:
+    """A run that was not told where rank 0 is, on machines with names of their own."""
+    os.environ.pop("MASTER_ADDR", None)
+    os.environ["EVERSTEP_POD_IP"] = "127.0.0.2"  # what others are to be told of rank 0
+    socket.gethostname = lambda: f"machine-{rank}"
+    place = board()
+    if rank == 0:
+        place.leave("word", "heard")
+    assert place.read("word", 20.0) == "heard"
+    dist.barrier()
+    return str(place._store.host)
+
+
+def test_rank_0_is_found_on_another_machine_without_master_addr() -> None:
+    assert run(2, on_two_machines)[1] == "127.0.0.2"
 
 
 def strided(rank: int) -> list[int]:

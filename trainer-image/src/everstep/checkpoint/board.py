@@ -6,12 +6,14 @@ import datetime
 import json
 import os
 import secrets
+import socket
 import time
 import zlib
 from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from everstep.checkpoint import address
 from everstep.checkpoint.collectives import tell
 from everstep.checkpoint.errors import CheckpointError
 
@@ -78,13 +80,15 @@ class Shared:
     def open(cls, group: dist.ProcessGroup, timeout: float) -> Shared:
         """Collective over `group` (gloo): all ranks of the run. `timeout` in seconds, to connect."""
         limit = datetime.timedelta(seconds=timeout)
-        told: tuple[str, int, str] = ("", 0, "")
+        given = os.environ.get("MASTER_ADDR") or ""
+        told: tuple[str, str, int, str] = ("", "", 0, "")
         if dist.get_rank() == 0:
-            host = os.environ.get("MASTER_ADDR") or "localhost"
-            store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=limit)
-            told = (host, store.port, secrets.token_hex(16))
-        host, port, secret = tell(told, group)
+            store = dist.TCPStore(given or "localhost", 0, is_master=True, wait_for_workers=False, timeout=limit)
+            told = (given or address.host(), socket.gethostname(), store.port, secrets.token_hex(16))
+        host, machine, port, secret = tell(told, group)
         if dist.get_rank() != 0:
+            if not given and machine == socket.gethostname():
+                host = "localhost"  # it may have no network
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
         return cls(store, secret)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from everstep.checkpoint import placement
+from everstep.checkpoint.address import host
 from everstep.checkpoint.collectives import gather
 from everstep.checkpoint.peer_link import Address
 from everstep.checkpoint.topology import Topology
@@ -49,19 +50,3 @@ def meet(port: int, secret: str, topology: Topology, group: dist.ProcessGroup | 
 def domain() -> str:
     """What this node fails together with: EVERSTEP_FAILURE_DOMAIN (a rack, a zone), else the machine."""
     return os.environ.get(DOMAIN_VARIABLE) or os.environ.get("EVERSTEP_NODE_NAME") or socket.gethostname()
-
-
-def host() -> str:
-    """Under which address other nodes reach this one: the pod's, else the one that packets to rank 0 leave from."""
-    given = os.environ.get("EVERSTEP_POD_IP")
-    if given:
-        return given
-    master = os.environ.get("MASTER_ADDR") or "localhost"
-    for family, kind, protocol, _, address in socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM):
-        with socket.socket(family, kind, protocol) as probe:
-            try:
-                probe.connect(address)  # sends nothing
-            except OSError:
-                continue
-            return str(probe.getsockname()[0])
-    return socket.gethostname()

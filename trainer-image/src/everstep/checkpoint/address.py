@@ -1,0 +1,27 @@
+"""Under which address other nodes reach this one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+
+# Of networks that are nowhere (RFC 5737, RFC 3849): the way there is the way to anybody outside.
+_ANYBODY = ("192.0.2.1", "2001:db8::1")
+
+
+def host() -> str:
+    """The pod's, else the one that packets to rank 0 leave from: to anybody, where it is not known who that is."""
+    given = os.environ.get("EVERSTEP_POD_IP")
+    if given:
+        return given
+    rank0 = os.environ.get("MASTER_ADDR")
+    for target in [rank0] if rank0 else _ANYBODY:
+        for family, kind, protocol, _, address in socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM):
+            with socket.socket(family, kind, protocol) as probe, contextlib.suppress(OSError):
+                probe.connect(address)  # sends nothing
+                return str(probe.getsockname()[0])
+    with contextlib.suppress(OSError):  # no network: a name that only this machine knows, if it does
+        socket.getaddrinfo(socket.gethostname(), None)
+        return socket.gethostname()
+    return "localhost"
