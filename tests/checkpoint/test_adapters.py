@@ -5,15 +5,19 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from everstep.checkpoint.adapters import published  # noqa: E402
 from everstep.checkpoint.adapters.published import Published  # noqa: E402
 from everstep.checkpoint.candidates import candidates  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
@@ -141,3 +145,40 @@ def test_a_store_that_refuses_ends_no_training(tmp_path: Path, caplog: pytest.Lo
     (tmp_path / "store").write_text("a file where the folder should be")
     Published(tmp_path / "store").publish(write(tmp_path / "out", "1"), 1)
     assert "step 1 was not published" in caplog.text
+
+
+def test_what_a_network_mount_shows_late_is_waited_for(tmp_path: Path) -> None:
+    assert ranks.run(2, see_late, tmp_path) == [["rng_0", "share_0", "share_1"], ["rng_1", "share_1"]]
+
+
+def see_late(rank: int, folder: Path) -> list[str]:
+    path = folder / str(rank)
+    path.mkdir()
+    for name in (f"share_{rank}", f"rng_{rank}"):
+        (path / name).write_text("x")
+    if rank == 0:
+        threading.Timer(0.3, (path / "share_1").write_text, ("x",)).start()
+    Published(folder / "store").see(path, own="rng_*")
+    return sorted(each.name for each in path.iterdir())
+
+
+def test_shares_of_a_state_in_folders_that_nodes_do_not_share_are_refused_on_all_ranks(tmp_path: Path) -> None:
+    said = ranks.run(2, save_shares, tmp_path)
+    assert all("rank 1 has written" in why and "checkpoint-4/state/__1_0.distcp" in why for why in said), said
+    assert not (tmp_path / "store").exists()
+
+
+def save_shares(rank: int, folder: Path) -> str:
+    from everstep.checkpoint.adapters.huggingface import Checkpoints
+
+    published._STALE = 0.0
+    out = folder / f"out-{rank}"
+    for name in (f"state/__{rank}_0.distcp", f"rng_state_{rank}.pth"):
+        (out / "checkpoint-4" / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / "checkpoint-4" / name).write_text("x")
+    state = SimpleNamespace(global_step=4, is_world_process_zero=rank == 0)
+    try:
+        Checkpoints(folder / "store", out).on_save(None, state, None)
+    except CheckpointError as error:
+        return str(error)
+    return "published"

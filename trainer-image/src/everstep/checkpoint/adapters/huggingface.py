@@ -6,7 +6,8 @@
 
 The local folder is only a place to write: whether it is torn, or gone with its node, does not matter. With several
 nodes that do not share `out`, the random generators of other nodes than the first are not saved, as with the Trainer
-itself.
+itself; and where every rank writes its own share of the state (FSDP with sharded state, DeepSpeed), the first save is
+an error on all ranks, since nobody could ever go on from it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from everstep.checkpoint.adapters.published import Published
+
+_GENERATORS = "rng_state*.pth"
 
 
 class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers is not where types are checked
@@ -41,9 +43,8 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers is not
         return None if found is None else str(found)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
-        """The Trainer calls this on every rank when it has written a folder."""
-        if dist.is_available() and dist.is_initialized():
-            dist.barrier()  # the other ranks have written their generators' states too
+        """The Trainer calls this on every rank when it has written a folder. CheckpointError, see above."""
+        self._published.see(self._named(state.global_step), own=_GENERATORS)
         if state.is_world_process_zero:
             self._published.publish(self._named(state.global_step), state.global_step)
 

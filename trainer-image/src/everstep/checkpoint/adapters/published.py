@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
+from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +24,9 @@ from everstep.checkpoint.together import together
 
 _log = logging.getLogger("everstep.checkpoint")
 
+_STALE = 60.0  # seconds that a network mount may go on showing an old list of files
+_AGAIN = 0.2
+
 
 class Published:
     """A store of folders, for a run of any number of ranks; `keep_last` as in everstep.checkpointer."""
@@ -30,6 +35,29 @@ class Published:
         self.store: Store = open_store(store)
         self._keep_last = keep_last
         self._attempt: Attempt | None = None
+        self._group: dist.ProcessGroup | None = None
+
+    def see(self, path: Path, *, own: str) -> None:
+        """By all ranks, before rank 0 publishes what they have written to `path`: it must see all of their files.
+
+        `own`: a pattern for names of files that may be missing. CheckpointError, on all ranks, when others are.
+        """
+        group = self._all()
+        gather(None, group)  # all have written
+        mine = {name for name in _files(path) if not fnmatch(name, own)}
+        until = time.monotonic() + _STALE
+        while True:
+            seen = tell(_files(path), group)
+            unseen = gather(min(mine - seen, default=None), group)
+            if not any(unseen):
+                return
+            if tell(time.monotonic() >= until, group):
+                rank, name = next((rank, name) for rank, name in enumerate(unseen) if name)
+                raise CheckpointError(
+                    f"rank {rank} has written {path / name}, which rank 0 does not see: where each rank saves its own "
+                    "share of the state, all nodes must save to a folder that they share"
+                )
+            time.sleep(_AGAIN)
 
     def publish(self, path: Path, step: int) -> None:
         """By one rank: commits the folder as this step's checkpoint; training waits. One that is there already stays.
@@ -53,9 +81,7 @@ class Published:
 
         None when none was ever published; NoGoodCheckpoint when some were and none is good.
         """
-        group = None
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            group = dist.new_group(backend="gloo")
+        group = self._all()
         place = topology.find(group)
         bad: dict[str, str] = {}
         while True:
@@ -70,12 +96,22 @@ class Published:
             _log.warning("checkpoint %s is passed over: %s", key, why)
             bad[str(key)] = why
 
+    def _all(self) -> dist.ProcessGroup | None:
+        """All ranks, on the CPU; None for one process. Collective."""
+        if self._group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(backend="gloo")
+        return self._group
+
     def _fetch(self, key: Key, into: Path) -> str | None:
         try:
             folder.restore(self.store, into, key=key, replace=True)
         except (Damaged, Missing, NoFolder) as error:
             return str(error)
         return None
+
+
+def _files(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
 def _next(store: Store, bad: dict[str, str]) -> Key | None:
