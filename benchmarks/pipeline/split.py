@@ -1,0 +1,69 @@
+"""Splits of well-known models against those of others: `python -m benchmarks.pipeline.split [STAGES [MICROBATCHES]]`.
+
+Nothing is measured: times are counted operations (tests/pipeline/graphs), steps are simulated, and all are split for
+the same schedule.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from pathlib import Path
+
+from benchmarks.pipeline.baselines import BASELINES
+from everstep.pipeline.graph import Device, Graph, Link, stage_graph, uniform
+from everstep.pipeline.partition.blocks import contract, spread
+from everstep.pipeline.partition.solve import Candidate, partition
+from everstep.pipeline.schedules import make, simulate
+
+LINK = Link(25e9, 10e-6)
+GRAPHS = Path(__file__).parents[2] / "tests" / "pipeline" / "graphs"
+MODELS = sorted(path.stem for path in GRAPHS.glob("*.json"))
+
+
+@dataclass(frozen=True)
+class Row:
+    """Seconds of a simulated step; `took`: seconds of planning."""
+
+    model: str
+    nodes: int
+    best: Candidate
+    others: dict[str, float]
+    took: float
+
+
+@cache
+def graph(name: str) -> Graph:
+    return Graph.from_json((GRAPHS / f"{name}.json").read_text())
+
+
+def row(name: str, stages: int, microbatches: int, schedule: str = "1f1b") -> Row:
+    links = uniform(stages, LINK)
+    before = time.process_time()
+    best = partition(graph(name), stages, [Device()] * stages, links, microbatches, schedule=schedule)[0]
+    took = time.process_time() - before
+    blocks = contract(graph(name))
+    others = {}
+    for other, split in BASELINES.items():
+        stage_of = spread(blocks, split(blocks, stages))
+        order = make(schedule, stages, stages, microbatches)
+        whole = len(set(stage_of.values())) == stages
+        others[other] = simulate(order, stage_graph(graph(name), stage_of), None, links).makespan if whole else inf
+    return Row(name, len(graph(name).nodes), best, others, took)
+
+
+def main(stages: int = 4, microbatches: int = 16) -> None:
+    """A table for a page: steps of other splits, relative to everstep's, and how far that is from the best possible."""
+    print("| Model | Nodes | " + " | ".join(f"{name} split" for name in BASELINES) + " | at most above the best |")
+    print("| --- |" + " ---: |" * (len(BASELINES) + 2))
+    for name in MODELS:
+        found = row(name, stages, microbatches)
+        others = " | ".join(f"{found.others[other] / found.best.simulated:.3f}" for other in BASELINES)
+        print(f"| {name} | {found.nodes} | {others} | {found.best.gap:.1%} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
