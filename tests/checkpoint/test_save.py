@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +22,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 from everstep.checkpoint import planning
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import ALIGN, HEADER
+from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.planning import Plan
-from everstep.checkpoint.staging import Host
-from everstep.checkpoint.state.flat import flatten
+from everstep.checkpoint.slots import Slots
+from everstep.checkpoint.snapshot import Snapshots
+from everstep.checkpoint.staging import Host, sort
+from everstep.checkpoint.state.flat import flatten, of_optimizers
+from everstep.checkpoint.topology import Topology
 from tests.checkpoint.ranks import run
 
 pytestmark = pytest.mark.torch
@@ -193,3 +200,44 @@ def test_every_tensor_is_copied_bit_for_bit(threads: int, monkeypatch: pytest.Mo
     host.close()
     for target, source in zip(targets, SOURCES, strict=True):
         assert torch.equal(target.resolve_conj(), source.resolve_conj())
+
+
+class Recording(Host):
+    """Notes what it was told to be steady."""
+
+    def copy(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], steady: Sequence[bool] = ()
+    ) -> None:
+        super().copy(targets, sources)
+        self.steady = list(steady)
+
+
+def test_only_what_an_optimizer_holds_is_copied_while_training_goes_on(tmp_path: Path) -> None:
+    """The next forward pass changes the statistics of a BatchNorm; nobody knows what changes a copy of the weights."""
+    module = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.BatchNorm1d(64))
+    module, optimizer = trained(module)
+    objects: dict[str, object] = {"model": module, "optimizer": optimizer, "average": copy.deepcopy(module), "x": {}}
+    plan, tensors = plan_of(objects, 0, 1)
+    slots = Slots.create(tmp_path / "memory", 1)
+    slots.reserve(list(plan.sizes))
+    staging = Recording()
+    snapshots = Snapshots(slots, plan, Topology(0, 1, 0, 1, (0,)), "xxh3_64", staging, of_optimizers(objects, rank=0))
+    snapshots.take(slots[0], Key(Attempt(0, 1), 5), tensors)
+    staging.close()
+    steady = {box.tensor for box, kept in zip(plan.boxes, staging.steady, strict=True) if kept}
+    weights = {f"model.{name}" for name, _ in module.named_parameters()}
+    moments = {name for name in tensors if name.startswith("optimizer.")}
+    assert len(weights) == 4
+    assert len(moments) == 3 * 4
+    assert steady == weights | moments
+
+
+def test_what_is_steady_on_a_device_is_copied_beside_training_and_all_else_before() -> None:
+    sources = [torch.ones(2, device=device) for device in ("meta", "meta", "cpu")]
+    targets = [torch.zeros(2) for _ in sources]
+    assert [[id(to) for to, _ in each] for each in sort(targets, sources, [True, False, True])] == [
+        [id(targets[1])],
+        [id(targets[0])],
+        [id(targets[2])],
+    ]
+    assert [len(each) for each in sort(targets, sources, ())] == [2, 0, 1], "unless somebody says so, nothing is steady"

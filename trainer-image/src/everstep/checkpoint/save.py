@@ -21,7 +21,7 @@ from everstep.checkpoint.planning import Plan
 from everstep.checkpoint.slots import Record, Slot, Slots
 from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Staging
-from everstep.checkpoint.state.flat import Flat, coming, flatten
+from everstep.checkpoint.state.flat import Flat, coming, flatten, of_optimizers
 from everstep.checkpoint.topology import Topology
 
 _log = logging.getLogger("everstep.checkpoint")
@@ -190,6 +190,11 @@ class Saver:
         self._copying = None
         self._node.call("void", key=str(key), why=why)
 
+    def before_change(self) -> None:
+        """See Staging.before_change."""
+        if self._staging is not None:
+            self._staging.before_change()
+
     def close(self) -> None:
         if self._staging is not None:
             self._staging.close()
@@ -220,11 +225,12 @@ class Saver:
         if why is not None:
             _log.warning("no copy of another node's slots is kept here: %s", why)
         layout = self._slots.save_layout(plan.boxes)
+        steady = of_optimizers(self._objects, rank=topology.rank)
         # Only now: where there is no room for the new plan, all that belongs to the old one stays as it was.
         self.close()
         self._plan, self._layout = plan, layout
         self._staging = staging.choose(list(found[0].tensors.values()))
-        self._snapshots = Snapshots(self._slots, plan, topology, self._how.checksum, self._staging)
+        self._snapshots = Snapshots(self._slots, plan, topology, self._how.checksum, self._staging, steady)
         return found[0]
 
     def _absent(self) -> list[int]:

@@ -185,6 +185,13 @@ class Checkpointer:
         """
         return self._flying().save(step, deadline)
 
+    def before_change(self) -> None:
+        """To be called before anything but its own step() changes what a `torch.optim.Optimizer` holds.
+
+        On a GPU, what is computed next waits until the last save has copied that; it costs nothing otherwise.
+        """
+        self._flying().saver.before_change()
+
     def request(self, deadline: float | None = None) -> None:
         """Asks for a save at the next boundary, for all ranks; any one rank may, also in a signal's handler."""
         self._flying().request(deadline)

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -40,13 +40,17 @@ class Window:
 class Snapshots:
     """The windows of one rank, for one plan; all are made when the first is used."""
 
-    def __init__(self, slots: Slots, plan: Plan, topology: Topology, checksum: str, staging: Staging) -> None:
+    def __init__(
+        self, slots: Slots, plan: Plan, topology: Topology, checksum: str, staging: Staging, steady: Collection[str]
+    ) -> None:
+        """`steady`: names of tensors that nobody changes before the next step of an optimizer."""
         self._slots = slots
         self._plan = plan
         self._rank = topology.rank
         self._local = topology.local
         self._checksum = checksum
         self._staging = staging
+        self._steady = [index.fqn in steady for index in plan.items]
         self._windows: dict[int, Window] = {}
 
     def take(self, slot: Slot, key: Key, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -55,7 +59,7 @@ class Snapshots:
             self._windows = {each.number: self._open(each) for each in self._slots}
         window = self._windows[slot.number]
         window.head(part_header(key, self._rank, self._checksum))
-        self._staging.copy(window.targets, self._plan.sources(tensors))
+        self._staging.copy(window.targets, self._plan.sources(tensors), self._steady)
 
     def _open(self, slot: Slot) -> Window:
         size = self._plan.sizes[self._rank]

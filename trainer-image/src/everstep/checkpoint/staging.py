@@ -15,14 +15,21 @@ _PIECE = 4 << 20  # bytes that one thread copies at a time
 
 
 class Staging(Protocol):
-    """Copies the state of a step. Training may change it again once `copy` has returned."""
+    """Copies the state of a step. Training may go on once `copy` has returned."""
 
     def adopt(self, address: int, size: int) -> None:
         """Memory of a slot that copies will go to, before the first one does."""
         ...
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Begins to copy; both are of the same types and shapes."""
+    def copy(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], steady: Sequence[bool] = ()
+    ) -> None:
+        """Begins to copy; both are of the same types and shapes. `steady`: which sources nobody changes before the next
+        step of an optimizer; none of them by default."""
+        ...
+
+    def before_change(self) -> None:
+        """Whatever is computed next may change all of the state: it waits for the copy, this process does not."""
         ...
 
     def done(self, wait: bool = False) -> bool:
@@ -45,7 +52,9 @@ class Host:
     def adopt(self, address: int, size: int) -> None:
         pass
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], steady: Sequence[bool] = ()
+    ) -> None:
         moves: list[tuple[int, int, int]] = []
         for target, source in zip(targets, sources, strict=True):
             if all(_is_plain(each) for each in (target, source)) and target.dtype == source.dtype:
@@ -60,6 +69,9 @@ class Host:
             _move(moves)
             return
         list(self._pool.map(_move, _shares(moves, self._threads)))
+
+    def before_change(self) -> None:
+        pass
 
     def done(self, wait: bool = False) -> bool:
         return True
@@ -100,12 +112,14 @@ def _shares(moves: Sequence[tuple[int, int, int]], count: int) -> list[list[tupl
 class Cuda:
     """Copies from a GPU on a stream of its own into pinned slots, while the forward and backward passes go on.
 
-    Whoever changes the state next is the optimizer: before its step the GPU (not this process) waits for the copy.
+    What optimizers hold is next changed by their step: before it the GPU (not this process) waits for the copy. All
+    else, as the statistics of a BatchNorm, the next forward pass may change: training's own stream copies it, first.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._event: torch.cuda.Event | None = None
+        self._captured = False  # a step within a CUDA graph: when it is run, no hook is called
         self._pinned: list[int] = []
         self._host = Host()
         self._hook: RemovableHandle = torch.optim.optimizer.register_optimizer_step_pre_hook(self._before_step)
@@ -114,17 +128,25 @@ class Cuda:
         if torch.cuda.cudart().cudaHostRegister(address, size, 0).value == 0:
             self._pinned.append(address)  # where it cannot be pinned the copy is synchronous, and still right
 
-    def copy(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        on_host = [(to, from_) for to, from_ in zip(targets, sources, strict=True) if not from_.is_cuda]
-        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+    def copy(
+        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], steady: Sequence[bool] = ()
+    ) -> None:
+        now, later, on_host = sort(targets, sources, () if self._captured else steady)
+        training = torch.cuda.current_stream(self._stream.device)
+        for to, from_ in now:
+            to.copy_(from_, non_blocking=True)
+        self._stream.wait_stream(training)
         with torch.cuda.stream(self._stream):
-            for to, from_ in zip(targets, sources, strict=True):
-                if from_.is_cuda:
-                    to.copy_(from_, non_blocking=True)
-                    from_.record_stream(self._stream)
+            for to, from_ in later:
+                to.copy_(from_, non_blocking=True)
+                from_.record_stream(self._stream)
             self._event = torch.cuda.Event()
             self._event.record(self._stream)
         self._host.copy([to for to, _ in on_host], [from_ for _, from_ in on_host])
+
+    def before_change(self) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
 
     def done(self, wait: bool = False) -> bool:
         if self._event is None:
@@ -142,8 +164,24 @@ class Cuda:
                 torch.cuda.cudart().cudaHostUnregister(address)
 
     def _before_step(self, *_: Any) -> None:
-        if self._event is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
+        if torch.cuda.is_current_stream_capturing():
+            self._captured = True
+        else:
+            self.before_change()
+
+
+Pairs = list[tuple[torch.Tensor, torch.Tensor]]
+
+
+def sort(
+    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], steady: Sequence[bool]
+) -> tuple[Pairs, Pairs, Pairs]:
+    """What is copied before training goes on, beside it, and in main memory."""
+    now, later, on_host = Pairs(), Pairs(), Pairs()
+    for to, from_, kept in zip(targets, sources, steady or [False] * len(sources), strict=True):
+        where = on_host if from_.is_cpu else later if kept else now
+        where.append((to, from_))
+    return now, later, on_host
 
 
 def choose(tensors: Sequence[torch.Tensor]) -> Staging:

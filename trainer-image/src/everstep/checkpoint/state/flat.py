@@ -61,6 +61,21 @@ def coming(objects: Mapping[str, object], *, rank: int) -> dict[str, torch.Tenso
     return {name: leaf for kind in kinds if isinstance(kind, OptimizerObject) for name, leaf in kind.coming()}
 
 
+def of_optimizers(objects: Mapping[str, object], *, rank: int) -> frozenset[str]:
+    """Names of the tensors that only an optimizer's step changes: its state, and the parameters that it was given.
+
+    Nobody says so of others: a forward pass may change a buffer, and whatever trains them a parameter.
+    """
+    kinds = bind(objects, rank=rank)
+    optimizers = [kind for kind in kinds if isinstance(kind, OptimizerObject)]
+    trained = {id(param) for each in optimizers for param in each.params}
+    found = {name for each in optimizers for name, leaf in each.leaves() if is_tensor(leaf)}
+    for each in kinds:
+        if isinstance(each, Modules):
+            found |= {names.join(each.prefix, name) for name, param in each.parameters() if id(param) in trained}
+    return frozenset(found)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank behind a tensor. A DTensor has none of its own, even where the whole of it is here."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -37,9 +37,9 @@ class OptimizerObject:
     def __init__(self, prefix: str, optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
         self.prefix = prefix
         self._optimizer = optimizer
-        self._params: list[torch.Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
+        self.params: list[torch.Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
         # A parameter of no module is known by its place.
-        self._names = [known.get(id(each), f"#{i}") for i, each in enumerate(self._params)]
+        self._names = [known.get(id(each), f"#{i}") for i, each in enumerate(self.params)]
         if len(set(self._names)) != len(self._names):
             raise CheckpointError(f"{prefix}: two of its parameters have the same name; give each model its own name")
 
@@ -61,7 +61,7 @@ class OptimizerObject:
 
     def coming(self) -> Iterator[tuple[str, torch.Tensor]]:
         """A stand-in for each tensor of state that the first step will make."""
-        known = {id(each): name for each, name in zip(self._params, self._names, strict=True)}
+        known = {id(each): name for each, name in zip(self.params, self._names, strict=True)}
         for group in self._optimizer.param_groups:
             for param in group["params"]:
                 if param.requires_grad and not self._optimizer.state.get(param):
@@ -80,7 +80,7 @@ class OptimizerObject:
             live = dict(names.walk(held.get(place, {}), is_tensor))
             for name, tensor in tensors.items():
                 full = saved.full(names.join(_STATE, self._names[place], name))
-                made = self._target(self._params[place], name, tensor, live.get(name))
+                made = self._target(self.params[place], name, tensor, live.get(name))
                 if isinstance(made, str):
                     problems.append(f"{full} {made}")
                 else:
@@ -135,13 +135,13 @@ class OptimizerObject:
     def _undo_casts(self, state: dict[int, Any]) -> None:
         """load_state_dict casts state to its parameter's dtype: 32 bits beside a parameter of 16 would lose half."""
         for place, own in state.items():
-            live = self._optimizer.state.get(self._params[place], {})
+            live = self._optimizer.state.get(self.params[place], {})
             for key, value in own.items():
                 if key != _STEP and is_tensor(value) and value.dtype != live[key].dtype:
                     live[key] = value
 
     def _places(self, group: dict[str, Any]) -> list[int]:
-        where = {id(each): i for i, each in enumerate(self._params)}
+        where = {id(each): i for i, each in enumerate(self.params)}
         return [where[id(each)] for each in group["params"]]
 
     def _of_params(self, saved: Saved) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
