@@ -61,6 +61,22 @@ def test_ranks_save_at_the_same_steps_without_a_collective(pauses: list[float]) 
     assert run(3, skewed, pauses) == [list(range(3, 31, 3))] * 3
 
 
+def many(rank: int) -> int:
+    place = board()
+    saved_steps(Agreement(place, rank, 30.0), 1000, 0.0)
+    dist.barrier()
+    kept: int = place._store.num_keys()
+    dist.barrier()
+    return kept
+
+
+def test_decisions_that_all_ranks_know_are_not_kept() -> None:
+    assert max(run(2, many)) < 150
+    alone = Alone()
+    assert len(saved_steps(Agreement(alone, 0, 1.0), 1000)) == 333
+    assert len(alone._messages) + len(alone._counts) < 70
+
+
 def never_decides(rank: int) -> str:
     place = board()
     if rank == 0:

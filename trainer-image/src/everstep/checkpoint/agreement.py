@@ -7,6 +7,7 @@ reads it when it reaches the boundary, and learns there which step the next boun
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -17,6 +18,7 @@ PERIOD = 1.0  # seconds between two boundaries
 MOST_CALLS = 100  # between two boundaries: a run that slows down suddenly still asks soon
 
 _LOOK = 30.0
+_BLOCK = 32  # decisions that are taken from the board at a time
 
 
 @dataclass(frozen=True)
@@ -72,7 +74,7 @@ class Agreement:
         self._rank = rank
         self._patience = patience
         self._number = 0
-        self._start = 0  # how often they restarted
+        self._left: deque[int] = deque()  # rank 0: blocks of decisions that are on the board, and over for itself
         self._pace = Pace()
         self._made: Decision | None = None
 
@@ -84,8 +86,8 @@ class Agreement:
         """All ranks, between the same two steps: the next step is a boundary, and may be any. What rank 0 had decided
         about another one, which is void."""
         made, self._made = self._made, None
-        self._start += 1
-        self._number = self.boundary = 0
+        self.boundary = 0
+        self._pass()  # by a number that may be taken
         return made
 
     def arrive(self, step: int, choose: Choose, waiting: Callable[[float], None]) -> Decision | None:
@@ -100,10 +102,10 @@ class Agreement:
                 self._decide(step, choose)
         if step < self.boundary:
             return None
-        decision = self._made if self.leads else Decision(**self._await(self._name, waiting))
+        decision = self._made if self.leads else Decision(**self._await(f"d/{self._number}", waiting))
         assert decision is not None
         self._made = None
-        self._number += 1
+        self._pass()
         self.boundary = decision.next
         return decision
 
@@ -124,11 +126,23 @@ class Agreement:
 
     def _decide(self, step: int, choose: Choose) -> None:
         self._made = choose(step, self._pace.ahead())
-        self._board.leave(self._name, asdict(self._made))
+        self._board.leave(f"d/{self._number}", asdict(self._made))
 
-    @property
-    def _name(self) -> str:
-        return f"d/{self._start}/{self._number}"
+    def _pass(self) -> None:
+        """This decision is over for this rank. Now and then all say so, and rank 0 removes what is over for all."""
+        self._number += 1
+        block, rest = divmod(self._number, _BLOCK)
+        if rest:
+            return
+        if not self.leads:
+            self._board.count(f"over/{block - 1}", 1)
+            return
+        self._left.append(block - 1)
+        while self._left and self._board.count(f"over/{self._left[0]}") == self._board.ranks - 1:
+            over = self._left.popleft()
+            for number in range(over * _BLOCK, (over + 1) * _BLOCK):
+                self._board.remove(f"d/{number}")
+            self._board.remove(f"over/{over}")
 
     def busy(self) -> None:
         """Rank 0, now and then while it waits for a store: it lives, and the others' patience begins anew."""

@@ -28,6 +28,11 @@ class AgreementLost(CheckpointError):
 class Board(Protocol):
     """Messages by name; each is left once and stays until it is removed. Everything may raise AgreementLost."""
 
+    @property
+    def ranks(self) -> int:
+        """How many have this board."""
+        ...
+
     def leave(self, name: str, message: Any) -> None:
         """Leaves a message (anything that JSON can write, of any size)."""
         ...
@@ -37,7 +42,7 @@ class Board(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Nobody will read this message any more, if it was ever left."""
+        """Nobody will read this message any more, if it was ever left, or this counter."""
         ...
 
     def count(self, name: str, more: int = 0) -> int:
@@ -47,6 +52,8 @@ class Board(Protocol):
 
 class Alone:
     """The board of a run with one process."""
+
+    ranks = 1
 
     def __init__(self) -> None:
         self._messages: dict[str, Any] = {}
@@ -60,6 +67,7 @@ class Alone:
 
     def remove(self, name: str) -> None:
         self._messages.pop(name, None)
+        self._counts.pop(name, None)
 
     def count(self, name: str, more: int = 0) -> int:
         self._counts[name] = self._counts.get(name, 0) + more
@@ -72,7 +80,8 @@ class Shared:
     Names begin with a secret that is told by one broadcast, since a TCPStore asks nobody who they are.
     """
 
-    def __init__(self, store: dist.TCPStore, secret: str) -> None:
+    def __init__(self, store: dist.TCPStore, secret: str, ranks: int) -> None:
+        self.ranks = ranks
         self._store = store
         self._secret = secret
 
@@ -90,7 +99,7 @@ class Shared:
             if not given and machine == socket.gethostname():
                 host = "localhost"  # it may have no network
             store = dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
-        return cls(store, secret)
+        return cls(store, secret, dist.get_world_size(group))
 
     def leave(self, name: str, message: Any) -> None:
         full, data = f"{self._secret}/{name}", json.dumps(message).encode()

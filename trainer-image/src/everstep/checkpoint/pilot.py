@@ -249,6 +249,7 @@ class Pilot:
         while self._notes < there:
             self._notes += 1
             note = self.board.read(f"n/{self._notes}", 5.0)  # it is counted before it is left
+            self.board.remove(f"n/{self._notes}")
             if note is None:
                 continue
             if note["kind"] == "asked":
