@@ -10,8 +10,8 @@ from everstep.pipeline.partition.blocks import spread
 from everstep.pipeline.partition.problem import Judged, Problem
 from everstep.pipeline.schedules import Schedule, simulate
 
-ACTIONS = 300_000  # for one plan so many actions are simulated, and nodes put together, at most: seconds
-SIGHTS = 600  # and so many splits
+ACTIONS = 300_000  # for one plan so many actions and messages are simulated, and nodes put together: seconds
+SIGHTS = 32, 600  # but no fewer, and no more splits
 FEW = 400  # splits that are all simulated
 NEAR = 1e-3  # a split so little above the bound is not made better
 
@@ -28,20 +28,20 @@ class Referee:
         self._graph, self._schedule, self._devices, self._links = graph, schedule, devices, links
         self._seen: dict[Split, Judged] = {}
         self.best = inf  # the least objective that was seen
-        each = sum(map(len, schedule.ranks)) + len(graph.nodes)
+        self._each = sum(map(len, schedule.ranks)) + len(graph.nodes)
         #: As many splits as are simulated in a second or so.
-        self.sights = max(32, min(FEW, ACTIONS // (2 * each)))
-        self._left = max(32, min(SIGHTS, ACTIONS // each))
+        self.sights = max(SIGHTS[0], min(FEW, ACTIONS // (2 * self._each)))
+        self._left = ACTIONS
 
     @property
     def tired(self) -> bool:
         """Whether enough was simulated."""
-        return self._left <= 0
+        fewest, most = SIGHTS
+        return len(self._seen) >= most or (self._left <= 0 and len(self._seen) >= fewest)
 
     def see(self, split: Split) -> Judged:
         """Seconds of a step and bytes of the fullest rank; the objective is infinite if a rank has too many."""
         if split not in self._seen:
-            self._left -= 1
             self._seen[split] = seen = self._simulate(split)
             self.best = min(self.best, seen.objective)
         return self._seen[split]
@@ -51,6 +51,7 @@ class Referee:
 
     def _simulate(self, split: Split) -> Judged:
         graph = stage_graph(self._graph, spread(self.problem.blocks, split))
+        self._left -= self._each + 2 * len(graph.edges) * self._schedule.microbatches
         result = simulate(self._schedule, graph, self._devices, self._links)
         held = [kept + waiting for kept, waiting in zip(result.peak, result.waiting, strict=True)]
         for stage, rank in enumerate(self._schedule.placement):

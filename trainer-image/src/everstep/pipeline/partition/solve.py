@@ -13,6 +13,7 @@ from everstep.pipeline.graph import Device, Graph, Links
 from everstep.pipeline.partition import certificate
 from everstep.pipeline.partition.blocks import Blocks, contract, spread
 from everstep.pipeline.partition.limit import Limit
+from everstep.pipeline.partition.narrow import by_work, cuts_of, heaviest, near
 from everstep.pipeline.partition.orders import orders
 from everstep.pipeline.partition.problem import NOWHERE, OPTIMIZER_WORDS, Hop, Problem
 from everstep.pipeline.partition.refine import FEW, Referee, climb
@@ -23,6 +24,7 @@ WEIGHTS: dict[str, float] = {"speed": 0.0, "memory": 0.8}
 DOWNSETS = 2500  # as many as are searched at once; their pairs are half of its square
 EXACT = 400  # up to so many, splits are searched to the last: above, to a thousandth
 QUESTIONS = 60
+ENOUGH = 1e-3  # what neighbours of the cuts must gain, or they are not looked at again
 
 
 @dataclass(frozen=True)
@@ -138,17 +140,16 @@ def problem_of(
 def search(problem: Problem) -> tuple[list[tuple[int, ...]], float]:
     """Good splits by the surrogate (the stage of each block), best first, and a bound of the objective.
 
-    Exact over all downsets while they are few, else over the prefixes of some orders and the neighbours of what was
-    cut. The list is empty if no split was found that fits.
+    Exact over all downsets while they are few, else over some prefixes of some orders, and then over all that are near
+    what was cut, and its neighbours. The list is empty if no split was found that fits.
     """
     from everstep.pipeline.partition.search import Search
     from everstep.pipeline.partition.space import Space, downsets, neighbours, prefixes
 
     everything = downsets(problem.blocks, DOWNSETS)
-    pool = set(everything or ())
-    if everything is None:
-        for order in orders(problem.blocks):
-            pool.update(prefixes(order))
+    lines = [] if everything else [prefixes(order) for order in orders(problem.blocks)]
+    step = -(-sum(map(len, lines)) // DOWNSETS)
+    pool = set(everything or (each for line in lines for each in line[::step]))
     found: dict[tuple[int, ...], tuple[float, float, float]] = {}
 
     def run(variant: Problem, space: Space) -> float:
@@ -159,22 +160,28 @@ def search(problem: Problem) -> tuple[list[tuple[int, ...]], float]:
             found[stages] = problem.judge(stages).order
         return outcome.bound
 
-    space = Space(problem.blocks, pool)
-    bound = run(problem, space)
+    known = inf
+    if len(pool) > EXACT:  # then pairs that are dearer than all of a split that is known are not looked at
+        first = by_work(problem)
+        pool |= cuts_of(first)
+        known = problem.judge(first).objective
+        if known < inf:
+            found[first] = problem.judge(first).order
+    space = Space(problem.blocks, pool, heaviest(problem, known))
+    bound = min(known, run(problem, space))
     if everything is not None:
         for cuts in Search(space, problem).every(FEW):
             found[space.stages(cuts)] = problem.judge(space.stages(cuts)).order
-    while everything is None and found:
-        best = min(found, key=lambda each: found[each])
-        places = {sum(1 << block for block, at in enumerate(best) if at < stage) for stage in range(1, problem.stages)}
-        grown = pool.union(*(neighbours(problem.blocks, cut) for cut in places), places)
-        before, pool = found[best], grown
-        space = Space(problem.blocks, pool)
-        run(problem, space)
-        if min(found.values()) >= before:
-            break
     for variant in _variants(problem):
         run(variant, space)
+    while everything is None and found:
+        best = min(found, key=lambda each: found[each])
+        over, known, _ = found[best]
+        places = cuts_of(best)
+        pool = places.union(near(problem, lines, best), *(neighbours(problem.blocks, cut) for cut in places))
+        run(problem, Space(problem.blocks, pool, heaviest(problem, known)))
+        if min(found.values()) >= (over, known * (1 - ENOUGH)):
+            break
     if everything is None or problem.ranks < problem.stages:
         bound = certificate.bound(problem)
     return sorted(found, key=lambda each: found[each]), bound

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import Any, Generic, ParamSpec
 
 import numpy as np
@@ -38,10 +39,11 @@ class Joined(Generic[P]):
 class Space:
     """Downsets, smallest first (the first is empty, the last holds all), and the pairs where one lies in another.
 
-    An array over pairs is ordered by the larger downset; the blocks between the two are a possible stage.
+    An array over pairs is ordered by the larger downset; the blocks between the two are a possible stage. Pairs with
+    more than `most` seconds of work between them are left out.
     """
 
-    def __init__(self, blocks: Blocks, downsets: Iterable[int]) -> None:
+    def __init__(self, blocks: Blocks, downsets: Iterable[int], most: float = inf) -> None:
         self.blocks = blocks
         self.downsets = sorted(
             set(downsets) | {0, (1 << len(blocks.blocks)) - 1}, key=lambda each: (each.bit_count(), each)
@@ -55,6 +57,9 @@ class Space:
         # Counts below 2**24 are exact in float32, whose product is the fastest way to compare all with all.
         numbers = self.holds.astype(np.float32)
         self._inside = (numbers @ numbers.T >= sizes[None, :]) & (sizes[None, :] < sizes[:, None])
+        if most < inf:
+            work = self.total(np.array([block.work for block in blocks.blocks]))
+            self._inside &= work[:, None] - work[None, :] <= most
         self.upper, self.lower = np.nonzero(self._inside)
         self._kept: dict[Hashable, Floats] = {}
 

@@ -1,0 +1,85 @@
+"""A plan of a large graph takes seconds, whatever its shape: of this thread, since others may work beside the test."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+
+from everstep.pipeline.graph import Device, Graph, Link, Node, uniform
+from everstep.pipeline.partition.solve import Candidate, partition
+
+Inputs = Iterator[Sequence[int]]  # of each node
+
+
+def chain(random_: random.Random) -> Inputs:
+    """With short skips, and some from anywhere before."""
+    index = 0
+    while True:
+        near = {index - 1} | ({index - 3} if index % 3 == 0 else set())
+        far = {random_.randrange(index)} if index and index % 50 == 0 else set()
+        yield [each for each in sorted(near | far) if each >= 0]
+        index += 1
+
+
+def cells(branches: int, depth: int) -> Callable[[random.Random], Inputs]:
+    """As of attention or Inception: branches that meet, one after the other, with a residual around them."""
+
+    def shape(_: random.Random) -> Inputs:
+        yield []
+        last = 0
+        while True:
+            for branch in range(branches):
+                for step in range(depth):
+                    yield [last + branch * depth + step if step else last]
+            end = last + branches * depth + 1
+            yield [last, *(last + (branch + 1) * depth for branch in range(branches))]
+            last = end
+
+    return shape
+
+
+def near(random_: random.Random) -> Inputs:
+    """Each node uses some of the twelve before it."""
+    index = 0
+    while True:
+        before = range(max(0, index - 12), index)
+        yield sorted(random_.sample(before, min(len(before), random_.choice((1, 1, 2, 3)))))
+        index += 1
+
+
+SHAPES = {"chain": chain, "attention": cells(3, 1), "inception": cells(4, 3), "near": near}
+
+
+def planned(shape: str, nodes: int) -> tuple[Candidate, float]:
+    """And how long it took."""
+    random_ = random.Random(1)
+    made = []
+    for index, inputs in zip(range(nodes), SHAPES[shape](random_), strict=False):
+        seconds = random_.lognormvariate(0, 1) * 1e-3
+        names = tuple(f"n{each}" for each in inputs)
+        made.append(Node(f"n{index}", names, seconds, seconds, seconds, 1 << 20, 1 << 20, random_.randint(1, 1 << 20)))
+    devices, links = [Device(memory=1 << 33)] * 8, uniform(8, Link(10e9, 1e-5))
+    before = time.thread_time()
+    best = partition(Graph(tuple(made)), 8, devices, links, 16)[0]
+    return best, time.thread_time() - before
+
+
+@pytest.mark.parametrize("shape", ["chain", "attention"])
+def test_three_hundred_nodes_take_less_than_a_second_or_two(shape: str) -> None:
+    assert planned(shape, 300)[1] < 2
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("shape", SHAPES)
+def test_two_thousand_nodes_take_five_seconds(shape: str) -> None:
+    best, took = planned(shape, 2000)
+    print(f"{shape}: {took:.2f} s, at most {best.gap:.1%} above the best")
+    assert took < 5
+
+
+@pytest.mark.chaos
+def test_a_long_chain_is_split_as_well_as_can_be() -> None:
+    assert planned("chain", 2000)[0].gap < 0.001
