@@ -539,7 +539,8 @@ def test_a_rank_that_is_killed_before_its_copy_is_named_and_nothing_is_committed
 def writer_is_killed_in_the_last_save(rank: int, folder: Path) -> None:
     os.environ["NODE_RANK"] = str(rank)
     memory = folder / f"memory-{rank}"
-    with session(folder, memory=memory) as ckpt:
+    # A session that has just begun looks for its writer again after ten seconds.
+    with session(folder, memory=memory, commit_timeout=35.0) as ckpt:
         ckpt.track(model=Model())
         if rank == 1:
             link = control.Link.connect(memory)
