@@ -35,11 +35,11 @@ class Parameters:
         self._transport, self._data = transport, data
         self._stages, self._placement = stages, placement
         self._owners = dict(graph.ties)
-        self.named = _named(stages)
-        self.own = list(dict.fromkeys(self.named.values()))
         self.shared = {
             name: _shared(name, owners, stages) for name, owners in graph.ties if stages.keys() & set(owners)
         }
+        self.named = _named(stages)
+        self.own = list(dict.fromkeys(self.named.values()))
         tied = set(self.shared.values())
         foreign = {
             parameter for name, parameter in self.shared.items() if placement[self._owners[name][0]] != transport.rank
