@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from benchmarks.pipeline.baselines import balanced, block_partition
-from benchmarks.pipeline.split import MODELS, Row, graph, row
+from benchmarks.pipeline.split import MODELS, Row, graph, line, row
 from everstep.pipeline.graph import Device, Graph, Node
 from everstep.pipeline.partition.solve import partition
 from everstep.pipeline.planning import scaled
 
+PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
 #: How far above the bound a split may be: a twentieth, unless it is here.
 GAPS = {
     "clip": 0.25,  # two towers: of what has much beside it, the bound knows the work but not the way through it
@@ -37,7 +40,8 @@ def test_a_model_is_split_near_the_bound_and_no_worse_than_by_others(name: str) 
 @pytest.mark.chaos
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_is_split_near_the_bound_and_no_worse_than_by_others(name: str) -> None:
-    near_the_bound(name)
+    """And as the page says."""
+    assert line(near_the_bound(name)) in PAGE.read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama-3.2-1b", pytest.param("gemma-2b", marks=pytest.mark.chaos)])

@@ -120,6 +120,7 @@ def test_no_step_is_shorter_than_the_lower_bound() -> None:
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)
 def test_no_step_of_ten_thousand_is_shorter_than_the_lower_bound() -> None:
     _check_bounds(10_000, most=8)
 

@@ -56,6 +56,7 @@ def test_whatever_is_lowered_is_proven(pipeline: Pipeline, reduce: bool) -> None
 
 
 @pytest.mark.chaos
+@pytest.mark.timeout(900)
 @settings(max_examples=1500, deadline=None)
 @given(pipelines(most_ranks=6, most_microbatches=14))
 def test_whatever_is_lowered_is_proven_at_length(pipeline: Pipeline) -> None:
