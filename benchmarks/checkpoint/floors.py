@@ -78,15 +78,27 @@ def write(path: Path, source: Buffer, size: int) -> float:
 def read(path: Path, into: Buffer) -> float:
     """A whole file, in order, into memory whose pages are there."""
     with memoryview(into.pages) as data:
-        began = time.perf_counter()
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            at = 0
-            while count := os.preadv(descriptor, [data[at : at + PIECE]], at):
-                at += count
-        finally:
-            os.close(descriptor)
-        return time.perf_counter() - began
+        return _read(path, data)
+
+
+def read_anew(path: Path, size: int) -> float:
+    """The same into memory that the process does not have yet, in the largest pages that there are."""
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
+        pages.madvise(mmap.MADV_HUGEPAGE)
+        with memoryview(pages) as data:
+            return _read(path, data)
+
+
+def _read(path: Path, data: memoryview) -> float:
+    began = time.perf_counter()
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        at = 0
+        while count := os.preadv(descriptor, [data[at : at + PIECE]], at):
+            at += count
+    finally:
+        os.close(descriptor)
+    return time.perf_counter() - began
 
 
 def receive(address: tuple[str, int], into: Buffer, size: int) -> float:

@@ -19,6 +19,13 @@ def made(size: int, layers: int = 48) -> dict[str, object]:
     return {"model": model, "optimizer": optimizer}
 
 
+def started(objects: dict[str, object]) -> dict[str, object]:
+    """The same model as a script has it when it begins: with an optimizer that has no state yet."""
+    model = objects["model"]
+    assert isinstance(model, torch.nn.Module)
+    return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-4)}
+
+
 def tensors(objects: dict[str, object]) -> list[torch.Tensor]:
     """All tensors of the state."""
     model, optimizer = objects["model"], objects["optimizer"]

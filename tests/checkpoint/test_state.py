@@ -72,9 +72,9 @@ def restore(flat: Flat, objects: dict[str, object], *, rank: int = 0) -> list[st
     targets = [kind.targets(saved.below(kind.prefix), problems) for kind in kinds]
     if not problems:
         for kind, found in zip(kinds, targets, strict=True):
-            for name, target in found.items():
-                target.copy_(copies[name])
-            kind.load(saved.below(kind.prefix), found)
+            # What is nobody's yet stays where it was read.
+            loaded = {name: copies[name] if held.is_meta else held.copy_(copies[name]) for name, held in found.items()}
+            kind.load(saved.below(kind.prefix), loaded)
     return problems
 
 

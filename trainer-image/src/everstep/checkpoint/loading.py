@@ -25,11 +25,11 @@ from everstep.checkpoint.errors import CheckpointError, Damaged
 from everstep.checkpoint.format import Chunk, Manifest, Shard, Tensor, itemsize
 from everstep.checkpoint.staging import Host
 from everstep.checkpoint.state.flat import RANK, bind
-from everstep.checkpoint.state.kinds import Kind, Saved
+from everstep.checkpoint.state.kinds import WHOLE, Kind, Saved
 from everstep.checkpoint.state.plain import Value
 
 _BATCH = 1 << 28  # elements
-_WHOLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # neither a shard of something nor a wrapper
+_GIVEN = 1 << 16  # bytes from which a new tensor stays where it was read: a smaller one would hold more than itself
 
 
 class Chunks:
@@ -107,6 +107,7 @@ class Loading:
             self._tensors.update(kind.targets(saved, self.problems))
             self._saved.append((kind, saved))
         self.wanted = set(self._tensors)
+        self.kept: dict[int, list[tuple[int, int]]] = {}
         self._sources: dict[tuple[str, int], _Source] = {}
         self._items: list[_Item] = [] if self.problems else self._plan(manifest)
 
@@ -122,18 +123,36 @@ class Loading:
             found.update(chunks.within(shard, start * size, stop * size))
         return found
 
-    def apply(self, part: Callable[[int], memoryview], alive: Callable[[], None]) -> dict[str, Any]:
+    def apply(
+        self,
+        part: Callable[[int], memoryview],
+        alive: Callable[[], None],
+        gives: Callable[[int], bool] = lambda part: False,
+    ) -> dict[str, Any]:
         """Copies the bytes into the objects and gives them their values; plain values that were given, by name.
 
-        `part(i)` is part i of the manifest; only bytes of the needed chunks are read.
+        `part(i)` is part i of the manifest; only bytes of the needed chunks are read. Where `gives(i)`, tensors that
+        are nobody's yet stay in that memory: `kept`, by part, with (offset, length) of each.
         """
         host = Host()
         for items in _batches(self._items):
-            host.copy([item.target for item in items], [self._box(item, part) for item in items])
+            moves: list[tuple[torch.Tensor, torch.Tensor]] = []
+            for item in items:
+                saved, target = self._box(item, part), item.target
+                if target.is_meta:
+                    source = self._sources[item.name, item.shard]
+                    if source.length >= _GIVEN and gives(source.part):
+                        self.kept.setdefault(source.part, []).append((source.offset, source.length))
+                        self._tensors[item.name] = saved
+                        continue
+                    target = self._tensors[item.name] = _made(target)
+                moves.append((target, saved))
+            host.copy([target for target, _ in moves], [saved for _, saved in moves])
             alive()
         host.close()
-        for kind, saved in self._saved:
-            kind.load(saved, self._tensors)
+        self._tensors = {name: _made(tensor) for name, tensor in self._tensors.items()}  # those without elements
+        for kind, saved_state in self._saved:
+            kind.load(saved_state, self._tensors)
             alive()
         return {kind.prefix: kind.value for kind, _ in self._saved if isinstance(kind, Value)}
 
@@ -152,13 +171,13 @@ class Loading:
 
     def _plan(self, manifest: Manifest) -> list[_Item]:
         found, others = [], {}
-        for name, target in self._tensors.items():
+        for name, target in list(self._tensors.items()):
             saved = manifest.tensors[name]
-            if type(target) in _WHOLE and [shard.sizes for shard in saved.shards] == [saved.shape]:
+            if type(target) in WHOLE and [shard.sizes for shard in saved.shards] == [saved.shape]:
                 # Most tensors, and nothing to plan: torch's planner would take longer than a small model's bytes do.
                 found.append(_Item(name, 0, (0,) * len(saved.shape), saved.shape, target))
             else:
-                others[name] = target
+                others[name] = self._tensors[name] = _made(target)
         found += _resharded(others, manifest)
         found = [item for item in found if prod(item.lengths)]
         for item in found:
@@ -173,6 +192,11 @@ class Loading:
                 saved.value(name)
             except CheckpointError as error:
                 self.problems.append(str(error))
+
+
+def _made(target: torch.Tensor) -> torch.Tensor:
+    """The target, with memory of its own if it had none."""
+    return torch.empty_like(target, device="cpu") if target.is_meta else target
 
 
 def _resharded(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Iterator[_Item]:

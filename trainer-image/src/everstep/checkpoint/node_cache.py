@@ -11,7 +11,7 @@ import ctypes
 import mmap
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from everstep.checkpoint import room
@@ -30,6 +30,7 @@ class NodeCache:
         self._folder = memory / f"{_PREFIX}{name}"
         self._shared = shared
         self._parts: dict[int, memoryview] = {}
+        self._adopted: set[int] = set()
         self._manifest = b""
 
     def create(self) -> None:
@@ -75,6 +76,22 @@ class NodeCache:
             # Private and writable, because torch wants no memory that it must not write to; nobody writes to it.
             pages = mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
         self._parts[number] = memoryview(pages)
+        self._adopted.add(number)
+
+    def gives(self, number: int) -> bool:
+        """Whether tensors may stay in the memory of this part: it is this rank's own, and nobody else's."""
+        return not self._shared and number not in self._adopted
+
+    def keep(self, ranges: Mapping[int, Sequence[tuple[int, int]]]) -> None:
+        """Of parts in which (offset, length) stay in use, the system gets the other pages back."""
+        for number, kept in ranges.items():
+            pages, at = self._parts[number].obj, 0
+            assert isinstance(pages, mmap.mmap)
+            for offset, length in [*sorted(kept), (len(pages), 0)]:
+                start, stop = -(-at // mmap.PAGESIZE), offset // mmap.PAGESIZE
+                if start < stop:
+                    pages.madvise(mmap.MADV_DONTNEED, start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE)
+                at = offset + length
 
     def show(self, run: Sequence[Chunk]) -> None:
         """Maps all pages of these adopted bytes at once, where the kernel can: one fault for each few costs more."""

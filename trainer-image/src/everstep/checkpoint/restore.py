@@ -149,8 +149,9 @@ class Restorer:
             loading = self._plan(manifest, chunks, cache)
             tiers = self._together(lambda: self._read(manifest, chunks, cache, proposal, peers, stack))
             loaded = self._together(
-                lambda: loading.apply(lambda part: cache.part(part, manifest), self._alive), local=True
+                lambda: loading.apply(lambda part: cache.part(part, manifest), self._alive, cache.gives), local=True
             )
+            cache.keep(loading.kept)
         found = max(tiers, key=_FARTHER.index)
         return Restored(key.step, key, found, left=tuple(loading.left), values=loaded)
 

@@ -15,6 +15,8 @@ from everstep.checkpoint.values import unpack
 
 Leaf = TypeVar("Leaf")
 
+WHOLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # neither a shard of something nor a wrapper
+
 
 class StateMismatch(CheckpointError):
     """The checkpoint is good, but not of these objects; nothing was touched. Each problem names what does not fit."""
@@ -110,7 +112,8 @@ class Kind(Protocol):
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         """By full name, the tensors that the checkpoint's bytes are to be copied into. The object is not touched.
 
-        `saved` is what lies below the object's prefix. What does not fit is added to `problems`.
+        One on the meta device is nobody's yet (see `fresh`): load() is given another, in main memory. `saved` is what
+        lies below the object's prefix. What does not fit is added to `problems`.
         """
         ...
 
@@ -139,5 +142,8 @@ def misfit(saved: Tensor, tensor: torch.Tensor) -> str | None:
 
 
 def fresh(saved: Tensor) -> torch.Tensor:
-    """A new tensor in main memory for the whole of a saved one."""
-    return torch.empty(saved.shape, dtype=getattr(torch, saved.dtype))
+    """Stands for a new tensor in main memory, for the whole of a saved one.
+
+    It has no memory yet, because it may get that into which its bytes are read: nothing is copied then.
+    """
+    return torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")

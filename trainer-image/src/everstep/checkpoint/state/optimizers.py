@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Tensor
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import Saved, fresh, is_tensor, misfit
+from everstep.checkpoint.state.kinds import WHOLE, Saved, fresh, is_tensor, misfit
 from everstep.checkpoint.values import pack
 
 _STATE = "state"
@@ -98,6 +98,8 @@ class OptimizerObject:
                 return (
                     "is not of its parameter's shape, and this optimizer has taken no step that would show its shards"
                 )
+            return fresh(saved)
+        if type(param) in WHOLE and param.is_cpu and param.is_contiguous():
             return fresh(saved)
         return torch.empty_like(param, dtype=getattr(torch, saved.dtype), requires_grad=False)
 

@@ -87,7 +87,8 @@ def _targets(saved: Saved, state: Any, problems: list[str], *, whole: bool = Fal
             # An object may hold tensors that grow; but what is sharded can only come back as it was.
             if hasattr(mine, "placements"):
                 problems.append(f"{saved.full(name)} {misfit(tensor, mine)}")
-            found[saved.full(name)] = fresh(tensor).to(mine.device)
+            new = fresh(tensor)
+            found[saved.full(name)] = new if mine.is_cpu else torch.empty_like(new, device=mine.device)
         else:
             found[saved.full(name)] = torch.empty_like(mine)
     return found

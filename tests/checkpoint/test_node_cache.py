@@ -1,0 +1,46 @@
+"""Where a restore puts what it reads, and what becomes of that memory afterwards."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+from everstep.checkpoint.format import CHUNK, Attempt, Chunk, Key, Manifest, Part
+from everstep.checkpoint.node_cache import NodeCache, runs
+
+SIZE = 40 * mmap.PAGESIZE
+KEY = Key(Attempt(0, 1), 20)
+MANIFEST = Manifest(KEY, 1, 1, "", "xxh3_64", 0.0, (Part(f"{KEY.data_prefix}0.part", SIZE, "0" * 16),), {}, {})
+
+
+def filled(folder: Path, *, shared: bool) -> tuple[NodeCache, memoryview]:
+    cache = NodeCache(folder / "memory", "here", shared=shared)
+    cache.create()
+    part = cache.part(0, MANIFEST)
+    part[:] = b"x" * SIZE
+    return cache, part
+
+
+def test_pages_around_what_stays_in_use_go_back(tmp_path: Path) -> None:
+    cache, part = filled(tmp_path, shared=False)
+    page = mmap.PAGESIZE
+    cache.keep({0: [(20 * page + 64, page), (3 * page, 2 * page)]})  # the first lies across two pages
+    kept = {number for number in range(40) if part[number * page] == ord("x")}
+    assert kept == {3, 4, 20, 21}
+    assert bytes(part[20 * page + 64 : 21 * page + 64]) == b"x" * page
+
+
+def test_only_memory_that_is_nobody_elses_is_given_away(tmp_path: Path) -> None:
+    assert filled(tmp_path, shared=False)[0].gives(0)
+    assert not filled(tmp_path, shared=True)[0].gives(0), "other ranks of the node read it"
+    slot = tmp_path / "0.part"
+    slot.write_bytes(b"y" * SIZE)
+    cache = NodeCache(tmp_path / "memory", "slot", shared=False)
+    cache.adopt(0, slot, SIZE)
+    assert not cache.gives(0), "a save fills the slot anew"
+
+
+def test_small_units_are_read_together_and_parts_apart() -> None:
+    units = [Chunk(part, 4096 + i * (CHUNK // 3), CHUNK // 3, "") for part in (0, 1) for i in range(5)]
+    assert [len(run) for run in runs(units)] == [3, 2, 3, 2]
+    assert [unit for run in runs(units) for unit in run] == units
