@@ -12,13 +12,14 @@ from rich.console import Console
 
 from benchmarks.checkpoint.rows import Interval
 from benchmarks.measure import show, write
-from benchmarks.pipeline import interpreter, memory, schedules
+from benchmarks.pipeline import interpreter, memory, predicted, schedules
 
 RESULT = Path("build/bench/pipeline.json")
 KINDS = {
     "bubble": list(schedules.SCHEDULES),
     "vs-torch": list(schedules.SCHEDULES),
     "interpreter": [],
+    "predicted": [],
     "memory": list(schedules.SCHEDULES),
 }
 
@@ -47,6 +48,8 @@ def measured(kinds: set[str]) -> Iterator[Interval]:
     if "interpreter" in kinds:
         yield interpreter.row()
     yield from schedules.rows(kinds)
+    if "predicted" in kinds:
+        yield predicted.row()
 
 
 if __name__ == "__main__":

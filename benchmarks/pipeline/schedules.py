@@ -1,7 +1,7 @@
 """Rows `bubble-*` and `vs-torch-*`: a step of equal stages against its closed form, and against torch's pipelines.
 
-The closed form is what the simulator says, which meets all of them, of each stage's times of a forward and of both
-halves of a backward in the same run: both ranks compute theirs at once, without a message.
+The closed form is what the simulator says, which meets all of them, of each stage's times of a forward and of the parts
+of a backward in the same run: both ranks compute theirs at once and in the schedule's order, without a message.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from benchmarks.checkpoint.rows import Interval
 from benchmarks.pipeline.chain import Work, engine, loss
 from benchmarks.pipeline.ranks import alternate, run
+from everstep.pipeline.schedules import Action, Kind
 
 SCHEDULES = ("simple", "1f1b", "interleaved", "zb-h1", "zb-v")
 ROUNDS = 15
@@ -49,10 +50,10 @@ def measured(rank: int, work: Work, with_torch: bool) -> dict[str, list[float]]:
     ours = engine(work, ProcessGroups(grid(work.ranks, work.ranks)), modules)
     batch = work.batch()
     first, last = 0 in own, work.stages - 1 in own
-    parts = _Parts(work, {stage: work.module(stage) for stage in own}, split="zb" in work.schedule)
+    alone = _Alone(work, rank, {stage: work.module(stage) for stage in own})
     arms: dict[str, Callable[[], object]] = {
         "ours": lambda: ours.step({"x": batch} if first else None, batch if last else None),
-        "work": parts.all,
+        "work": alone.step,
     }
     if with_torch:
         others = {stage: work.module(stage) for stage in own}
@@ -61,22 +62,24 @@ def measured(rank: int, work: Work, with_torch: bool) -> dict[str, list[float]]:
     if with_torch:
         _same_gradients(modules, others)
     samples["closed"] = []
-    for times in _of_all(parts.times[1:]):
+    for times in _of_all(alone.times[1:]):
         graph = chain([Stage(*each) for each in times])
         samples["closed"].append(simulate(work.order, graph).makespan)
     return samples
 
 
-class _Parts:
-    """The work of this rank alone: all micro-batches of its stages, one after the other, each part timed."""
+class _Alone:
+    """The computations of this rank in the order of its schedule, each timed, without the other rank: what they need of
+    it is there from the start."""
 
-    def __init__(self, work: Work, modules: dict[int, Any], *, split: bool) -> None:
+    def __init__(self, work: Work, rank: int, modules: dict[int, Any]) -> None:
         from benchmarks.pipeline.chain import Part
         from everstep.pipeline.engine.stage import Stage
 
         #: Of each round and stage, 0 for those of the other rank: seconds of one micro-batch.
         self.times: list[list[tuple[float, float, float]]] = []
-        self._split, self._work, self._batch = split, work, work.batch()[: work.rows]
+        self._work, self._actions = work, work.order.ranks[rank]
+        self._parts = work.batch().split(work.rows)
         self._stages = {
             index: Stage(
                 index,
@@ -93,33 +96,40 @@ class _Parts:
     def _loss(self, microbatch: int, output: Any) -> Any:
         from everstep.pipeline.engine.losses import evaluate
 
-        return evaluate(loss, output, self._batch, self._work.rows, None)
+        return evaluate(loss, output, self._parts[microbatch], self._work.rows, None)
 
-    def all(self) -> None:
+    def step(self) -> None:
         """One round."""
-        times = [(0.0, 0.0, 0.0)] * self._work.stages
-        for index, stage in self._stages.items():
-            given = {f"v{index}": [self._batch]} if index < self._work.stages - 1 else {}
-            spent = [self._one(stage, microbatch, given) for microbatch in range(self._work.microbatches)]
-            forward, back, late = (sum(each) / len(spent) for each in zip(*spent, strict=True))
-            times[index] = forward, back, late
-        self.times.append(times)
+        spent: dict[tuple[int, str], list[float]] = {}
+        for action in self._actions:
+            began = time.perf_counter()
+            self._do(action)
+            spent.setdefault((action.stage, action.kind), []).append(time.perf_counter() - began)
+        mean = {key: sum(each) / len(each) for key, each in spent.items()}
+        self.times.append(
+            [
+                (
+                    mean.get((index, "F"), 0.0),
+                    mean.get((index, "B"), mean.get((index, "I"), 0.0)),
+                    mean.get((index, "W"), 0.0),
+                )
+                for index in range(self._work.stages)
+            ]
+        )
 
-    def _one(self, stage: Any, microbatch: int, given: dict[str, Any]) -> tuple[float, float, float]:
+    def _do(self, action: Action) -> None:
         from everstep.pipeline.engine.nested import value_of
 
-        value = value_of("x", self._batch.detach().requires_grad_())[0]
-        began = time.perf_counter()
-        stage.forward(microbatch, dict.fromkeys(stage.edges, value), {"x": self._batch}, train=True)
-        between = time.perf_counter()
-        if self._split:
-            stage.input_grad(microbatch, given, 1.0)
+        stage, part = self._stages[action.stage], self._parts[action.microbatch]
+        if action.kind is Kind.FORWARD:
+            value = value_of("x", part.detach().requires_grad_())[0]
+            stage.forward(action.microbatch, dict.fromkeys(stage.edges, value), {"x": part}, train=True)
+        elif action.kind is Kind.WEIGHT_GRAD:
+            stage.weight_grad(action.microbatch)
         else:
-            stage.backward(microbatch, given, 1.0)
-        after = time.perf_counter()
-        if self._split:
-            stage.weight_grad(microbatch)
-        return between - began, after - between, time.perf_counter() - after
+            given = {f"v{action.stage}": [part]} if action.stage < self._work.stages - 1 else {}
+            backward = stage.backward if action.kind is Kind.BACKWARD else stage.input_grad
+            backward(action.microbatch, given, 1.0)
 
 
 def _same_gradients(ours: dict[int, Any], others: dict[int, Any]) -> None:

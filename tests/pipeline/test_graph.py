@@ -65,6 +65,15 @@ def test_stages_are_the_sums_of_their_nodes_and_edges_are_the_values_that_leave(
     assert found.ties == (("wte", (0, 2)),)
 
 
+def test_a_stage_without_a_gradient_to_give_has_all_of_its_backward_with_its_weights() -> None:
+    late = replace(HEAD, inputs=("mask",))
+    first, second = stage_graph(
+        Graph((MASK, EMBED, BLOCK, late), GRAPH.shared), {"mask": 0, "embed": 0, "block": 0, "head": 1}
+    ).stages
+    assert (first.input_grad, first.weight_grad) == (0.0, 5.0 + 2.0 + 6.0)
+    assert (second.input_grad, second.weight_grad) == (0.0, 2.0 + 2.0)
+
+
 def test_a_shared_parameter_counts_once_in_each_stage_that_owns_it() -> None:
     apart = stage_graph(GRAPH, {"embed": 0, "mask": 0, "block": 0, "head": 1})
     assert [stage.parameters for stage in apart.stages] == [1050, 1007]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -97,11 +98,21 @@ def test_measuring_keeps_no_activations() -> None:
     assert not [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == (11, 13)]
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Several wait for each other, which takes longer than small layers where others use the processors too."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.usefixtures("one_thread")
 def test_the_weight_gradient_of_a_wide_layer_is_found() -> None:
     model = nn.Sequential(nn.Linear(64, 1024), nn.Linear(1024, 1024), nn.ReLU())
     inputs = {"input": torch.randn(256, 64)}
     found = trace(model, inputs)
-    profile = measure(found.graph, node_modules(found), inputs, repeats=3)
+    profile = measure(found.graph, node_modules(found), inputs, repeats=9)
     small, large, relu, _ = profile.graph.nodes
     assert large.weight_grad > relu.forward
     assert relu.weight_grad == 0.0
@@ -134,9 +145,9 @@ def test_arithmetic_is_counted_by_its_formulas() -> None:
     first, second, _ = count(found.graph, node_modules(found), inputs).graph.nodes
     assert second.forward == pytest.approx(2 * first.forward, rel=0.01)
     assert second.input_grad == pytest.approx(second.forward, rel=0.01)
-    assert second.weight_grad == pytest.approx(second.forward, rel=0.01)
     assert first.input_grad == 0.0
-    assert first.weight_grad == pytest.approx(first.forward, rel=0.01)
+    for node in (first, second):  # a gradient may also be put where others are added to it
+        assert node.weight_grad == pytest.approx(node.forward, rel=0.03)
 
 
 def test_blocks_of_a_tree_are_measured_too() -> None:

@@ -217,7 +217,8 @@ def chain(stages: Sequence[Stage], size: int = 0) -> StageGraph:
 
 
 def stage_graph(graph: Graph, stage_of: Mapping[str, int]) -> StageGraph:
-    """What `graph` is once each node is in its stage, 0 to the highest that `stage_of` names.
+    """What `graph` is once each node is in its stage, 0 to the highest that `stage_of` names. The backward of a stage
+    that gets no value with a gradient is all in its weight gradient.
 
     PipelineError if a node has no stage, a stage has no node, a value would flow downwards, colocated nodes are apart.
     """
@@ -255,6 +256,11 @@ def stage_graph(graph: Graph, stage_of: Mapping[str, int]) -> StageGraph:
     for name, size in graph.shared:
         for stage in owners.get(name, ()):
             totals[stage]["parameters"] += size
+    learning = {stage for node in graph.nodes if node.gradient for stage in users.get(node.name, ())}
+    for stage, total in enumerate(totals):
+        if stage not in learning:  # nobody waits for the gradient of a batch: all is done with that of the weights
+            total["weight_grad"] += total["input_grad"]
+            total["input_grad"] = 0.0
     return StageGraph(
         stages=tuple(
             Stage(

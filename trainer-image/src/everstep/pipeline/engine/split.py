@@ -22,31 +22,52 @@ Edge = tuple[Any, int]  # a node, and which of its results a gradient is for
 Graph = dict[Any, list[Edge]]
 
 
+@dataclass(frozen=True)
+class _Branch:
+    """Edges of a node of the trunk that lead to parameters only, and what came in at that node."""
+
+    node: Any
+    edges: list[Any]
+    came: Gradients
+
+    def gradients(self) -> Gradients:
+        """Of the edges; None for one without."""
+        known = [
+            (GradientEdge(self.node, index), gradient)
+            for index, gradient in enumerate(self.came)
+            if gradient is not None
+        ]
+        edges, gradients = [edge for edge, _ in known], [gradient for _, gradient in known]
+        return list(torch.autograd.grad(edges, self.edges, gradients, allow_unused=True))
+
+
 @dataclass
 class Deferred:
     """What is left of a backward: run it once, then drop it, since it keeps the graph of the forward alive."""
 
     roots: list[Any] = field(default_factory=list)  # edges whose gradient is known, and which lead to parameters only
     gradients: Gradients = field(default_factory=list)
-    branches: list[tuple[Any, list[Any], Gradients]] = field(default_factory=list)  # a node, its edges, what came in
+    branches: list[list[_Branch]] = field(default_factory=list)  # those with a node in common are together
 
     def weight_grad(self) -> None:
         """Adds the gradients of the parameters to theirs."""
-        roots, gradients = self.roots, self.gradients
-        for node, edges, came in self.branches:
-            known = [
-                (GradientEdge(node, index), gradient) for index, gradient in enumerate(came) if gradient is not None
-            ]
-            found = torch.autograd.grad(
-                [edge for edge, _ in known], edges, [gradient for _, gradient in known], allow_unused=True
-            )
-            for edge, gradient in zip(edges, found, strict=True):
-                if gradient is not None:
-                    roots.append(edge)
-                    gradients.append(gradient)
+        # One after the other, so that a gradient's memory is there again for the next one; what else leads to
+        # parameters may have nodes in common with all of them.
+        apart = not self.roots
+        for together in self.branches:
+            for branch in together:
+                for edge, gradient in zip(branch.edges, branch.gradients(), strict=True):
+                    if gradient is not None:
+                        self.roots.append(edge)
+                        self.gradients.append(gradient)
+            if apart:
+                self._accumulate()
         self.branches = []
-        if roots:
-            torch.autograd.backward(roots, gradients)
+        self._accumulate()
+
+    def _accumulate(self) -> None:
+        if self.roots:
+            torch.autograd.backward(self.roots, self.gradients)
         self.roots, self.gradients = [], []
 
 
@@ -72,7 +93,7 @@ def input_grad(roots: Sequence[Any], gradients: Gradients, inputs: Sequence[Any]
     def keep(node: Any) -> Callable[[tuple[Any, ...]], None]:
         return lambda incoming: came.__setitem__(node, list(incoming))
 
-    hooks = [node.register_prehook(keep(node)) for node in branches]
+    hooks = [node.register_prehook(keep(node)) for together in branches for node in together]
     try:
         found = torch.autograd.grad(through, [*inputs, *early], coming, retain_graph=True, allow_unused=True)
     finally:
@@ -82,12 +103,15 @@ def input_grad(roots: Sequence[Any], gradients: Gradients, inputs: Sequence[Any]
         if gradient is not None:
             deferred.roots.append(edge)
             deferred.gradients.append(gradient)
-    deferred.branches = [(node, edges, came[node]) for node, edges in branches.items() if node in came]
+    deferred.branches = [
+        [_Branch(node, edges, came[node]) for node, edges in together.items() if node in came] for together in branches
+    ]
     return list(found[: len(inputs)]), deferred
 
 
-def _survey(roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[set[Any], dict[Any, list[Any]], list[Any]]:
-    """The trunk; the branches that can wait, by their node; the edges that cannot."""
+def _survey(roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[set[Any], list[dict[Any, list[Any]]], list[Any]]:
+    """The trunk; the branches that can wait, by their node, those together that have one in common; the edges that
+    cannot."""
     order = _order([root.grad_fn for root in roots if root.grad_fn is not None])
     ends = {torch.autograd.graph.get_gradient_edge(leaf).node for leaf in inputs}
     trunk = set(ends)
@@ -100,7 +124,7 @@ def _survey(roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[set[Any], dict
             for edge in children:
                 if edge[0] not in trunk and node not in starts.setdefault(edge, []):
                     starts[edge].append(node)
-    branches: dict[Any, list[Any]] = {}
+    home: dict[Any, dict[Any, list[Any]]] = {}
     early: dict[Any, Any] = {}
     for edges, under in _together(starts, order):
         nested = any(child in under for child, _ in edges)
@@ -108,10 +132,15 @@ def _survey(roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[set[Any], dict
             last = [node for node in (*under, *(child for child, _ in edges)) if not order[node]]
             early.update((node, GradientEdge(node, 0)) for node in last)
         else:
-            for edge in edges:
-                for node in starts[edge]:
-                    branches.setdefault(node, []).append(GradientEdge(*edge))
-    return trunk, branches, list(early.values())
+            together: dict[Any, list[Any]] = {}
+            for node, way in [(node, edge) for edge in edges for node in starts[edge]]:
+                if node in home and home[node] is not together:
+                    for other, known in home[node].items():
+                        together.setdefault(other, []).extend(known)
+                        home[other] = together
+                together.setdefault(node, []).append(GradientEdge(*way))
+                home[node] = together
+    return trunk, list({id(each): each for each in home.values()}.values()), list(early.values())
 
 
 def _together(branches: Iterable[Edge], order: Graph) -> list[tuple[list[Edge], set[Any]]]:

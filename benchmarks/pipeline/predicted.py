@@ -1,0 +1,86 @@
+"""Row `predicted`: how far steps are from what the plan said of them, over models, schedules, splits and micro-batches.
+
+Each model is measured on both ranks as `everstep.pipeline.pipeline` does it, and each configuration is predicted from
+that alone: what the plan would print. Then it trains, on two real ranks of one processor each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from statistics import median
+
+from benchmarks.checkpoint.rows import REPEATS, Interval
+from benchmarks.pipeline.ranks import alternate, run
+from everstep.pipeline.plan import Plan
+from everstep.pipeline.planning import Wish, solve_again
+from everstep.pipeline.schedules import make
+
+MOST = 0.05
+NAMES = ("gpt", "convolutions", "tower")
+SCHEDULES = ("simple", "1f1b", "zb-h1", "interleaved", "zb-v")
+MICROBATCHES = (4, 8)
+#: Where the model is cut by hand, beside the split that is found: after this share of its nodes.
+CUTS = (0.35, 0.65)
+
+
+def row() -> Interval:
+    result = Interval("predicted", "of the step", MOST, absolute=True)
+    errors: list[float] = []
+    for name in NAMES:
+        for configuration, (seconds, measured) in run(2, of_model, name)[0].items():
+            errors.append(abs(seconds - median(measured)) / median(measured))
+            result.samples[f"{configuration}: predicted"] = [seconds]
+            result.samples[f"{configuration}: measured"] = measured
+    result.samples["ours"] = errors
+    return result
+
+
+def of_model(rank: int, name: str) -> dict[str, tuple[float, list[float]]]:
+    """Of each configuration: seconds predicted, and those of each step."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.pipeline.models import MODELS
+    from everstep.pipeline.engine.engine import Engine
+    from everstep.pipeline.engine.options import Options
+    from everstep.pipeline.frontend.split import split
+    from everstep.pipeline.prepare import Place, look_into, plan
+    from everstep.pipeline.transport.gloo import ProcessGroups
+    from everstep.pipeline.transport.grid import grid
+
+    torch.manual_seed(0)
+    case = MODELS[name]
+    model = case.build()
+    batch, targets = case.batch(max(MICROBATCHES) * case.samples)
+    example = {each: value[: MICROBATCHES[0] * case.samples] for each, value in batch.items()}
+    found = look_into(model, example, None)
+    place = Place(grid(2, 2), dist.new_group(backend="gloo"), torch.device("cpu"))
+    wish = Wish(2, 2, (MICROBATCHES[0],), MICROBATCHES[0] * case.samples, "1f1b")
+    first = plan(model, found, example, wish, place)
+    transport = ProcessGroups(place.grid)
+    results = {}
+    for configuration, made in _plans(first, [node.name for node in first.profile.graph.nodes]):
+        parts = split(found, made.stage_of)
+        actions = made.prove()
+        own = {index: parts[index] for index in actions.stages_of(rank)}
+        engine = Engine(own, actions, made.stages, transport, case.loss, Options(broadcast=False))
+        samples = made.microbatches * case.samples
+        step = partial(engine.step, {each: value[:samples] for each, value in batch.items()}, targets[:samples])
+        results[f"{name}, {configuration}"] = made.predict().seconds, alternate({"": step}, REPEATS)[""]
+        engine.close()
+    return results
+
+
+def _plans(first: Plan, nodes: list[str]) -> Iterator[tuple[str, Plan]]:
+    """All from one profile."""
+    several = solve_again(first, Wish(2, 4, (MICROBATCHES[0],), MICROBATCHES[0] * first.profile.samples, "interleaved"))
+    for schedule in SCHEDULES:
+        split = several if schedule in ("interleaved", "zb-v") else first
+        for microbatches in MICROBATCHES:
+            order = make(schedule, len(split.placement), 2, microbatches)
+            yield f"{schedule}, {microbatches} micro-batches", split.changed(schedule=order)
+    for cut in CUTS:
+        stage_of = {name: int(index >= cut * len(nodes)) for index, name in enumerate(nodes)}
+        yield f"1f1b, cut after {cut:.0%} of the nodes", replace(first, stage_of=stage_of)

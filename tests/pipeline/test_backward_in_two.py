@@ -1,0 +1,60 @@
+"""A backward in two parts gives the gradients of one, however parameters are used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from everstep.pipeline.engine.split import input_grad  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+Use = Callable[[Any, Any, Any], Any]
+
+
+def twice_side_by_side(x: Any, a: Any, b: Any) -> Any:
+    return x @ a + (x @ a).tanh() @ b
+
+
+def one_above_another(x: Any, a: Any, b: Any) -> Any:
+    return ((x @ a).tanh() @ a).tanh() @ b
+
+
+def made_of_others(x: Any, a: Any, b: Any) -> Any:
+    made = (a @ b).exp()
+    return (x * made.sum()).tanh() @ made + x @ made.tanh()
+
+
+def beside_the_inputs(x: Any, a: Any, b: Any) -> Any:
+    made = (a @ b).exp()
+    return (x @ made).tanh().sum() + (made @ a).sum()
+
+
+def without_the_inputs(x: Any, a: Any, b: Any) -> Any:
+    return (a @ b).exp().sum()
+
+
+@pytest.mark.parametrize(
+    "use", [twice_side_by_side, one_above_another, made_of_others, beside_the_inputs, without_the_inputs]
+)
+@pytest.mark.parametrize("roots", [1, 2])
+def test_two_parts_are_the_whole(use: Use, roots: int) -> None:
+    torch.manual_seed(0)
+    leaves = [torch.randn(4, 4, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    x, a, b = leaves
+
+    def results() -> list[Any]:
+        return [use(x, a, b), (a * b).exp().sum()][:roots]
+
+    sums = [result.sum() for result in results()]
+    wanted = torch.autograd.grad(sum(sums), leaves, allow_unused=True)
+    made = results()
+    found, rest = input_grad(made, [torch.ones_like(result) for result in made], [x])
+    assert a.grad is b.grad is None
+    rest.weight_grad()
+    for one, other in zip([*found, a.grad, b.grad], wanted, strict=True):
+        torch.testing.assert_close(one, other)
