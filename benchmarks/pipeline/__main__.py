@@ -12,7 +12,7 @@ from rich.console import Console
 
 from benchmarks.checkpoint.rows import Interval
 from benchmarks.measure import show, write
-from benchmarks.pipeline import interpreter, memory, predicted, schedules
+from benchmarks.pipeline import auto, interpreter, memory, predicted, schedules
 
 RESULT = Path("build/bench/pipeline.json")
 KINDS = {
@@ -21,6 +21,8 @@ KINDS = {
     "interpreter": [],
     "predicted": [],
     "memory": list(schedules.SCHEDULES),
+    "auto-vs-even": list(auto.MODELS),
+    "auto-vs-best": list(auto.MODELS),
 }
 
 
@@ -48,6 +50,7 @@ def measured(kinds: set[str]) -> Iterator[Interval]:
     if "interpreter" in kinds:
         yield interpreter.row()
     yield from schedules.rows(kinds)
+    yield from auto.rows(kinds)
     if "predicted" in kinds:
         yield predicted.row()
 

@@ -71,7 +71,7 @@ class Model:
     loss: Callable[[Any, Any], Any]
 
 
-def _text(words: int, tokens: int) -> Callable[[int], tuple[dict[str, Any], Any]]:
+def text(words: int, tokens: int) -> Callable[[int], tuple[dict[str, Any], Any]]:
     def batch(samples: int) -> tuple[dict[str, Any], Any]:
         ids = torch.randint(words, (samples, tokens + 1))
         labels = ids[:, 1:].contiguous()
@@ -81,7 +81,7 @@ def _text(words: int, tokens: int) -> Callable[[int], tuple[dict[str, Any], Any]
 
 
 MODELS = {
-    "gpt": Model(lambda: Gpt(2048, 384, 6), 2, _text(2048, 96), lambda loss, labels: loss),
+    "gpt": Model(lambda: Gpt(2048, 384, 6), 2, text(2048, 96), lambda loss, labels: loss),
     "convolutions": Model(
         convolutions,
         4,
@@ -89,6 +89,6 @@ MODELS = {
         F.cross_entropy,
     ),
     "tower": Model(
-        tower, 128, lambda samples: ({"input": torch.randn(samples, 1536)}, torch.randn(samples, 512)), F.mse_loss
+        tower, 256, lambda samples: ({"input": torch.randn(samples, 1536)}, torch.randn(samples, 512)), F.mse_loss
     ),
 }

@@ -1,0 +1,82 @@
+"""Rows `auto-vs-even-*` and `auto-vs-best-*`: the automatic plan of a model with a heavy head, run for real, against
+the splits of others.
+
+The model is measured on both ranks and planned as `everstep.pipeline.pipeline` does it; each split runs in the same
+schedule, with as many micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
+from statistics import median
+
+from benchmarks.checkpoint.rows import REPEATS, Interval
+from benchmarks.pipeline.baselines import BASELINES
+from benchmarks.pipeline.ranks import alternate, run
+
+FASTER = 1 / 1.15
+MICROBATCHES, SCHEDULE = 8, "1f1b"
+#: Words, width, layers: the head takes as long as several layers.
+MODELS = {"gpt-16k-words": (16384, 256, 6), "gpt-8k-words": (8192, 256, 8)}
+SAMPLES, TOKENS = 2, 128
+
+
+def rows(wanted: Collection[str]) -> Iterator[Interval]:
+    for name in MODELS:
+        kinds = [kind for kind in ("auto-vs-even", "auto-vs-best") if {kind, f"{kind}-{name}"} & set(wanted)]
+        if not kinds:
+            continue
+        samples, same = run(2, measured, name)[0]
+        if "auto-vs-even" in kinds:
+            row = Interval(f"auto-vs-even-{name}", "s", FASTER)
+            row.samples = {"ours": samples["auto"], "floor": samples["even"]}
+            yield row
+        if "auto-vs-best" in kinds:
+            best = min(BASELINES, key=lambda each: median(samples[each]))
+            row = Interval(f"auto-vs-best-{name}", "s", 1.0)
+            row.samples = {"ours": samples["auto"], "floor": samples["auto" if best in same else best]}
+            row.samples |= {each: samples[each] for each in BASELINES}
+            yield row
+
+
+def measured(rank: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
+    """Seconds of steps of each split; and which splits are the plan's own."""
+    import torch
+    import torch.distributed as dist
+
+    from benchmarks.pipeline.models import Gpt, text
+    from everstep.pipeline.engine.engine import Engine
+    from everstep.pipeline.engine.options import Options
+    from everstep.pipeline.frontend.placement import complete
+    from everstep.pipeline.frontend.split import split
+    from everstep.pipeline.graph import stage_graph
+    from everstep.pipeline.partition.blocks import contract, spread
+    from everstep.pipeline.planning import Wish
+    from everstep.pipeline.prepare import Place, look_into, plan
+    from everstep.pipeline.schedules import lower, make
+    from everstep.pipeline.transport.gloo import ProcessGroups
+    from everstep.pipeline.transport.grid import grid
+
+    torch.manual_seed(0)
+    words, width, layers = MODELS[name]
+    batch, targets = text(words, TOKENS)(SAMPLES * MICROBATCHES)
+    model = Gpt(words, width, layers)
+    found = look_into(model, batch, None)
+    place = Place(grid(2, 2), dist.new_group(backend="gloo"), torch.device("cpu"))
+    made = plan(model, found, batch, Wish(2, 2, (MICROBATCHES,), len(targets), SCHEDULE), place)
+    graph = made.profile.graph
+    blocks = contract(graph)
+    splits: dict[str, Mapping[str, int]] = {
+        "auto": made.stage_of,
+        **{each: spread(blocks, other(blocks, 2)) for each, other in BASELINES.items()},
+    }
+    transport = ProcessGroups(place.grid)
+    arms: dict[str, Callable[[], object]] = {}
+    for each, stage_of in splits.items():
+        stages = stage_graph(graph, complete(found.graph, stage_of))
+        part = {rank: split(found, stage_of)[rank]}
+        order = lower(make(SCHEDULE, 2, 2, MICROBATCHES), stages)
+        engine = Engine(part, order, stages, transport, lambda loss, labels: loss, Options(broadcast=False))
+        arms[each] = partial(engine.step, batch, targets)
+    return alternate(arms, REPEATS), [each for each in BASELINES if splits[each] == splits["auto"]]
