@@ -108,7 +108,11 @@ class Floor:
         return found
 
     def _work(self, stage: int, at: Indices) -> tuple[Floats, Floats, Floats]:
-        """Forward, the backward that others wait for, and the rest."""
+        """Forward, the backward that others wait for, and the rest.
+
+        A stage that nobody waits for has all of its backward with its weights: what is said here holds of it too, as a
+        micro-batch is in flight until then.
+        """
         speed = self._problem.speed[stage]
         forward, back, late = self._forward[at] / speed, self._input_grad[at] / speed, self._weight_grad[at] / speed
         return (forward, back, late) if self._problem.split[stage] else (forward, back + late, np.zeros(len(at)))
