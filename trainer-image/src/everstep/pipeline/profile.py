@@ -109,29 +109,24 @@ def cost_of(
     weights = [parameter for parameter in module.module.parameters() if parameter.requires_grad]
     cost.activation, found = _activation(module, values, kept)
     cost.sizes = {name: sum(map(_bytes, _tensors(value))) for name, value in found.items() if name != OUTPUT}
-    runs = []
-    for _ in range(warmup + repeats):
+    for attempt in range(warmup + repeats):
         given = {name: _copy(values[name]) for name in module.inputs}
+        asked = [leaf for leaf in _tensors(given) if leaf.requires_grad]
         with torch.enable_grad():
             made, forward = timer(partial(module, given))
-        cost.forward.append(forward)
-        runs.append(([leaf for leaf in _tensors(given) if leaf.requires_grad], made))
-        del given, made
-    # Backwards begin when all forwards are done, since those of a pipeline have memory of their own each.
-    while runs:
-        asked, made = runs.pop(0)
         results = [leaf for leaf in _tensors(made) if leaf.requires_grad]
         backward = [torch.ones_like(result) for result in results]
         full = ahead = 0.0
         if results and asked and weights:
             _, ahead = timer(partial(_input_grad, results, asked, backward))
         if results and (asked or weights):
+            # Added to the gradients of the run before, as a micro-batch's are.
             _, full = timer(partial(torch.autograd.backward, results, backward, inputs=asked + weights))
-        cost.input_grad.append(ahead if weights else full)
-        cost.backward.append(full)
+        if attempt >= warmup:
+            cost.forward.append(forward)
+            cost.input_grad.append(ahead if weights else full)
+            cost.backward.append(full)
         del made, results
-    for times in (cost.forward, cost.input_grad, cost.backward):
-        del times[:warmup]
     return found, cost
 
 
