@@ -55,6 +55,18 @@ def test_a_plan_comes_back_from_its_file_as_it_was(plan: Plan, tmp_path: Path) -
     assert again.predict(plan.prediction.bound, plan.prediction.gap) == plan.prediction
 
 
+def test_a_plan_replaces_another_whole_or_not_at_all(plan: Plan, tmp_path: Path) -> None:
+    path = tmp_path / "run" / "plan.json"
+    plan.save(path)
+    with path.open() as reader:  # who has opened the old one reads all of it
+        replace(plan, reasons=("another",)).save(path)
+        assert Plan.from_json(reader.read()) == plan
+    assert Plan.load(path).reasons == ("another",)
+    assert [each.name for each in path.parent.iterdir()] == ["plan.json"]
+    with pytest.raises(PipelineError, match=r"cannot be kept in .*plan\.json/below/plan\.json: Not a directory"):
+        plan.save(path / "below" / "plan.json")
+
+
 def test_auto_chooses_schedule_and_microbatches_and_says_why() -> None:
     plan = solve(layers(*[1.0] * 8), Wish(ranks=2, batch=16, microbatches=(2, 4, 8)))
     worst = solve(layers(*[1.0] * 8), Wish(ranks=2, stages=2, batch=16, microbatches=(2,), schedule="simple"))

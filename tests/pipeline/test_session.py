@@ -224,6 +224,7 @@ def _refusals(rank: int) -> list[str]:
         (chain, {"memory": 50}),
         (chain, {"data_parallel": 3}),
         (chain, {"plan_file": "/nowhere", "plan_from": "file"}),
+        (chain, {"plan_file": f"{__file__}/plan.json"}),
     ]
     for model, how in cases:
         with pytest.raises(PipelineError) as caught:
@@ -235,12 +236,13 @@ def _refusals(rank: int) -> list[str]:
 def test_what_cannot_be_right_is_refused_on_all_ranks_with_the_reason() -> None:
     one, other = ranks.run(2, _refusals)
     assert one == other
-    changed, small, full, odd, absent = one
+    changed, small, full, odd, absent, unkept = one
     assert "differs by" in changed
     assert "parts that can be stages" in small
     assert "memory" in full
     assert odd == "2 processes are no whole number of pipelines for 3 replicas"
     assert absent == "the plan is to be read from /nowhere, which is not there"
+    assert unkept == f"the plan cannot be kept in {__file__}/plan.json: File exists"
 
 
 def test_without_a_process_group_it_says_what_to_call() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
@@ -200,7 +201,14 @@ class Plan:
             raise PipelineError(f"{'.'.join(map(str, first['loc'])) or 'plan'}: {first['msg']}") from error
 
     def save(self, path: Path) -> None:
-        path.write_text(self.to_json())
+        """All of it or nothing: whoever dies meanwhile leaves what was there. PipelineError names the file."""
+        fresh = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text(self.to_json())
+            fresh.replace(path)
+        except OSError as error:
+            raise PipelineError(f"the plan cannot be kept in {path}: {error.strerror}") from error
 
     @classmethod
     def load(cls, path: Path) -> Plan:

@@ -80,16 +80,17 @@ def plan(
     `stage_of`: by hand, whatever the partition would say. PipelineError on all ranks.
     """
     mark = fingerprint((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
-    known = from_first(lambda: path.read_text() if path is not None and path.exists() else "", place.control)
-    if known:
-        made = from_first(lambda: _again(known, wish, mark, found, stage_of).to_json(), place.control)
-    else:
-        profile = _profile(found, example, wish, place, costs, precision)
-        made = from_first(lambda: _solved(found, profile, wish, mark, stage_of).to_json(), place.control)
-    if path is not None and made != known and dist.get_rank() == 0:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(made)
-    return Plan.from_json(made)
+    if path is not None and from_first(lambda: "there" if path.exists() else "", place.control):
+        return Plan.from_json(from_first(lambda: _again(path, wish, mark, found, stage_of).to_json(), place.control))
+    profile = _profile(found, example, wish, place, costs, precision)
+
+    def solved() -> str:
+        made = _solved(found, profile, wish, mark, stage_of)
+        if path is not None:
+            made.save(path)  # before the others hear of it: where it cannot be written, all end alike
+        return made.to_json()
+
+    return Plan.from_json(from_first(solved, place.control))
 
 
 def from_first(work: Callable[[], str], group: Any) -> str:
@@ -166,8 +167,9 @@ def of_one_pipeline(profile: Profile, grid: Grid) -> Profile:
     return replace(profile, devices=tuple(map(device, ranks)), links=links)
 
 
-def _again(text: str, wish: Wish, mark: str, found: Traced | Tree, stage_of: Mapping[str, int] | None) -> Plan:
-    kept = Plan.from_json(text)
+def _again(path: Path, wish: Wish, mark: str, found: Traced | Tree, stage_of: Mapping[str, int] | None) -> Plan:
+    """The plan of the file, or what is solved and kept there instead."""
+    kept = Plan.load(path)
     kept.check_model(mark, [node.name for node in found.graph.nodes])
     placed = _placed(found, stage_of)
     same = (
@@ -181,7 +183,9 @@ def _again(text: str, wish: Wish, mark: str, found: Traced | Tree, stage_of: Map
     )
     if same:
         return kept
-    return solve_again(kept, wish) if placed is None else _by_hand(kept.profile, wish, placed, mark)
+    made = solve_again(kept, wish) if placed is None else _by_hand(kept.profile, wish, placed, mark)
+    made.save(path)
+    return made
 
 
 def _solved(found: Traced | Tree, profile: Profile, wish: Wish, mark: str, stage_of: Mapping[str, int] | None) -> Plan:
