@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from model import VOCABULARY, CharTransformer
+from sources import batch, corpus
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -35,25 +36,6 @@ def options() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=given.get("lr", "0.003"))
     parser.add_argument("--seed", type=int, default=given.get("seed", "0"))
     return parser.parse_args()
-
-
-def corpus() -> tuple[Tensor, Tensor]:
-    """All but every tenth file of the standard library to learn from, and the rest to test with."""
-    files = sorted(Path(os.__file__).parent.glob("*.py"))
-
-    def text(chosen: list[Path]) -> Tensor:
-        content = "\f".join(file.read_text(encoding="utf-8") for file in chosen)
-        return torch.tensor(list(content.encode("ascii", errors="ignore")), dtype=torch.long)
-
-    return text([file for i, file in enumerate(files) if i % 10]), text(files[::10])
-
-
-def batch(text: Tensor, size: int, context: int, seed: tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """`size` sequences and what follows each of their characters, drawn by the seed alone."""
-    generator = torch.Generator().manual_seed(hash(seed))
-    starts = torch.randint(len(text) - context - 1, (size, 1), generator=generator)
-    window = text[starts + torch.arange(context + 1)]
-    return window[:, :-1], window[:, 1:]
 
 
 def loss_of(model: nn.Module, inputs: Tensor, targets: Tensor, device: torch.device) -> Tensor:
