@@ -6,12 +6,15 @@ When the last test has ended, no process that any of them started is left, and n
 from __future__ import annotations
 
 import os
+import signal
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from everstep.checkpoint import control
 from everstep.checkpoint.store.base import Store, open_store
 from tests.checkpoint import leftovers
 from tests.checkpoint.crash import in_memory
@@ -53,6 +56,17 @@ def proxy(s3: S3Server) -> Iterator[FaultProxy]:
     """Before the S3 server; spoils nothing until it is told."""
     with fault_proxy(s3.port) as found:
         yield found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[Path]:
+    """Where stores and memory of a session are; writers that still run there are ended."""
+    yield tmp_path
+    for directory in tmp_path.glob("*memory*"):
+        with suppress(OSError):
+            link = control.Link.connect(directory)
+            os.kill(link.pid, signal.SIGKILL)
+            link.close()
 
 
 @pytest.fixture
