@@ -13,7 +13,7 @@ from rich.console import Console
 from benchmarks import local, mpi, restart, scale, start
 from benchmarks.arms import Site
 from benchmarks.barrier import Ear
-from benchmarks.measure import RESULT, Row, show, write
+from benchmarks.measure import Row, report
 from e2e import deploy
 from e2e.cluster import backend
 from e2e.cluster.network import HOST_ADDRESS
@@ -42,15 +42,7 @@ def main(names: Annotated[list[str] | None, typer.Argument(help="Rows; all when 
     if unknown:
         raise typer.BadParameter(f"no row {', '.join(sorted(unknown))}; there are {', '.join(NAMES)}")
     console = Console(width=None if sys.stdout.isatty() else 120)
-    done: list[Row] = []
-    for row in measured(set(names or NAMES)):
-        done.append(row)
-        write([row])
-        show([row], console)
-    show(done, console)
-    console.print(f"written to {RESULT}")
-    if not all(row.passed for row in done):
-        raise typer.Exit(1)
+    report(measured(set(names or NAMES)), console)
 
 
 def measured(wanted: set[str]) -> Iterator[Row]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import typer
 import yaml
 from rich.console import Console
 from rich.table import Table
@@ -90,6 +91,20 @@ def write(rows: Iterable[Row], path: Path = RESULT) -> None:
     kept |= {row.name: row.as_json() for row in rows}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(list(kept.values()), indent=1))
+
+
+def report(rows: Iterable[Row], console: Console, path: Path = RESULT) -> None:
+    """Measure them one after the other, each shown and written at once, and all shown in the end; exit 1 when one
+    misses its target."""
+    done: list[Row] = []
+    for row in rows:
+        done.append(row)
+        write([row], path)
+        show([row], console)
+    show(done, console)
+    console.print(f"written to {path}")
+    if not all(row.passed for row in done):
+        raise typer.Exit(1)
 
 
 def usual() -> dict[str, tuple[float, float]]:

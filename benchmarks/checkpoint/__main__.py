@@ -14,9 +14,10 @@ import typer
 from rich.console import Console
 
 from benchmarks.checkpoint import restoring, saving, training
-from benchmarks.checkpoint.rows import RESULT, Interval
-from benchmarks.measure import show, write
+from benchmarks.interval import Interval
+from benchmarks.measure import report
 
+RESULT = Path("build/bench/checkpoint.json")
 SIZES = {"100m": 100_000_000, "1g": 1_000_000_000, "4g": 4_000_000_000}
 SAVE = ("stall", "stall-dcp", "write")
 KINDS = (*SAVE, *restoring.TARGETS, "train-cost")
@@ -36,18 +37,10 @@ def main(
     console = Console(width=None if sys.stdout.isatty() else 120)
     folder.mkdir(parents=True, exist_ok=True)
     place = Path(tempfile.mkdtemp(prefix="checkpoint-", dir=folder.absolute()))
-    done: list[Interval] = []
     try:
-        for row in measured(set(kinds or KINDS), size or list(SIZES), place, console):
-            done.append(row)
-            write([row], RESULT)
-            show([row], console)
+        report(measured(set(kinds or KINDS), size or list(SIZES), place, console), console, RESULT)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-    show(done, console)
-    console.print(f"written to {RESULT}")
-    if not all(row.passed for row in done):
-        raise typer.Exit(1)
 
 
 def measured(kinds: set[str], sizes: list[str], folder: Path, console: Console) -> Iterator[Interval]:

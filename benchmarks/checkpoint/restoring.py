@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoint import floors, residency, state
-from benchmarks.checkpoint.rows import REPEATS, Interval
 from benchmarks.checkpoint.wire import wire
+from benchmarks.interval import REPEATS, Interval
 from benchmarks.measure import alternate
 from everstep.checkpoint.board import Alone
 from everstep.checkpoint.peers import Peers

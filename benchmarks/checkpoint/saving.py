@@ -13,7 +13,7 @@ from pathlib import Path
 
 from benchmarks.checkpoint import floors, state
 from benchmarks.checkpoint.dcp import Dcp
-from benchmarks.checkpoint.rows import REPEATS, Interval
+from benchmarks.interval import REPEATS, Interval
 from everstep.checkpoint.session import Checkpointer
 
 STALL = 1.15  # times a plain copy

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.checkpoint.rows import REPEATS, Interval
+from benchmarks.interval import REPEATS, Interval
 from everstep.checkpoint.session import Checkpointer
 
 EVERY = 30.0  # seconds

@@ -10,8 +10,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from benchmarks.checkpoint.rows import Interval
-from benchmarks.measure import show, write
+from benchmarks.interval import Interval
+from benchmarks.measure import report
 from benchmarks.pipeline import auto, interpreter, memory, predicted, schedules
 
 RESULT = Path("build/bench/pipeline.json")
@@ -34,15 +34,7 @@ def main(
     if unknown := set(kinds or ()) - known:
         raise typer.BadParameter(f"there is no {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     console = Console(width=None if sys.stdout.isatty() else 120)
-    done: list[Interval] = []
-    for row in measured(set(kinds or KINDS)):
-        done.append(row)
-        write([row], RESULT)
-        show([row], console)
-    show(done, console)
-    console.print(f"written to {RESULT}")
-    if not all(row.passed for row in done):
-        raise typer.Exit(1)
+    report(measured(set(kinds or KINDS)), console, RESULT)
 
 
 def measured(kinds: set[str]) -> Iterator[Interval]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from statistics import median
 
-from benchmarks.checkpoint.rows import REPEATS, Interval
+from benchmarks.interval import REPEATS, Interval
 from benchmarks.pipeline.baselines import BASELINES
 from benchmarks.pipeline.ranks import alternate, run
 
@@ -35,6 +35,7 @@ def rows(wanted: Collection[str]) -> Iterator[Interval]:
         if "auto-vs-best" in kinds:
             best = min(BASELINES, key=lambda each: median(samples[each]))
             row = Interval(f"auto-vs-best-{name}", "s", 1.0)
+            # The same split has the same time, whatever noise says.
             row.samples = {"ours": samples["auto"], "floor": samples["auto" if best in same else best]}
             row.samples |= {each: samples[each] for each in BASELINES}
             yield row

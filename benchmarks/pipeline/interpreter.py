@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from benchmarks.checkpoint.rows import REPEATS, Interval
+from benchmarks.interval import REPEATS, Interval
 
 MOST = 100.0  # microseconds
 MICROBATCHES = 64

@@ -14,7 +14,7 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
-from benchmarks.checkpoint.rows import Interval
+from benchmarks.interval import Interval
 from benchmarks.pipeline.chain import CHUNKS, Work, engine, loss
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from statistics import median
 
-from benchmarks.checkpoint.rows import REPEATS, Interval
+from benchmarks.interval import REPEATS, Interval
 from benchmarks.pipeline.ranks import alternate, run
 from everstep.pipeline.plan import Plan
 from everstep.pipeline.planning import Wish, solve_again

@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import nullcontext
 from typing import Any
 
-from benchmarks.checkpoint.rows import Interval
+from benchmarks.interval import Interval
 from benchmarks.pipeline.chain import Work, engine, loss
 from benchmarks.pipeline.ranks import alternate, run
 from everstep.pipeline.schedules import Action, Kind

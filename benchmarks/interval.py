@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 import statistics
 from dataclasses import dataclass
-from pathlib import Path
 
 from benchmarks.measure import Row
 
-RESULT = Path("build/bench/checkpoint.json")
 REPEATS = 7
 
 _RESAMPLES = 2000
