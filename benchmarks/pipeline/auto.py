@@ -18,7 +18,7 @@ from benchmarks.pipeline.ranks import alternate, run
 FASTER = 1 / 1.15
 MICROBATCHES, SCHEDULE = 8, "1f1b"
 #: Words, width, layers: the head takes as long as several layers.
-MODELS = {"gpt-16k-words": (16384, 256, 6), "gpt-8k-words": (8192, 256, 8)}
+MODELS = {"gpt-32k-words": (32768, 256, 12), "gpt-8k-words": (8192, 256, 8)}
 SAMPLES, TOKENS = 2, 128
 
 

@@ -68,7 +68,7 @@ def case(seed: int, *, weights: tuple[float, ...] = (0.0, 0.0, 0.5, 1.0)) -> Cas
 
 def dag(random_: random.Random, count: int) -> Graph:
     """Every node works and keeps something, so none is merged with a neighbour."""
-    colocated = random_.random() < 0.3
+    colocated, cheaper = random_.random() < 0.3, random_.random() < 0.4
     nodes = []
     for index in range(count):
         inputs = random_.sample(range(index), min(index, random_.choice((0, 1, 1, 1, 2, 3))))
@@ -85,6 +85,7 @@ def dag(random_: random.Random, count: int) -> Graph:
                 colocate=random_.choice(("", "a", "b")) if colocated else "",
                 ties=("tied",) if random_.random() < 0.2 else (),
                 gradient=random_.random() < 0.8,
+                unsplit=random_.uniform(0.1, 5.0) if cheaper else None,
             )
         )
     return Graph(tuple(nodes), shared=(("tied", 50),))
@@ -118,7 +119,7 @@ def worth(case: Case, stage_of: Mapping[str, int]) -> float:
     flight = in_flight(case.schedule)
     for node in case.graph.nodes:
         stage = stage_of[node.name]
-        seconds[stage] += (node.forward + node.input_grad + node.weight_grad) / case.devices[stage].speed
+        seconds[stage] += (node.forward + node.backward) / case.devices[stage].speed
         size[stage] += node.parameters * (1 + case.words) + node.activation * flight[stage]
         if node.ties:
             tied.add(stage)

@@ -25,7 +25,15 @@ def stage_graphs(draw: st.DrawFn, stages: int) -> StageGraph:
     ties = draw(st.lists(owners, max_size=2)) if stages > 2 else []
     small = st.integers(1, 5)
     return StageGraph(
-        tuple(draw(st.lists(st.builds(Stage, small, small, small, small), min_size=stages, max_size=stages))),
+        tuple(
+            draw(
+                st.lists(
+                    st.builds(Stage, small, small, small, small, unsplit=st.none() | small),
+                    min_size=stages,
+                    max_size=stages,
+                )
+            )
+        ),
         tuple(edges),
         tuple((f"w{index}", tuple(sorted(who))) for index, who in enumerate(ties)),
     )

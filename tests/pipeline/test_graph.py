@@ -74,6 +74,16 @@ def test_a_stage_without_a_gradient_to_give_has_all_of_its_backward_with_its_wei
     assert (second.input_grad, second.weight_grad) == (0.0, 2.0 + 2.0)
 
 
+def test_a_backward_at_once_has_a_time_of_its_own_which_is_not_above_that_of_its_parts() -> None:
+    nodes = (EMBED, MASK, replace(BLOCK, unsplit=9.0), replace(HEAD, unsplit=5.0))
+    first, second = stage_graph(Graph(nodes, GRAPH.shared), {"embed": 0, "mask": 0, "block": 0, "head": 1}).stages
+    assert (second.input_grad, second.weight_grad, second.backward) == (2.0, 2.0, 4.0)
+    # Nobody waits for the gradient of a batch: what would be in two parts is at once, with the weights.
+    assert (first.input_grad, first.weight_grad, first.backward) == (0.0, 2.0 + 9.0, 2.0 + 9.0)
+    middle = stage_graph(Graph(nodes, GRAPH.shared), {"embed": 0, "mask": 0, "block": 1, "head": 2}).stages[1]
+    assert (middle.input_grad, middle.weight_grad, middle.backward) == (5.0, 6.0, 9.0)
+
+
 def test_a_shared_parameter_counts_once_in_each_stage_that_owns_it() -> None:
     apart = stage_graph(GRAPH, {"embed": 0, "mask": 0, "block": 0, "head": 1})
     assert [stage.parameters for stage in apart.stages] == [1050, 1007]

@@ -146,8 +146,8 @@ def test_arithmetic_is_counted_by_its_formulas() -> None:
     assert second.forward == pytest.approx(2 * first.forward, rel=0.01)
     assert second.input_grad == pytest.approx(second.forward, rel=0.01)
     assert first.input_grad == 0.0
-    for node in (first, second):  # a gradient may also be put where others are added to it
-        assert node.weight_grad == pytest.approx(node.forward, rel=0.03)
+    for node in (first, second):  # added to that of the micro-batch before
+        assert node.weight_grad == pytest.approx(node.forward, rel=0.04)
 
 
 def test_blocks_of_a_tree_are_measured_too() -> None:

@@ -24,7 +24,8 @@ _WORD = re.compile(r"[^\s,#]+")  # a name stands in the text of a schedule
 class Node:
     """One unit that is never cut. `inputs`: names of the nodes whose values it uses; () if it reads graph inputs only.
 
-    Seconds per micro-batch: `forward`; `input_grad` and `weight_grad`, which together are its backward.
+    Seconds per micro-batch: `forward`; `input_grad` and `weight_grad`, the parts of a split backward; `unsplit`, a
+    backward at once, which reads but once what both parts need, None if it takes as long as they do.
     Bytes: `activation`, kept for backward per micro-batch; `parameters`, each tensor once and without those in `ties`;
     `output`, its value per micro-batch. Nodes with the same word in `colocate` are one stage. `ties` names the shared
     parameters that it uses. `gradient`: whether its value has a gradient (a mask or a position has none).
@@ -41,10 +42,12 @@ class Node:
     colocate: str = ""
     ties: tuple[str, ...] = ()
     gradient: bool = True
+    unsplit: float | None = None
 
     @property
     def backward(self) -> float:
-        return self.input_grad + self.weight_grad
+        """At once; never longer than its parts."""
+        return _at_once(self)
 
 
 @dataclass(frozen=True)
@@ -158,10 +161,12 @@ class Stage:
     weight_grad: float = 1.0
     activation: int = 1
     parameters: int = 0
+    unsplit: float | None = None
 
     @property
     def backward(self) -> float:
-        return self.input_grad + self.weight_grad
+        """At once; never longer than its parts."""
+        return _at_once(self)
 
     @property
     def work(self) -> float:
@@ -224,7 +229,8 @@ def stage_graph(graph: Graph, stage_of: Mapping[str, int]) -> StageGraph:
     """
     stages, words = len(set(stage_of.values())), dict[str, tuple[str, int]]()
     totals = [
-        dict.fromkeys(("forward", "input_grad", "weight_grad", "activation", "parameters"), 0.0) for _ in range(stages)
+        dict.fromkeys(("forward", "input_grad", "weight_grad", "backward", "activation", "parameters"), 0.0)
+        for _ in range(stages)
     ]
     owners: dict[str, set[int]] = {}
     users: dict[str, set[int]] = {}
@@ -259,8 +265,8 @@ def stage_graph(graph: Graph, stage_of: Mapping[str, int]) -> StageGraph:
     learning = {stage for node in graph.nodes if node.gradient for stage in users.get(node.name, ())}
     for stage, total in enumerate(totals):
         if stage not in learning:  # nobody waits for the gradient of a batch: all is done with that of the weights
-            total["weight_grad"] += total["input_grad"]
-            total["input_grad"] = 0.0
+            total["weight_grad"], total["input_grad"] = total["backward"], 0.0
+    split = any(node.unsplit is not None for node in graph.nodes)
     return StageGraph(
         stages=tuple(
             Stage(
@@ -269,6 +275,7 @@ def stage_graph(graph: Graph, stage_of: Mapping[str, int]) -> StageGraph:
                 total["weight_grad"],
                 int(total["activation"]),
                 int(total["parameters"]),
+                total["backward"] if split else None,
             )
             for total in totals
         ),
@@ -279,6 +286,11 @@ def stage_graph(graph: Graph, stage_of: Mapping[str, int]) -> StageGraph:
         ),
         ties=tuple((name, tuple(sorted(stages_))) for name, stages_ in sorted(owners.items()) if len(stages_) > 1),
     )
+
+
+def _at_once(item: Node | Stage) -> float:
+    both = item.input_grad + item.weight_grad
+    return both if item.unsplit is None else min(both, item.unsplit)
 
 
 def _no_negatives(where: str, item: Any) -> None:

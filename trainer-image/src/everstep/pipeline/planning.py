@@ -191,6 +191,7 @@ def scaled(graph: Graph, factor: float) -> Graph:
                 forward=node.forward * factor,
                 input_grad=node.input_grad * factor,
                 weight_grad=node.weight_grad * factor,
+                unsplit=None if node.unsplit is None else node.unsplit * factor,
                 activation=round(node.activation * factor),
                 output=round(node.output * factor),
             )

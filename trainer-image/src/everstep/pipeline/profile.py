@@ -1,7 +1,8 @@
 """What each node of a model costs: measured on the device that will run it, or counted where nothing can run.
 
-A node is measured by itself, on the values that the nodes before it gave for a real batch. Statistics of the model and
-random numbers are afterwards what they were.
+Nodes run one after the other, forwards first and then backwards, as in a stage: what a node needs was just made, and
+its weights were not just used. They get the values that the nodes before gave for a real batch. Statistics of the model
+and random numbers are afterwards what they were.
 """
 
 from __future__ import annotations
@@ -18,10 +19,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from everstep.pipeline.engine.split import Deferred, input_grad
 from everstep.pipeline.graph import Device, Graph, Node, Profile
 
 INPUT = "input:"
 OUTPUT = "output"
+TOGETHER = 1 << 30  # bytes of weights, gradients and activations that are on the device to be measured
 
 
 class NodeModule(Protocol):
@@ -39,11 +42,13 @@ Timer = Callable[[Callable[[], Any]], tuple[Any, float]]  # (result, seconds)
 
 @dataclass
 class Cost:
-    """Seconds of each run; bytes kept for backward, and of each value."""
+    """Seconds of each run, by turns with its `backward` at once and in two parts; bytes kept for backward, and of each
+    value."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     input_grad: list[float] = field(default_factory=list)
+    weight_grad: list[float] = field(default_factory=list)
     activation: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
 
@@ -60,78 +65,93 @@ def measure(
 ) -> Profile:
     """The graph with medians of `repeats` times and with bytes, for micro-batches like `inputs`, on `device`.
 
-    A node's weights are lent to the device while it is measured; what is on the meta device gets random numbers.
-    `wait` is called before each node: a barrier of all ranks makes each measure while the others are busy too.
+    Nodes are measured together as far as `TOGETHER` allows; their weights are lent to the device meanwhile, and what is
+    on the meta device gets random numbers. `wait` is called before each run of them: a barrier of all ranks makes each
+    measure while the others are busy too.
     """
     target = torch.device(device)
     timer = _clock(target)
-    costs = _all_costs(graph, nodes, inputs, target, repeats, warmup, timer, wait)
-    name = torch.cuda.get_device_name(target) if target.type == "cuda" else target.type
-    memory = torch.cuda.get_device_properties(target).total_memory if target.type == "cuda" else None
-    return profile_of(graph, costs, inputs, name, memory)
-
-
-def _all_costs(
-    graph: Graph,
-    nodes: Mapping[str, NodeModule],
-    inputs: Mapping[str, Any],
-    device: Any,
-    repeats: int,
-    warmup: int,
-    timer: Timer,
-    wait: Callable[[], object],
-) -> dict[str, Cost]:
-    values = {INPUT + name: _to(value, device) for name, value in inputs.items()}
+    values = {INPUT + name: _to(value, target) for name, value in inputs.items()}
     last = {name: node for node, module in nodes.items() for name in module.inputs}
     kept: set[int] = set()  # memory that an earlier node keeps for its backward
-    costs = {}
-    cuda = [device.index or 0] if device.type == "cuda" else []
-    with torch.random.fork_rng(cuda):
-        for node in graph.nodes:
-            if node.name not in nodes:
-                continue
-            module = nodes[node.name]
-            wait()
-            with lent(module.module, device):
-                made, costs[node.name] = cost_of(module, values, kept, repeats, warmup, timer)
+    costs: dict[str, Cost] = {}
+    named = [node.name for node in graph.nodes if node.name in nodes]
+    window, size = dict[str, NodeModule](), 0
+    with torch.random.fork_rng([target.index or 0] if target.type == "cuda" else []):
+        for name in named:
+            window[name] = module = nodes[name]
+            with lent(module.module, target):
+                made, costs[name] = look_at(module, values, kept)
             values |= made
-            for name in module.inputs:
-                if last[name] == node.name and not name.startswith(INPUT):
-                    del values[name]
-    return costs
+            size += 2 * sum(map(_bytes, module.module.parameters())) + costs[name].activation
+            if size > TOGETHER or name == named[-1]:
+                with contextlib.ExitStack() as stack:
+                    for each in window.values():
+                        stack.enter_context(lent(each.module, target))
+                    for attempt in range(warmup + repeats):
+                        wait()
+                        run(window, values, costs if attempt >= warmup else {}, timer)
+                done = {each for module in window.values() for each in module.inputs if last[each] in window}
+                values = {each: value for each, value in values.items() if each not in done}
+                window, size = {}, 0
+    gpu = torch.cuda.get_device_properties(target) if target.type == "cuda" else None
+    return profile_of(graph, costs, inputs, gpu.name if gpu else target.type, gpu.total_memory if gpu else None)
 
 
-def cost_of(
-    module: NodeModule, values: Mapping[str, Any], kept: set[int], repeats: int, warmup: int, timer: Timer
-) -> tuple[dict[str, Any], Cost]:
-    """The values of a node, without their graph, and what it took; `kept`: memory that earlier nodes keep."""
-    cost = Cost()
-    weights = [parameter for parameter in module.module.parameters() if parameter.requires_grad]
-    cost.activation, found = _activation(module, values, kept)
-    cost.sizes = {name: sum(map(_bytes, _tensors(value))) for name, value in found.items() if name != OUTPUT}
-    for attempt in range(warmup + repeats):
+def look_at(module: NodeModule, values: Mapping[str, Any], kept: set[int]) -> tuple[dict[str, Any], Cost]:
+    """The values of a node, without their graph, and its bytes; `kept`: memory that earlier nodes keep."""
+    activation, found = _activation(module, values, kept)
+    sizes = {name: sum(map(_bytes, _tensors(value))) for name, value in found.items() if name != OUTPUT}
+    return found, Cost(activation=activation, sizes=sizes)
+
+
+def run(nodes: Mapping[str, NodeModule], values: Mapping[str, Any], costs: Mapping[str, Cost], timer: Timer) -> None:
+    """One micro-batch with a backward at once, and one with its backward in two parts, whose times `costs` gets."""
+    for split in (False, True):
+        runs = [_Run(module, values, costs.get(name) or Cost(), timer) for name, module in nodes.items()]
+        for each in reversed(runs):
+            each.input_grad() if split else each.backward()
+        for each in reversed(runs) if split else ():
+            each.weight_grad()
+
+
+class _Run:
+    """A node's forward, and then its backward in one way."""
+
+    def __init__(self, module: NodeModule, values: Mapping[str, Any], cost: Cost, timer: Timer) -> None:
+        self._cost, self._timer = cost, timer
+        self._weights = [each for each in module.module.parameters() if each.requires_grad]
         given = {name: _copy(values[name]) for name in module.inputs}
-        asked = [leaf for leaf in _tensors(given) if leaf.requires_grad]
+        self._asked = [leaf for leaf in _tensors(given) if leaf.requires_grad]
         with torch.enable_grad():
-            made, forward = timer(partial(module, given))
-        results = [leaf for leaf in _tensors(made) if leaf.requires_grad]
-        backward = [torch.ones_like(result) for result in results]
-        full = ahead = 0.0
-        if results and asked and weights:
-            _, ahead = timer(partial(_input_grad, results, asked, backward))
-        if results and (asked or weights):
+            made, seconds = timer(partial(module, given))
+        cost.forward.append(seconds)
+        self._results = [leaf for leaf in _tensors(made) if leaf.requires_grad]
+        self._gradients = [torch.ones_like(result) for result in self._results]
+        self._deferred = Deferred()
+
+    def backward(self) -> None:
+        seconds = 0.0
+        if self._results and (self._asked or self._weights):
             # Added to the gradients of the run before, as a micro-batch's are.
-            _, full = timer(partial(torch.autograd.backward, results, backward, inputs=asked + weights))
-        if attempt >= warmup:
-            cost.forward.append(forward)
-            cost.input_grad.append(ahead if weights else full)
-            cost.backward.append(full)
-        del made, results
-    return found, cost
+            ends = self._asked + self._weights
+            _, seconds = self._timer(partial(torch.autograd.backward, self._results, self._gradients, inputs=ends))
+        self._cost.backward.append(seconds)
+        self._results = []
 
+    def input_grad(self) -> None:
+        seconds = 0.0
+        if self._results and self._asked:
+            (_, self._deferred), seconds = self._timer(partial(input_grad, self._results, self._gradients, self._asked))
+        elif self._results and self._weights:
+            edges = [torch.autograd.graph.get_gradient_edge(each) for each in self._results]
+            self._deferred = Deferred(edges, self._gradients)
+        self._cost.input_grad.append(seconds)
+        self._results = []
 
-def _input_grad(results: Sequence[Any], asked: Sequence[Any], backward: Sequence[Any]) -> Any:
-    return torch.autograd.grad(results, asked, backward, retain_graph=True, allow_unused=True)
+    def weight_grad(self) -> None:
+        _, seconds = self._timer(self._deferred.weight_grad) if self._weights else (None, 0.0)
+        self._cost.weight_grad.append(seconds)
 
 
 def profile_of(
@@ -145,18 +165,19 @@ def profile_of(
         if cost is None:
             nodes.append(replace(node, output=sizes.get(node.name, node.output)))
             continue
-        given, full = median(cost.input_grad), median(cost.backward)
+        given, late, full = median(cost.input_grad), median(cost.weight_grad), median(cost.backward)
         nodes.append(
             replace(
                 node,
                 forward=median(cost.forward),
-                input_grad=min(given, full),
-                weight_grad=max(full - given, 0.0),
+                input_grad=min(given, full) if late else full,
+                weight_grad=late,
+                unsplit=full,
                 activation=cost.activation,
                 output=sizes.get(node.name, 0),
             )
         )
-        spread[node.name] = _spread([a + b for a, b in zip(cost.forward, cost.backward, strict=True)])
+        spread[node.name] = _spread([a + b for a, b in zip(cost.forward[::2], cost.backward, strict=True)])
     samples = next((len(leaf) for leaf in _tensors(dict(inputs)) if leaf.dim()), 1)
     return Profile(Graph(tuple(nodes), graph.shared), (Device(1.0, memory),), (), samples, spread, device)
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils.flop_counter import flop_registry
 
 from everstep.pipeline.graph import Graph, Profile
-from everstep.pipeline.profile import INPUT, NodeModule, cost_of, lent, profile_of
+from everstep.pipeline.profile import INPUT, Cost, NodeModule, lent, look_at, profile_of, run
 
 FLOPS = 50e12  # operations per second, and bytes per second: the ratio is that of the accelerators of today
 BYTES = 1e12
@@ -40,11 +40,11 @@ def count(graph: Graph, nodes: Mapping[str, NodeModule], inputs: Mapping[str, An
             continue
         try:
             with fake, lent(module.module, torch.device("cpu")):
-                made, costs[node.name] = cost_of(module, values, kept, 1, 0, counter.time)
+                made, costs[node.name] = counter.cost_of(node.name, module, values, kept)
         except Exception:
             with _disable_current_modes(), torch.random.fork_rng(devices=[]), lent(module.module, torch.device("cpu")):
                 data = {name: pytree.tree_map(_random, values[name]) for name in module.inputs}
-                real, costs[node.name] = cost_of(module, data, kept, 1, 0, counter.time)
+                real, costs[node.name] = counter.cost_of(node.name, module, data, kept)
             with fake:
                 made = {name: pytree.tree_map(_without_data, value) for name, value in real.items()}
         values |= made
@@ -57,6 +57,14 @@ class _Counter(TorchDispatchMode):  # type: ignore[misc]  # torch is not where t
     def __init__(self) -> None:
         super().__init__()
         self.seconds = 0.0
+
+    def cost_of(
+        self, name: str, module: NodeModule, values: Mapping[str, Any], kept: set[int]
+    ) -> tuple[dict[str, Any], Cost]:
+        """The values of a node, and what it takes."""
+        made, cost = look_at(module, values, kept)
+        run({name: module}, values, {name: cost}, self.time)
+        return made, cost
 
     def time(self, work: Any) -> tuple[Any, float]:
         self.seconds = 0.0

@@ -83,7 +83,8 @@ def combine(profiles: Sequence[Profile], links: Sequence[Sequence[Link]] = ()) -
         times = {
             key: median(getattr(each, key) for each in versions) for key in ("forward", "input_grad", "weight_grad")
         }
-        nodes.append(replace(versions[0], **times))
+        whole = [each.unsplit for each in versions if each.unsplit is not None]
+        nodes.append(replace(versions[0], **times, unsplit=median(whole) if whole else None))
     totals = [sum(node.forward + node.backward for node in each.graph.nodes) for each in profiles]
     middle = median(totals)
     devices = tuple(

@@ -13,7 +13,10 @@ from everstep.pipeline.graph import Graph, Node
 @dataclass(frozen=True)
 class Block:
     """Nodes of one stage. Seconds per micro-batch on a device of speed 1; bytes of activation per micro-batch; bytes of
-    parameters without the shared ones, whose numbers are in `shared`."""
+    parameters without the shared ones, whose numbers are in `shared`.
+
+    `weight_grad` is what a backward at once takes more than `input_grad`, and the least that the second part of a split
+    one takes: so that bounds hold for both."""
 
     nodes: tuple[str, ...]
     forward: float
@@ -176,8 +179,8 @@ def _block(nodes: Sequence[Node], shared: dict[str, int]) -> Block:
     return Block(
         nodes=tuple(node.name for node in nodes),
         forward=sum(node.forward for node in nodes),
-        input_grad=sum(node.input_grad for node in nodes),
-        weight_grad=sum(node.weight_grad for node in nodes),
+        input_grad=sum(min(node.input_grad, node.backward) for node in nodes),
+        weight_grad=sum(max(node.backward - node.input_grad, 0.0) for node in nodes),
         activation=sum(node.activation for node in nodes),
         parameters=sum(node.parameters for node in nodes),
         shared=tuple(sorted({shared[name] for node in nodes for name in node.ties})),
