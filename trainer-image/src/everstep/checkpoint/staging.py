@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 
-_PIECE = 4 << 20  # bytes that one thread copies at a time
+_PIECE = 1 << 20  # bytes that a thread copies at a time, at least
 
 
 class Staging(Protocol):
@@ -47,7 +47,7 @@ class Host:
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(self._threads, "everstep-copy") if self._threads > 1 else None
+        self._pool = ThreadPoolExecutor(self._threads - 1, "everstep-copy") if self._threads > 1 else None
 
     def adopt(self, address: int, size: int) -> None:
         pass
@@ -57,8 +57,9 @@ class Host:
     ) -> None:
         moves: list[tuple[int, int, int]] = []
         for target, source in zip(targets, sources, strict=True):
-            if all(_is_plain(each) for each in (target, source)) and target.dtype == source.dtype:
-                moves.append((target.data_ptr(), source.data_ptr(), target.nbytes))
+            to, from_ = _address(target), _address(source)
+            if to and from_ and target.dtype is source.dtype:
+                moves.append((to, from_, target.nbytes))
             else:
                 target.copy_(source)
         self.move(moves)
@@ -66,9 +67,15 @@ class Host:
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copies bytes: (to, from, how many)."""
         if self._pool is None or sum(size for _, _, size in moves) < 2 * _PIECE:
-            _move(moves)
+            _move([moves])
             return
-        list(self._pool.map(_move, _shares(moves, self._threads)))
+        # Whoever is free takes the next: a thread may begin late, when its processor is just busy with something else.
+        rest = iter(_pieces(moves, self._threads))
+        others = [self._pool.submit(_move, rest) for _ in range(self._threads - 1)]
+        _move(rest)
+        for each in others:
+            if not each.cancel():
+                each.result()
 
     def before_change(self) -> None:
         pass
@@ -81,32 +88,39 @@ class Host:
             self._pool.shutdown()
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    """Whether its bytes lie in main memory one after the other."""
+def _address(tensor: torch.Tensor) -> int:
+    """Where its bytes lie in main memory one after the other; 0 for others, and for a wrapper, which has no address:
+    torch knows how to copy them."""
     plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return plain and tensor.data_ptr() != 0  # a wrapper has no address: torch knows how to copy it
+    return tensor.data_ptr() if plain else 0
 
 
-def _move(moves: Sequence[tuple[int, int, int]]) -> None:
+Moves = list[tuple[int, int, int]]
+
+
+def _move(pieces: Iterable[Sequence[tuple[int, int, int]]]) -> None:
     memmove = ctypes.memmove  # gives the interpreter lock away
-    for to, from_, size in moves:
-        memmove(to, from_, size)
+    for piece in pieces:
+        for to, from_, size in piece:
+            memmove(to, from_, size)
 
 
-def _shares(moves: Sequence[tuple[int, int, int]], count: int) -> list[list[tuple[int, int, int]]]:
-    """The same copies for `count` threads, as many bytes for each."""
-    share = -(-sum(size for _, _, size in moves) // count)
-    shares: list[list[tuple[int, int, int]]] = [[]]
-    left = share
+def _pieces(moves: Sequence[tuple[int, int, int]], threads: int) -> list[Moves]:
+    """The same copies in pieces: large ones first, since each takes the interpreter lock, and smaller ones in the end,
+    for which no thread waits long (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987)."""
+    left = sum(size for _, _, size in moves)
+    pieces: list[Moves] = []
+    room = 0
     for to, from_, size in moves:
         while size:
-            if not left:
-                shares.append([])
-                left = share
-            taken = min(size, left)
-            shares[-1].append((to, from_, taken))
-            to, from_, size, left = to + taken, from_ + taken, size - taken, left - taken
-    return shares
+            if not room:
+                room = max(_PIECE, left // (2 * threads))
+                pieces.append([])
+            taken = min(size, room)
+            pieces[-1].append((to, from_, taken))
+            to, from_, size = to + taken, from_ + taken, size - taken
+            room, left = room - taken, left - taken
+    return pieces
 
 
 class Cuda:

@@ -13,7 +13,7 @@ import pickle
 import struct
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from everstep.checkpoint.errors import CheckpointError
@@ -50,6 +50,8 @@ def pack(value: Any, path: str = "", *, allow_pickle: bool = False) -> object:
     if kind is float:
         return value if math.isfinite(value) else {"float": struct.pack(">d", value).hex()}
     if kind is list:
+        if _is_itself(value):
+            return list(value)
         return [pack(each, f"{path}[{i}]", allow_pickle=allow_pickle) for i, each in enumerate(value)]
     return _tagged(value, path, allow_pickle)
 
@@ -80,6 +82,8 @@ def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
     if type(value) in (dict, OrderedDict, Counter):
         return {name: [[inner(key, f"key {key!r}"), inner(each, repr(key))] for key, each in value.items()]}
     if type(value) is tuple:
+        if _is_itself(value):
+            return {name: list(value)}
         return {name: [inner(each, str(i)) for i, each in enumerate(value)]}
     if type(value) in (set, frozenset):
         # Sorted, so that equal sets of two ranks are equal bytes.
@@ -121,6 +125,11 @@ def _untagged(tag: str, content: Any, path: str, allow_pickle: bool) -> Any:
         case "pickle":
             return pickle.loads(base64.b64decode(content, validate=True))  # noqa: S301 (the caller has allowed it)
     raise Refused(path, f"the format knows no values that are tagged {tag!r}")
+
+
+def _is_itself(items: Sequence[Any]) -> bool:
+    """Whether all are integers that a double holds: a generator's state is 600 of them."""
+    return set(map(type, items)) == {int} and min(items) > -_EXACT and max(items) < _EXACT
 
 
 def _base64(data: bytes) -> str:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import Kind, PerRank, Stateful, dtype_name, is_tensor
+from everstep.checkpoint.state.kinds import WHOLE, Kind, PerRank, Stateful, dtype_name, is_tensor
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.plain import StatefulObject, Value
@@ -37,21 +37,22 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
     `step`: how many steps are trained, for objects whose state follows from it. Refused for a value that cannot be
     saved, CheckpointError for an object that cannot.
     """
-    flat = Flat({}, {})
+    tensors: dict[str, torch.Tensor] = {}
+    values: dict[str, object] = {}
     for kind in bind(objects, rank=rank, step=step):
         for name, leaf in kind.leaves():
-            if name in flat.tensors or name in flat.values:
+            if name in tensors or name in values:
                 raise CheckpointError(f"{name}: two objects have a state of this name")
             if not is_tensor(leaf):
-                flat.values[name] = pack(leaf, name, allow_pickle=allow_pickle)
-            elif leaf.layout != torch.strided or leaf.is_quantized:
+                values[name] = pack(leaf, name, allow_pickle=allow_pickle)
+            elif leaf.layout is not torch.strided or leaf.is_quantized:
                 raise CheckpointError(f"{name}: a tensor that is sparse or quantized cannot be saved")
-            elif is_traceable_wrapper_subclass(local(leaf)):
+            elif type(leaf) not in WHOLE and is_traceable_wrapper_subclass(local(leaf)):
                 kind_of = type(local(leaf)).__name__
                 raise CheckpointError(f"{name}: a {kind_of} has no memory of its own and cannot be saved; unwrap it")
             else:
-                flat.tensors[name] = leaf
-    return flat
+                tensors[name] = leaf
+    return Flat(tensors, values)
 
 
 def coming(objects: Mapping[str, object], *, rank: int) -> dict[str, torch.Tensor]:

@@ -126,6 +126,11 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def detached(leaf: Any) -> Any:
+    """A tensor without its history; anything else as it is."""
+    return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

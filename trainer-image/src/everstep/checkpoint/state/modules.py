@@ -41,7 +41,11 @@ class Modules:
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         for _, name, value in self._entries():
-            yield from names.walk(value, is_tensor, names.join(self.prefix, name))
+            full = names.join(self.prefix, name)
+            if is_tensor(value):
+                yield full, value
+            else:
+                yield from names.walk(value, is_tensor, full)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}

@@ -7,15 +7,21 @@ belongs, and the nested state comes back with its own types. Pure: any leaf will
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 _ESCAPED = re.compile(r"[%./]|^[#\[(]")
+_PATH = re.compile(r"[%/]|(?:^|\.)(?:[#\[(]|\.|$)")  # where a path of text keys needs an escape
 _ESCAPE = re.compile(r"%([0-9A-F]{2})")
 _ITEM = re.compile(r"\[(\d+)\]|\((\d+)\)|#(-?\d+)", re.ASCII)
 
+# What no container holds anything in: a generator's state of 600 numbers is passed over at once.
+_PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
+
+@functools.lru_cache(maxsize=4096)  # a state has few keys, and each of them many times
 def segment(key: str) -> str:
     """A key that is text, as a segment of a name."""
     return _ESCAPED.sub(lambda found: f"%{ord(found[0]):02X}", key) or "%"
@@ -23,12 +29,12 @@ def segment(key: str) -> str:
 
 def join(*segments: str) -> str:
     """Segments as a name; empty ones (the object itself) are left out."""
-    return ".".join(each for each in segments if each)
+    return ".".join(filter(None, segments))
 
 
 def of_module(name: str) -> str:
     """The fully qualified name of a module's parameter: it is a path already, each piece a key."""
-    return ".".join(map(segment, name.split(".")))
+    return ".".join(map(segment, name.split("."))) if _PATH.search(name) else name
 
 
 def walk(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator[tuple[str, Any]]:
@@ -36,14 +42,18 @@ def walk(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator
 
     A dictionary is entered when all its keys are text, or when a leaf for which `is_leaf` holds is somewhere in it and
     all its keys are integers; a list or a tuple when such a leaf is in it. Anything else is one leaf, an empty
-    container too.
+    container too. `is_leaf` holds for no number, text, bytes or None.
     """
     pairs = None if is_leaf(value) else _children(value, is_leaf)
     if pairs is None:
         yield name, value
         return
     for piece, child in pairs:
-        yield from walk(child, is_leaf, join(name, piece))
+        below = f"{name}.{piece}" if name else piece
+        if is_leaf(child):
+            yield below, child  # most of a state: a generator for each would take longer than all the rest
+        else:
+            yield from walk(child, is_leaf, below)
 
 
 def _children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]] | None:
@@ -62,12 +72,12 @@ def _children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any
 def _holds(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
     if is_leaf(value):
         return True
-    children: Sequence[Any] = ()
+    children: Iterable[Any] = ()
     if isinstance(value, dict):
-        children = list(value.values())
-    elif isinstance(value, list | tuple):
+        children = value.values()
+    elif isinstance(value, (list, tuple)):
         children = value
-    return any(_holds(child, is_leaf) for child in children)
+    return any(_holds(child, is_leaf) for child in children if type(child) not in _PLAIN)
 
 
 def nest(leaves: Mapping[str, Any]) -> Any:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Tensor
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import WHOLE, Saved, fresh, is_tensor, misfit
+from everstep.checkpoint.state.kinds import WHOLE, Saved, detached, fresh, is_tensor, misfit
 from everstep.checkpoint.values import pack
 
 _STATE = "state"
@@ -70,8 +70,7 @@ class OptimizerObject:
                         yield names.join(self.prefix, name), param.detach()
 
     def _leaves(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        for each, leaf in names.walk(value, is_tensor, names.join(self.prefix, name)):
-            yield each, leaf.detach() if is_tensor(leaf) else leaf
+        return ((each, detached(leaf)) for each, leaf in names.walk(value, is_tensor, names.join(self.prefix, name)))
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import Saved, Stateful, Stepped, fresh, is_tensor, misfit
+from everstep.checkpoint.state.kinds import Saved, Stateful, Stepped, detached, fresh, is_tensor, misfit
 
 
 class StatefulObject:
@@ -65,7 +65,7 @@ class Value:
 
 def _leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
     for name, leaf in names.walk(state, is_tensor, prefix):
-        yield name, leaf.detach() if is_tensor(leaf) else leaf
+        yield name, detached(leaf)
 
 
 def _targets(saved: Saved, state: Any, problems: list[str], *, whole: bool = False) -> dict[str, torch.Tensor]:
