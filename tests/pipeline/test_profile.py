@@ -37,7 +37,7 @@ def test_every_node_is_measured(name: str) -> None:
     found = profiled(name)
     measured = [node for node in found.graph.nodes if node.name in found.spread and node.name != "output"]
     assert len(measured) > 5
-    assert all(node.forward > 0 for node in measured)
+    assert all(node.forward > 0 for node in measured if node.parameters)
     assert all(node.input_grad + node.weight_grad > 0 for node in measured if node.parameters)
     assert found.samples == 4
     assert Profile.from_json(found.to_json()) == found

@@ -8,54 +8,25 @@ and random numbers are afterwards what they were.
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import replace
 from statistics import median, quantiles
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from everstep.pipeline.engine.split import Deferred, input_grad
+from everstep.pipeline.engine.stage import INPUT, OUTPUT, StageModule
 from everstep.pipeline.graph import Device, Graph, Node, Profile
+from everstep.pipeline.profile_runs import Cost, clock, copy_of, of_nothing, run, tensors_in
 
-INPUT = "input:"
-OUTPUT = "output"
 TOGETHER = 1 << 30  # bytes of weights, gradients and activations that are on the device to be measured
-
-
-class NodeModule(Protocol):
-    """A node as a stage of its own."""
-
-    inputs: tuple[str, ...]
-    outputs: tuple[str, ...]
-    module: nn.Module
-
-    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]: ...
-
-
-Timer = Callable[[Callable[[], Any]], tuple[Any, float]]  # (result, seconds)
-
-
-@dataclass
-class Cost:
-    """Seconds of each run, by turns with its `backward` at once and in two parts; bytes kept for backward, and of each
-    value."""
-
-    forward: list[float] = field(default_factory=list)
-    backward: list[float] = field(default_factory=list)
-    input_grad: list[float] = field(default_factory=list)
-    weight_grad: list[float] = field(default_factory=list)
-    activation: int = 0
-    sizes: dict[str, int] = field(default_factory=dict)
 
 
 def measure(
     graph: Graph,
-    nodes: Mapping[str, NodeModule],
+    nodes: Mapping[str, StageModule],
     inputs: Mapping[str, Any],
     *,
     device: Any = "cpu",
@@ -70,13 +41,14 @@ def measure(
     measure while the others are busy too.
     """
     target = torch.device(device)
-    timer = _clock(target)
+    timer = clock(target)
+    nothing = of_nothing(target, timer)
     values = {INPUT + name: _to(value, target) for name, value in inputs.items()}
     last = {name: node for node, module in nodes.items() for name in module.inputs}
     kept: set[int] = set()  # memory that an earlier node keeps for its backward
     costs: dict[str, Cost] = {}
     named = [node.name for node in graph.nodes if node.name in nodes]
-    window, size = dict[str, NodeModule](), 0
+    window, size = dict[str, StageModule](), 0
     with torch.random.fork_rng([target.index or 0] if target.type == "cuda" else []):
         for name in named:
             window[name] = module = nodes[name]
@@ -88,70 +60,21 @@ def measure(
                 with contextlib.ExitStack() as stack:
                     for each in window.values():
                         stack.enter_context(lent(each.module, target))
-                    for attempt in range(warmup + repeats):
-                        wait()
-                        run(window, values, costs if attempt >= warmup else {}, timer)
+                    run(window, values, costs, timer, repeats=repeats, warmup=warmup, wait=wait)
                 done = {each for module in window.values() for each in module.inputs if last[each] in window}
                 values = {each: value for each, value in values.items() if each not in done}
                 window, size = {}, 0
+    for cost in costs.values():
+        cost.less(nothing)
     gpu = torch.cuda.get_device_properties(target) if target.type == "cuda" else None
     return profile_of(graph, costs, inputs, gpu.name if gpu else target.type, gpu.total_memory if gpu else None)
 
 
-def look_at(module: NodeModule, values: Mapping[str, Any], kept: set[int]) -> tuple[dict[str, Any], Cost]:
+def look_at(module: StageModule, values: Mapping[str, Any], kept: set[int]) -> tuple[dict[str, Any], Cost]:
     """The values of a node, without their graph, and its bytes; `kept`: memory that earlier nodes keep."""
     activation, found = _activation(module, values, kept)
-    sizes = {name: sum(map(_bytes, _tensors(value))) for name, value in found.items() if name != OUTPUT}
+    sizes = {name: sum(map(_bytes, tensors_in(value))) for name, value in found.items() if name != OUTPUT}
     return found, Cost(activation=activation, sizes=sizes)
-
-
-def run(nodes: Mapping[str, NodeModule], values: Mapping[str, Any], costs: Mapping[str, Cost], timer: Timer) -> None:
-    """One micro-batch with a backward at once, and one with its backward in two parts, whose times `costs` gets."""
-    for split in (False, True):
-        runs = [_Run(module, values, costs.get(name) or Cost(), timer) for name, module in nodes.items()]
-        for each in reversed(runs):
-            each.input_grad() if split else each.backward()
-        for each in reversed(runs) if split else ():
-            each.weight_grad()
-
-
-class _Run:
-    """A node's forward, and then its backward in one way."""
-
-    def __init__(self, module: NodeModule, values: Mapping[str, Any], cost: Cost, timer: Timer) -> None:
-        self._cost, self._timer = cost, timer
-        self._weights = [each for each in module.module.parameters() if each.requires_grad]
-        given = {name: _copy(values[name]) for name in module.inputs}
-        self._asked = [leaf for leaf in _tensors(given) if leaf.requires_grad]
-        with torch.enable_grad():
-            made, seconds = timer(partial(module, given))
-        cost.forward.append(seconds)
-        self._results = [leaf for leaf in _tensors(made) if leaf.requires_grad]
-        self._gradients = [torch.ones_like(result) for result in self._results]
-        self._deferred = Deferred()
-
-    def backward(self) -> None:
-        seconds = 0.0
-        if self._results and (self._asked or self._weights):
-            # Added to the gradients of the run before, as a micro-batch's are.
-            ends = self._asked + self._weights
-            _, seconds = self._timer(partial(torch.autograd.backward, self._results, self._gradients, inputs=ends))
-        self._cost.backward.append(seconds)
-        self._results = []
-
-    def input_grad(self) -> None:
-        seconds = 0.0
-        if self._results and self._asked:
-            (_, self._deferred), seconds = self._timer(partial(input_grad, self._results, self._gradients, self._asked))
-        elif self._results and self._weights:
-            edges = [torch.autograd.graph.get_gradient_edge(each) for each in self._results]
-            self._deferred = Deferred(edges, self._gradients)
-        self._cost.input_grad.append(seconds)
-        self._results = []
-
-    def weight_grad(self) -> None:
-        _, seconds = self._timer(self._deferred.weight_grad) if self._weights else (None, 0.0)
-        self._cost.weight_grad.append(seconds)
 
 
 def profile_of(
@@ -178,7 +101,7 @@ def profile_of(
             )
         )
         spread[node.name] = _spread([a + b for a, b in zip(cost.forward[::2], cost.backward, strict=True)])
-    samples = next((len(leaf) for leaf in _tensors(dict(inputs)) if leaf.dim()), 1)
+    samples = next((len(leaf) for leaf in tensors_in(dict(inputs)) if leaf.dim()), 1)
     return Profile(Graph(tuple(nodes), graph.shared), (Device(1.0, memory),), (), samples, spread, device)
 
 
@@ -189,29 +112,16 @@ def _spread(times: Sequence[float]) -> float:
     return (high - low) / 2 / median(times)
 
 
-def _clock(device: Any) -> Timer:
-    def wall(work: Callable[[], Any]) -> tuple[Any, float]:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        result = work()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return result, time.perf_counter() - start
-
-    return wall
-
-
 # ---- what is kept for backward ----
 
 
-def _activation(module: NodeModule, values: Mapping[str, Any], kept: set[int]) -> tuple[int, dict[str, Any]]:
+def _activation(module: StageModule, values: Mapping[str, Any], kept: set[int]) -> tuple[int, dict[str, Any]]:
     """Bytes that the graph of a forward keeps, without weights; and its values. What earlier nodes keep already, `kept`
     by memory, counts with them: so the node gets their values themselves, if it does not change them in place."""
-    alive = {_memory(leaf) for value in values.values() for leaf in _tensors(value)}
+    alive = {_memory(leaf) for value in values.values() for leaf in tensors_in(value)}
     kept.intersection_update(alive)  # memory that no value has any more can be another's by now
     given = {name: values[name] for name in module.inputs}
-    for attempt in (given, {name: _copy(value) for name, value in given.items()}):
+    for attempt in (given, {name: copy_of(value) for name, value in given.items()}):
         saved = _Saved(module.module)
         try:
             with torch.enable_grad(), saved:
@@ -222,7 +132,7 @@ def _activation(module: NodeModule, values: Mapping[str, Any], kept: set[int]) -
                 raise
     total = sum(size for memory, size in saved.sizes.items() if memory not in kept)
     made = {name: pytree.tree_map(_no_graph, value) for name, value in made.items()}
-    alive.update(_memory(leaf) for value in made.values() for leaf in _tensors(value))
+    alive.update(_memory(leaf) for value in made.values() for leaf in tensors_in(value))
     kept.update(saved.sizes.keys() & alive)
     return total, made
 
@@ -280,26 +190,12 @@ def _on(tensor: Any, device: Any, parameter: bool) -> Any:
     return nn.Parameter(data, requires_grad=tensor.requires_grad) if parameter else data
 
 
-def _tensors(value: Any) -> list[Any]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
-
-
 def _to(value: Any, device: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def _no_graph(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _copy(value: Any) -> Any:
-    """With memory of its own, and no leaf where there is a gradient: the node may change it in place."""
-
-    def copy(leaf: Any) -> Any:
-        return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
-
-    with torch.enable_grad():
-        return pytree.tree_map(copy, value)
 
 
 def _memory(tensor: Any) -> int:

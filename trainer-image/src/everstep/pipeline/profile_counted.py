@@ -15,15 +15,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
+from everstep.pipeline.engine.stage import INPUT, StageModule
 from everstep.pipeline.graph import Graph, Profile
-from everstep.pipeline.profile import INPUT, Cost, NodeModule, lent, look_at, profile_of, run
+from everstep.pipeline.profile import lent, look_at, profile_of
+from everstep.pipeline.profile_runs import Cost, run
 
 FLOPS = 50e12  # operations per second, and bytes per second: the ratio is that of the accelerators of today
 BYTES = 1e12
 LAUNCH = 2e-6  # seconds that an operation takes at least
 
 
-def count(graph: Graph, nodes: Mapping[str, NodeModule], inputs: Mapping[str, Any]) -> Profile:
+def count(graph: Graph, nodes: Mapping[str, StageModule], inputs: Mapping[str, Any]) -> Profile:
     """The graph with counted times and bytes, for micro-batches like `inputs`, which may be on the meta device.
 
     Nodes that depend on data are run once on random numbers, each by itself, on the processor.
@@ -59,7 +61,7 @@ class _Counter(TorchDispatchMode):  # type: ignore[misc]  # torch is not where t
         self.seconds = 0.0
 
     def cost_of(
-        self, name: str, module: NodeModule, values: Mapping[str, Any], kept: set[int]
+        self, name: str, module: StageModule, values: Mapping[str, Any], kept: set[int]
     ) -> tuple[dict[str, Any], Cost]:
         """The values of a node, and what it takes."""
         made, cost = look_at(module, values, kept)

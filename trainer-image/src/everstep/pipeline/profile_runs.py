@@ -1,0 +1,186 @@
+"""Nodes at work, one after the other, as in a stage: what each of them takes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from statistics import median
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from everstep.pipeline.engine.split import Deferred, input_grad
+from everstep.pipeline.engine.stage import StageModule
+
+Timer = Callable[[Callable[[], Any]], tuple[Any, float]]  # (result, seconds)
+
+
+@dataclass
+class Cost:
+    """Seconds of each run, by turns with its `backward` at once and in two parts; bytes kept for backward, and of each
+    value."""
+
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    input_grad: list[float] = field(default_factory=list)
+    weight_grad: list[float] = field(default_factory=list)
+    activation: int = 0
+    sizes: dict[str, int] = field(default_factory=dict)
+
+    def less(self, nothing: Cost) -> None:
+        """Without what a node takes that does nothing: in a stage, nodes are not begun and timed one by one."""
+        for own, other in (
+            (self.forward, nothing.forward),
+            (self.backward, nothing.backward),
+            (self.input_grad, nothing.input_grad),
+        ):
+            own[:] = [max(seconds - median(other), 0.0) for seconds in own]
+
+
+def run(
+    nodes: Mapping[str, StageModule],
+    values: Mapping[str, Any],
+    costs: Mapping[str, Cost],
+    timer: Timer,
+    *,
+    repeats: int = 1,
+    warmup: int = 0,
+    wait: Callable[[], object] = lambda: None,
+) -> None:
+    """Micro-batches by turns with a backward at once and in two parts, whose times `costs` gets.
+
+    A forward is done before the backward of the micro-batch before, as in a step. Where all memory is free in between,
+    the system takes it back, and getting it anew would be a part of the times.
+    """
+    before: list[_Run] = []
+    for attempt in range(warmup + repeats):
+        wait()
+        for split in (False, True):
+            kept = costs if attempt >= warmup else {}
+            runs = [_Run(module, values, kept.get(name) or Cost(), timer, split) for name, module in nodes.items()]
+            _backward(before)
+            before = runs
+    _backward(before)
+
+
+def _backward(runs: list[_Run]) -> None:
+    """Of one micro-batch; nothing of it is left."""
+    for each in reversed(runs):
+        each.begin()
+    while runs:
+        runs.pop().end()
+
+
+class _Run:
+    """A node's forward, and then its backward, at once or `split`."""
+
+    def __init__(self, module: StageModule, values: Mapping[str, Any], cost: Cost, timer: Timer, split: bool) -> None:
+        self._cost, self._timer, self._split = cost, timer, split
+        self._weights = [each for each in module.module.parameters() if each.requires_grad]
+        end = torch.zeros((), requires_grad=True)
+        given = {name: copy_of(values[name], end) for name in module.inputs}
+        self._asked = [end] if any(leaf.requires_grad for leaf in tensors_in(given)) else []
+        with torch.enable_grad():
+            made, seconds = timer(partial(module, given))
+        cost.forward.append(seconds)
+        self._results = [leaf for leaf in tensors_in(made) if leaf.requires_grad]
+        self._deferred = Deferred()
+
+    def begin(self) -> None:
+        """The gradients of the inputs, if the backward is split."""
+        seconds = 0.0
+        if not self._split:
+            return
+        if self._results and self._asked:
+            given = self._gradients()
+            (_, self._deferred), seconds = self._timer(partial(input_grad, self._results, given, self._asked))
+        elif self._results and self._weights:
+            edges = [torch.autograd.graph.get_gradient_edge(each) for each in self._results]
+            self._deferred = Deferred(edges, self._gradients())
+        self._cost.input_grad.append(seconds)
+        self._results, self._asked = [], []
+
+    def end(self) -> None:
+        """The rest, or all of it; added to the gradients of the micro-batch before."""
+        seconds = 0.0
+        if self._split:
+            if self._weights:
+                _, seconds = self._timer(self._deferred.weight_grad)
+            self._cost.weight_grad.append(seconds)
+            return
+        if self._results and (self._asked or self._weights):
+            given, ends = self._gradients(), self._asked + self._weights
+            _, seconds = self._timer(partial(torch.autograd.backward, self._results, given, inputs=ends))
+        self._cost.backward.append(seconds)
+
+    def _gradients(self) -> list[Any]:
+        return [torch.ones_like(result) for result in self._results]
+
+
+class _Nothing:
+    """A node that gives what it gets."""
+
+    inputs: tuple[str, ...] = ("value",)
+    outputs: tuple[str, ...] = ("value",)
+
+    def __init__(self) -> None:
+        self.module = nn.Module()
+
+    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return dict(values)
+
+
+def of_nothing(device: Any, timer: Timer, repeats: int = 50) -> Cost:
+    """What it takes to begin and to time a node."""
+    cost, value = Cost(), torch.zeros(1, device=device, requires_grad=True)
+    run({"": _Nothing()}, {"value": value}, {"": cost}, timer, repeats=repeats, warmup=5)
+    return cost
+
+
+def clock(device: Any) -> Timer:
+    def wall(work: Callable[[], Any]) -> tuple[Any, float]:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        result = work()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return result, time.perf_counter() - start
+
+    return wall
+
+
+# ---- tensors ----
+
+
+def tensors_in(value: Any) -> list[Any]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+class _End(torch.autograd.Function):  # type: ignore[misc]
+    """A copy whose gradient is dropped: where autograd would keep it, that would take time which no stage takes."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Any, end: Any) -> Any:
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Any) -> Any:
+        return None, torch.zeros(())
+
+
+def copy_of(value: Any, end: Any = None) -> Any:
+    """With memory of its own, and no leaf where there is a gradient: the node may change it in place. Gradients go to
+    `end`, which becomes zero."""
+
+    def copy(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return leaf.clone() if end is None or not leaf.requires_grad else _End.apply(leaf, end)
+
+    with torch.enable_grad():
+        return pytree.tree_map(copy, value)
