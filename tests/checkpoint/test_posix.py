@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
 import threading
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from everstep.checkpoint import room
 from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
+from everstep.checkpoint.store import writeback
 from everstep.checkpoint.store.base import check_name, open_store
 from everstep.checkpoint.store.files import Files
 from everstep.checkpoint.store.posix import PosixStore
@@ -245,3 +248,49 @@ def test_a_folder_that_was_removed_a_moment_ago_is_made_again(tmp_path: Path) ->
 
     PosixStore(tmp_path, files=Racing()).put(PART, [b"abc"], 3)
     assert PosixStore(tmp_path).read(PART) == b"abc"
+
+
+def cached(path: Path) -> bool:
+    """Whether the first page of a file is in memory. Skips where the file system does not say so."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(descriptor, [bytearray(4096)], 0, os.RWF_NOWAIT) == 4096
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        pytest.skip(f"this file system does not tell what is in memory: {error}")
+    finally:
+        os.close(descriptor)
+
+
+LARGE = [b"1" * (8 << 20)] * 10
+
+
+def test_a_file_that_is_large_for_the_machine_does_not_stay_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = PosixStore(tmp_path)
+    store.put("data/a/1/0.part", LARGE, 80 << 20)
+    if not cached(tmp_path / "data/a/1/0.part"):
+        pytest.skip("no file stays in memory here")
+    monkeypatch.setattr(room, "available", lambda: 100 << 20)
+    store.put("data/a/2/0.part", LARGE, 80 << 20)
+    assert not cached(tmp_path / "data/a/2/0.part")
+    assert (tmp_path / "data/a/2/0.part").stat().st_size == 80 << 20
+    assert (tmp_path / "data/a/2/0.part").read_bytes() == b"".join(LARGE)
+
+
+def test_an_error_of_the_disk_is_told_by_whoever_hears_of_it_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel tells it once: to a wait for earlier bytes, and then no more to fsync."""
+
+    def call(descriptor: int, offset: int, length: int, flags: int) -> int:
+        ctypes.set_errno(errno.EIO)
+        return -1
+
+    monkeypatch.setattr(room, "available", lambda: 100 << 20)
+    monkeypatch.setattr(writeback, "_call", call)
+    with pytest.raises(StoreError, match="Input/output error"):
+        PosixStore(tmp_path).put(PART, LARGE, 80 << 20)
+    assert not everything(tmp_path)

@@ -41,6 +41,11 @@ def check(directory: Path, need: int, copies: int, kept: int = 0) -> None:
         )
 
 
+def available() -> int:
+    """Bytes of memory that can be had: the least of what the machine and each cgroup above us has left."""
+    return min([_machine(), *(left for left, _ in cgroups())])
+
+
 def _machine() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):

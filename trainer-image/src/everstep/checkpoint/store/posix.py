@@ -14,15 +14,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
-from everstep.checkpoint.store import writeback
 from everstep.checkpoint.store.base import Entry, check_name
 from everstep.checkpoint.store.files import Files
+from everstep.checkpoint.store.writeback import WriteBehind
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MAY_PASS = {errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EBUSY, errno.ENFILE, errno.EMFILE}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
-
-_WORTH_A_BEGINNING = 1 << 20  # bytes
 
 _TEMPORARY = ".new-"  # no name of an object begins with a dot
 
@@ -149,17 +147,18 @@ class PosixStore:
         try:
             try:
                 count = 0
+                behind = WriteBehind(descriptor, size)
                 for piece in data:
                     rest = whole = memoryview(piece).cast("B")
                     while rest:
                         rest = rest[self._files.write(descriptor, rest) :]
-                    if len(whole) >= _WORTH_A_BEGINNING:
-                        writeback.begin(descriptor, count, len(whole))
+                    behind.wrote(count, len(whole))
                     count += len(whole)
                 if count != size:
                     raise ValueError(f"{path}: {size} bytes were promised, {count} came")
                 if durable and size:  # an empty file is its entry, which is the folder's to sync
                     self._files.sync(descriptor)
+                    behind.synced()
             finally:
                 os.close(descriptor)
         except BaseException:
