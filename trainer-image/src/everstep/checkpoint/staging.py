@@ -47,7 +47,6 @@ class Host:
 
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(self._threads - 1, "everstep-copy") if self._threads > 1 else None
 
     def adopt(self, address: int, size: int) -> None:
         pass
@@ -66,16 +65,17 @@ class Host:
 
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copies bytes: (to, from, how many)."""
-        if self._pool is None or sum(size for _, _, size in moves) < 2 * _PIECE:
+        if self._threads == 1 or sum(size for _, _, size in moves) < 2 * _PIECE:
             _move([moves])
             return
-        # Whoever is free takes the next: a thread may begin late, when its processor is just busy with something else.
+        # Whoever is free takes the next piece. The threads are new ones: those go to an idle processor, while one that
+        # is woken up often stays on the processor of whoever woke it, and waits there for half of the copy.
         rest = iter(_pieces(moves, self._threads))
-        others = [self._pool.submit(_move, rest) for _ in range(self._threads - 1)]
-        _move(rest)
+        with ThreadPoolExecutor(self._threads - 1, "everstep-copy") as pool:
+            others = [pool.submit(_move, rest) for _ in range(self._threads - 1)]
+            _move(rest)
         for each in others:
-            if not each.cancel():
-                each.result()
+            each.result()
 
     def before_change(self) -> None:
         pass
@@ -84,8 +84,7 @@ class Host:
         return True
 
     def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
+        pass
 
 
 def _address(tensor: torch.Tensor) -> int:
