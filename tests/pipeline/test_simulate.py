@@ -250,3 +250,16 @@ def test_what_an_action_needs_is_said_by_the_rank_it_comes_from() -> None:
     assert flow.gives(Action(Kind.INPUT_GRAD, 1, 5), {Done(3, 5, True), Done(1, 5, True)}) == [
         Message("v", 5, True, 1, 0)
     ]
+
+
+def test_a_message_holds_a_rank_that_computes_and_costs_one_that_waits_nothing() -> None:
+    stages = chain([Stage(1.0, 1.0, 0.0), Stage(1.0, 1.0, 0.0)], size=10)
+    free, held = Link(bandwidth=100.0), Link(bandwidth=100.0, held=0.5)  # a tenth of a second for each message
+
+    def step(link: Link, schedule: str, microbatches: int) -> float:
+        return simulate(make(schedule, 2, 2, microbatches), stages, None, uniform(2, link)).makespan
+
+    # Whoever sends has nothing else to do then, and who gets it waits.
+    assert step(held, "simple", 1) == pytest.approx(step(free, "simple", 1))
+    # The second forward of rank 0 begins late by what the first message takes of it, and so on.
+    assert step(held, "simple", 3) == pytest.approx(step(free, "simple", 3) + 4 * 0.05)

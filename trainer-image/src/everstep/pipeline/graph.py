@@ -103,10 +103,13 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """From one rank to another: bytes per second, and seconds until the first byte is there."""
+    """From one rank to another: bytes per second, and seconds until the first byte is there. `held`: for which share of
+    the time that the bytes take neither end computes, 0 where messages are wholly overlapped, 1 where a processor that
+    computes has to copy them."""
 
     bandwidth: float = inf
     latency: float = 0.0
+    held: float = 0.0
 
     def seconds(self, size: int) -> float:
         return self.latency + size / self.bandwidth
@@ -118,6 +121,15 @@ Links = Sequence[Sequence[Link]]  # links[i][j]: from rank i to rank j; links[i]
 def uniform(ranks: int, link: Link) -> tuple[tuple[Link, ...], ...]:
     """The same link between all ranks."""
     return ((link,) * ranks,) * ranks
+
+
+def worst(links: Sequence[Link]) -> Link:
+    """A link that is nowhere better than any of these."""
+    return Link(
+        min((link.bandwidth for link in links), default=inf),
+        max((link.latency for link in links), default=0.0),
+        max((link.held for link in links), default=0.0),
+    )
 
 
 @dataclass(frozen=True)

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from math import inf
 from typing import TYPE_CHECKING
 
 from everstep.pipeline.advise import Alternative, advise
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.graph import Device, Graph, Link, Profile, stage_graph, uniform
+from everstep.pipeline.graph import Device, Graph, Link, Profile, stage_graph, uniform, worst
 from everstep.pipeline.plan import WORDS, Plan
 from everstep.pipeline.schedules import ALIASES, NAMES, Schedule, dump, make, parse
 
@@ -212,15 +211,11 @@ def _fitted(profile: Profile, wish: Wish) -> Profile:
     devices = profile.devices or (Device(),)
     if len(devices) != wish.ranks:
         limits = [device.memory for device in devices if device.memory is not None]
-        worst = Device(min(device.speed for device in devices), min(limits) if limits else None)
-        devices = (worst,) * wish.ranks
+        devices = (Device(min(device.speed for device in devices), min(limits) if limits else None),) * wish.ranks
     if wish.memory is not None:
         devices = tuple(replace(device, memory=wish.memory) for device in devices)
     links = profile.links if wish.link is None else uniform(wish.ranks, wish.link)
     if links and len(links) != wish.ranks:
         between = [link for here, row in enumerate(links) for there, link in enumerate(row) if here != there]
-        slowest = Link(
-            min((link.bandwidth for link in between), default=inf), max((link.latency for link in between), default=0.0)
-        )
-        links = uniform(wish.ranks, slowest)
+        links = uniform(wish.ranks, worst(between))
     return replace(profile, devices=devices, links=links)

@@ -21,7 +21,7 @@ from everstep.pipeline.frontend.record import Untraceable
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.trace import Traced, trace
 from everstep.pipeline.frontend.tree import Tree, tree
-from everstep.pipeline.graph import Device, Link, Profile, stage_graph
+from everstep.pipeline.graph import Device, Link, Profile, stage_graph, worst
 from everstep.pipeline.plan import Plan, fingerprint
 from everstep.pipeline.planning import AUTO, Wish, scaled, solve, solve_again
 from everstep.pipeline.profile import measure
@@ -160,7 +160,7 @@ def of_one_pipeline(profile: Profile, grid: Grid) -> Profile:
 
     def link(one: int, other: int) -> Link:
         alike = [profile.links[pipeline[one]][pipeline[other]] for pipeline in grid.processes]
-        return Link(min(each.bandwidth for each in alike), max(each.latency for each in alike))
+        return worst(alike)
 
     ranks = range(grid.ranks)
     links = tuple(tuple(Link() if one == other else link(one, other) for other in ranks) for one in ranks)

@@ -15,6 +15,7 @@ from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Link, Profile
 
 SMALL, LARGE = 1 << 10, 8 << 20  # bytes
+BESIDE = 6  # times as long as a message a rank computes, to see what that costs
 
 
 def measure_links(
@@ -23,7 +24,8 @@ def measure_links(
     """Of every pair of the group's ranks, there and back: `links[i][j]`, the same on all ranks. Collective.
 
     Pairs that have no rank in common are measured at the same time, as they will be used. Latency is half of the median
-    round trip of a small message; bandwidth is what a large one adds.
+    round trip of a small message; bandwidth is what a large one adds; and by how much computing takes longer beside a
+    large one, says for how long it holds its ends.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     found: dict[tuple[int, int], Link] = {}
@@ -35,7 +37,8 @@ def measure_links(
                 first = rank == one
                 small = _round_trip(peer, SMALL, first, group, device, repeats)
                 big = _round_trip(peer, large, first, group, device, repeats)
-                found[rank, peer] = link(small, big, SMALL, large)
+                free = link(small, big, SMALL, large)
+                found[rank, peer] = replace(free, held=_held(peer, large, free, group, device, repeats))
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, found, group=group)
     known: dict[tuple[int, int], Link] = {}
@@ -94,6 +97,38 @@ def combine(profiles: Sequence[Profile], links: Sequence[Sequence[Link]] = ()) -
     spread = {name: max(each.spread.get(name, 0.0) for each in profiles) for name in first.spread}
     graph = replace(first.graph, nodes=tuple(nodes))
     return replace(first, graph=graph, devices=devices, links=tuple(map(tuple, links)), spread=spread)
+
+
+def _held(peer: int, size: int, link: Link, group: Any, device: Any, repeats: int) -> float:
+    """The share of a message's time in which this rank does not compute, while one goes and one comes."""
+    matrix, took = torch.rand(256, 256, device=device), 0.0
+    sent, coming = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
+    target = dist.get_global_rank(group, peer) if group is not None else peer
+    times: dict[bool, list[float]] = {False: [], True: []}
+    products = 8
+    while took < BESIDE * size / link.bandwidth:
+        products *= 2
+        took = _seconds(matrix, products, [])
+    for number in range(2 * repeats + 2):
+        beside = number % 2 == 1
+        messages = [dist.P2POp(dist.isend, sent, target, group), dist.P2POp(dist.irecv, coming, target, group)]
+        seconds = _seconds(matrix, products, messages if beside else [])
+        if number > 1:
+            times[beside].append(seconds)
+    return min(max(median(times[True]) - median(times[False]), 0.0) / 2 / (size / link.bandwidth), 1.0)
+
+
+def _seconds(matrix: Any, products: int, messages: Sequence[Any]) -> float:
+    """Of so many products, begun beside messages, and until all is done."""
+    start = time.perf_counter()
+    passing = dist.batch_isend_irecv(list(messages)) if messages else []
+    for _ in range(products):
+        matrix @ matrix
+    for each in passing:
+        each.wait()
+    if matrix.is_cuda:
+        torch.cuda.synchronize(matrix.device)
+    return time.perf_counter() - start
 
 
 def _round_trip(peer: int, size: int, first: bool, group: Any, device: Any, repeats: int) -> float:

@@ -1,8 +1,9 @@
 """When everything happens, and what is held meanwhile: one discrete-event simulator for plans, orders and pictures.
 
 A rank does its actions in order, each as soon as what it needs is there. A directed pair of ranks is a link that
-carries one message at a time, in the order in which they were sent. Overlapped messages cost no rank any time;
-blocking ones hold both ranks until the last byte is there. Reductions are not timed.
+carries one message at a time, in the order in which they were sent. Overlapped messages cost a rank that computes the
+share of their time that their link holds it; blocking ones hold both ranks until the last byte is there. Reductions are
+not timed.
 """
 
 from __future__ import annotations
@@ -95,6 +96,7 @@ class _Run:
         self.link_free: dict[tuple[int, int], float] = defaultdict(float)
         self.times: dict[Done | Message, float] = {}
         self.waiters: dict[Done | Message, int] = {}
+        self.held: dict[Message, float] = {}  # for how long a rank that computes is held by what comes
         self.met: dict[Message, float] = {}  # blocking: when the first of the two ranks stood ready
         self.events: list[list[Event]] = [[] for _ in range(ranks)]
         self.seconds = [
@@ -137,13 +139,13 @@ class _Run:
         return True
 
     def _compute(self, rank: int, action: Action) -> bool:
-        start = self.free[rank]
-        for need in self.flow.needs(action):
-            there = self.times.get(need)
-            if there is None:
+        needs = list(self.flow.needs(action))
+        for need in needs:
+            if need not in self.times:
                 self.waiters[need] = rank
                 return False
-            start = max(start, there)
+        held = sum(self.held.pop(need, 0.0) for need in needs if isinstance(need, Message))
+        start = max([self.free[rank] + held, *(self.times[need] for need in needs)])
         end = start + self.seconds[action.stage][action.kind] / self.speeds[rank]
         self.free[rank] = end
         self.events[rank].append(Event(rank, action, start, end))
@@ -157,7 +159,10 @@ class _Run:
     def _send(self, message: Message, at: float) -> None:
         if self.links is not None:
             link, pair = self.links[message.source][message.target], (message.source, message.target)
-            at = max(at, self.link_free[pair]) + self.flow.by_value[message.value].size / link.bandwidth
+            seconds = self.flow.by_value[message.value].size / link.bandwidth
+            self.free[message.source] += link.held * seconds
+            self.held[message] = link.held * seconds
+            at = max(at, self.link_free[pair]) + seconds
             self.link_free[pair] = at
             at += link.latency
         self._there(message, at)
