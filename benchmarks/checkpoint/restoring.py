@@ -14,6 +14,7 @@ from benchmarks.checkpoint import floors, residency, state
 from benchmarks.checkpoint.wire import wire
 from benchmarks.interval import REPEATS, Interval
 from benchmarks.measure import alternate
+from everstep.checkpoint import slots
 from everstep.checkpoint.board import Alone
 from everstep.checkpoint.peers import Peers
 from everstep.checkpoint.proposals import mine
@@ -67,6 +68,7 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
         def restore(tier: str, place: Path, topology: Topology, vote: Vote, peers: Peers | None = None) -> float:
             into = objects if tier == "memory" else state.started(objects)
             restorer = Restorer(into, ckpt.store, topology, vote, place, peers=peers)
+            slots._decoded.cache_clear()  # a new process has read no manifest yet
             began = time.perf_counter()
             restored = restorer.restore()
             took = time.perf_counter() - began

@@ -251,8 +251,8 @@ def one_bad_read(rank: int, store: Path, memory: Path, nodes: int) -> dict[str, 
         def read_into(self, name: str, offset: int, into: memoryview) -> None:
             super().read_into(name, offset, into)
             # Good in the store, and for the other rank: only what this one gets last is not what was written.
-            if rank == 1 and name == NEW.part_name(1) and offset:
-                into[1] ^= 1
+            if rank == 1 and name == NEW.part_name(1):
+                into[-1] ^= 1
 
     made = model(-1)
     restored = ranks.restore(Rots(store), memory, {"model": made}, nodes=nodes)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import local
@@ -61,9 +61,25 @@ class Readable(Protocol):
 
 def read_chunk(store: Readable, manifest: Manifest, chunk: Chunk, into: memoryview) -> None:
     """Fill `into`, of `chunk.length` bytes, and verify what came. Missing, Damaged."""
-    name = manifest.parts[chunk.part].name
-    store.read_into(name, chunk.offset, into)
-    if digest(manifest.checksum, into) != chunk.sum:
+    store.read_into(manifest.parts[chunk.part].name, chunk.offset, into)
+    check(manifest, chunk, into)
+
+
+def read_run(store: Readable, manifest: Manifest, chunks: Sequence[Chunk], into: memoryview) -> None:
+    """The same for chunks of one part that lie one after the other, in one call of the store: `into` is for all from
+    the first to the last, what lies between them along. Missing, Damaged."""
+    first = chunks[0]
+    name = manifest.parts[first.part].name
+    store.read_into(name, first.offset, into)
+    for chunk in chunks:
+        start = chunk.offset - first.offset
+        check(manifest, chunk, into[start : start + chunk.length])
+
+
+def check(manifest: Manifest, chunk: Chunk, data: memoryview) -> None:
+    """Damaged unless these are the bytes of the chunk."""
+    if digest(manifest.checksum, data) != chunk.sum:
+        name = manifest.parts[chunk.part].name
         raise Damaged(name, f"bytes {chunk.offset} to {chunk.offset + chunk.length} are not those that were written")
 
 
@@ -80,7 +96,7 @@ def verify(
     longest = max((chunk.length for chunk in chunks), default=0)
     own = local()
 
-    def check(chunk: Chunk) -> None:
+    def read(chunk: Chunk) -> None:
         if not hasattr(own, "buffer"):
             own.buffer = memoryview(bytearray(longest))
         read_chunk(store, manifest, chunk, own.buffer[: chunk.length])
@@ -88,7 +104,7 @@ def verify(
 
     pool = ThreadPoolExecutor(threads, thread_name_prefix="verify")
     try:
-        for _ in pool.map(check, chunks):
+        for _ in pool.map(read, chunks):
             pass
     finally:
         # The first bad chunk decides; the others need not be read.

@@ -199,11 +199,11 @@ def _typed(fields: dict[str, Any]) -> Manifest:
 
 
 def _shard(fields: dict[str, Any]) -> Shard:
-    chunks = tuple(
-        Chunk(_number(part), _number(offset), _number(length), _text(sum_))
-        for part, offset, length, sum_ in fields["chunks"]
-    )
-    return Shard(_numbers(fields["offsets"]), _numbers(fields["sizes"]), chunks)
+    chunks = []
+    for *place, sum_ in fields["chunks"]:
+        part, offset, length = _numbers(place)
+        chunks.append(Chunk(part, offset, length, _text(sum_)))
+    return Shard(_numbers(fields["offsets"]), _numbers(fields["sizes"]), tuple(chunks))
 
 
 def _number(value: object) -> int:
@@ -212,8 +212,11 @@ def _number(value: object) -> int:
     return value
 
 
-def _numbers(values: list[object]) -> tuple[int, ...]:
-    return tuple(_number(each) for each in values)
+def _numbers(values: list[Any]) -> tuple[int, ...]:
+    for each in values:
+        if type(each) is not int or each < 0:
+            raise ValueError(f"not a number of something: {each!r}")
+    return tuple(values)
 
 
 def _seconds(value: object) -> float:

@@ -40,9 +40,14 @@ class Chunks:
         self.all: list[Chunk] = sorted(every, key=_place)
         self._places = [_place(chunk) for chunk in self.all]
 
+    def of(self, shard: Shard) -> range:
+        """The numbers of a shard's chunks, of which there are some."""
+        first = bisect_left(self._places, _place(shard.chunks[0]))
+        return range(first, first + len(shard.chunks))
+
     def within(self, shard: Shard, start: int, stop: int) -> range:
         """The numbers of the chunks that hold bytes [start, stop) of a shard that has chunks."""
-        first = bisect_left(self._places, _place(shard.chunks[0]))
+        first = self.of(shard).start
         low, high, passed = len(shard.chunks), 0, 0
         for i, chunk in enumerate(shard.chunks):
             if passed < stop and passed + chunk.length > start:
@@ -66,8 +71,10 @@ class _Source:
     sizes: tuple[int, ...]
 
     def view(self, part: memoryview) -> torch.Tensor:
-        data = torch.frombuffer(part, dtype=torch.uint8, count=self.length, offset=self.offset)
-        return data.view(getattr(torch, self.dtype)).view(self.sizes)
+        dtype = getattr(torch, self.dtype)
+        return torch.frombuffer(part, dtype=dtype, count=self.length // dtype.itemsize, offset=self.offset).view(
+            self.sizes
+        )
 
 
 @dataclass(frozen=True)
@@ -117,6 +124,9 @@ class Loading:
         for item in self._items:
             tensor = manifest.tensors[item.name]
             shard = tensor.shards[item.shard]
+            if item.lengths == shard.sizes:
+                found.update(chunks.of(shard))
+                continue
             size = itemsize(tensor.dtype)
             last = [offset + length - 1 for offset, length in zip(item.offsets, item.lengths, strict=True)]
             start, stop = _linear(item.offsets, shard.sizes), _linear(last, shard.sizes) + 1

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from everstep.checkpoint import room
-from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest
+from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, aligned
 from everstep.checkpoint.slots import secure
 
 _PREFIX = "restore-"
@@ -140,10 +140,15 @@ def units(chunks: Sequence[Chunk], manifest: Manifest) -> list[Chunk]:
 
 
 def runs(units: Sequence[Chunk]) -> Iterator[list[Chunk]]:
-    """What one thread reads or verifies at a time: units of one part, up to the bytes of the largest chunk."""
+    """What one thread reads or verifies at a time: units of one part with nothing but padding between them, up to the
+    bytes of the largest chunk."""
     run: list[Chunk] = []
     for unit in units:
-        if run and (unit.part != run[0].part or unit.offset + unit.length > run[0].offset + CHUNK):
+        if run and not (
+            unit.part == run[0].part
+            and unit.offset == aligned(run[-1].offset + run[-1].length)
+            and unit.offset + unit.length <= run[0].offset + CHUNK
+        ):
             yield run
             run = []
         run.append(unit)

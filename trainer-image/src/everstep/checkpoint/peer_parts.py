@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from everstep.checkpoint.format import Manifest, decode
 from everstep.checkpoint.keys import Key
@@ -13,12 +14,14 @@ from everstep.checkpoint.peer_link import Address, Link, PeerLost
 class Share:
     """An open connection to a node that holds one node's share of a checkpoint; its slot stays as it is meanwhile."""
 
-    def __init__(self, address: Address, secret: str, key: Key, node: int) -> None:
+    def __init__(
+        self, address: Address, secret: str, key: Key, node: int, decode: Callable[[bytes, str], Manifest] = decode
+    ) -> None:
         """PeerLost when the share is not there."""
         self._link = Link.connect(address, secret)
         try:
             size = int(self._link.call("open", key=str(key), node=node))
-            self.manifest: Manifest = decode(self._link.get(size), f"the node manifest at {self._link.name}")
+            self.manifest = decode(self._link.get(size), f"the node manifest at {self._link.name}")
         except BaseException:
             self._link.close()
             raise
@@ -46,6 +49,8 @@ class PeerParts:
         self._secret = secret
         self._own = threading.local()
         self._all: list[Share] = []
+        self._lock = threading.Lock()
+        self._decoded = functools.lru_cache(maxsize=None)(decode)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names
@@ -77,11 +82,16 @@ class PeerParts:
         for share in self._all:
             share.close()
 
+    def _decode(self, data: bytes, name: str) -> Manifest:
+        # Every thread gets the same again; one at a time, so that the others find it.
+        with self._lock:
+            return self._decoded(data, name)
+
     def _connect(self, number: int) -> Share:
         failures = []
         for address in self._places[number]:
             try:
-                found = Share(address, self._secret, self._key, number)
+                found = Share(address, self._secret, self._key, number, self._decode)
             except PeerLost as error:
                 failures.append(str(error))
             else:

@@ -23,7 +23,7 @@ from typing import Any
 
 from everstep.checkpoint import peer_copies
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import Manifest, encode
+from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.peer_copies import Copies
 from everstep.checkpoint.peer_link import MAX_MESSAGE, Link, PeerLost
@@ -150,7 +150,7 @@ class _Visit:
                 self._held.callback(os.close, descriptor)
                 self._files.append(descriptor)
             self._manifest = found
-            data = encode(found)
+            data = slot.told()
             self._link.tell({"ok": len(data)})
             self._link.put(data)
             return

@@ -8,7 +8,6 @@ a checkpoint anywhere sends all ranks to the next one.
 from __future__ import annotations
 
 import contextlib
-import functools
 import secrets
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from everstep.checkpoint.candidates import Readable, read_chunk
+from everstep.checkpoint.candidates import Readable, read_run
 from everstep.checkpoint.checksum import digest
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Incomplete, StoreError
 from everstep.checkpoint.format import Chunk, Manifest, decode, encode
@@ -74,9 +73,6 @@ class Restored:
     seconds: float = 0.0
 
 
-_decoded = functools.lru_cache(maxsize=2)(decode)
-
-
 class _Bad(Exception):
     """This checkpoint is bad on some rank."""
 
@@ -106,6 +102,7 @@ class Restorer:
         self._peers = peers
         self._proposals = Proposals(store, topology, reach=peers is not None, attempt=attempt)
         self._bytes = 0
+        self._manifest: Manifest | None = None  # of this try, on a node's leader
 
     def restore(self) -> Restored:
         """Loads the newest checkpoint that is good on all ranks.
@@ -144,7 +141,8 @@ class Restorer:
             self._together(lambda: self._fetch(key, proposal, name, cache) if self._leads else None)
             if self._topology.rank == 0:
                 self._vote.remove(name)  # as large as the manifest, and every node has it
-            manifest = _decoded(cache.message("manifest"), key.manifest_name)
+            manifest = self._manifest if self._leads else decode(cache.message("manifest"), key.manifest_name)
+            assert manifest is not None
             chunks = Chunks(manifest)
             loading = self._plan(manifest, chunks, cache)
             tiers = self._together(lambda: self._read(manifest, chunks, cache, proposal, peers, stack))
@@ -177,8 +175,9 @@ class Restorer:
         if proposal.complete:
             own = {claim.node: manifest for claim, manifest in _own(self._memory, key)}
             every = range(len(proposal.shares))
-            merged = merge([own[number] if number in own else peers.manifest(number) for number in every])
-            self._vote.post(name, encode(merged).decode())
+            self._manifest = merge([own[number] if number in own else peers.manifest(number) for number in every])
+            if self._topology.world > 1:
+                self._vote.post(name, encode(self._manifest).decode())
         return name
 
     @property
@@ -192,10 +191,12 @@ class Restorer:
     def _fetch(self, key: Key, proposal: Proposal, name: str, cache: NodeCache) -> None:
         """The node's leader gets the manifest, for all of the node."""
         cache.create()
-        data = self._vote.read(name).encode() if proposal.complete else self._store.read(key.manifest_name)
-        if _decoded(data, key.manifest_name).key != key:
+        if not proposal.complete or self._topology.world > 1:  # else this rank has just made it
+            data = self._vote.read(name).encode() if proposal.complete else self._store.read(key.manifest_name)
+            self._manifest = decode(data, key.manifest_name)
+            cache.leave("manifest", data)
+        if self._manifest is None or self._manifest.key != key:
             raise Damaged(key.manifest_name, "is the manifest of another checkpoint")
-        cache.leave("manifest", data)
 
     def _plan(self, manifest: Manifest, chunks: Chunks, cache: NodeCache) -> Loading:
         """What this rank needs; StateMismatch on all ranks if it does not fit the objects of any."""
@@ -265,14 +266,15 @@ class Restorer:
             if run[0].part in here:
                 cache.show(run)
             source: Readable = peers if name in peers else self._store
+            part = parts[run[0].part]
+            if run[0].part not in here:
+                read_run(source, manifest, run, part[run[0].offset : run[-1].offset + run[-1].length])
+                return PEER if name in peers else STORE
             for unit in run:
-                into = parts[unit.part][unit.offset : unit.offset + unit.length]
-                if unit.part not in here:
-                    read_chunk(source, manifest, unit, into)
-                elif digest(manifest.checksum, into) != unit.sum:
+                if digest(manifest.checksum, part[unit.offset : unit.offset + unit.length]) != unit.sum:
                     where = f"bytes {unit.offset} to {unit.offset + unit.length}"
                     raise Damaged(name, f"{where} are bad in this node's memory")
-            return MEMORY if run[0].part in here else PEER if name in peers else STORE
+            return MEMORY
 
         pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="restore")
         try:

@@ -159,6 +159,10 @@ class Slot:
             return None
         return found if claim is not None and found.key == claim.key else None
 
+    def told(self) -> bytes:
+        """The same as bytes: encoded by who made the slot whole."""
+        return (self.path / "slot.json").read_bytes()
+
     def store(self, key: Key) -> None:
         """This checkpoint is durable elsewhere."""
         _replace(self.path / "stored", str(key).encode())

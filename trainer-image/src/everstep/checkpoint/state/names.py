@@ -14,6 +14,7 @@ from typing import Any
 
 _ESCAPED = re.compile(r"[%./]|^[#\[(]")
 _PATH = re.compile(r"[%/]|(?:^|\.)(?:[#\[(]|\.|$)")  # where a path of text keys needs an escape
+_ODD = re.compile(r"[.%]|^[#\[(]")  # in a name that is more than one key which is itself
 _ESCAPE = re.compile(r"%([0-9A-F]{2})")
 _ITEM = re.compile(r"\[(\d+)\]|\((\d+)\)|#(-?\d+)", re.ASCII)
 
@@ -86,6 +87,8 @@ def nest(leaves: Mapping[str, Any]) -> Any:
         if len(leaves) > 1:
             raise ValueError(f"one name is a value and holds others: {sorted(leaves)[1]!r}")
         return leaves[""]
+    if not any(map(_ODD.search, leaves)):
+        return dict(leaves)
     groups: dict[str, dict[str, Any]] = {}
     for name, leaf in leaves.items():
         first, _, rest = name.partition(".")
