@@ -67,6 +67,15 @@ def test_a_model_without_weights_has_the_same_graph(name: str) -> None:
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
 
 
+def test_padding_leaves_the_number_of_samples_open() -> None:
+    """As the losses of transformers pad their labels, inside the model."""
+    net = Net(Block(lambda x: F.pad(x, (0, 1), value=-1.0)[:, 1:]))
+    stages = split(trace(net, X), {"two": 1})
+    for samples in (2, 5):
+        x = torch.randn(samples, 4)
+        assert torch.equal(run(stages, {"x": x}), net(x))
+
+
 def test_custom_functions_are_nodes_that_are_not_looked_into() -> None:
     found = front.traced(CASES["custom"])
     names = [node.name for node in found.graph.nodes]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._dispatch.python import enable_python_dispatcher
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -85,7 +86,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
 
     def run(self, model: nn.Module, arguments: Mapping[str, Any], call: Any) -> Record:
         """`call(arguments)` runs the model; Untraceable if nothing can be said of it."""
-        with self.fake:
+        # Without the dispatcher, operations such as constant padding read sizes as numbers, which fixes them.
+        with self.fake, enable_python_dispatcher():
             given = {name: self._arguments(name, value, ()) for name, value in arguments.items()}
             with torch.enable_grad(), listening(self), self:
                 call(given)
