@@ -62,11 +62,12 @@ def main() -> None:
     learn, held_out = corpus()
     torch.manual_seed(given.seed)
     model = CharTransformer(given.context, width=given.width, depth=given.depth)
-    example, _ = batch(learn, given.global_batch, given.context, (0,))
+    example, targets = batch(learn, given.global_batch, given.context, (0,))
     with (
         pipeline(
-            model, example.to(device), loss, stages=given.stages, global_batch=given.global_batch,
-            microbatches=given.microbatches, schedule=given.schedule, plan_file=given.plan, seed=given.seed, clip=1.0,
+            model, example.to(device), loss, targets=targets.to(device), stages=given.stages,
+            global_batch=given.global_batch, microbatches=given.microbatches, schedule=given.schedule,
+            plan_file=given.plan, seed=given.seed, clip=1.0,
         ) as run,
         everstep.checkpointer(given.checkpoints, every_steps=given.save_every) as checkpoints,
     ):  # fmt: skip

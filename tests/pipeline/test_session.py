@@ -268,6 +268,28 @@ def _chain(rank: int, folder: str) -> tuple[float, str]:
     return loss, ", ".join(name for name, _ in run.named_parameters())
 
 
+def heavy(output: Any, targets: Any) -> Any:
+    """As heavy as a head: much more than the layers before it."""
+    return (output.repeat(1, 64) @ torch.ones(4096, 1024)).square().mean() + squares(output, targets)[0]
+
+
+def _with_and_without_targets(rank: int) -> list[int]:
+    x, y = torch.randn(64, 64), torch.randn(64, 64)
+    found = []
+    for how in ({}, {"targets": y}):
+        torch.manual_seed(0)
+        layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(6)))
+        run = pipeline(layers, x, heavy, stages=2, microbatches=2, schedule="1f1b", heartbeat=None, **how)
+        found.append(sum(run.plan.stage_of[name] == 0 for name in map(str, range(6))))
+    return found
+
+
+def test_with_targets_the_plan_knows_what_the_loss_takes() -> None:
+    (without, known), other = ranks.run(2, _with_and_without_targets)
+    assert [without, known] == other
+    assert known > without
+
+
 class Choosing(nn.Module):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()

@@ -15,16 +15,17 @@ from torch import nn
 
 from everstep.pipeline.advise import advise
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.engine.stage import OUTPUT, StageModule
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.placement import complete
 from everstep.pipeline.frontend.record import Untraceable
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.trace import Traced, trace
 from everstep.pipeline.frontend.tree import Tree, tree
-from everstep.pipeline.graph import Device, Link, Profile, stage_graph, worst
+from everstep.pipeline.graph import Device, Graph, Link, Profile, stage_graph, worst
 from everstep.pipeline.plan import Plan, fingerprint
 from everstep.pipeline.planning import AUTO, Wish, scaled, solve, solve_again
-from everstep.pipeline.profile import measure
+from everstep.pipeline.profile import WithLoss, measure
 from everstep.pipeline.profile_counted import count
 from everstep.pipeline.profile_links import measure_links, together
 from everstep.pipeline.schedules import ALIASES, NAMES, Schedule, dump, make
@@ -73,16 +74,27 @@ def plan(
     costs: Costs = "measured",
     precision: str = "full",
     path: Path | None = None,
+    loss: Callable[[Any, Any], Any] | None = None,
+    targets: Any = None,
 ) -> Plan:
     """The same on all ranks; collective. `path` holds the plan between runs: what is there is taken if it is for this
     model, solved again if it is for other ranks or stages, and written by the first process if it is new.
 
-    `stage_of`: by hand, whatever the partition would say. PipelineError on all ranks.
+    `stage_of`: by hand, whatever the partition would say. `loss`, a scalar of an output and targets, is measured if the
+    example's targets are here. PipelineError on all ranks.
     """
     mark = fingerprint((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
     if path is not None and from_first(lambda: "there" if path.exists() else "", place.control):
         return Plan.from_json(from_first(lambda: _again(path, wish, mark, found, stage_of).to_json(), place.control))
-    profile = _profile(found, example, wish, place, costs, precision)
+    nodes: Mapping[str, StageModule] = node_modules(found) if isinstance(found, Traced) else found.node_modules()
+    batch = microbatch({"inputs": dict(example), "targets": targets}, wish)
+    if loss is not None and targets is not None:
+        own = map_tensors(batch["targets"], lambda tensor: tensor.to(place.device))
+        nodes = {
+            name: WithLoss(node, lambda output: loss(output, own)) if OUTPUT in node.outputs else node
+            for name, node in nodes.items()
+        }
+    profile = _profile(found.graph, nodes, batch["inputs"], place, costs, precision)
 
     def solved() -> str:
         made = _solved(found, profile, wish, mark, stage_of)
@@ -125,17 +137,20 @@ def microbatch(example: Mapping[str, Any], wish: Wish) -> dict[str, Any]:
 
 
 def _profile(
-    found: Traced | Tree, example: Mapping[str, Any], wish: Wish, place: Place, costs: Costs, precision: str
+    graph: Graph,
+    nodes: Mapping[str, StageModule],
+    batch: Mapping[str, Any],
+    place: Place,
+    costs: Costs,
+    precision: str,
 ) -> Profile:
-    nodes = node_modules(found) if isinstance(found, Traced) else found.node_modules()
-    batch = microbatch(example, wish)
     if costs == "counted":
-        return Profile.from_json(from_first(lambda: count(found.graph, nodes, batch).to_json(), place.control))
+        return Profile.from_json(from_first(lambda: count(graph, nodes, batch).to_json(), place.control))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     around = torch.autocast(place.device.type, dtype) if dtype is not None else contextlib.nullcontext()
     with around:
         own = measure(
-            found.graph,
+            graph,
             nodes,
             batch,
             device=place.device,

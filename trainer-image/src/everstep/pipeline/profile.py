@@ -70,6 +70,18 @@ def measure(
     return profile_of(graph, costs, inputs, gpu.name if gpu else target.type, gpu.total_memory if gpu else None)
 
 
+class WithLoss:
+    """A node that gives what the model returns, with the loss of that: one stage does both."""
+
+    def __init__(self, node: StageModule, loss: Callable[[Any], Any]) -> None:
+        self.inputs, self.outputs, self.module = node.inputs, node.outputs, node.module
+        self._node, self._loss = node, loss
+
+    def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        made = self._node(values)
+        return {**made, OUTPUT: self._loss(made[OUTPUT])}
+
+
 def look_at(module: StageModule, values: Mapping[str, Any], kept: set[int]) -> tuple[dict[str, Any], Cost]:
     """The values of a node, without their graph, and its bytes; `kept`: memory that earlier nodes keep."""
     activation, found = _activation(module, values, kept)

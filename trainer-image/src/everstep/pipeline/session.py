@@ -17,7 +17,7 @@ from torch import nn
 
 from everstep.pipeline.engine.engine import Engine, Output
 from everstep.pipeline.engine.heartbeat import Heartbeat
-from everstep.pipeline.engine.losses import Loss
+from everstep.pipeline.engine.losses import Loss, evaluate
 from everstep.pipeline.engine.microbatch import batch_size
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
 from everstep.pipeline.engine.options import Options
@@ -52,6 +52,7 @@ def pipeline(
     example: Any,
     loss: Loss,
     *,
+    targets: Any = None,
     stages: int | None = None,
     data_parallel: int | None = None,
     global_batch: int | None = None,
@@ -83,7 +84,8 @@ def pipeline(
 
     model: as it is; without weights (built under `torch.device("meta")`) if it is too large for one process.
     example: a batch: a tensor, a tuple of positional arguments, or a mapping by names; the samples are the first
-    dimension. loss(output, targets): (sum, count), or a mean over samples (or what loss_weight= says).
+    dimension. loss(output, targets): (sum, count), or a mean over samples (or what loss_weight= says). targets: the
+    example's; with them the plan knows what the loss takes.
 
     stages: in one pipeline: as many as processes (over data_parallel), a divisor, then the rest are replicas, or a
     multiple. data_parallel: replicas. global_batch: samples of a step of all replicas, by default the example's for
@@ -125,7 +127,11 @@ def pipeline(
         from_first(lambda: _must_be(path), here.control)
     found = look_into(model, named, blocks)
     how = options.get("precision", "full")
-    made = plan(model, found, named, wish, here, stage_of=stage_of, costs=costs, precision=how, path=path)
+    weight = options.get("loss_weight")
+    made = plan(
+        model, found, named, wish, here, stage_of=stage_of, costs=costs, precision=how, path=path,
+        loss=lambda output, own: evaluate(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
+    )  # fmt: skip
     parts = split(found, made.stage_of)
     made = _unsplit(made, parts)
     if check:
