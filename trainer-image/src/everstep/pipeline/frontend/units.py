@@ -49,8 +49,8 @@ def units(record: Record) -> Units:
     """Untraceable if a module must be one node and cannot be."""
     if record.root.outputs is None:
         raise Untraceable(
-            "the model returns something that is neither a tensor nor a plain structure of tensors, which a stage cannot "
-            "hand on: return what the loss needs only (a model of transformers: config.use_cache = False)"
+            "the model returns something that is neither a tensor nor a plain structure of tensors, and no stage can "
+            "hand that on: return what the loss needs only (a model of transformers: config.use_cache = False)"
         )
     view = _View(record)
     view.settle(record.root)
