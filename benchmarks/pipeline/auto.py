@@ -44,7 +44,6 @@ def rows(wanted: Collection[str]) -> Iterator[Interval]:
 def measured(rank: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
     """Seconds of steps of each split; and which splits are the plan's own."""
     import torch
-    import torch.distributed as dist
 
     from benchmarks.pipeline.models import Gpt, text
     from everstep.pipeline.engine.engine import Engine
@@ -56,6 +55,7 @@ def measured(rank: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
     from everstep.pipeline.planning import Wish
     from everstep.pipeline.prepare import Place, look_into, plan
     from everstep.pipeline.schedules import lower, make
+    from everstep.pipeline.transport.control import Control
     from everstep.pipeline.transport.gloo import ProcessGroups
     from everstep.pipeline.transport.grid import grid
 
@@ -64,7 +64,7 @@ def measured(rank: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
     batch, targets = text(words, TOKENS)(SAMPLES * MICROBATCHES)
     model = Gpt(words, width, layers)
     found = look_into(model, batch, None)
-    place = Place(grid(2, 2), dist.new_group(backend="gloo"), torch.device("cpu"))
+    place = Place(grid(2, 2), Control(1800.0), torch.device("cpu"))
     made = plan(model, found, batch, Wish(2, 2, (MICROBATCHES,), len(targets), SCHEDULE), place)
     graph = made.profile.graph
     blocks = contract(graph)

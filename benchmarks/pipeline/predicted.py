@@ -40,13 +40,13 @@ def row() -> Interval:
 def of_model(rank: int, name: str) -> dict[str, tuple[float, list[float]]]:
     """Of each configuration: seconds predicted, and those of each step."""
     import torch
-    import torch.distributed as dist
 
     from benchmarks.pipeline.models import MODELS
     from everstep.pipeline.engine.engine import Engine
     from everstep.pipeline.engine.options import Options
     from everstep.pipeline.frontend.split import split
     from everstep.pipeline.prepare import Place, look_into, plan
+    from everstep.pipeline.transport.control import Control
     from everstep.pipeline.transport.gloo import ProcessGroups
     from everstep.pipeline.transport.grid import grid
 
@@ -56,7 +56,7 @@ def of_model(rank: int, name: str) -> dict[str, tuple[float, list[float]]]:
     batch, targets = case.batch(max(MICROBATCHES) * case.samples)
     example = {each: value[: MICROBATCHES[0] * case.samples] for each, value in batch.items()}
     found = look_into(model, example, None)
-    place = Place(grid(2, 2), dist.new_group(backend="gloo"), torch.device("cpu"))
+    place = Place(grid(2, 2), Control(1800.0), torch.device("cpu"))
     wish = Wish(2, 2, (MICROBATCHES[0],), MICROBATCHES[0] * case.samples, "1f1b")
     transport = ProcessGroups(place.grid)
     results = {}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import socket
+import time
 from collections.abc import Iterator, Sequence
 
 import pytest
@@ -51,3 +53,46 @@ def test_who_is_told_of_a_loss_calls_back_once() -> None:
         assert hearts[0].lost(SOON)
         assert hearts[2].lost(SOON)
     assert told == [1, 1]
+
+
+def test_a_rank_that_fails_tells_all_others_its_reason() -> None:
+    with ring(4, range(4)) as hearts:
+        hearts[2].fail(ValueError("no such file\nwith a trace"))
+        found = [str(hearts[rank].lost(SOON)) for rank in (0, 1, 3)]
+    assert found == ["rank 2 failed: ValueError: no such file; all ranks have to be started again"] * 3
+
+
+def test_who_leaves_is_named_if_others_begin_another_step() -> None:
+    with ring(3, range(3)) as hearts:
+        for heart in hearts:
+            heart.follow(lambda: 0, lambda: 5)
+        hearts[1].stop()
+        assert hearts[0].lost(TIMEOUT) is None
+        hearts[2].follow(lambda: 0, lambda: 6)
+        assert "rank 1 has left after 5 steps" in str(hearts[0].lost(SOON))
+
+
+def test_a_rank_that_has_left_still_watches_the_one_before_it() -> None:
+    with ring(3, [0, 2]) as hearts:  # the one between them stands still
+        hearts[2].stop()
+        assert getattr(hearts[0].lost(SOON), "rank", None) == 1
+
+
+def test_strangers_that_come_to_the_port_change_nothing() -> None:
+    with ring(2, range(2)) as hearts:
+        for word in (b"7\n", b'{"alive": 0}\n', b'{"lost": "x"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000):
+            with socket.create_connection(hearts[1].address) as stranger, contextlib.suppress(OSError):
+                stranger.sendall(word)
+        assert hearts[0].lost(3 * TIMEOUT) is None
+        assert hearts[1].lost() is None
+
+
+def test_ranks_of_a_node_that_is_gone_do_not_delay_the_word_to_others() -> None:
+    """Five addresses take connections and answer nothing, as those of frozen processes do."""
+    with ring(8, [0, 7]) as hearts:
+        began = time.monotonic()
+        lost = hearts[7].lost(SOON)
+        assert lost
+        assert lost.rank == 6
+        assert hearts[0].lost(SOON)
+    assert time.monotonic() - began < TIMEOUT + 4 * hearts[0]._interval

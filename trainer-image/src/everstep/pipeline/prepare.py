@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from everstep.pipeline.advise import advise
@@ -29,6 +28,7 @@ from everstep.pipeline.profile import WithLoss, measure
 from everstep.pipeline.profile_counted import count
 from everstep.pipeline.profile_links import measure_links, together
 from everstep.pipeline.schedules import ALIASES, NAMES, Schedule, dump, make
+from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.grid import Grid
 
 _log = logging.getLogger("everstep.pipeline")
@@ -40,10 +40,10 @@ _MESSAGE = 1 << 16, 8 << 20  # bytes: links are measured with messages as large 
 
 @dataclass(frozen=True)
 class Place:
-    """Where this process is: `control` is a gloo group of all; `nccl` whether tensors go by it."""
+    """Where this process is; `nccl` whether tensors go by it."""
 
     grid: Grid
-    control: Any
+    control: Control
     device: torch.device
     nccl: bool = False
 
@@ -77,15 +77,16 @@ def plan(
     loss: Callable[[Any, Any], Any] | None = None,
     targets: Any = None,
 ) -> Plan:
-    """The same on all ranks; collective. `path` holds the plan between runs: what is there is taken if it is for this
-    model, solved again if it is for other ranks or stages, and written by the first process if it is new.
+    """The same on all ranks; collective. `path`, of the first process, holds the plan between runs: what is there is
+    taken if it is for this model, solved again if it is for other ranks or stages, and written if it is new.
 
     `stage_of`: by hand, whatever the partition would say. `loss`, a scalar of an output and targets, is measured if the
     example's targets are here. PipelineError on all ranks.
     """
     mark = fingerprint((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
-    if path is not None and from_first(lambda: "there" if path.exists() else "", place.control):
-        return Plan.from_json(from_first(lambda: _again(path, wish, mark, found, stage_of).to_json(), place.control))
+    first = place.control.first
+    if first(lambda: "there" if path is not None and path.exists() else ""):
+        return Plan.from_json(first(lambda: _again(path, wish, mark, found, stage_of).to_json()))
     nodes: Mapping[str, StageModule] = node_modules(found) if isinstance(found, Traced) else found.node_modules()
     batch = microbatch({"inputs": dict(example), "targets": targets}, wish)
     if loss is not None and targets is not None:
@@ -102,25 +103,7 @@ def plan(
             made.save(path)  # before the others hear of it: where it cannot be written, all end alike
         return made.to_json()
 
-    return Plan.from_json(from_first(solved, place.control))
-
-
-def from_first(work: Callable[[], str], group: Any) -> str:
-    """What the first process makes, on all; its error too. Collective."""
-    told: list[Any] = [None]
-    failure: Exception | None = None
-    if dist.get_rank(group) == 0:
-        try:
-            told = [(work(), "")]
-        except Exception as error:  # the others wait to be told
-            failure, told = error, [("", str(error) or repr(error))]
-    dist.broadcast_object_list(told, src=0, group=group)
-    made, wrong = told[0]
-    if failure is not None:
-        raise failure
-    if wrong:
-        raise PipelineError(wrong)
-    return str(made)
+    return Plan.from_json(first(solved))
 
 
 def microbatch(example: Mapping[str, Any], wish: Wish) -> dict[str, Any]:
@@ -145,7 +128,7 @@ def _profile(
     precision: str,
 ) -> Profile:
     if costs == "counted":
-        return Profile.from_json(from_first(lambda: count(graph, nodes, batch).to_json(), place.control))
+        return Profile.from_json(place.control.first(lambda: count(graph, nodes, batch).to_json()))
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     around = torch.autocast(place.device.type, dtype) if dtype is not None else contextlib.nullcontext()
     with around:
@@ -156,13 +139,14 @@ def _profile(
             device=place.device,
             repeats=_REPEATS,
             warmup=_WARMUP,
-            wait=lambda: dist.barrier(group=place.control),
+            wait=place.control.barrier,
         )
     largest = max((node.output for node in own.graph.nodes), default=0)
     size = min(max(largest, _MESSAGE[0]), _MESSAGE[1])
-    group, device = (None, place.device) if place.nccl else (place.control, "cpu")
-    links = measure_links(group, device=device, large=size)
-    return of_one_pipeline(together(own, links, place.control), place.grid)
+    group, device = (None, place.device) if place.nccl else (place.control.group, "cpu")
+    with place.control.explained():
+        links = measure_links(group, device=device, large=size)
+        return of_one_pipeline(together(own, links, place.control.group), place.grid)
 
 
 def of_one_pipeline(profile: Profile, grid: Grid) -> Profile:
@@ -182,8 +166,9 @@ def of_one_pipeline(profile: Profile, grid: Grid) -> Profile:
     return replace(profile, devices=tuple(map(device, ranks)), links=links)
 
 
-def _again(path: Path, wish: Wish, mark: str, found: Traced | Tree, stage_of: Mapping[str, int] | None) -> Plan:
+def _again(path: Path | None, wish: Wish, mark: str, found: Traced | Tree, stage_of: Mapping[str, int] | None) -> Plan:
     """The plan of the file, or what is solved and kept there instead."""
+    assert path is not None, "it is there"
     kept = Plan.load(path)
     kept.check_model(mark, [node.name for node in found.graph.nodes])
     placed = _placed(found, stage_of)

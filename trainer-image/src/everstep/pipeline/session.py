@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +15,12 @@ import torch.distributed as dist
 from torch import nn
 
 from everstep.pipeline.engine.engine import Engine, Output
-from everstep.pipeline.engine.heartbeat import Heartbeat
 from everstep.pipeline.engine.losses import Loss, evaluate
 from everstep.pipeline.engine.microbatch import batch_size
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
 from everstep.pipeline.engine.options import Options
 from everstep.pipeline.engine.stage import why_not_split
-from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.check import compare
 from everstep.pipeline.frontend.materialise import Seeded, Source, materialise
@@ -32,11 +30,13 @@ from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.job import job
+from everstep.pipeline.joining import agreed, watched
 from everstep.pipeline.partition.solve import Objective
 from everstep.pipeline.plan import WORDS, Plan
 from everstep.pipeline.planning import Wish
-from everstep.pipeline.prepare import Costs, Place, from_first, look_into, microbatch, plan
+from everstep.pipeline.prepare import Costs, Place, look_into, microbatch, plan
 from everstep.pipeline.schedules import Kind, Schedule
+from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.gloo import ProcessGroups
 from everstep.pipeline.transport.grid import Grid, grid
 
@@ -103,57 +103,94 @@ def pipeline(
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise PipelineError("call torch.distributed.init_process_group first, under torchrun or in a TrainingJob")
-    said = job()
-    stages = stages or said.stages
-    arguments = Arguments(model if blocks is None else _module(model, blocks[0]))
-    named = arguments.name(example)
-    here = _place(named, device, stages, data_parallel, placement)
-    samples = batch_size(named, options.get("whole", frozenset()))
-    many = microbatches or said.microbatches
-    wish = Wish(
-        ranks=here.grid.ranks,
-        stages=stages,
-        microbatches=(many,) if many else (),
-        batch=samples if global_batch is None else -(-global_batch // here.grid.replicas),
-        schedule=schedule or said.schedule,
-        objective=optimize or said.optimize,
-        memory_weight=memory_weight,
-        memory=memory,
-        words=optimizer_words,
-    )
-    kept = plan_file or said.plan_file
-    path = Path(kept) if kept is not None else None
-    if (plan_from or said.plan_from) == "file":
-        from_first(lambda: _must_be(path), here.control)
-    found = look_into(model, named, blocks)
-    how = options.get("precision", "full")
-    weight = options.get("loss_weight")
-    made = plan(
-        model, found, named, wish, here, stage_of=stage_of, costs=costs, precision=how, path=path,
-        loss=lambda output, own: evaluate(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
-    )  # fmt: skip
-    parts = split(found, made.stage_of)
-    made = _unsplit(made, parts)
-    if check:
-        from_first(lambda: _check(model, found, parts, microbatch(named, wish)), here.control)
+    for what, seconds in (("heartbeat", heartbeat), ("timeout", timeout)):
+        if seconds is not None and not seconds > 0:
+            raise PipelineError(f"{what} is a time in seconds above 0, not {seconds}")
+    control = Control(timeout)
+    with watched(control, heartbeat) as heart:
+        said = control.all(job)
+        asked = {
+            "stages": stages or said.stages,
+            "data_parallel": data_parallel,
+            "global_batch": global_batch,
+            "microbatches": microbatches or said.microbatches,
+            "schedule": schedule or said.schedule,
+            "placement": placement,
+            "optimize": optimize or said.optimize,
+            "memory_weight": memory_weight,
+            "memory": memory,
+            "optimizer_words": optimizer_words,
+            "plan_from": plan_from or said.plan_from,
+            "stage_of": stage_of,
+            "blocks": len(blocks or ()),
+            "costs": costs,
+            "recompute": recompute,
+            "check": check,
+            **options,
+        }
+        agreed(control, model, asked)
+        kept = plan_file or said.plan_file
+        path = Path(kept) if kept is not None else None
 
-    transport = ProcessGroups(here.grid, here.device, nccl=here.nccl, timeout=timeout)
-    actions = made.prove()
-    own = {index: parts[index] for index in actions.stages_of(transport.rank)}
-    materialise(
-        own.values(), weights if weights is not None else Seeded(model, options.get("seed", 0)), device=here.device
-    )
-    for stage in own.values():
-        stage.module.to(here.device)
-    if isinstance(found, Traced):
-        found.record.constants[:] = [each.to(here.device) for each in found.record.constants]
-    again = frozenset(range(len(parts)) if recompute is True else recompute or ())
-    engine = Engine(own, actions, made.stages, transport, loss, Options(recompute=again, **options))
-    learning = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
-    run = Pipeline(engine, own, made, here.grid, arguments, learning)
-    if heartbeat is not None and dist.get_world_size() > 1:
-        run.watch(heartbeat, here.control)
-    return run
+        def asked_for() -> tuple[Arguments, dict[str, Any], Place, Wish]:
+            Options(**options)
+            arguments = Arguments(model if blocks is None else _module(model, blocks[0]))
+            named = arguments.name(example)
+            here = _place(control, named, device, asked["stages"], data_parallel, placement)
+            samples, many = batch_size(named, options.get("whole", frozenset())), asked["microbatches"]
+            wish = Wish(
+                ranks=here.grid.ranks,
+                stages=asked["stages"],
+                microbatches=(many,) if many else (),
+                batch=samples if global_batch is None else -(-global_batch // here.grid.replicas),
+                schedule=asked["schedule"],
+                objective=asked["optimize"],
+                memory_weight=memory_weight,
+                memory=memory,
+                words=optimizer_words,
+            )
+            return arguments, named, here, wish
+
+        arguments, named, here, wish = control.all(asked_for)
+        here = replace(here, nccl=_by_nccl(here))
+        if asked["plan_from"] == "file":
+            control.first(lambda: _must_be(path))
+        found = control.all(lambda: look_into(model, named, blocks))
+        how = options.get("precision", "full")
+        weight = options.get("loss_weight")
+        made = plan(
+            model, found, named, wish, here, stage_of=stage_of, costs=costs, precision=how, path=path,
+            loss=lambda output, own: evaluate(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
+        )  # fmt: skip
+
+        def cut() -> tuple[Plan, Sequence[StageModule], Schedule]:
+            parts = split(found, made.stage_of)
+            fitted = _unsplit(made, parts)
+            return fitted, parts, fitted.prove()
+
+        made, parts, actions = control.all(cut)
+        if check:
+            control.first(lambda: _check(model, found, parts, microbatch(named, wish)))
+
+        transport = ProcessGroups(here.grid, here.device, nccl=here.nccl, control=control)
+        own = {index: parts[index] for index in actions.stages_of(transport.rank)}
+
+        def fill() -> None:
+            source = weights if weights is not None else Seeded(model, options.get("seed", 0))
+            materialise(own.values(), source, device=here.device)
+            for stage in own.values():
+                stage.module.to(here.device)
+
+        control.all(fill)
+        if isinstance(found, Traced):
+            found.record.constants[:] = [each.to(here.device) for each in found.record.constants]
+        again = frozenset(range(len(parts)) if recompute is True else recompute or ())
+        engine = Engine(own, actions, made.stages, transport, loss, Options(recompute=again, **options))
+        learning = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+        if heart is not None:
+            engine.watch = heart
+            heart.follow(lambda: engine.progress, lambda: engine.passes)
+        return Pipeline(engine, own, made, here.grid, arguments, learning)
 
 
 class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
@@ -178,7 +215,6 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         self.replica, self.replicas = engine.transport.replica, engine.transport.replicas
         self.reads, self.data_group = engine.reads, engine.data
         self._arguments, self._learning = arguments, dict(learning)
-        self._heart: Heartbeat | None = None
         self._stages = dict(stages)
         part = joined([stage.module for stage in stages.values()])
         self.training = part.training
@@ -244,26 +280,12 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             f"{self.replica} of {self.replicas}, {self.plan.schedule_name}, {self.plan.microbatches} micro-batches"
         )
 
-    def watch(self, seconds: float, control: Any) -> None:
-        """Names the first process that gives no sign of life for so long, on all others. Collective."""
-        transport = self.engine.transport
-        heart = Heartbeat(
-            dist.get_rank(),
-            seconds,
-            lambda: self.engine.progress,
-            lambda lost: transport.abort(str(lost)),
-            host=_host(),
-        )
-        addresses: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(addresses, heart.address, group=control)
-        heart.start(addresses)
-        self._heart = self.engine.watch = heart
-
     def close(self) -> None:
-        """Takes leave of the other processes: that this one ends is no loss. The modules are the model's again."""
+        """Takes leave of the others: that this process ends is no loss, unless they begin another step. The modules are
+        the model's again."""
         self.engine.close()
-        if self._heart is not None:
-            self._heart.stop()
+        if self.engine.watch is not None:
+            self.engine.watch.stop()
 
     def __enter__(self) -> Self:
         return self
@@ -271,9 +293,9 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # After an error nobody is told goodbye: to the others this process is lost.
-        if error is None:
-            self.close()
+        if error is not None and self.engine.watch is not None and not _in_order(error):
+            self.engine.watch.fail(error)
+        self.close()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         raise PipelineError(
@@ -299,6 +321,7 @@ def _module(model: nn.Module, block: str | nn.Module) -> nn.Module:
 
 
 def _place(
+    control: Control,
     named: Mapping[str, Any],
     device: torch.device | str | None,
     stages: int | None,
@@ -314,9 +337,18 @@ def _place(
     if device is None:
         devices = [each.device for each in tensors_of(dict(named)) if each.device.type != "meta"]
         device = devices[0] if devices else "cpu"
-    there = torch.device(device)
-    nccl = there.type == "cuda" and "nccl" in dist.get_backend()
-    return Place(where, dist.new_group(backend="gloo"), there, nccl)
+        if torch.device(device).type == "cpu" and torch.cuda.is_available():
+            _log.warning("the pipeline runs on the processor, as the example is there: give device= for the GPU")
+    return Place(where, control, torch.device(device))
+
+
+def _by_nccl(here: Place) -> bool:
+    """Whether tensors go by NCCL: if the script's group has it, and each process a GPU of its own. Collective."""
+    mine = None
+    if here.device.type == "cuda" and "nccl" in dist.get_backend_config():
+        mine = str(torch.cuda.get_device_properties(here.device).uuid)
+    every = here.control.gather(mine)
+    return None not in every and len(set(every)) == len(every)
 
 
 def _must_be(path: Path | None) -> str:
@@ -373,9 +405,6 @@ def _projected(output: Any) -> Any:
     return total
 
 
-def _host() -> str:
-    """The address by which other nodes reach this one: that from which it reaches the first."""
-    first = os.environ.get("MASTER_ADDR", "127.0.0.1")
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((first, 9))
-        return str(probe.getsockname()[0])
+def _in_order(error: BaseException) -> bool:
+    """What all have refused alike, and an end without an exit code, are no failures of this process."""
+    return isinstance(error, Everywhere) or (isinstance(error, SystemExit) and not error.code)

@@ -1,7 +1,8 @@
 """Before a step, the ranks that read tell all others what they have read, so that nobody starts alone.
 
 Ranks with a stage that uses an argument of the model read that argument; the rank of the last stage reads the targets.
-Others need neither. Every rank must come to the same step, with the same number of samples.
+Others need neither. Every rank must come to the same step, with the same number of samples; and so must all replicas,
+but for the samples.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from typing import Any, TypeVar
 
 from everstep.pipeline.engine.microbatch import batch_size
 from everstep.pipeline.engine.nested import flatten
-from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.transport.base import Transport
 
 T = TypeVar("T")
 TRAIN, ACCUMULATE, EVALUATE = "a step", "a batch of a step", "an evaluation"
 
 
-class Disagreement(PipelineError):
-    """The same on all ranks, before anything was begun."""
+class Disagreement(Everywhere):
+    """On a step."""
 
 
 @dataclass(frozen=True)
@@ -77,15 +78,47 @@ def agree(transport: Transport, mine: Word | None, readers: Sequence[int]) -> tu
         if rank != transport.rank:
             words[rank] = pickle.loads(transport.hear(rank))  # noqa: S301 - from a rank of this job
     ordered = [(rank, words[rank]) for rank in readers]
-    wrong = [f"rank {rank}: {word.wrong}" for rank, word in ordered if word.wrong]
-    if wrong:
-        raise Disagreement("; ".join(wrong))
-    _same("is at step", [(rank, word.step) for rank, word in ordered])
-    samples = _same("has a batch of", [(rank, word.samples) for rank, word in ordered if word.samples is not None])
-    if samples is None:
-        raise Disagreement("no tensor of the batch has a first dimension, along which it could be cut")
-    text = repr((samples, ordered[0][1].step[2] == EVALUATE, [word.shapes for _, word in ordered]))
+    samples, wrong = _of_readers(ordered)
+    step = ordered[0][1].step
+    _of_replicas(transport, step, wrong)
+    text = repr((samples, step[2] == EVALUATE, [word.shapes for _, word in ordered]))
     return samples, hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _of_readers(words: Sequence[tuple[int, Word]]) -> tuple[int, str]:
+    """The samples, and what is wrong with the words of a pipeline, if anything is."""
+    try:
+        wrong = [f"rank {rank}: {word.wrong}" for rank, word in words if word.wrong]
+        if wrong:
+            raise Disagreement("; ".join(wrong))
+        _same("rank", "is at", [(rank, _place(word.step)) for rank, word in words])
+        samples = _same("rank", "has a batch of", [(r, word.samples) for r, word in words if word.samples is not None])
+        if samples is None:
+            raise Disagreement("no tensor of the batch has a first dimension, along which it could be cut")
+    except Disagreement as error:
+        return 0, str(error)
+    return samples, ""
+
+
+def _of_replicas(transport: Transport, step: tuple[int, int, str], wrong: str) -> None:
+    """Else one replica would wait for another that does something else, or has refused its batch."""
+    if transport.replicas == 1:
+        if wrong:
+            raise Disagreement(wrong)
+        return
+    said = [
+        each.decode(errors="ignore")
+        for each in transport.alike(f"{'!' if wrong else ''}{wrong or _place(step)}".encode())
+    ]
+    if any(each.startswith("!") for each in said):
+        found = [f"replica {number}: {each[1:]}" for number, each in enumerate(said) if each.startswith("!")]
+        raise Disagreement("; ".join(found))
+    _same("replica", "is at", list(enumerate(said)))
+
+
+def _place(step: tuple[int, int, str]) -> str:
+    steps, batches, purpose = step
+    return f"{purpose} after {steps} steps" + (f" and {batches} batches" if batches else "")
 
 
 def _inputs(reads: Reads, batch: Any) -> dict[str, Any]:
@@ -102,9 +135,9 @@ def _inputs(reads: Reads, batch: Any) -> dict[str, Any]:
     return {name: batch[name] for name in sorted(reads.inputs)}
 
 
-def _same(what: str, found: Sequence[tuple[int, T]]) -> T | None:
+def _same(who: str, what: str, found: Sequence[tuple[int, T]]) -> T | None:
     if len({value for _, value in found}) > 1:
-        raise Disagreement("; ".join(f"rank {rank} {what} {value}" for rank, value in found))
+        raise Disagreement("; ".join(f"{who} {number} {what} {value}" for number, value in found))
     return found[0][1] if found else None
 
 

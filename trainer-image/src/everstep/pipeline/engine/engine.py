@@ -92,10 +92,10 @@ class Engine:
         self._readers, self.reads = self._who_reads(stages)
         self._plans: dict[tuple[int, bool, bool], tuple[Action, ...]] = {}
         self.loss_scale = LossScale(options.loss_scale, True) if options.precision == "fp16" else LossScale()
-        self.steps = self.progress = 0  # optimizer steps; actions done, for whoever watches
+        self.steps = self.progress = self.passes = 0  # optimizer steps; actions done and passes begun, for who watches
         self.watch: Heartbeat | None = None  # who knows better what an error of the transport means
         self._batches, self._total = 0, Total()
-        self._training = True
+        self._training, self._closed = True, False
         self._inputs: list[Any] = []
         self._targets: list[Any] = []
         self._sizes: list[int] = []
@@ -108,10 +108,12 @@ class Engine:
         step are dropped. PipelineError on all ranks if they do not agree on the step or the batch; after any other
         error the transport is aborted, and the engine of no use.
         """
+        if self._closed:
+            raise PipelineError("the pipeline was closed: its modules are the model's again")
         if not self._batches:
             self.parameters.forget_gradients()
             self._total = Total()
-        with self._aborting():
+        with self.aborting():
             self._pass(batch, targets, TRAIN if last else ACCUMULATE, reduce=last)
             self._batches += 1
             return self._finish() if last else Output(float("nan"), 0.0)
@@ -121,7 +123,7 @@ class Engine:
         if self._batches:
             raise PipelineError("the batches of a step are being added up: end it before an evaluation")
         self._total = Total()
-        with self._aborting(), torch.no_grad():
+        with self.aborting(), torch.no_grad():
             outputs = self._pass(batch, targets, EVALUATE, reduce=False)
             scaled = scale([], [], self._total, self._sum, LossScale(), None, self.transport.device)
         return Output(scaled.loss, scaled.count, self._metrics(scaled), outputs=outputs)
@@ -137,12 +139,13 @@ class Engine:
 
     def close(self) -> None:
         """Takes its hooks off the modules, of which another engine may then be made."""
+        self._closed = True
         self._random.close()
         self._statistics.close()
 
     def _pass(self, batch: Any, targets: Any, purpose: str, *, reduce: bool) -> tuple[Any, ...]:
         """All actions of one batch; the model's outputs, of an evaluation."""
-        self._training = purpose != EVALUATE
+        self._training, self.passes = purpose != EVALUATE, self.passes + 1
         mine = None
         if self.rank in self._readers:
             step = self.steps, self._batches, purpose
@@ -285,7 +288,9 @@ class Engine:
             yield
 
     @contextlib.contextmanager
-    def _aborting(self) -> Iterator[None]:
+    def aborting(self) -> Iterator[None]:
+        """Around what waits for others: when it fails, all hear why, and nobody waits for this rank. RankLost in the
+        place of a TransportError, if somebody was lost."""
         try:
             yield
         except Disagreement:
@@ -294,6 +299,8 @@ class Engine:
             for stage in self._stages.values():
                 stage.clear()
             lost = self.watch.explain() if self.watch is not None and isinstance(error, TransportError) else None
+            if self.watch is not None and lost is None:
+                self.watch.fail(error)
             self.transport.abort(f"rank {self.rank} of replica {self.transport.replica} failed: {error}")
             if lost is not None:
                 raise lost from error

@@ -2,11 +2,13 @@
 
 Each process has a thread that tells its successor in a ring that it is alive, and listens to its predecessor. The one
 that hears nothing for `timeout` seconds, or sees the connection end without a word, names its predecessor to all. A
-thread of its own answers also while its process computes for long or waits: slow is not silent. Needs no torch.
+thread of its own answers also while its process computes for long or waits: slow is not silent. A rank that fails says
+so itself, with its reason; one that leaves says after how many steps. Needs no torch.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import selectors
@@ -20,8 +22,12 @@ from typing import Any
 Address = tuple[str, int]
 
 
+_AT_ONCE = 64  # ranks that are told of a loss at the same time
+_LONGEST = 1 << 16  # bytes without a new line: not of this job
+
+
 class RankLost(RuntimeError):
-    """A process of the job is gone or stands still; the same `rank` on all that are left."""
+    """A process of the job is gone, stands still, has failed or has left too early; the same `rank` on all others."""
 
     def __init__(self, rank: int, why: str) -> None:
         super().__init__(f"rank {rank} {why}; all ranks have to be started again")
@@ -38,8 +44,9 @@ class _Peer:
 
 
 class Heartbeat:
-    """`progress()` is a number that grows while this rank works, for the report on it; `on_lost(error)` is called once,
-    in the thread of the heartbeat. Give `address` to all ranks, then `start` with those of all."""
+    """`progress()` is a number that grows while this rank works, for the report on it; `passes()` how many steps and
+    evaluations it has begun. `on_lost(error)` is called once, in the thread of the heartbeat. Give `address` to all
+    ranks, then `start` with those of all."""
 
     def __init__(
         self,
@@ -51,15 +58,18 @@ class Heartbeat:
     ) -> None:
         self.rank, self.timeout = rank, timeout
         self._progress, self._on_lost = progress, on_lost
+        self._passes: Callable[[], int] = lambda: 0
         self._interval = min(1.0, timeout / 5)
-        self._server = socket.create_server((host, 0))
+        self._server = socket.create_server((host, 0), family=_family(host))
         self._selector = selectors.DefaultSelector()
         self._listen(self._server, None)
         self._ring: Sequence[Address] = ()
         self._next: socket.socket | None = None
         self._before: tuple[float, int] = (0.0, 0)  # when the predecessor was last heard, and how far it was
+        self._left: int | None = None  # the passes after which it left
         self._lost: RankLost | None = None
         self._known, self._ending = threading.Event(), threading.Event()
+        self._heard, self._joined, self._told = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="everstep-heartbeat", daemon=True)
 
     @property
@@ -74,6 +84,16 @@ class Heartbeat:
         self._before = (time.monotonic(), 0)
         self._thread.start()
 
+    def joined(self) -> None:
+        """Returns when this rank is heard by its successor and hears its predecessor. RankLost."""
+        while not self._joined.wait(0.02):
+            if (lost := self.lost()) is not None:
+                raise lost
+
+    def follow(self, progress: Callable[[], int], passes: Callable[[], int]) -> None:
+        """What this rank does from now on."""
+        self._progress, self._passes = progress, passes
+
     def lost(self, wait: float = 0.0) -> RankLost | None:
         """Who is lost, as far as that is known within `wait` seconds."""
         self._known.wait(wait)
@@ -83,32 +103,71 @@ class Heartbeat:
         """After something went wrong between ranks: who is lost, or None if all have been heard since."""
         return self.lost(self.timeout + 1.0)
 
+    def fail(self, error: BaseException) -> None:
+        """Tells all others that this rank cannot go on, and why; nothing if somebody was lost before."""
+        if self._lost is None and self._thread.is_alive():
+            first = (str(error).splitlines() or [""])[0][:300]
+            lost = RankLost(self.rank, f"failed: {type(error).__name__}{': ' if first else ''}{first}")
+            self._tell_all(lost)
+            if self._lost is None:
+                self._lost = lost
+                self._known.set()
+        self.stop()
+
     def stop(self) -> None:
-        """Takes leave of the others: the end of this process is no loss."""
+        """Takes leave of the others: the end of this process is no loss, as long as nobody begins another step. Its
+        predecessor is watched until it has left too, at the end of the program for no longer than the timeout."""
         self._ending.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._told.wait(self.timeout)
+            atexit.register(self._thread.join, self.timeout + 1.0)
 
     def _run(self) -> None:
         looked = time.monotonic()
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
-            while not self._ending.is_set() and self._lost is None:
-                self._beat()
+            stack.callback(self._told.set)
+            while self._lost is None and not (self._told.is_set() and self._alone()):
+                if not self._ending.is_set():
+                    self._beat()
+                elif not self._told.is_set():
+                    self._tell(self._next, {"leaves": self.rank, "passes": self._passes()})
+                    self._told.set()
                 events = self._selector.select(self._interval / 2)
                 now = time.monotonic()
-                if now - looked > 2 * self._interval:
+                if now - looked > 2 * self._interval and self._left is None:
                     # This process itself stood still: what it has not heard says nothing of others.
                     self._before = now, self._before[1]
                 looked = now
                 for key, _ in events:
                     self._hear(key)
-                silent = now - self._before[0]
-                if len(self._ring) > 1 and silent > self.timeout and self._lost is None:
-                    self._name(self._predecessor, f"gave no sign of life for {silent:.1f} s ({self._how_far()})")
-            # The successor reads this before it sees the connection end.
-            lost = self._lost
-            self._tell(self._next, _lost(lost) if lost is not None else {"leaves": self.rank})
+                if self._next is not None and self._heard.is_set():
+                    self._joined.set()
+                if len(self._ring) > 1 and self._lost is None:
+                    self._look(now)
+            if self._lost is not None:
+                # The successor reads this before it sees the connection end.
+                self._tell(self._next, _lost(self._lost))
+
+    def _alone(self) -> bool:
+        """Whether there is nobody to be watched."""
+        return self._left is not None or len(self._ring) < 2
+
+    def _look(self, now: float) -> None:
+        silent = now - self._before[0]
+        if silent > self.timeout:
+            how = (
+                self._how_far()
+                if self._heard.is_set()
+                else "nothing of it has ever come to {}:{}".format(*self.address)
+            )
+            self._name(self._predecessor, f"gave no sign of life for {silent:.1f} s ({how})")
+        elif self._left is not None and self._passes() > self._left:
+            self._name(
+                self._predecessor,
+                f"has left after {self._left} steps and evaluations, and others have begun another: all ranks must do "
+                "as many",
+            )
 
     def _beat(self) -> None:
         if len(self._ring) < 2:
@@ -131,37 +190,60 @@ class Heartbeat:
         *lines, peer.rest = (peer.rest + data).split(b"\n")
         for line in lines:
             self._understand(peer, line)
-        if not data:
+        if not data or len(peer.rest) > _LONGEST:
             self._selector.unregister(peer.connection)
             peer.connection.close()
             if peer.rank == self._predecessor and self._lost is None:
                 self._name(self._predecessor, f"has ended ({self._how_far()})")
 
     def _understand(self, peer: _Peer, line: bytes) -> None:
-        try:
+        # What is not of this job is nothing: anybody may come to an open port.
+        with contextlib.suppress(ValueError, TypeError, KeyError):
             word: dict[str, Any] = json.loads(line)
-        except ValueError:
-            return  # not of this job
-        if word.get("alive") == self._predecessor:
-            peer.rank = self._predecessor
-            self._before = time.monotonic(), int(word["progress"])
-        elif word.get("leaves") == self._predecessor:
-            peer.rank = -1
-            self._before = float("inf"), self._before[1]
-        elif "lost" in word:
-            self._settle(RankLost(int(word["lost"]), str(word["why"])))
+            if not isinstance(word, dict):
+                return
+            if word.get("alive") == self._predecessor:
+                self._before = time.monotonic(), int(word["progress"])
+                peer.rank = self._predecessor
+                self._heard.set()
+            elif word.get("leaves") == self._predecessor:
+                self._left = int(word["passes"])
+                self._before = float("inf"), self._before[1]
+                peer.rank = -1
+            elif "lost" in word:
+                self._settle(RankLost(int(word["lost"]), str(word["why"])))
 
     def _name(self, rank: int, why: str) -> None:
         lost = RankLost(rank, why)
-        for other, address in enumerate(self._ring):
-            if other not in (rank, self.rank):
-                with contextlib.suppress(OSError), socket.create_connection(address, self._interval) as connection:
-                    connection.settimeout(self._interval)
-                    self._tell(connection, _lost(lost))
-                    # It is known there before this process ends, which would else be taken for another loss.
-                    connection.shutdown(socket.SHUT_WR)
-                    connection.recv(1)
+        self._tell_all(lost)
         self._settle(lost)
+
+    def _tell_all(self, lost: RankLost) -> None:
+        others = [each for rank, each in enumerate(self._ring) if rank not in (lost.rank, self.rank)]
+        for start in range(0, len(others), _AT_ONCE):
+            self._tell_these(others[start : start + _AT_ONCE], _line(_lost(lost)))
+
+    def _tell_these(self, addresses: Sequence[Address], line: bytes) -> None:
+        """All at once: of those that are gone with the first, each would cost its own wait."""
+        until = time.monotonic() + self._interval
+        with contextlib.ExitStack() as stack, selectors.DefaultSelector() as waiting:
+            for host, port in addresses:
+                connection = stack.enter_context(socket.socket(_family(host)))
+                connection.setblocking(False)
+                connection.connect_ex((host, port))
+                waiting.register(connection, selectors.EVENT_WRITE)
+            while waiting.get_map() and (left := until - time.monotonic()) > 0:
+                for key, _ in waiting.select(left):
+                    assert isinstance(key.fileobj, socket.socket)
+                    told = key.events == selectors.EVENT_READ
+                    with contextlib.suppress(OSError):
+                        if not told:
+                            key.fileobj.sendall(line)
+                            # It is known there before this process ends, which would else be taken for another loss.
+                            key.fileobj.shutdown(socket.SHUT_WR)
+                            waiting.modify(key.fileobj, selectors.EVENT_READ)
+                            continue
+                    waiting.unregister(key.fileobj)
 
     def _settle(self, lost: RankLost) -> None:
         if self._lost is None:
@@ -184,7 +266,7 @@ class Heartbeat:
         if connection is not None:
             # Who does not take it is watched by its own successor.
             with contextlib.suppress(OSError):
-                connection.sendall(json.dumps(word).encode() + b"\n")
+                connection.sendall(_line(word))
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -197,3 +279,11 @@ class Heartbeat:
 
 def _lost(lost: RankLost) -> dict[str, Any]:
     return {"lost": lost.rank, "why": lost.why}
+
+
+def _line(word: dict[str, Any]) -> bytes:
+    return json.dumps(word).encode() + b"\n"
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -28,11 +28,12 @@ class ShardedOptimizer:
         self.optimizer = make(mine) if mine else None  # torch knows no optimizer of nothing
 
     def step(self) -> None:
-        """One step on this replica's share, whose new values go to all replicas."""
+        """One step on this replica's share, whose new values go to all replicas. Errors as those of `Engine.step`."""
         if self.optimizer is not None:
             self.optimizer.step()
         if self._transport.replicas > 1:
-            self._share()
+            with self._engine.aborting():
+                self._share()
 
     def _share(self) -> None:
         names = {parameter: name for name, parameter in _once(self._engine).items()}

@@ -77,6 +77,10 @@ class Transport(Protocol):
     def hear(self, from_: int) -> bytes:
         """The next message that `from_` told this rank; waits for it."""
 
+    def alike(self, message: bytes) -> list[bytes]:
+        """What this rank of each replica says, in their order, each cut to 508 bytes; all replicas call it. Beside the
+        tensors, as `tell`."""
+
     def group(self, ranks: Sequence[int], *, replicas: bool) -> Any:
         """These ranks of this pipeline, or with `replicas` of all pipelines. All ranks call it, in the same order."""
 

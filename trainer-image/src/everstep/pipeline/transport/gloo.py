@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from everstep.pipeline.transport.base import Spec, Tag, TransportError
+from everstep.pipeline.transport.base import Spec, Tag
+from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.grid import Grid
 from everstep.pipeline.transport.sockets import Sockets
 
@@ -30,25 +30,34 @@ class ProcessGroups:
     `torch.distributed.init_process_group`.
 
     `device`: of this rank's tensors. `nccl`: tensors go by NCCL; each rank then needs a GPU of its own. `timeout`:
-    seconds after which a message that does not come is an error; who is to blame, heartbeats know sooner.
+    seconds after which a message that does not come is an error; who is to blame, heartbeats know sooner. `control`:
+    if there is one already, then its timeout counts.
     """
 
     def __init__(
-        self, grid: Grid, device: torch.device | None = None, *, nccl: bool = False, timeout: float = 1800.0
+        self,
+        grid: Grid,
+        device: torch.device | None = None,
+        *,
+        nccl: bool = False,
+        timeout: float = 1800.0,
+        control: Control | None = None,
     ) -> None:
         self.grid, self.device = grid, device or torch.device("cpu")
         self.replica, self.rank = grid.find(dist.get_rank())
         self.size, self.replicas = grid.ranks, grid.replicas
-        self._timeout, self._nccl = timedelta(seconds=timeout), nccl
-        self._reason = ""
+        self._nccl = nccl
         self._staged = self.device.type != "cpu" and not nccl
-        self._groups: dict[tuple[int, ...], Any] = {}
+        self._made: set[tuple[str, tuple[int, ...]]] = set()
+        self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}  # those that this process is in
         self._told: list[tuple[Any, Any]] = []
+        self._meet = control or Control(timeout)
+        self._control = self._meet.group
         with Sockets.watch() as self._sockets:
-            self._control = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._meet.barrier()
             self._pairs = self._directed() if nccl else {}
-            # Connections are made by the first use of a group; they are then known here.
-            dist.barrier(group=self._control)
+        self._meet.on_abort(self._end)
+        self._alike = self._column() if self.replicas > 1 else None
 
     def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> _Sent:
         """See Transport."""
@@ -94,6 +103,18 @@ class ProcessGroups:
                 return self._group([process for column in columns for process in column])
             return [self._group(column) for column in columns][self.replica]
 
+    def alike(self, message: bytes) -> list[bytes]:
+        """See Transport."""
+        if self._alike is None:
+            return [message]
+        framed = struct.pack("<I", len(message[: _FRAME - 4])) + message[: _FRAME - 4]
+        own = torch.frombuffer(bytearray(framed.ljust(_FRAME, b"\0")), dtype=torch.uint8)
+        every = [torch.empty_like(own) for _ in range(self.replicas)]
+        with self._explained():
+            dist.all_gather(every, own, group=self._alike)
+        found = [each.numpy().tobytes() for each in every]
+        return [each[4 : 4 + struct.unpack("<I", each[:4])[0]] for each in found]
+
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> _Reducing:
         """See Transport."""
         with self._explained():
@@ -109,9 +130,12 @@ class ProcessGroups:
 
     def abort(self, reason: str) -> None:
         """See Transport. What waits in gloo is woken by its connections, which are shut; NCCL can abort its groups."""
-        self._reason = self._reason or reason
+        self._meet.abort(reason)
+
+    def _end(self) -> None:
         self._sockets.shut()
-        for group in [*self._groups.values(), *self._pairs.values()] if self._nccl else []:
+        nccl = [group for (backend, _), group in self._groups.items() if backend == "nccl"]
+        for group in (*nccl, *self._pairs.values()):
             with contextlib.suppress(RuntimeError):
                 group.abort()
 
@@ -121,14 +145,26 @@ class ProcessGroups:
             dist.recv(tensor, self._process(from_), group=self._control, tag=_WORDS)
         return bytes(tensor.numpy().tobytes())
 
-    def _group(self, processes: list[int]) -> Any:
-        key = tuple(sorted(processes))
-        if key not in self._groups:
-            backend = "nccl" if self._nccl else "gloo"
-            self._groups[key] = group = dist.new_group(list(key), backend=backend, timeout=self._timeout)
-            if dist.get_rank() in key:
-                dist.barrier(group=group)
-        return self._groups[key]
+    def _column(self) -> Any:
+        """What the replicas of this rank tell each other in words; by gloo in any case."""
+        columns = [[pipeline[rank] for pipeline in self.grid.processes] for rank in range(self.size)]
+        with self._sockets.watch_more():
+            return [self._group(column, "gloo") for column in columns][self.rank]
+
+    def _group(self, processes: list[int], backend: str = "") -> Any:
+        """None for a process that is not in it."""
+        key = backend or ("nccl" if self._nccl else "gloo"), tuple(sorted(processes))
+        if key in self._made:
+            return self._groups.get(key)
+        self._made.add(key)
+        self._meet.barrier()
+        group = dist.new_group(list(key[1]), backend=key[0], timeout=self._meet.timeout)
+        if dist.get_rank() not in key[1]:
+            return None
+        self._groups[key] = group
+        with self._explained():
+            dist.barrier(group=group)
+        return group
 
     def _directed(self) -> dict[tuple[int, int], Any]:
         """Of each directed pair of ranks, their group; of this replica. All processes make all of them."""
@@ -138,7 +174,7 @@ class ProcessGroups:
                 for other in range(self.size):
                     if one != other:
                         pair = sorted((pipeline[one], pipeline[other]))
-                        group = dist.new_group(pair, backend="nccl", timeout=self._timeout)
+                        group = dist.new_group(pair, backend="nccl", timeout=self._meet.timeout)
                         if replica == self.replica:
                             found[one, other] = group
         return found
@@ -146,14 +182,8 @@ class ProcessGroups:
     def _process(self, rank: int) -> int:
         return self.grid.processes[self.replica][rank]
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        if self._reason:
-            raise TransportError(self._reason)
-        try:
-            yield
-        except RuntimeError as error:
-            raise TransportError(self._reason or str(error).splitlines()[0]) from error
+    def _explained(self) -> contextlib.AbstractContextManager[None]:
+        return self._meet.explained()
 
 
 @dataclass

@@ -216,6 +216,14 @@ class InProcess:
         self.fabric.until(self._me, lambda: bool(told), f"waits for a word of rank {from_}")
         return told.popleft()
 
+    def alike(self, message: bytes) -> list[bytes]:
+        if self.replicas == 1:
+            return [message]
+        message, slots = message[:508], torch.zeros(self.replicas, 512, dtype=torch.uint8)
+        slots[self.replica, : len(message) + 1] = torch.tensor([*message, 255], dtype=torch.uint8)
+        self.all_reduce(slots, self.group([self.rank], replicas=True)).wait()
+        return [bytes(row.tolist()).rstrip(b"\0")[:-1] for row in slots]
+
     def group(self, ranks: Sequence[int], *, replicas: bool) -> Group:
         pipelines = range(self.replicas) if replicas else (self.replica,)
         return tuple(replica * self.size + rank for replica in pipelines for rank in sorted(set(ranks)))

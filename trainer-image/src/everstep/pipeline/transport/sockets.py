@@ -36,6 +36,16 @@ class Sockets:
         yield
         self._found |= {name: number for name, number in _sockets().items() if name not in before}
 
+    def address(self) -> str | None:
+        """Of this process, as the other ends of these connections see it; None if there is none."""
+        now = _sockets()
+        for name, number in self._found.items():
+            if now.get(name) == number:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
+                    connection.getpeername()  # only of what is connected
+                    return str(connection.getsockname()[0])
+        return None
+
     def shut(self) -> None:
         """Ends the connections; whoever waits for one of them, on either side, gets an error."""
         now = _sockets()

@@ -1,0 +1,173 @@
+"""From the call of `pipeline` to its end, all know which process does otherwise than the others, and how."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+
+from everstep.pipeline import pipeline, prepare, session  # noqa: E402
+from everstep.pipeline.engine.heartbeat import RankLost  # noqa: E402
+from everstep.pipeline.errors import PipelineError  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.models import squares  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+TIMEOUT = 2.0
+X, Y = torch.ones(4, 4), torch.zeros(4, 4)
+
+
+def model(width: int = 4) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 4))
+
+
+def made(loss: Any = squares, of: Any = None, **how: Any) -> Any:
+    usual: dict[str, Any] = {"costs": "counted", "schedule": "1f1b", "microbatches": 2, "heartbeat": TIMEOUT}
+    return pipeline(model() if of is None else of, X, loss, **usual | {"timeout": 60.0} | how)
+
+
+def _otherwise(rank: int) -> list[str]:
+    told = []
+    with torch.device("meta"):
+        empty = model()
+    cases: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        ({"clip": 1.0}, {}),
+        ({"seed": 1}, {"seed": 2}),
+        ({"stages": 2}, {"stages": 1}),
+        ({"of": model(5)}, {"of": model(6)}),
+        ({"of": model()}, {"of": model().eval()}),
+        ({"heartbeat": None}, {}),
+        ({"of": empty, "weights": model().state_dict()}, {"of": empty, "weights": {}}),
+    ]
+    for case in cases:
+        with pytest.raises(PipelineError) as caught:
+            made(**case[rank])
+        told.append(str(caught.value))
+    return told
+
+
+def test_processes_that_call_it_in_different_ways_are_all_told_how_they_differ() -> None:
+    here, there = ranks.run(2, _otherwise)
+    assert here == there
+    clip, seed, stages, shapes, modes, heartbeat, weights = here
+    assert clip == (
+        "the ranks do not agree on clip: 1.0 on rank 0, not given on rank 1; all must call pipeline() alike"
+    )
+    assert "seed: 1 on rank 0, 2 on rank 1" in seed
+    assert "stages: 2 on rank 0, 1 on rank 1" in stages
+    assert "the model's parameters" in shapes
+    assert "the modes of its modules" in modes
+    assert "heartbeat is None on some" in heartbeat
+    assert weights.startswith("rank 1: ")
+
+
+def _fails(rank: int) -> tuple[str, float]:
+    """The last stage's loss fails; its process goes on living, as one that uploads its logs does."""
+    calls = 0
+
+    def loss(output: Any, targets: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise ZeroDivisionError("no words here")
+        return squares(output, targets)
+
+    began, told = 0.0, ""
+    try:
+        with made(loss) as run:
+            run.step(X, Y)
+            began = time.monotonic()
+            run.step(X, Y)
+    except (RankLost, ZeroDivisionError) as error:
+        told = str(error)
+    took = time.monotonic() - began
+    dist.barrier()
+    return told, took
+
+
+def test_a_process_that_fails_says_why_to_all_before_it_ends() -> None:
+    (told, took), (own, _) = ranks.run(2, _fails)
+    assert own == "no words here"
+    assert told == "rank 1 failed: ZeroDivisionError: no words here; all ranks have to be started again"
+    assert took < TIMEOUT
+
+
+def _has_less(rank: int) -> str:
+    """The data of one process end a step before those of the others."""
+    try:
+        with made() as run:
+            for _ in range(2 if rank == 0 else 3):
+                run.step(X, Y)
+    except RankLost as lost:
+        return str(lost)
+    finally:
+        dist.barrier()  # it lives on, and is not lost
+    return ""
+
+
+def test_a_process_whose_data_end_early_is_named_by_those_that_go_on() -> None:
+    first, second = ranks.run(2, _has_less)
+    assert first == ""
+    assert second.startswith("rank 0 has left after 2 steps and evaluations, and others have begun another")
+
+
+def _replicas(rank: int) -> tuple[list[str], float]:
+    """One of two pipelines has a bad batch, then does something else."""
+    told = []
+    with made(stages=2) as run:
+        bad = run.replica == 0
+        with pytest.raises(PipelineError) as caught:
+            run.step(X, Y[:3] if bad else Y)
+        told.append(str(caught.value))
+        with pytest.raises(PipelineError) as caught:
+            run.evaluate(X, Y) if bad else run.step(X, Y)
+        told.append(str(caught.value))
+        loss = run.step(X, Y).loss  # all go on together
+    return told, loss
+
+
+def test_a_step_begins_on_all_replicas_or_on_none() -> None:
+    found = ranks.run(4, _replicas)
+    assert all(each == found[0] for each in found)
+    (batch, purpose), loss = found[0]
+    assert batch == "replica 0: rank 0 has a batch of 4; rank 1 has a batch of 3"
+    assert purpose == "replica 0 is at an evaluation after 0 steps; replica 1 is at a step after 0 steps"
+    total, count = squares(model()(X), Y)
+    assert loss == pytest.approx((total / count).item(), rel=1e-5)
+
+
+def _stands_still(rank: int, where: str, notes: str) -> tuple[int, float]:
+    def act(*given: Any, **named: Any) -> Any:
+        Path(notes).write_text(f"{os.getpid()} {time.time()}")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    if rank == 1:
+        setattr({"measure": prepare, "materialise": session}[where], where, act)
+    with pytest.raises(RankLost) as caught:
+        made(costs="measured")
+    pid, then = Path(notes).read_text().split()
+    took = time.time() - float(then)
+    if rank == 2:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    return caught.value.rank, took
+
+
+@pytest.mark.parametrize("where", ["measure", "materialise"])
+def test_a_process_that_stands_still_before_the_first_step_is_named_in_time(where: str, tmp_path: Path) -> None:
+    first, _, last = ranks.run(3, _stands_still, where, str(tmp_path / "notes"), dies=[1])
+    for named, took in (first, last):
+        assert named == 1
+        assert took < TIMEOUT + 1.0
