@@ -277,7 +277,8 @@ class Engine:
         with contextlib.ExitStack() as stack:
             if self._training:
                 batch = self._batches * self.transport.replicas + self.transport.replica
-                stack.enter_context(self._random.of(batch * self.schedule.microbatches + microbatch))
+                microbatch += batch * self.schedule.microbatches  # of all
+                stack.enter_context(self._random.of(microbatch, self._stages[index].repeats))
                 self._statistics.begin(count=not again)
                 stack.callback(self._statistics.end)
             if self.options.precision != "full":

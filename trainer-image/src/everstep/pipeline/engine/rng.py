@@ -14,12 +14,13 @@ import contextlib
 import hashlib
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+NOTHING: Mapping[str, Sequence[int]] = {}
 _DRAWING = ("Dropout", "RReLU", "MultiheadAttention", "Transformer", "RNN", "LSTM", "GRU", "FractionalMaxPool")
 
 
@@ -36,6 +37,7 @@ class Random:
         self.seed, self.step, self.microbatch = seed, 0, 0
         self._names: dict[nn.Module, str] = {}
         self._calls: Counter[str] = Counter()
+        self._repeats = NOTHING
         self._drew: set[str] = set()
         self._inside = False
         self._asleep = False  # whether modules that have not drawn are left out
@@ -50,9 +52,12 @@ class Random:
                 self._hooks.append(module.register_forward_hook(self._leave))
 
     @contextlib.contextmanager
-    def of(self, microbatch: int) -> Iterator[None]:
-        """Module calls inside belong to this micro-batch of all replicas and accumulated batches of the step."""
-        self.microbatch, self._inside = microbatch, True
+    def of(self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING) -> Iterator[None]:
+        """Module calls inside belong to this micro-batch of all replicas and accumulated batches of the step.
+
+        `repeats`: of modules that other stages call too, which of all their calls those inside are.
+        """
+        self.microbatch, self._inside, self._repeats = microbatch, True, repeats
         self._calls.clear()
         before = self._generator.get_state()
         try:
@@ -87,7 +92,9 @@ class Random:
         if self._asleep and name not in self._drew:
             return
         outer = self._generator.get_state()
-        self._generator.manual_seed(seed_of(self.seed, self.step, self.microbatch, name, self._calls[name]))
+        call = self._calls[name]
+        call = self._repeats[name][call] if name in self._repeats else call
+        self._generator.manual_seed(seed_of(self.seed, self.step, self.microbatch, name, call))
         self._calls[name] += 1
         self._outer.append((module, outer, None if name in self._drew else self._generator.get_state()))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -82,6 +82,7 @@ class Stage:
         if loss is not None and OUTPUT not in module.outputs:
             raise PipelineError(f"the last stage gives no value {OUTPUT!r}, what the model returns")
         self.index, self.module = index, module
+        self.repeats: Mapping[str, Sequence[int]] = getattr(module, "repeats", {})  # one made by hand has none
         self.arguments = [name.removeprefix(INPUT) for name in module.inputs if name.startswith(INPUT)]
         self.edges = list(gradients)
         self._gradients, self._outputs, self._around, self._loss = gradients, edges, around, loss

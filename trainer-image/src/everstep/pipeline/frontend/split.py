@@ -104,7 +104,15 @@ class _Cut:
             sizes,
             conditions,
             self.model.both,
+            self._repeats(items),
         )
+
+    def _repeats(self, items: Iterable[Item]) -> dict[str, tuple[int, ...]]:
+        found: dict[str, list[int]] = defaultdict(list)
+        for item in items:
+            for call in item.all_calls() if isinstance(item, Call) else ():
+                found[call.path].append(call.repeat)
+        return {path: tuple(each) for path, each in found.items() if each != list(range(len(each)))}
 
     def _known(self, sizes: Iterable[Size]) -> tuple[list[str], dict[Any, Any]]:
         """The arguments that it reads, and the shapes of all that it is given. Where those do not show a size that it

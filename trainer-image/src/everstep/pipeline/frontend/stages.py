@@ -48,6 +48,7 @@ class StageModule:
     `outputs`: names of values for later stages; of the last, `output`: what the model returns.
 
     `module` holds the original modules and parameters under their original names, and is where training flags are set.
+    `repeats`: of modules that other stages call too, which of all their calls are this stage's.
     A call gives all outputs from all inputs; PipelineError if one is missing or of sizes that this model cannot have.
     """
 
@@ -63,8 +64,9 @@ class StageModule:
         sizes: Sequence[Any],
         conditions: Sequence[Any],
         both: bool,
+        repeats: Mapping[str, tuple[int, ...]],
     ) -> None:
-        self.index, self.module = index, module
+        self.index, self.module, self.repeats = index, module, dict(repeats)
         self.inputs = tuple(inputs)
         self.outputs = (*outputs, OUTPUT) if result else tuple(outputs)
         self._values = {name: value for name, value in inputs.items() if value is not None}

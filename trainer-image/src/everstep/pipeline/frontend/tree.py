@@ -87,7 +87,7 @@ class Tree:
         ends = last == len(self.blocks) - 1
         outputs = {} if ends else {self.blocks[last]: last}
         result = maker(Value(last), _bind) if ends else None
-        return StageModule(index, module, inputs, outputs, steps, result, (), (), (), True)
+        return StageModule(index, module, inputs, outputs, steps, result, (), (), (), True, {})
 
     def _weights(self, block: str) -> set[str]:
         """By their first names in the model, so that ties keep them."""
