@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend import split, stage, trace  # noqa: E402
+from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
 from everstep.pipeline.frontend.check import run  # noqa: E402
 from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
 from tests.pipeline import front  # noqa: E402
@@ -281,6 +282,35 @@ def test_arguments_that_are_left_out_and_rests_are_handed_on() -> None:
     first, second = split(trace(model, inputs), {"two": 1})
     assert first.inputs == ("input:shift", "input:x")
     assert torch.equal(run([first, second], inputs), model(**inputs))
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({"x": X["x"], "alpha": 0.5}, r"'alpha' is 0.5 now, and was 2.0 in the example"),
+        ({"x": X["x"], "alpha": torch.tensor(2.0)}, "'alpha' is a tensor now, and was none"),
+        ({"x": X["x"]}, "'alpha' is 1.0 now, and was 2.0"),
+        ({"x": X["x"], "alpha": 2.0, "mask": X["x"]}, "'mask' was not in the example"),
+        ({"x": 3.0, "alpha": 2.0}, "'x' was a tensor"),
+        ({"x": [X["x"]], "alpha": 2.0}, "'x' is built otherwise"),
+        ({"x": torch.ones(2, 9), "alpha": 2.0}, None),
+        ({"x": None, "alpha": 2.0}, None),
+    ],
+)
+def test_what_is_no_tensor_is_part_of_the_trace(given: dict[str, Any], reason: str | None) -> None:
+    """A number would stay what it was in the example, and nothing would say so."""
+
+    class Model(nn.Module):  # type: ignore[misc]
+        def forward(self, x: Any, alpha: float = 1.0, mask: Any = None) -> Any:
+            return x * alpha if mask is None else x * mask
+
+    arguments = Arguments(Model())
+    arguments.traced_with({"x": X["x"], "alpha": 2.0})
+    if reason is None:
+        arguments.check(given)
+    else:
+        with pytest.raises(PipelineError, match=reason):
+            arguments.check(given)
 
 
 def test_samples_come_first_in_every_tensor() -> None:

@@ -183,6 +183,7 @@ def pipeline(
 
         control.all(fill)
         if isinstance(found, Traced):
+            arguments.traced_with(named)
             found.record.constants[:] = [each.to(here.device) for each in found.record.constants]
         again = frozenset(range(len(parts)) if recompute is True else recompute or ())
         engine = Engine(own, actions, made.stages, transport, loss, Options(recompute=again, **options))
@@ -311,6 +312,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         named = None
         if self.reads.inputs and batch is not None:
             whole = self._arguments.name(batch)
+            self._arguments.check(whole)
             named = {name: map_tensors(whole[name], bring) for name in self.reads.inputs if name in whole}
         return named, map_tensors(targets, bring) if self.reads.targets else None
 

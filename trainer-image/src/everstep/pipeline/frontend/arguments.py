@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch.utils import _pytree as pytree
+
+from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.record import Untraceable
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 
 
 class Arguments:
     """Of one module. An example or a batch is a tensor, a tuple of positional arguments, or a mapping by names."""
 
     def __init__(self, module: Any) -> None:
+        self._traced: dict[str, Any] | None = None
         self._signature = inspect.signature(module.forward)
         kinds = {each.kind: name for name, each in self._signature.parameters.items()}
         self._rest = kinds.get(inspect.Parameter.VAR_KEYWORD)
@@ -20,7 +28,10 @@ class Arguments:
     def name(self, given: Any) -> dict[str, Any]:
         """What was given by names, without what was left out. Untraceable if it does not fit."""
         args = () if isinstance(given, Mapping) else given if isinstance(given, tuple) else (given,)
-        kwargs = given if isinstance(given, Mapping) else {}
+        return self.of_call(args, given if isinstance(given, Mapping) else {})
+
+    def of_call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The same of a call with both."""
         try:
             bound = self._signature.bind(*args, **kwargs)
         except TypeError as error:
@@ -28,6 +39,40 @@ class Arguments:
         named = dict(bound.arguments)
         extra = named.pop(self._rest, {}) if self._rest else {}
         return {**named, **extra}
+
+    def traced_with(self, named: Mapping[str, Any]) -> None:
+        """From here on `check` compares with these arguments."""
+        empty = torch.empty(0)
+        self._traced = {
+            name: pytree.tree_map(lambda leaf: empty if isinstance(leaf, torch.Tensor) else leaf, value)
+            for name, value in named.items()
+        }
+
+    def check(self, named: Mapping[str, Any]) -> None:
+        """PipelineError if the trace says nothing of a call with these, because what is no tensor is part of a trace:
+        for another number, text or choice, and for a tensor where there was none. What is None is not looked at, since
+        a process reads a part only."""
+        if self._traced is None:
+            return
+        for name in named.keys() - self._traced.keys():
+            if named[name] is not None:
+                raise PipelineError(
+                    f"the argument {name!r} was not in the example that the model was traced with, and would be of no "
+                    "effect: give it there too"
+                )
+        for name, known in self._traced.items():
+            parameter = self._signature.parameters.get(name)
+            default = parameter.default if parameter is not None else None
+            given = named.get(name, None if isinstance(known, torch.Tensor) else default)
+            if (
+                given is not None
+                and given is not inspect.Parameter.empty
+                and (why := _unlike(known, given)) is not None
+            ):
+                raise PipelineError(
+                    f"the argument {name!r} {why}, with which the model was traced: only tensors may change; give a "
+                    "number as a tensor, torch.tensor(0.5), and make a pipeline for each other choice"
+                )
 
     def fits(self, named: Mapping[str, Any]) -> bool:
         """Whether the module can be called with these names."""
@@ -43,3 +88,16 @@ class Arguments:
         bound = inspect.BoundArguments(self._signature, own)
         rest = {name: value for name, value in named.items() if name not in self._signature.parameters}
         return module(*bound.args, **bound.kwargs, **rest)
+
+
+def _unlike(known: Any, given: Any) -> str | None:
+    """What is another thing in `given`, apart from the tensors' numbers and shapes."""
+    (before, shape), (now, form) = pytree.tree_flatten(known), pytree.tree_flatten(given)
+    if len(before) != len(now) or shape != form:
+        return "is built otherwise than in the example"
+    for old, new in zip(before, now, strict=True):
+        if isinstance(old, torch.Tensor) != isinstance(new, torch.Tensor):
+            return "is a tensor now, and was none in the example" if isinstance(new, torch.Tensor) else "was a tensor"
+        if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new:
+            return f"is {new!r} now, and was {old!r} in the example"
+    return None
