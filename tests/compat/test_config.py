@@ -37,6 +37,8 @@ OTHER: dict[str, Any] = {
     "prescaled_batch": True,
     "skip_tracing": True,
     "delayed_parameter_initialization": True,
+    "static_mode": True,
+    "fast_mode": True,
     "tensor_parallel_degree": 2,
     "shard_optimizer_state": True,
     "sharded_data_parallel_degree": 2,

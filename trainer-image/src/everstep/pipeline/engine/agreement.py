@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from everstep.pipeline.engine.microbatch import batch_size
+from everstep.pipeline.engine.microbatch import Parts, batch_size, pick
 from everstep.pipeline.engine.nested import flatten
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.transport.base import Transport
@@ -121,18 +121,18 @@ def _place(step: tuple[int, int, str]) -> str:
     return f"{purpose} after {steps} steps" + (f" and {batches} batches" if batches else "")
 
 
-def _inputs(reads: Reads, batch: Any) -> dict[str, Any]:
+def _inputs(reads: Reads, batch: Any) -> Any:
     if not reads.inputs:
         return {}
-    if not isinstance(batch, Mapping):
+    if not isinstance(batch, Mapping | Parts):
         raise PipelineError(
             f"it reads the arguments {', '.join(sorted(reads.inputs))}: the batch must name them, but is "
             f"{'missing' if batch is None else f'a {type(batch).__name__}'}"
         )
-    missing = sorted(reads.inputs - batch.keys())
-    if missing:
-        raise PipelineError(f"its batch lacks {', '.join(missing)}, which its stages use; it has {', '.join(batch)}")
-    return {name: batch[name] for name in sorted(reads.inputs)}
+    for part in batch if isinstance(batch, Parts) else (batch,):
+        if missing := sorted(name for name in reads.inputs if part.get(name) is None):
+            raise PipelineError(f"its batch lacks {', '.join(missing)}, which its stages use; it has {', '.join(part)}")
+    return pick(batch, reads.inputs)
 
 
 def _same(who: str, what: str, found: Sequence[tuple[int, T]]) -> T | None:
@@ -141,6 +141,6 @@ def _same(who: str, what: str, found: Sequence[tuple[int, T]]) -> T | None:
     return found[0][1] if found else None
 
 
-def _shapes(inputs: Mapping[str, Any]) -> str:
+def _shapes(inputs: Any) -> str:
     structure, tensors = flatten(inputs)
     return repr((structure, [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]))

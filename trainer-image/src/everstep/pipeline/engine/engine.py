@@ -15,7 +15,7 @@ from everstep.pipeline.engine.batchnorm import RunningStatistics
 from everstep.pipeline.engine.heartbeat import Heartbeat
 from everstep.pipeline.engine.losses import Loss, Part, Total, evaluate
 from everstep.pipeline.engine.mail import Mail
-from everstep.pipeline.engine.microbatch import bounds, split
+from everstep.pipeline.engine.microbatch import Parts, bounds, pick, split
 from everstep.pipeline.engine.nested import Value
 from everstep.pipeline.engine.options import Options
 from everstep.pipeline.engine.parameters import Parameters
@@ -100,7 +100,7 @@ class Engine:
         self._targets: list[Any] = []
         self._sizes: list[int] = []
 
-    def step(self, batch: Mapping[str, Any] | None, targets: Any = None, *, last: bool = True) -> Output:
+    def step(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None, *, last: bool = True) -> Output:
         """Forward and backward of one batch of this replica; then parameters have the gradients of the mean loss.
 
         `batch` has the model's arguments by name; a rank needs those in `reads` only. With `last=False` the gradients
@@ -118,7 +118,7 @@ class Engine:
             self._batches += 1
             return self._finish() if last else Output(float("nan"), 0.0)
 
-    def evaluate(self, batch: Mapping[str, Any] | None, targets: Any = None) -> Output:
+    def evaluate(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None) -> Output:
         """Forward only, without gradients, in whatever mode the modules are; without targets no loss is computed."""
         if self._batches:
             raise PipelineError("the batches of a step are being added up: end it before an evaluation")
@@ -261,7 +261,7 @@ class Engine:
     def _cut(self, batch: Any, targets: Any, samples: int) -> None:
         count, whole = self.schedule.microbatches, self.options.whole
         self._sizes = [stop - start for start, stop in bounds(samples, count)]
-        inputs = {name: batch[name] for name in self.reads.inputs} if self.reads.inputs else {}
+        inputs = pick(batch, self.reads.inputs) if self.reads.inputs else {}
         self._inputs = split(inputs, samples, count, whole) if inputs else []
         has_targets = self.reads.targets and targets is not None
         self._targets = split(targets, samples, count) if has_targets else []

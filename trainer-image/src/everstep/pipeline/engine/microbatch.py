@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
 from everstep.pipeline.errors import PipelineError
+
+
+class Parts(tuple[dict[str, Any], ...]):
+    """A batch that is cut already: what each micro-batch has of the model's arguments, by name. It counts as one sample
+    for each micro-batch, and tensors in it may be of any shape."""
+
+
+def pick(batch: Any, names: Collection[str]) -> Any:
+    """The same batch with these arguments only. KeyError if one is missing."""
+    if isinstance(batch, Parts):
+        return Parts({name: part[name] for name in sorted(names)} for part in batch)
+    return {name: batch[name] for name in sorted(names)}
 
 
 def batch_size(batch: Any, whole: frozenset[str] = frozenset()) -> int | None:
@@ -14,6 +27,8 @@ def batch_size(batch: Any, whole: frozenset[str] = frozenset()) -> int | None:
     Arguments named in `whole`, tensors without dimensions and other objects go whole to each micro-batch.
     PipelineError if tensors differ.
     """
+    if isinstance(batch, Parts):
+        return len(batch)
     sizes: dict[int, str] = {}
     for name, item in _named(batch):
         if name not in whole:
@@ -41,7 +56,14 @@ def bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
 
 
 def split(batch: Any, size: int, microbatches: int, whole: frozenset[str] = frozenset()) -> list[Any]:
-    """`batch` in at most `microbatches` parts, each with the batch's structure; views, nothing is copied."""
+    """`batch` in at most `microbatches` parts, each with the batch's structure; views, nothing is copied.
+
+    PipelineError for `Parts` that are not as many.
+    """
+    if isinstance(batch, Parts):
+        if len(batch) != microbatches:
+            raise PipelineError(f"the batch is cut into {len(batch)} micro-batches already, and not {microbatches}")
+        return list(batch)
     return [_part(batch, size, where, whole) for where in bounds(size, microbatches)]
 
 

@@ -50,6 +50,8 @@ class Config:
     prescaled_batch: bool = False
     skip_tracing: bool = False
     delayed_parameter_initialization: bool = False
+    static_mode: bool = False  # these two are in no documentation, but in the public samples
+    fast_mode: bool = False
 
     def __post_init__(self) -> None:
         self._check_numbers()

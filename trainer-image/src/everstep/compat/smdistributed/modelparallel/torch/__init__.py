@@ -5,7 +5,7 @@ What each does, and which are refused with a reason: docs/how-to/sagemaker-model
 
 from __future__ import annotations
 
-from everstep.compat.smdistributed.modelparallel.torch import amp, nn
+from everstep.compat.smdistributed.modelparallel.torch import amp, nn, optimizers
 from everstep.compat.smdistributed.modelparallel.torch.checkpoints import (
     load,
     resume_from_checkpoint,
@@ -38,8 +38,11 @@ from everstep.compat.smdistributed.modelparallel.torch.ranks import (
     get_dp_process_group,
     get_mp_group,
     get_mp_process_group,
+    get_pp_group,
     get_pp_process_group,
+    get_rdp_group,
     get_rdp_process_group,
+    get_tp_group,
     get_tp_process_group,
     get_world_process_group,
     local_rank,
@@ -112,8 +115,11 @@ __all__ = [
     "get_dp_process_group",
     "get_mp_group",
     "get_mp_process_group",
+    "get_pp_group",
     "get_pp_process_group",
+    "get_rdp_group",
     "get_rdp_process_group",
+    "get_tp_group",
     "get_tp_process_group",
     "get_world_process_group",
     "init",
@@ -127,6 +133,7 @@ __all__ = [
     "mp_rank",
     "mp_size",
     "nn",
+    "optimizers",
     "partition",
     "pp_rank",
     "pp_size",

@@ -36,6 +36,11 @@ class GradScaler:
     def update(self, new_scale: Any = None) -> None:
         """Nothing: the scale follows the steps by itself."""
 
+    def get_scale(self) -> float:
+        """What losses are multiplied by now; 1 without fp16."""
+        model = state().model
+        return float(model.engine.loss_scale.value) if model is not None and model.partitioned else 1.0
+
     def is_enabled(self) -> bool:
         return self._enabled
 

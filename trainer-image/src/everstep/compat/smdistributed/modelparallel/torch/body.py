@@ -6,8 +6,10 @@ model's output is there: the function runs in a thread of its own, and exactly o
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -22,12 +24,17 @@ class _Ended(BaseException):
 class Body:
     """`run` until the model is called: then `arguments` are what with. `resume` with its output runs the rest."""
 
-    def __init__(self, function: Callable[[], Any], training: bool) -> None:
+    def __init__(
+        self,
+        function: Callable[[], Any],
+        training: bool,
+        around: Callable[[], contextlib.AbstractContextManager[None]] | None = None,
+    ) -> None:
         self.arguments: tuple[tuple[Any, ...], dict[str, Any]] | None = None
         self.autocast: Any = None  # the type of the function's autocast around the call, None without
         self.loss: Any = None
         self.returned: Any = None
-        self._function, self._training = function, training
+        self._function, self._training, self._around = function, training, around
         self._error: BaseException | None = None
         self._output: Any = None
         self._ended = False
@@ -36,7 +43,8 @@ class Body:
 
     def run(self) -> None:
         """Until it calls the model, or returns. Its errors come out here."""
-        self._gradients = torch.is_grad_enabled()
+        self._around = self._around or _surroundings()
+        self._context = contextvars.copy_context()
         self._thread.start()
         self._wait()
 
@@ -45,6 +53,18 @@ class Body:
         self._output = output
         self._go.release()
         self._wait()
+        self._thread.join()
+
+    def again(self) -> Body:
+        """Another run of the same, to the model: of a stage that does its forward once more the loss is done again."""
+        fresh = Body(self._function, self._training, self._around)
+        fresh.run()
+        return fresh
+
+    @property
+    def over(self) -> bool:
+        """Whether it came to its end."""
+        return not self._thread.is_alive()
 
     def end(self) -> None:
         """Unwinds it, if it stands."""
@@ -56,7 +76,9 @@ class Body:
     def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """In the thread: stands still until the output is there."""
         if self.arguments is not None:
-            raise RuntimeError("the step function calls the model twice: it may once for each micro-batch")
+            raise RuntimeError(
+                "the step function calls the model twice: it may once for each micro-batch; make one model of both"
+            )
         self.arguments = args, kwargs
         if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
             kind = "cuda" if torch.is_autocast_enabled("cuda") else "cpu"
@@ -70,10 +92,15 @@ class Body:
     def backward_called(self, loss: Any, gradients: Any) -> None:
         """In the thread: notes what is differentiated."""
         if not self._training:
-            raise RuntimeError("model.backward was called in a step function that is not known to call it")
+            raise RuntimeError(
+                "model.backward was called in an evaluation, which a step function is under torch.no_grad(), or if "
+                "neither it nor a function of its module that it calls names backward: call it by that name there"
+            )
         if self.loss is not None:
-            raise RuntimeError("the step function calls model.backward twice: it may once for each micro-batch")
-        self.loss = loss if gradients is None else (loss * gradients).sum()
+            raise RuntimeError(
+                "the step function calls model.backward twice: it may once for each micro-batch; add the losses up"
+            )
+        self.loss = _scalar(loss, gradients)
 
     def _wait(self) -> None:
         self._stop.acquire()
@@ -83,14 +110,49 @@ class Body:
     def _main(self) -> None:
         _here.body = self
         try:
-            with torch.set_grad_enabled(self._gradients):
-                self.returned = self._function()
+            assert self._around is not None
+            with self._around():
+                self.returned = self._context.run(self._function)
         except _Ended:
             pass
         except BaseException as error:
             self._error = error
         finally:
             self._stop.release()
+
+
+def _scalar(tensors: Any, gradients: Any) -> Any:
+    """What has the gradients that torch.autograd.backward(tensors, gradients) would give."""
+    several = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
+    given = list(gradients) if isinstance(gradients, list | tuple) else [gradients] * len(several)
+    if len(given) != len(several):
+        raise ValueError(f"model.backward: {len(several)} tensors, but gradients for {len(given)}")
+    parts = [each if of is None else (each * of).sum() for each, of in zip(several, given, strict=True)]
+    if any(each.numel() != 1 for each in parts):
+        raise RuntimeError(
+            "model.backward: a tensor of more than one number needs its gradient: model.backward(out, of)"
+        )
+    return sum(each.reshape(()) for each in parts)
+
+
+def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """What torch keeps for each thread, as it is where this is called; another thread enters it."""
+    gradients = torch.is_grad_enabled()
+    device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+    kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
+
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if device is not None:
+                stack.enter_context(torch.cuda.device(device))
+            for kind, enabled, dtype in kinds:
+                if enabled:
+                    stack.enter_context(torch.autocast(kind, dtype))
+            stack.enter_context(torch.set_grad_enabled(gradients))
+            yield
+
+    return entered
 
 
 def body() -> Body | None:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from everstep.compat.smdistributed.modelparallel.torch.state import State
 from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.engine.options import Options
-from everstep.pipeline.frontend import StageModule, Traced, split, trace
+from everstep.pipeline.frontend import StageModule, Traced, split
+from everstep.pipeline.frontend.materialise import Seeded, materialise
 from everstep.pipeline.frontend.placement import complete
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.graph import Device, Graph, stage_graph
@@ -21,15 +23,22 @@ from everstep.pipeline.transport.gloo import ProcessGroups
 SCHEDULES = {"interleaved": "1f1b", "simple": "simple", "_only_forward": "simple"}
 
 
-def placed(traced: Traced, now: State, example: Mapping[str, Any], *, measured: bool) -> dict[str, int]:
-    """The stage of each node: what the first process chooses, on all."""
+def agreed(
+    traced: Traced, now: State, example: Mapping[str, Any], known: Mapping[str, int] | None, *, measured: bool
+) -> tuple[int, dict[str, int]]:
+    """The seed of random numbers and the stage of each node, unless that is `known`: what the first process has, on
+    all."""
     box: list[Any] = [None]
     if now.rank == 0:
-        box = [_automatic(traced, now, example, measured) if now.config.auto_partition else _manual(traced, now)]
+        stage_of = known
+        if stage_of is None:
+            auto = now.config.auto_partition
+            stage_of = _automatic(traced, now, example, measured) if auto else _manual(traced, now)
+        box = [(torch.initial_seed(), stage_of)]
     if now.size > 1:
         dist.broadcast_object_list(box, src=0)
-    found: dict[str, int] = box[0]
-    return found
+    seed, found = box[0]
+    return seed, dict(found)
 
 
 def _automatic(traced: Traced, now: State, example: Mapping[str, Any], measured: bool) -> dict[str, int]:
@@ -58,38 +67,88 @@ def _automatic(traced: Traced, now: State, example: Mapping[str, Any], measured:
 
 
 def _manual(traced: Traced, now: State) -> dict[str, int]:
-    """As `smp.partition` says; what else has parameters is in the default partition."""
-    chosen = dict(traced.manual)
+    """As `smp.partition` says; what else has parameters is in the default partition, or in that of what it uses if that
+    is later: values never go back."""
+    chosen, reached = dict(traced.manual), dict[str, int]()
     assert now.config.default_partition is not None
-    for node in traced.graph.nodes:
+    for node in traced.graph.nodes:  # users after makers
+        least = max((reached[name] for name in node.inputs), default=0)
         if node.name not in chosen and (node.parameters or node.ties):
-            chosen[node.name] = now.config.default_partition
+            chosen[node.name] = max(least, now.config.default_partition)
+        reached[node.name] = chosen.get(node.name, least)
     return chosen
 
 
 def stages_of(traced: Traced, stage_of: Mapping[str, int], now: State) -> dict[int, StageModule]:
     """The stage of this process, by its number."""
-    return {now.stage_rank: split(traced, stage_of)[now.stage_rank]}
+    parts = split(traced, stage_of)
+    return {now.stage_rank: parts[now.stage_rank]} if now.stage_rank < len(parts) else {}
+
+
+def device_of(module: Any, example: Mapping[str, Any]) -> torch.device:
+    """Where the stage of this process belongs: where its data is, whatever the model was built on."""
+    leaves = [each for each in pytree.tree_leaves(dict(example)) if isinstance(each, torch.Tensor)]
+    found = next((each.device for each in leaves if each.device.type not in ("cpu", "meta")), None)
+    weights = (each.device for each in module.parameters() if each.device.type != "meta")
+    return found or next(weights, torch.device("cpu"))
+
+
+def filled(
+    module: Any, mine: Iterable[StageModule], given: Callable[[str], Any], seed: int, device: torch.device
+) -> dict[Any, Any]:
+    """The stages on their device, those that were built without data with it: what was loaded (`given`), else what each
+    module begins with. Which parameters stand for which of the module's now."""
+    drawn = Seeded(module, seed, _begin(module))
+
+    def source(name: str) -> Any:
+        try:
+            return given(name)
+        except KeyError:
+            return drawn(name)
+
+    before = [(stage, dict(stage.module.named_parameters())) for stage in mine]
+    materialise(mine, source, device=device)
+    made = {}
+    for stage, parameters in before:
+        stage.module.to(device)
+        now = dict(stage.module.named_parameters())
+        made.update({old: now[name] for name, old in parameters.items() if now[name] is not old})
+    return made
+
+
+def _begin(module: Any) -> Callable[[Any], object] | None:
+    """How a module of transformers begins, which its model knows; None for torch's own, which know themselves."""
+    initialise = getattr(module, "_init_weights", None)
+    if initialise is None:
+        return None
+
+    def begin(each: Any) -> None:
+        if hasattr(each, "reset_parameters"):  # the model may leave modules of torch as they are
+            each.reset_parameters()
+        initialise(each)
+
+    return begin
 
 
 def engine(
-    traced: Traced, stage_of: Mapping[str, int], now: State, loss: Any, options: Options, mine: dict[int, StageModule]
+    traced: Traced,
+    stage_of: Mapping[str, int],
+    now: State,
+    loss: Any,
+    options: Options,
+    mine: Mapping[int, StageModule],
+    device: torch.device,
 ) -> Engine:
     """ValueError if the partition has not as many stages as there are processes in a pipeline."""
     stages = now.config.pipeline_parallel_degree
     graph = stage_graph(traced.graph, complete(traced.graph, stage_of))
     if len(graph.stages) != stages:
-        raise ValueError(f"the partition has {len(graph.stages)} stages, pipeline_parallel_degree is {stages}")
+        raise ValueError(
+            f"the partition has {len(graph.stages)} stages, pipeline_parallel_degree is {stages}: set it to that, or "
+            "give all stages something"
+        )
+    traced.record.constants[:] = [each.to(device) for each in traced.record.constants]
     name = SCHEDULES[now.config.pipeline]
     schedule = lower(make(name, stages, stages, now.config.microbatches, split=()), graph)
-    device = next((each.device for each in mine[now.stage_rank].module.parameters()), torch.device("cpu"))
-    return Engine(mine, schedule, graph, ProcessGroups(now.grid, device), loss, options)
-
-
-def traced_with(module: Any, arguments: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[Traced, dict[str, Any]]:
-    """The trace of a micro-batch, and its arguments by name."""
-    import inspect
-
-    args, kwargs = arguments
-    bound = inspect.signature(module.forward).bind(*args, **kwargs).arguments
-    return trace(module, dict(bound)), dict(bound)
+    nccl = device.type == "cuda" and "nccl" in dist.get_backend()
+    return Engine(mine, schedule, graph, ProcessGroups(now.grid, device, nccl=nccl), loss, options)

@@ -40,13 +40,14 @@ def save_checkpoint(
     user_content: Any = None,
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
-    **options: Any,
 ) -> None:
     """All processes call it. `partial`: files of each process under `<tag>_partial`, with the partition; else `<tag>`
     has the whole model's state dictionary, and `optimizer_<tag>` the whole optimizer's.
 
     `newest` names it once all files are there. Of partial ones the newest `num_kept_partial_checkpoints` stay.
     """
+    if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
+        raise ValueError(f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}: it must be 1 or more")
     now, folder = state(), Path(path)
     model = now.model if model is None else model
     if partial:
@@ -75,7 +76,8 @@ def _save_partial(now: State, folder: Path, model: Any, optimizer: Any, user_con
     if dp_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if model is not None:
-            _write({"model": model.local_state_dict(), "partition": model.stage_of}, folder / f"model_{mp_rank()}.pt")
+            kept = {"model": model.local_state_dict(), "partition": model.stage_of, "engine": model.engine_state()}
+            _write(kept, folder / f"model_{mp_rank()}.pt")
         if now.config.half and model is not None:
             _write(model.engine_state(), folder / f"fp16_states_{mp_rank()}.pt")
     if rank() == 0:
@@ -96,33 +98,52 @@ def resume_from_checkpoint(
     partial: bool = True,
     strict: bool = True,
     load_optimizer: bool = True,
-    **options: Any,
+    load_sharded_optimizer_state: bool = True,
+    translate_function: Any = None,
 ) -> Any:
     """Loads into the model and the optimizer of the script, before the first step; gives the user content.
 
-    `tag`: None for the newest. A partial one brings its partition, which then cannot be another. FileNotFoundError if
-    there is none.
+    `tag`: None for the newest. A partial one brings its partition, which then cannot be another; a full one fits any.
+    `translate_function` is given what a full one has of the model. `load_sharded_optimizer_state` is for sharded data
+    parallelism, and changes nothing. FileNotFoundError if there is none.
     """
     now, folder = state(), Path(path)
     if now.model is None:
         raise RuntimeError("smp.DistributedModel must wrap the model before a checkpoint is loaded")
-    tag = (folder / NEWEST).read_text().strip() if tag is None else tag
+    if tag is None:
+        if not (folder / NEWEST).is_file():
+            raise FileNotFoundError(
+                f"{folder} has no file {NEWEST!r}, so no checkpoint: name one by tag=, or begin anew"
+            )
+        tag = (folder / NEWEST).read_text().strip()
     optimizer = now.optimizers[0] if load_optimizer and now.optimizers else None
     if partial:
         source = folder / f"{tag}_partial"
+        _same_degree(source, now)
         found = _read(source / f"model_{mp_rank()}.pt")
         now.model.decide(found["partition"])
         now.model.load_state_dict(found["model"], strict)
-        if (states := source / f"fp16_states_{mp_rank()}.pt").exists():
-            now.model.load_engine_state(_read(states))
+        now.model.load_engine_state(found["engine"])
         kept = source / _optimizer_file()
         content = source / "user_content.pt"
     else:
-        now.model.load_state_dict(_read(folder / tag), strict)
+        whole = _read(folder / tag)
+        now.model.load_state_dict(whole if translate_function is None else translate_function(whole), strict)
         kept, content = folder / f"optimizer_{tag}", folder / f"user_content_{tag}"
     if optimizer is not None and kept.exists():
         optimizer.load_state_dict(_read(kept))
     return _read(content) if content.exists() else None
+
+
+def _same_degree(source: Path, now: State) -> None:
+    files = len(list(source.glob("model_*.pt")))
+    if not files:
+        raise FileNotFoundError(f"{source} has no file model_*.pt: it is no partial checkpoint with a model")
+    if files != now.grid.ranks:
+        raise ValueError(
+            f"{source} was saved with pipeline_parallel_degree {files}, which is {now.grid.ranks} here: a partial "
+            "checkpoint fits its own only; save with partial=False to go on with another"
+        )
 
 
 def _read(path: Path) -> Any:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils import _pytree as pytree
 
 from everstep.compat.smdistributed.modelparallel.torch.state import state
 
@@ -44,26 +49,20 @@ def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) ->
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
     """What that process sends."""
-    import torch.distributed as dist
-
     found = [None]
     dist.recv_object_list(found, src=state().members[rank_type.value][src_rank])
-    return found[0]
+    return unpacked(found[0])
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
     """The objects of all of the group, by rank in it."""
-    import torch.distributed as dist
-
     found: list[Any] = [None] * len(state().members[group.value])
-    dist.all_gather_object(found, obj, group=state().groups[group.value])
-    return found
+    dist.all_gather_object(found, packed(obj), group=state().groups[group.value])
+    return [unpacked(each) for each in found]
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Waits until all of the group are here."""
-    import torch.distributed as dist
-
     dist.barrier(group=state().groups[group.value])
 
 
@@ -76,6 +75,25 @@ def dp_barrier() -> None:
 
 
 def _send(obj: Any, to: int) -> None:
-    import torch.distributed as dist
+    dist.send_object_list([packed(obj)], dst=to)
 
-    dist.send_object_list([obj], dst=to)
+
+@dataclass
+class _OfDevice:
+    """Stands for a tensor on a GPU, whose number may be that of no GPU where it is received."""
+
+    tensor: Any
+
+
+def packed(obj: Any) -> Any:
+    """As it travels: tensors on a GPU by way of the processor."""
+    return pytree.tree_map(lambda leaf: _OfDevice(leaf.cpu()) if _on_gpu(leaf) else leaf, obj)
+
+
+def unpacked(obj: Any) -> Any:
+    """What was `packed`, with those tensors on this process's GPU."""
+    return pytree.tree_map(lambda leaf: leaf.tensor.cuda() if isinstance(leaf, _OfDevice) else leaf, obj)
+
+
+def _on_gpu(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_cuda

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from everstep.compat.smdistributed.modelparallel.torch.body import Body, body
 from everstep.compat.smdistributed.modelparallel.torch.comm import CommGroup, allgather
 from everstep.compat.smdistributed.modelparallel.torch.recompute import wanted
 from everstep.compat.smdistributed.modelparallel.torch.refused import Refused
 from everstep.compat.smdistributed.modelparallel.torch.state import State, state
+from everstep.pipeline.engine.microbatch import Parts
+from everstep.pipeline.engine.nested import map_tensors
+from everstep.pipeline.engine.options import Options
+from everstep.pipeline.frontend import trace
+from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.skeleton import share
 
 PARTIAL = "_smp_is_partial"
 Hook = Callable[..., Any]
@@ -23,7 +31,8 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
 
     `trace_execution_times`: the automatic partition measures each part on the first process, instead of counting its
     operations. `average_grads_across_microbatches`: gradients are means over micro-batches, else their sums.
-    `backward_passes_per_step`: steps whose gradients are added up. `trace_device`, `overlapping_allreduce`,
+    `backward_passes_per_step`: steps whose gradients are added up before they are reduced. As in torch, gradients that
+    nobody has set to zero are added to. `trace_device`, `overlapping_allreduce`,
     `trace_memory_usage`, `broadcast_buffers` and `gradient_as_bucket_view` change nothing: tracing needs no device,
     and reductions always overlap.
     """
@@ -50,14 +59,16 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         if backward_passes_per_step < 1:
             raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}: it must be 1 or more")
         self.module = module
+        self._arguments = Arguments(module)
+        self._before: list[tuple[Any, Any]] = []  # parameters with the gradients that the next ones are added to
         self._times, self._passes, self._bucket = trace_execution_times, backward_passes_per_step, bucket_cap_mb
         self._average = average_grads_across_microbatches
         self._engine: Any = None
         self._stages: dict[int, Any] = {}
         self._stage_of: dict[str, int] | None = None
-        self._hooks: dict[int, Hook] = {}
+        self._hooks: OrderedDict[int, Hook] = OrderedDict()  # a plain one cannot be referred to weakly
         self._pending: list[tuple[Mapping[str, Any], bool]] = []
-        self._bodies: Sequence[Body] = ()
+        self._bodies: list[Body] = []
         self._count = 0
         self._kept: Any = None  # of the engine that a checkpoint was taken of
         self.skipped = False  # whether the last step has no gradients, since one overflowed
@@ -82,86 +93,105 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             raise RuntimeError("model.backward is called outside of a function with @smp.step")
         now.backward_called(loss, grads)
 
-    def run(self, bodies: Sequence[Body], training: bool) -> None:
+    def get_module(self) -> nn.Module:
+        """The module that is wrapped."""
+        return self.module
+
+    def run(self, bodies: list[Body], training: bool) -> None:
         """All micro-batches of a step; then `bodies` on the last process of the pipeline are at their end."""
-        now = state()
-        first = bodies[0].arguments
-        assert first is not None
-        given = [self._named(each) for each in bodies]
+        batch = Parts(self._arguments.of_call(*each.arguments) for each in bodies if each.arguments is not None)
+        for part in batch:
+            self._arguments.check(part)
         if self._engine is None:
-            self._partition(now, given[0], first, bodies[0].autocast)
-        batch = {name: _joined([each[name] for each in given]) for name in given[0]}
-        samples = _samples(given[0]) * len(bodies)
+            self._partition(state(), batch[0], bodies[0].autocast)
         self._bodies = bodies
         try:
             if training:
-                self._train(batch, torch.arange(samples))
+                self._train(batch)
             else:
                 found = self._engine.evaluate(batch)
                 for each, output in zip(bodies, found.outputs, strict=False):
-                    each.resume(output)
+                    each.resume(self._told(output))
         finally:
-            self._bodies = ()
+            self._bodies = []
 
-    def _train(self, batch: Any, numbers: Any) -> None:
+    def _train(self, batch: Parts) -> None:
+        if self._count % self._passes == 0:
+            own = self._engine.parameters.own  # the engine forgets their gradients
+            self._before = [(each, each.grad) for each in own if each.grad is not None]
         self._count += 1
-        done = self._engine.step(batch, numbers, last=self._count % self._passes == 0)
+        done = self._engine.step(batch, torch.arange(len(batch)), last=self._count % self._passes == 0)
         self.skipped = done.skipped
+        if self._count % self._passes == 0:
+            for parameter, gradient in self._before if not self.skipped else ():
+                parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
+            self._before = []
 
     def _loss(self, output: Any, numbers: Any) -> Any:
         """In the engine: the function goes on, and says what is differentiated."""
-        now = self._bodies[int(numbers[0]) // len(numbers)]
-        now.resume(output)
+        index = int(numbers[0])
+        if self._bodies[index].over:
+            self._bodies[index] = self._bodies[index].again()
+        now = self._bodies[index]
+        now.resume(self._told(output))
         if now.loss is None:
-            raise RuntimeError("the step function did not call model.backward")
-        if self._average:
-            return now.loss, 1.0
-        return now.loss * len(self._bodies), 1.0
+            raise RuntimeError(
+                "the step function names model.backward and has not called it: call it, or the function under "
+                "torch.no_grad() where it is an evaluation"
+            )
+        # The engine makes means of all that was added up.
+        return now.loss * (self._passes * (1 if self._average else len(self._bodies))), 1.0
 
-    def _named(self, each: Body) -> dict[str, Any]:
-        import inspect
+    def _told(self, output: Any) -> Any:
+        """The model's output as the function gets it: where the configuration, and not the function, asked for less
+        precision, losses have the full one."""
+        if not (state().config.half or state().config.bf16):
+            return output
+        low = torch.float16, torch.bfloat16
+        return map_tensors(output, lambda each: each.float() if each.dtype in low else each)
 
-        assert each.arguments is not None
-        args, kwargs = each.arguments
-        return dict(inspect.signature(self.module.forward).bind(*args, **kwargs).arguments)
-
-    def _partition(self, now: State, example: Mapping[str, Any], first: Any, autocast: Any) -> None:
+    def _partition(self, now: State, example: Mapping[str, Any], autocast: Any) -> None:
         from everstep.compat.smdistributed.modelparallel.torch import build
-        from everstep.pipeline.engine.options import Options
-        from everstep.pipeline.frontend.materialise import Seeded, materialise
 
         now.tracing = True
         try:
-            traced, inputs = build.traced_with(self.module, first)
+            traced = trace(self.module, dict(example))
         finally:
             now.tracing = False
-        if self._stage_of is None:
-            self._stage_of = build.placed(traced, now, inputs, measured=self._times)
+        self._arguments.traced_with(example)
+        seed, stage_of = build.agreed(traced, now, example, self._stage_of, measured=self._times)
+        self._stage_of = stage_of
         marked = wanted(self.module)
-        recompute = {stage for node, stage in self._stage_of.items() if any(node.startswith(name) for name in marked)}
+        again = {stage for node, stage in stage_of.items() if any(_within(node, name) for name in marked)}
         half = "fp16" if now.config.half or autocast == torch.float16 else "full"
         options = Options(
+            seed=seed,
             precision="bf16" if now.config.bf16 or autocast == torch.bfloat16 else half,
-            recompute=frozenset(recompute | (set(range(now.grid.ranks)) if now.config.offload_activations else set())),
+            recompute=frozenset(again | (set(range(now.grid.ranks)) if now.config.offload_activations else set())),
             offload=frozenset(range(now.grid.ranks)) if now.config.offload_activations else frozenset(),
-            whole=frozenset(name for name, value in example.items() if not _cuttable(value)),
             bucket=self._bucket * 2**20,
             in_flight=max(now.config.active, now.grid.ranks) if now.config.pipeline == "interleaved" else None,
         )
-        missing = any(parameter.device.type == "meta" for parameter in self.module.parameters())
-        mine = build.stages_of(traced, self._stage_of, now)
-        if missing:
-            materialise(mine.values(), Seeded(0))
-        self._engine = build.engine(traced, self._stage_of, now, self._loss, options, mine)
-        self._stages = mine
+        device = build.device_of(self.module, example)
+        self._stages = build.stages_of(traced, stage_of, now)
+        made = build.filled(self.module, self._stages.values(), self._given, seed, device)
+        self._engine = build.engine(traced, stage_of, now, self._loss, options, self._stages, device)
         self.load_engine_state(self._kept)
         self.train(self.training)
         for given, strict in self._pending:
             self.load_state_dict(given, strict)
+        self._pending = []
         for optimizer in now.optimizers:
-            optimizer.after_partition(self)
+            optimizer.after_partition(self, made)
         for hook in list(self._hooks.values()):
             hook(self, now.optimizers[0] if now.optimizers else None)
+
+    def _given(self, name: str) -> Any:
+        """What was loaded before there was a partition. KeyError if nothing was."""
+        for given, _ in reversed(self._pending):
+            if name in given:
+                return given[name]
+        raise KeyError(name)
 
     def engine_state(self) -> Any:
         """What a run that goes on has to know beside weights and optimizer: the loss scale, the number of steps."""
@@ -235,9 +265,10 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         if not self.partitioned or state().grid.ranks == 1:
             return dict(self.module.state_dict(*args, **kwargs))
         whole: dict[str, Any] = {}
-        for part in allgather(_on_cpu(self._own()), CommGroup.PP_GROUP):
+        for part in allgather(on_cpu(self._own()), CommGroup.PP_GROUP):
             whole.update(part)
-        return {name: whole[name] for name in self.module.state_dict() if name in whole}
+        # What no stage uses is the same everywhere.
+        return {name: whole.get(name, value) for name, value in self.module.state_dict().items()}
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """That of the stages of this process, marked as a part."""
@@ -253,14 +284,31 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Whole or partial, at once if the model is partitioned, else when it is."""
+        """Whole or partial, at once if the model is partitioned, else when it is; all processes of the pipeline call
+        it. Partial ones of another partition are put together."""
         if not self.partitioned:
             self._pending.append((state_dict, strict))
             return
-        given = {name: value for name, value in state_dict.items() if name != PARTIAL}
+        given = merged(state_dict, {name for stage in self._stages.values() for name in stage.module.state_dict()})
+        if strict and (unknown := sorted(given.keys() - self.module.state_dict().keys())):
+            raise RuntimeError(f"the model has no {', '.join(unknown)}, which the state dictionary has")
         for stage in self._stages.values():
             mine = {name: given[name] for name in stage.module.state_dict() if name in given}
             stage.module.load_state_dict(mine, strict=strict)
+
+    def cpu(self) -> DistributedModel:
+        """The whole model, with the weights of all stages, on the processor of every process: all of the pipeline call
+        it, when training is over."""
+        if self.partitioned:
+            whole = self.state_dict()
+            for named in (self.module.named_parameters(), self.module.named_buffers()):
+                for name, tensor in [each for each in named if each[0] in whole]:
+                    if tensor.device.type == "meta":
+                        share(self.module, tensor, nn.Parameter(whole[name], requires_grad=tensor.requires_grad))
+                    else:
+                        tensor.data = whole[name].detach().cpu()
+        super().cpu()
+        return self
 
     def register_post_partition_hook(self, hook: Hook) -> Any:
         """`hook(model, optimizer)` is called once the model is partitioned, before the first forward."""
@@ -273,24 +321,31 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
     join = Refused("DistributedModel.join")
     register_comm_hook = Refused("DistributedModel.register_comm_hook")
     save_model = Refused("DistributedModel.save_model")
+    distributed_modules = Refused("DistributedModel.distributed_modules")
+    is_distributed_parameter = Refused("DistributedModel.is_distributed_parameter")
+    is_distributed_buffer = Refused("DistributedModel.is_distributed_buffer")
+    is_scaled_batch_parameter = Refused("DistributedModel.is_scaled_batch_parameter")
+    is_scaled_batch_buffer = Refused("DistributedModel.is_scaled_batch_buffer")
+    default_reducer_named_parameters = Refused("DistributedModel.default_reducer_named_parameters")
+    scaled_batch_reducer_named_parameters = Refused("DistributedModel.scaled_batch_reducer_named_parameters")
 
 
-def _cuttable(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 0
+def merged(given: Mapping[str, Any], needed: Collection[Any], key: str | None = None) -> dict[str, Any]:
+    """What is in `given`, or under `key` in it, of all processes of the pipeline if it is a part, and one of them
+    lacks of it what it needs. Collective for parts."""
+    own = {name: value for name, value in (given if key is None else given[key]).items() if name != PARTIAL}
+    if given.get(PARTIAL) and state().grid.ranks > 1:
+        lacks = any(name not in own for name in needed)
+        if any(allgather(lacks, CommGroup.PP_GROUP)):
+            parts = allgather(on_cpu(own), CommGroup.PP_GROUP)
+            return {name: value for part in parts for name, value in part.items()}
+    return own
 
 
-def _joined(parts: Sequence[Any]) -> Any:
-    return torch.cat(list(parts)) if _cuttable(parts[0]) else parts[0]
+def on_cpu(found: Any) -> Any:
+    """The same structure with its tensors on the processor, as it can be told to others."""
+    return pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, found)
 
 
-def _samples(example: Mapping[str, Any]) -> int:
-    sizes = {len(value) for value in example.values() if _cuttable(value)}
-    if len(sizes) != 1:
-        raise ValueError(
-            f"the model is called with tensors of first dimensions {sorted(sizes)}: all must have the samples"
-        )
-    return sizes.pop()
-
-
-def _on_cpu(found: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in found.items()}
+def _within(node: str, module: str) -> bool:
+    return not module or node == module or node.startswith(f"{module}.")

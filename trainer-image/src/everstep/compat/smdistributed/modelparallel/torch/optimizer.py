@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from everstep.compat.smdistributed.modelparallel.torch.comm import CommGroup, allgather
-from everstep.compat.smdistributed.modelparallel.torch.model import PARTIAL, DistributedModel
+from everstep.compat.smdistributed.modelparallel.torch.model import PARTIAL, DistributedModel, merged, on_cpu
 from everstep.compat.smdistributed.modelparallel.torch.state import state
 
 _DYNAMIC = ("init_scale", "scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
@@ -18,18 +19,19 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
     """Wraps an optimizer of the parameters of the smp.DistributedModel.
 
     Its state dictionaries number parameters as the wrapped optimizer did before the partition. With fp16 losses are
-    scaled, always dynamically; a step with an overflow changes nothing. With shard_optimizer_state each replica keeps
-    the state of its share of them, and steps that.
+    scaled, always dynamically, whatever the arguments say; a step with an overflow changes nothing. With
+    shard_optimizer_state each replica keeps the state of its share of them, and steps that.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        static_loss_scale: float = 1.0,
+        static_loss_scale: float | None = 1.0,
         dynamic_loss_scale: bool = False,
-        **dynamic_loss_args: Any,
+        dynamic_loss_args: Mapping[str, Any] | None = None,
+        **more: Any,
     ) -> None:
-        unknown = [name for name in dynamic_loss_args if name not in _DYNAMIC]
+        unknown = [name for name in {**(dynamic_loss_args or {}), **more} if name not in _DYNAMIC]
         if unknown:
             raise TypeError(f"smp.DistributedOptimizer has no argument {unknown[0]!r}")
         now = state()
@@ -43,7 +45,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         self._sharded: Any = None
         now.optimizers.append(self)
         if now.model.partitioned:
-            self.after_partition(now.model)
+            self.after_partition(now.model, {})
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":
@@ -62,11 +64,48 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
     def defaults(self) -> Any:
         return self.optimizer.defaults
 
+    @property
+    def overflow(self) -> bool:
+        """Whether the last step has no gradients, since one overflowed."""
+        model = state().model
+        return model is not None and model.skipped
+
+    @property
+    def loss_scale(self) -> float:
+        """What losses are multiplied by; 1 but under fp16."""
+        model = state().model
+        return float(model.engine.loss_scale.value) if model is not None and model.partitioned else 1.0
+
+    def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
+        """Makes the norm of all gradients of the whole model at most `max_norm`; what it was. All processes call it.
+        torch.nn.utils.clip_grad_norm_ would see those of this process only."""
+        model = state().model
+        if model is None or not model.partitioned:
+            raise RuntimeError("there are no gradients to clip yet: run a step first")
+        if norm_type != 2.0:
+            raise ValueError(f"norm_type is {norm_type}: only the norm 2 is offered")
+        counted = [each.grad for each in model.engine.parameters.counted if each.grad is not None]
+        own = float(torch.nn.utils.get_total_norm(counted)) ** 2 if counted else 0.0
+        norm = math.sqrt(sum(allgather(own, CommGroup.PP_GROUP)))
+        for each in model.engine.parameters.own:
+            if each.grad is not None:
+                each.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
+        return norm
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """RuntimeError: give the wrapped optimizer all groups before it is wrapped."""
+        raise RuntimeError("smp.DistributedOptimizer: add parameter groups to the optimizer before it is wrapped")
+
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 
-    def after_partition(self, model: DistributedModel) -> None:
-        """Drops what other processes have."""
+    def after_partition(self, model: DistributedModel, made: Mapping[Any, Any]) -> None:
+        """Drops what other processes have, and takes those that were `made` for parameters without data."""
+        self._parameters = [made.get(each, each) for each in self._parameters]
+        self._groups = [[id(made.get(each, each)) for each in group["params"]] for group in self.optimizer.param_groups]
+        self._number = {id(each): index for index, each in enumerate(self._parameters)}
+        for group in self.optimizer.param_groups:
+            group["params"] = [made.get(each, each) for each in group["params"]]
         self._narrow({id(each) for each in model.local_parameters()})
         if sharded():
             from everstep.pipeline.engine.zero import ShardedOptimizer
@@ -96,7 +135,10 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         return self.optimizer.step() if self._sharded is None else self._sharded.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
+        """Also of those that another replica steps."""
         self.optimizer.zero_grad(set_to_none)
+        for each in self._parameters if self._sharded is not None else ():
+            each.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """The whole optimizer's, on all processes of the pipeline: all of them must call it. RuntimeError with
@@ -105,7 +147,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
             raise RuntimeError("with shard_optimizer_state there is no whole state: use local_state_dict")
         whole = self._own()
         if state().grid.ranks > 1:
-            for part in allgather(_on_cpu(whole["state"]), CommGroup.PP_GROUP):
+            for part in allgather(on_cpu(whole["state"]), CommGroup.PP_GROUP):
                 whole["state"] = {**part, **whole["state"]}
         whole["state"] = dict(sorted(whole["state"].items()))
         return whole
@@ -135,7 +177,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         for group, given in zip(self.optimizer.param_groups, state_dict["param_groups"], strict=True):
             group.update({key: value for key, value in given.items() if key != "params"})
         own = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
-        for number, kept in state_dict["state"].items():
+        needed = [self._number[each] for each in own] if state_dict["state"] else []
+        given = state_dict["state"] if sharded() else merged(state_dict, needed, "state")
+        for number, kept in given.items():
             parameter = self._parameters[int(number)]
             if id(parameter) in own:
                 self.optimizer.state[parameter] = {key: _like(value, parameter, key) for key, value in kept.items()}
@@ -150,10 +194,3 @@ def _like(value: Any, parameter: Any, key: str) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone() if key == "step" else value.to(parameter.device, copy=True)
-
-
-def _on_cpu(found: Mapping[int, Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    return {
-        number: {key: each.cpu() if isinstance(each, torch.Tensor) else each for key, each in kept.items()}
-        for number, kept in found.items()
-    }

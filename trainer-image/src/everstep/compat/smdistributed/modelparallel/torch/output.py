@@ -41,14 +41,25 @@ class StepOutput:
         """Along the first dimension."""
         return torch.cat(self._outputs)
 
+    def detach(self) -> StepOutput:
+        """Without the graph."""
+        return StepOutput([each.detach() for each in self._outputs])
+
     def stack(self) -> Any:
         """With the micro-batches as a new first dimension."""
         return torch.stack(self._outputs)
 
 
 def gathered(returned: Sequence[Any]) -> Any:
-    """What the step function returned, with a StepOutput for each tensor; of anything else, the first micro-batch's."""
-    leaves = [pytree.tree_flatten(each)[0] for each in returned]
-    structure = pytree.tree_flatten(returned[0])[1]
-    found = [StepOutput(each) if isinstance(each[0], torch.Tensor) else each[0] for each in zip(*leaves, strict=True)]
-    return pytree.tree_unflatten(found, structure)
+    """What the step function returned, with a StepOutput in the place of each tensor, and a list of all micro-batches'
+    in that of anything else, but of None. ValueError if it returned other structures for other micro-batches."""
+    leaves, structures = zip(*(pytree.tree_flatten(each) for each in returned), strict=True)
+    if any(each != structures[0] for each in structures):
+        raise ValueError("the step function must return the same structure for each micro-batch")
+    return pytree.tree_unflatten([_of_all(each) for each in zip(*leaves, strict=True)], structures[0])
+
+
+def _of_all(versions: Sequence[Any]) -> Any:
+    if isinstance(versions[0], torch.Tensor):
+        return StepOutput(versions)
+    return None if all(each is None for each in versions) else list(versions)

@@ -46,11 +46,13 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 @contextlib.contextmanager
 def model_creation(tensor_parallelism: bool = False, dtype: Any = None, **config: Any) -> Iterator[None]:
     """Around the construction of the model: parameters are of type `dtype`, and without data if
-    delayed_parameter_initialization is set."""
+    delayed_parameter_initialization is set. With fp16 or bf16 in the configuration they are of the default type,
+    whatever `dtype` says: they are what the optimizer changes; computations are in less precision by themselves."""
     if tensor_parallelism:
         refuse("tensor_parallelism")
     before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype or before)
+    low = state().config.half or state().config.bf16
+    torch.set_default_dtype(before if dtype is None or (low and dtype in (torch.float16, torch.bfloat16)) else dtype)
     try:
         with delay_param_initialization(state().config.delayed_parameter_initialization):
             yield

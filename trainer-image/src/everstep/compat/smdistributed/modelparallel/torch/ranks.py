@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
-from everstep.compat.smdistributed.modelparallel.torch.state import state
+from everstep.compat.smdistributed.modelparallel.torch.state import LOCAL_RANK, LOCAL_SIZE, found, state
 
 
 def rank() -> int:
@@ -20,12 +19,12 @@ def size() -> int:
 
 def local_rank() -> int:
     """Of this process among those of its node (LOCAL_RANK)."""
-    return int(os.environ.get("LOCAL_RANK", str(rank())))
+    return found(LOCAL_RANK, rank())
 
 
 def local_size() -> int:
     """Of the processes of this node (LOCAL_WORLD_SIZE)."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", str(size())))
+    return found(LOCAL_SIZE, size())
 
 
 def _rank(dimension: str) -> int:
@@ -88,6 +87,21 @@ def get_mp_group() -> list[int]:
 def get_dp_group() -> list[int]:
     """The ranks that hold other replicas of this partition."""
     return list(state().members["DP"])
+
+
+def get_pp_group() -> list[int]:
+    """The ranks of this pipeline."""
+    return list(state().members["PP"])
+
+
+def get_tp_group() -> list[int]:
+    """This rank alone."""
+    return list(state().members["TP"])
+
+
+def get_rdp_group() -> list[int]:
+    """The same as `get_dp_group`."""
+    return list(state().members["RDP"])
 
 
 def get_world_process_group() -> Any:

@@ -11,6 +11,8 @@ class NotOffered(NotImplementedError):
 
 _TENSOR = "tensor parallelism is not offered: use more partitions"
 
+_NAMES = "without tensor parallelism models are not changed: state dictionaries have their names"
+
 REASONS = {
     "tensor_parallelism": _TENSOR,
     "set_tensor_parallelism": _TENSOR,
@@ -23,6 +25,18 @@ REASONS = {
     "nn.DistributedTransformerLayer": _TENSOR,
     "nn.DistributedAttentionLayer": _TENSOR,
     "nn.DistributedTransformerOutputLayer": _TENSOR,
+    "nn.FlashAttentionLayer": "use torch.nn.functional.scaled_dot_product_attention",
+    "nn.huggingface.gpt2.translate_hf_state_dict_to_smdistributed_gpt2": _NAMES,
+    "nn.huggingface.gpt2.translate_state_dict_to_hf_gpt2": _NAMES,
+    "optimizers.FusedNovoGrad": "it is apex's: use an optimizer of torch",
+    "optimizers.FusedLamb": "it is apex's: use an optimizer of torch, as AdamW(fused=True)",
+    "DistributedModel.distributed_modules": _TENSOR,
+    "DistributedModel.is_distributed_parameter": _TENSOR,
+    "DistributedModel.is_distributed_buffer": _TENSOR,
+    "DistributedModel.is_scaled_batch_parameter": _TENSOR,
+    "DistributedModel.is_scaled_batch_buffer": _TENSOR,
+    "DistributedModel.default_reducer_named_parameters": _TENSOR,
+    "DistributedModel.scaled_batch_reducer_named_parameters": _TENSOR,
     "DistributedModel.join": "give all replicas as many batches, as with drop_last=True",
     "DistributedModel.register_comm_hook": "gradients are reduced as actions of the schedule, which has no hooks",
     "DistributedModel.save_model": "it is for TensorFlow: use smp.save",

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 
 
 def cut(value: Any, count: int, index: int, axis: int, name: str) -> Any:
-    """Micro-batch `index` of `count`: tensors along `axis`, lists, tuples, dicts and sets by what is in them, objects
-    by their smp_slice; anything else goes to every micro-batch.
+    """Micro-batch `index` of `count`: tensors along `axis`, lists, tuples, mappings and sets by what is in them,
+    objects by their smp_slice; anything else goes to every micro-batch.
 
     ValueError if a tensor does not divide.
     """
@@ -25,8 +27,11 @@ def cut(value: Any, count: int, index: int, axis: int, name: str) -> Any:
         return value.narrow(axis, index * (size // count), size // count)
     if hasattr(value, "smp_slice"):
         return value.smp_slice(count, index, axis)
-    if isinstance(value, dict):
-        return type(value)((key, cut(each, count, index, axis, name)) for key, each in value.items())
+    if isinstance(value, MutableMapping):
+        made = copy.copy(value)  # of a type that may be made from who knows what
+        for key, each in value.items():
+            made[key] = cut(each, count, index, axis, name)
+        return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(cut(each, count, index, axis, name) for each in value))
     if isinstance(value, list | tuple | set | frozenset):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,13 @@ from everstep.pipeline.transport.grid import Grid, grid
 
 if TYPE_CHECKING:
     from everstep.compat.smdistributed.modelparallel.torch.model import DistributedModel
+
+
+# As torchrun and everstep set them, and what mpirun of Open MPI, MPICH or Intel MPI sets where nobody else does.
+RANK = ("RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK")
+SIZE = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
+LOCAL_RANK = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID")
+LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 
 
 class NotInitialized(RuntimeError):
@@ -59,7 +67,7 @@ def init(config: Any = None) -> None:
     """Begins: `config` is a mapping of the documented keys; None reads SM_HP_MP_PARAMETERS.
 
     Joins the process group of torch.distributed, if the script has not (from RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT). ConfigError names the key that cannot be, also against the number of processes.
+    MASTER_PORT, or what mpirun says). ConfigError names the key that cannot be, also against the number of processes.
     """
     import torch.distributed as dist
 
@@ -70,8 +78,8 @@ def init(config: Any = None) -> None:
         os.environ.setdefault("MASTER_PORT", "7777")
         dist.init_process_group(
             _backend(read),
-            rank=int(os.environ.get("RANK", "0")),
-            world_size=int(os.environ.get("WORLD_SIZE", "1")),
+            rank=found(RANK, 0),
+            world_size=found(SIZE, 1),
         )
     size, stages = dist.get_world_size(), read.pipeline_parallel_degree
     if size % stages:
@@ -79,6 +87,11 @@ def init(config: Any = None) -> None:
     if size > stages and not read.ddp:
         raise ConfigError(f"ddp must be True for {size} processes and pipeline_parallel_degree {stages}")
     _state = _arrange(read, dist.get_rank(), size)
+
+
+def found(names: Sequence[str], default: int) -> int:
+    """The number in the first of these variables that is set."""
+    return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), default)
 
 
 def is_tracing() -> bool:
@@ -103,10 +116,10 @@ def _backend(config: Config) -> str:
 def _arrange(config: Config, rank: int, size: int) -> State:
     import torch.distributed as dist
 
-    found = grid(size, config.pipeline_parallel_degree, config.placement)
+    arranged = grid(size, config.pipeline_parallel_degree, config.placement)
     every = {
-        "PP": [list(ranks) for ranks in found.processes],
-        "RDP": [list(each) for each in zip(*found.processes, strict=True)],
+        "PP": [list(ranks) for ranks in arranged.processes],
+        "RDP": [list(each) for each in zip(*arranged.processes, strict=True)],
         "TP": [[each] for each in range(size)],
     }
     groups: dict[str, Any] = {"WORLD": dist.group.WORLD}
@@ -119,4 +132,4 @@ def _arrange(config: Config, rank: int, size: int) -> State:
     # Without tensor parallelism a model's processes are those of its pipeline, and its replicas those of its stages.
     for name, same in (("MP", "PP"), ("DP", "RDP")):
         groups[name], members[name] = groups[same], members[same]
-    return State(config, found, rank, size, groups, members)
+    return State(config, arranged, rank, size, groups, members)

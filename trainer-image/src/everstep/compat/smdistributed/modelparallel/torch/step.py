@@ -12,6 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from everstep.compat.smdistributed.modelparallel.torch.body import Body
+from everstep.compat.smdistributed.modelparallel.torch.comm import packed, unpacked
 from everstep.compat.smdistributed.modelparallel.torch.output import StepOutput, gathered
 from everstep.compat.smdistributed.modelparallel.torch.slicing import cut
 from everstep.compat.smdistributed.modelparallel.torch.state import State, state
@@ -29,8 +30,10 @@ def step(
     """Runs the function for each micro-batch, in the order of the pipeline, on every process.
 
     Arguments are cut along their first axis, or as `input_split_axes` says, but for those in `non_split_inputs`. In the
-    function, `model(...)` and `model.backward(loss)` are called once each; one that does not name `backward` is an
-    evaluation. What it returns is there on all processes of the pipeline, with a StepOutput for each tensor.
+    function, `model(...)` and `model.backward(loss)` are called once each; one that does not name `backward`, itself or
+    in a function of its module that it calls, is an evaluation, and so is any under torch.no_grad(). What it returns is
+    there on all processes of the pipeline, with a StepOutput for each tensor, and a list for anything else, of all
+    micro-batches.
     """
     if function is None:
         return functools.partial(  # @smp.step(…)
@@ -40,7 +43,7 @@ def step(
             detach_outputs=detach_outputs,
         )
     signature = inspect.signature(function)
-    training = "backward" in _names(function.__code__)
+    differentiates = _calls_backward(inspect.unwrap(function), set())
     for name in (*non_split_inputs, *(input_split_axes or {})):
         if name not in signature.parameters:
             raise ValueError(f"smp.step: {function.__name__} has no argument {name!r}")
@@ -48,6 +51,7 @@ def step(
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
+        training = differentiates and torch.is_grad_enabled()
         count = state().config.microbatches
 
         def part(index: int) -> Callable[[], Any]:
@@ -61,6 +65,24 @@ def step(
         return _through(state(), bodies, training, detach_outputs)
 
     return run
+
+
+def _calls_backward(function: Any, seen: set[Any]) -> bool:
+    """Whether it names `backward`, or a function of its module that does."""
+    function = getattr(function, "func", getattr(function, "__func__", function))  # of a partial, of a method
+    code = getattr(function, "__code__", None)
+    if code is None or code in seen:
+        return False
+    seen.add(code)
+    names = _names(code)
+    if "backward" in names:
+        return True
+    around = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
+    known = {**function.__globals__, **around}
+    called = (known[name] for name in names | set(code.co_freevars) if name in known)
+    return any(
+        _calls_backward(each, seen) for each in called if getattr(each, "__module__", None) == function.__module__
+    )
 
 
 def _names(code: CodeType) -> set[str]:
@@ -96,11 +118,9 @@ def _told(now: State, mine: list[Any] | None, detach: bool) -> list[Any]:
     if now.grid.ranks == 1:
         assert mine is not None
         return [_plain(each, detach) for each in mine]
-    box = [None if mine is None else [_plain(each, True) for each in mine]]
+    box = [None if mine is None else packed([_plain(each, True) for each in mine])]
     dist.broadcast_object_list(box, src=now.members["PP"][-1], group=now.groups["PP"])
-    found = mine if mine is not None and not detach else box[0]
-    assert found is not None
-    return found
+    return list(unpacked(box[0])) if mine is None else [_plain(each, detach) for each in mine]
 
 
 def _plain(returned: Any, detach: bool) -> Any:
