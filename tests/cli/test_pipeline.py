@@ -110,11 +110,15 @@ def test_simulate_compares(everstep: Everstep, plan: Path) -> None:
         (("simulate", "plan.json", "--speeds", "1,0"), 2, "--speeds: '1,0'"),
         (("simulate", "plan.json", "--speeds", "1,1,1"), 1, "speeds: 3 for 2 ranks"),
         (("simulate", "plan.json", "--schedule", "zb-v"), 1, "zb-v: is for two stages"),
+        (("simulate", "plan.json", "--schedule", "half.txt"), 1, "schedule half: rank 0: 0B1 is missing"),
+        (("plan", "graph.json", "--ranks", "2", "--schedule", "binary"), 1, "binary: no text"),
     ],
 )
 def test_errors_name_what_is_wrong(
     everstep: Everstep, plan: Path, arguments: tuple[str, ...], code: int, told: str
 ) -> None:
+    (plan.parent / "half.txt").write_text("0F0 0F1 0B0\n1F0 1F1 1B0 1B1")
+    (plan.parent / "binary").write_bytes(b"\xff\xfe")
     done = everstep("pipeline", *arguments)
     assert done.returncode == code, done.stderr
     assert told in done.stderr

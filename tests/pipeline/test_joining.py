@@ -19,6 +19,7 @@ from torch import nn  # noqa: E402
 from everstep.pipeline import pipeline, prepare, session  # noqa: E402
 from everstep.pipeline.engine.heartbeat import RankLost  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.schedules import parse  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.models import squares  # noqa: E402
 
@@ -71,6 +72,81 @@ def test_processes_that_call_it_in_different_ways_are_all_told_how_they_differ()
     assert "the modes of its modules" in modes
     assert "heartbeat is None on some" in heartbeat
     assert weights.startswith("rank 1: ")
+
+
+def _refused(rank: int) -> list[str]:
+    told = []
+    cases: list[dict[str, Any]] = [
+        {"clipp": 1.0},
+        {"schedule": parse("0F0 0F1 0B0\n1F0 1F1 1B0 1B1")},
+        {"schedule": parse("0F0 1F0 1B0 0B0\n-")},
+        {"schedule": parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")},
+    ]
+    for how in cases:
+        with pytest.raises(PipelineError) as caught:
+            made(**how)
+        told.append(str(caught.value))
+    return told
+
+
+def test_schedules_and_options_that_cannot_be_are_refused_with_what_is_wrong() -> None:
+    here, there = ranks.run(2, _refused)
+    assert here == there
+    option, lacking, idle, stuck = here
+    assert option.startswith("pipeline() has no argument 'clipp'; options are ahead, broadcast, bucket, clip,")
+    assert lacking == "schedule file: rank 0: 0B1 is missing"
+    assert idle == "schedule file: rank 1 has no stage; each must have one"
+    assert "comes to a stand: rank 0 at 0B0 (action 1) waits for" in stuck
+
+
+def _one_after_another(rank: int) -> tuple[list[int], str]:
+    """Connections and files that are open after each of some pipelines in one process."""
+    found: list[int] = []
+    for _ in range(5):
+        with made(stages=1) as run:
+            run.step(X, Y)
+        found.append(len(list(Path("/proc/self/fd").iterdir())))
+    with pytest.raises(PipelineError) as caught:
+        run.step(X, Y)
+    return found, str(caught.value)
+
+
+def test_pipelines_one_after_another_leave_nothing_open() -> None:
+    for found, closed in ranks.run(2, _one_after_another):
+        # The last but one is kept by the name of the variable until the next is made; a ring may end a little later.
+        assert max(found[2:]) <= found[1] + 4
+        assert closed == "the pipeline was closed: its modules are the model's again"
+
+
+def _kept(rank: int, path: str) -> list[Any]:
+    def plan_of(**how: Any) -> Any:
+        with made(plan_file=path if rank == 0 else None, schedule=None, microbatches=None, **how) as run:
+            return run.plan
+
+    first = plan_of()
+    found: list[Any] = [
+        plan_of() == first,
+        plan_of(optimize="memory").objective,
+        plan_of(memory=10**6).devices[0].memory,
+    ]
+    with pytest.raises(PipelineError) as caught:
+        plan_of(memory=10)
+    found.append(str(caught.value))
+    with pytest.raises(PipelineError) as caught:
+        plan_of(of=model(5))
+    return [*found, str(caught.value)]
+
+
+def test_a_kept_plan_counts_for_what_it_was_made_for(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    here, there = ranks.run(2, _kept, str(path))
+    assert here == there
+    same, objective, memory, small, other = here
+    assert same
+    assert (objective, memory) == ("memory", 10**6)
+    assert "memory" in small
+    assert other.startswith(f"{path}: the plan is for another model")
+    assert other.endswith("without this file, the plan is made anew")
 
 
 def _fails(rank: int) -> tuple[str, float]:

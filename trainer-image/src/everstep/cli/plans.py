@@ -62,10 +62,16 @@ def _kind(text: bytes) -> object:
 
 def order(text: str) -> str | Schedule:
     """The name of a schedule, or the schedule of a file."""
-    from everstep.pipeline.schedules import parse
+    from everstep.pipeline.errors import PipelineError
+    from everstep.pipeline.schedules import complete, parse
 
     path = Path(text)
-    return parse(path.read_text(), path.stem) if path.is_file() else text
+    if not path.is_file():
+        return text
+    try:
+        return complete(parse(path.read_text(), path.stem))
+    except UnicodeDecodeError as error:
+        raise PipelineError(f"{path}: no text, and so no schedule") from error
 
 
 def numbers(text: str | None, option: str) -> tuple[int, ...]:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import socket
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from importlib import metadata
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 
 from everstep.pipeline.engine.heartbeat import Heartbeat
-from everstep.pipeline.errors import Everywhere
+from everstep.pipeline.engine.nested import tensors_of
+from everstep.pipeline.engine.options import Options
+from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.plan import fingerprint
-from everstep.pipeline.schedules import Schedule, dump
+from everstep.pipeline.prepare import Place
+from everstep.pipeline.schedules import Schedule, complete, dump
 from everstep.pipeline.transport.base import TransportError
 from everstep.pipeline.transport.control import Control
+from everstep.pipeline.transport.grid import grid
+
+_log = logging.getLogger("everstep.pipeline")
 
 
 @contextlib.contextmanager
@@ -78,6 +87,53 @@ def agreed(control: Control, model: nn.Module, asked: Mapping[str, Any]) -> None
             other = next(rank for rank, text in enumerate(found) if text != found[0])
             here, there = f"{found[0]} on rank 0", f"{found[other]} on rank {other}"
             raise Everywhere(f"the ranks do not agree on {name}: {here}, {there}; all must call pipeline() alike")
+
+
+def place(
+    control: Control,
+    named: Mapping[str, Any],
+    device: torch.device | str | None,
+    stages: int | None,
+    data_parallel: int | None,
+    placement: str,
+) -> Place:
+    """Where this process is, without a word with the others. PipelineError."""
+    world = dist.get_world_size()
+    if data_parallel is None:
+        data_parallel = world // stages if stages is not None and stages < world else 1
+    if data_parallel < 1 or world % data_parallel:
+        raise PipelineError(f"{world} processes are no whole number of pipelines for {data_parallel} replicas")
+    where = grid(world, world // data_parallel, placement)
+    if device is None:
+        devices = [each.device for each in tensors_of(dict(named)) if each.device.type != "meta"]
+        device = devices[0] if devices else "cpu"
+        if torch.device(device).type == "cpu" and torch.cuda.is_available():
+            _log.warning("the pipeline runs on the processor, as the example is there: give device= for the GPU")
+    return Place(where, control, torch.device(device))
+
+
+def by_nccl(here: Place) -> bool:
+    """Whether tensors go by NCCL: if the script's group has it, and each process a GPU of its own. Collective."""
+    mine = None
+    if here.device.type == "cuda" and "nccl" in dist.get_backend_config():
+        mine = str(torch.cuda.get_device_properties(here.device).uuid)
+    every = here.control.gather(mine)
+    return None not in every and len(set(every)) == len(every)
+
+
+def known(options: Mapping[str, Any]) -> None:
+    """PipelineError names what is no option, or cannot be one's value."""
+    names = {each.name for each in fields(Options)} - {"recompute"}
+    if unknown := sorted(options.keys() - names):
+        raise PipelineError(f"pipeline() has no argument {unknown[0]!r}; options are {', '.join(sorted(names))}")
+    Options(**options)
+
+
+def whole(schedule: Schedule) -> None:
+    """PipelineError if it is not complete, or a rank has nothing to do."""
+    complete(schedule)
+    if idle := set(range(len(schedule.ranks))) - set(schedule.placement):
+        raise PipelineError(f"schedule {schedule.name}: rank {min(idle)} has no stage; each must have one")
 
 
 def _version() -> str:

@@ -205,7 +205,10 @@ class Plan:
         fresh = path.with_name(f".{path.name}.{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text(self.to_json())
+            with fresh.open("w") as file:
+                file.write(self.to_json())
+                file.flush()
+                os.fsync(file.fileno())  # else a machine that loses its power may leave an empty file of this name
             fresh.replace(path)
         except OSError as error:
             raise PipelineError(f"the plan cannot be kept in {path}: {error.strerror}") from error

@@ -169,8 +169,12 @@ def of_one_pipeline(profile: Profile, grid: Grid) -> Profile:
 def _again(path: Path | None, wish: Wish, mark: str, found: Traced | Tree, stage_of: Mapping[str, int] | None) -> Plan:
     """The plan of the file, or what is solved and kept there instead."""
     assert path is not None, "it is there"
-    kept = Plan.load(path)
-    kept.check_model(mark, [node.name for node in found.graph.nodes])
+    try:
+        kept = Plan.load(path)
+        kept.check_model(mark, [node.name for node in found.graph.nodes])
+    except PipelineError as error:
+        where = "" if str(path) in str(error) else f"{path}: "
+        raise PipelineError(f"{where}{error}; without this file, the plan is made anew") from error
     placed = _placed(found, stage_of)
     same = (
         len(kept.actions.ranks) == wish.ranks
@@ -179,13 +183,23 @@ def _again(path: Path | None, wish: Wish, mark: str, found: Traced | Tree, stage
         and (not wish.microbatches or kept.microbatches in wish.microbatches)
         and wish.batch is not None
         and -(-wish.batch // kept.microbatches) == kept.profile.samples
-        and placed in (None, kept.stage_of)
+        and (placed == kept.stage_of if placed is not None else _for_the_same(kept, wish))
     )
     if same:
         return kept
     made = solve_again(kept, wish) if placed is None else _by_hand(kept.profile, wish, placed, mark)
     made.save(path)
     return made
+
+
+def _for_the_same(kept: Plan, wish: Wish) -> bool:
+    """Whether what was to be small or fast, and within how much memory, is what is wished now."""
+    return (
+        kept.objective == wish.objective
+        and wish.memory_weight in (None, kept.memory_weight)
+        and kept.words == wish.words
+        and (wish.memory is None or {each.memory for each in kept.devices} == {wish.memory})
+    )
 
 
 def _solved(found: Traced | Tree, profile: Profile, wish: Wish, mark: str, stage_of: Mapping[str, int] | None) -> Plan:

@@ -30,7 +30,7 @@ from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.job import job
-from everstep.pipeline.joining import agreed, watched
+from everstep.pipeline.joining import agreed, by_nccl, known, place, watched, whole
 from everstep.pipeline.partition.solve import Objective
 from everstep.pipeline.plan import WORDS, Plan
 from everstep.pipeline.planning import Wish
@@ -38,7 +38,7 @@ from everstep.pipeline.prepare import Costs, Place, look_into, microbatch, plan
 from everstep.pipeline.schedules import Kind, Schedule
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.gloo import ProcessGroups
-from everstep.pipeline.transport.grid import Grid, grid
+from everstep.pipeline.transport.grid import Grid
 
 __all__ = ["Output", "Pipeline", "pipeline"]
 
@@ -133,10 +133,12 @@ def pipeline(
         path = Path(kept) if kept is not None else None
 
         def asked_for() -> tuple[Arguments, dict[str, Any], Place, Wish]:
-            Options(**options)
+            known(options)
+            if isinstance(asked["schedule"], Schedule):
+                whole(asked["schedule"])
             arguments = Arguments(model if blocks is None else _module(model, blocks[0]))
             named = arguments.name(example)
-            here = _place(control, named, device, asked["stages"], data_parallel, placement)
+            here = place(control, named, device, asked["stages"], data_parallel, placement)
             samples, many = batch_size(named, options.get("whole", frozenset())), asked["microbatches"]
             wish = Wish(
                 ranks=here.grid.ranks,
@@ -152,7 +154,7 @@ def pipeline(
             return arguments, named, here, wish
 
         arguments, named, here, wish = control.all(asked_for)
-        here = replace(here, nccl=_by_nccl(here))
+        here = replace(here, nccl=by_nccl(here))
         if asked["plan_from"] == "file":
             control.first(lambda: _must_be(path))
         found = control.all(lambda: look_into(model, named, blocks))
@@ -191,7 +193,7 @@ def pipeline(
         if heart is not None:
             engine.watch = heart
             heart.follow(lambda: engine.progress, lambda: engine.passes)
-        return Pipeline(engine, own, made, here.grid, arguments, learning)
+        return Pipeline(engine, own, made, here.grid, arguments, learning, control)
 
 
 class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
@@ -210,12 +212,13 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         grid: Grid,
         arguments: Arguments,
         learning: Mapping[str, tuple[int, ...]],
+        control: Control,
     ) -> None:
         super().__init__()
         self.engine, self.plan, self.grid = engine, plan, grid
         self.replica, self.replicas = engine.transport.replica, engine.transport.replicas
         self.reads, self.data_group = engine.reads, engine.data
-        self._arguments, self._learning = arguments, dict(learning)
+        self._arguments, self._learning, self._control = arguments, dict(learning), control
         self._stages = dict(stages)
         part = joined([stage.module for stage in stages.values()])
         self.training = part.training
@@ -287,6 +290,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         self.engine.close()
         if self.engine.watch is not None:
             self.engine.watch.stop()
+        self._control.retire()
 
     def __enter__(self) -> Self:
         return self
@@ -320,37 +324,6 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
 def _module(model: nn.Module, block: str | nn.Module) -> nn.Module:
     found: nn.Module = model.get_submodule(block) if isinstance(block, str) else block
     return found
-
-
-def _place(
-    control: Control,
-    named: Mapping[str, Any],
-    device: torch.device | str | None,
-    stages: int | None,
-    data_parallel: int | None,
-    placement: str,
-) -> Place:
-    world = dist.get_world_size()
-    if data_parallel is None:
-        data_parallel = world // stages if stages is not None and stages < world else 1
-    if data_parallel < 1 or world % data_parallel:
-        raise PipelineError(f"{world} processes are no whole number of pipelines for {data_parallel} replicas")
-    where = grid(world, world // data_parallel, placement)
-    if device is None:
-        devices = [each.device for each in tensors_of(dict(named)) if each.device.type != "meta"]
-        device = devices[0] if devices else "cpu"
-        if torch.device(device).type == "cpu" and torch.cuda.is_available():
-            _log.warning("the pipeline runs on the processor, as the example is there: give device= for the GPU")
-    return Place(where, control, torch.device(device))
-
-
-def _by_nccl(here: Place) -> bool:
-    """Whether tensors go by NCCL: if the script's group has it, and each process a GPU of its own. Collective."""
-    mine = None
-    if here.device.type == "cuda" and "nccl" in dist.get_backend_config():
-        mine = str(torch.cuda.get_device_properties(here.device).uuid)
-    every = here.control.gather(mine)
-    return None not in every and len(set(every)) == len(every)
 
 
 def _must_be(path: Path | None) -> str:

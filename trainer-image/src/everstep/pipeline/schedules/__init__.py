@@ -4,7 +4,7 @@ Here belongs what can be said of a pipeline without running it. No torch; what r
 """
 
 from everstep.pipeline.schedules.actions import Action, Kind, Schedule, dump, parse
-from everstep.pipeline.schedules.checks import Invalid
+from everstep.pipeline.schedules.checks import Invalid, complete
 from everstep.pipeline.schedules.deadlock import Buffered, Rendezvous
 from everstep.pipeline.schedules.generators import ALIASES, NAMES, make
 from everstep.pipeline.schedules.lowering import lower
@@ -25,6 +25,7 @@ __all__ = [
     "Rendezvous",
     "Result",
     "Schedule",
+    "complete",
     "dump",
     "held",
     "html",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.graph import Stage, StageGraph
 from everstep.pipeline.schedules.actions import COMPUTE, Action, Kind, Schedule
 from everstep.pipeline.schedules.flow import GRADIENTS, Done, Flow
 
@@ -19,8 +21,8 @@ class Invalid:
     cycle: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        where = f"rank {self.rank}, action {self.position}: " if self.rank >= 0 else ""
-        return where + "; ".join((self.reason, *self.cycle))
+        at = f", action {self.position}" if self.position >= 0 else ""
+        return (f"rank {self.rank}{at}: " if self.rank >= 0 else "") + "; ".join((self.reason, *self.cycle))
 
 
 def check_computations(schedule: Schedule, flow: Flow) -> Invalid | None:
@@ -34,6 +36,15 @@ def check_computations(schedule: Schedule, flow: Flow) -> Invalid | None:
         if wrong is not None:
             return wrong
     return None
+
+
+def complete(schedule: Schedule) -> Schedule:
+    """A schedule that was given, if that can be said without a model: each stage does each micro-batch once and in
+    order. PipelineError."""
+    plain = StageGraph((Stage(),) * schedule.stages)
+    if (wrong := check_computations(schedule, Flow(plain, schedule.placement))) is not None:
+        raise PipelineError(f"schedule {schedule.name}: {wrong}")
+    return schedule
 
 
 def _check_rank(schedule: Schedule, flow: Flow, rank: int, actions: Iterable[Action]) -> Invalid | None:

@@ -6,6 +6,7 @@ Every wait here ends when another thread says so, whoever the others are and wha
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -19,6 +20,9 @@ from everstep.pipeline.transport.sockets import Sockets
 T = TypeVar("T")
 
 
+_retired: list[Any] = []  # groups of this process
+
+
 class Control:
     """A gloo group of all processes, which construct it together; `timeout`: of each wait, in seconds. All but `abort`
     is collective."""
@@ -27,10 +31,13 @@ class Control:
         self.timeout = timedelta(seconds=timeout)
         self.reason = ""
         self._ends: list[Callable[[], None]] = []
+        self.groups: list[Any] = []  # of this process, with those of others that stand on this one
         with Sockets.watch() as self._sockets:
             self.group = dist.new_group(backend="gloo", timeout=self.timeout)
             # Connections are made by the first use of a group; they are then known here.
             dist.barrier(group=self.group)
+        self.groups.append(self.group)
+        _end_retired()
 
     @property
     def address(self) -> str | None:
@@ -82,6 +89,12 @@ class Control:
             ) from failure
         return made  # type: ignore[return-value]  # it did not fail
 
+    def retire(self) -> None:
+        """Nothing is sent here any more. The groups are ended when all processes have come to the next Control: until
+        then others may still read what was sent to them."""
+        _retired.extend(self.groups)
+        self.groups.clear()
+
     def on_abort(self, end: Callable[[], None]) -> None:
         """`end` is called by `abort` too."""
         self._ends.append(end)
@@ -102,3 +115,14 @@ class Control:
             yield
         except RuntimeError as error:
             raise TransportError(self.reason or str(error).splitlines()[0]) from error
+
+
+def _end_retired() -> None:
+    if not _retired:
+        return
+    while _retired:
+        # It may be gone already, with the group of all.
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group(_retired.pop())
+    # A pipeline and its engine know each other; their connections end with them.
+    gc.collect()

@@ -162,6 +162,7 @@ class ProcessGroups:
         if dist.get_rank() not in key[1]:
             return None
         self._groups[key] = group
+        self._meet.groups.append(group)
         with self._explained():
             dist.barrier(group=group)
         return group
@@ -177,6 +178,8 @@ class ProcessGroups:
                         group = dist.new_group(pair, backend="nccl", timeout=self._meet.timeout)
                         if replica == self.replica:
                             found[one, other] = group
+                        if dist.get_rank() in pair:
+                            self._meet.groups.append(group)
         return found
 
     def _process(self, rank: int) -> int:
