@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -35,6 +35,7 @@ _log = logging.getLogger("everstep.pipeline")
 
 Costs = Literal["measured", "counted"]
 _REPEATS, _WARMUP = 5, 2
+_TARGETS = "targets:"  # beside the arguments, of which none has such a name
 _MESSAGE = 1 << 16, 8 << 20  # bytes: links are measured with messages as large as the values, within these
 
 
@@ -48,12 +49,18 @@ class Place:
     nccl: bool = False
 
 
-def look_into(model: nn.Module, example: Mapping[str, Any], blocks: Sequence[str | nn.Module] | None) -> Traced | Tree:
-    """What can be cut: the traced model, or the chain of `blocks`. PipelineError with the reasons if neither can be."""
+def look_into(
+    model: nn.Module,
+    example: Mapping[str, Any],
+    blocks: Sequence[str | nn.Module] | None,
+    whole: Collection[str] = (),
+) -> Traced | Tree:
+    """What can be cut: the traced model, or the chain of `blocks`. `whole`: arguments without samples. PipelineError
+    with the reasons if neither can be."""
     if blocks is not None:
         return tree(model, blocks)
     try:
-        return trace(model, example)
+        return trace(model, example, whole)
     except Untraceable as reason:
         try:
             found = tree(model, reason=str(reason))
@@ -76,26 +83,28 @@ def plan(
     path: Path | None = None,
     loss: Callable[[Any, Any], Any] | None = None,
     targets: Any = None,
+    whole: Collection[str] = (),
 ) -> Plan:
     """The same on all ranks; collective. `path`, of the first process, holds the plan between runs: what is there is
     taken if it is for this model, solved again if it is for other ranks or stages, and written if it is new.
 
     `stage_of`: by hand, whatever the partition would say. `loss`, a scalar of an output and targets, is measured if the
-    example's targets are here. PipelineError on all ranks.
+    example's targets are here. `whole`: arguments without samples. PipelineError on all ranks.
     """
     mark = fingerprint((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
     first = place.control.first
     if first(lambda: "there" if path is not None and path.exists() else ""):
         return Plan.from_json(first(lambda: _again(path, wish, mark, found, stage_of).to_json()))
     nodes: Mapping[str, StageModule] = node_modules(found) if isinstance(found, Traced) else found.node_modules()
-    batch = microbatch({"inputs": dict(example), "targets": targets}, wish)
+    batch = microbatch({**example, _TARGETS: targets}, wish, whole)
+    part = batch.pop(_TARGETS)
     if loss is not None and targets is not None:
-        own = map_tensors(batch["targets"], lambda tensor: tensor.to(place.device))
+        own = map_tensors(part, lambda tensor: tensor.to(place.device))
         nodes = {
             name: WithLoss(node, lambda output: loss(output, own)) if OUTPUT in node.outputs else node
             for name, node in nodes.items()
         }
-    profile = _profile(found.graph, nodes, batch["inputs"], place, costs, precision)
+    profile = _profile(found.graph, nodes, batch, place, costs, precision)
 
     def solved() -> str:
         made = _solved(found, profile, wish, mark, stage_of)
@@ -106,17 +115,18 @@ def plan(
     return Plan.from_json(first(solved))
 
 
-def microbatch(example: Mapping[str, Any], wish: Wish) -> dict[str, Any]:
-    """A part of the example that is as large as a micro-batch, or all of it if it is smaller."""
-    batch, samples = wish.batch or 1, max((len(each) for each in tensors_of(dict(example)) if each.dim()), default=1)
+def microbatch(example: Mapping[str, Any], wish: Wish, whole: Collection[str] = ()) -> dict[str, Any]:
+    """A part of the example that is as large as a micro-batch, or all of it if it is smaller; of what is named in
+    `whole`, all."""
+    parts = {name: value for name, value in example.items() if name not in whole}
+    batch, samples = wish.batch or 1, max((len(each) for each in tensors_of(parts) if each.dim()), default=1)
     count = wish.microbatches[0] if wish.microbatches else min(batch, 2 * wish.ranks)
     own = min(samples, -(-batch // count))
 
     def rows(tensor: Any) -> Any:
         return tensor[:own] if tensor.dim() and len(tensor) == samples else tensor
 
-    found: dict[str, Any] = map_tensors(dict(example), rows)
-    return found
+    return {name: value if name in whole else map_tensors(value, rows) for name, value in example.items()}
 
 
 def _profile(

@@ -131,15 +131,19 @@ def pipeline(
         agreed(control, model, asked)
         kept = plan_file or said.plan_file
         path = Path(kept) if kept is not None else None
+        uncut = frozenset(options.get("whole", ()))
 
         def asked_for() -> tuple[Arguments, dict[str, Any], Place, Wish]:
             known(options)
             if isinstance(asked["schedule"], Schedule):
                 whole(asked["schedule"])
+            _check_kind(model)
+            if isinstance(loss, nn.Module) and any(each.requires_grad for each in loss.parameters()):
+                raise PipelineError("the loss has parameters, which would not learn: make it a part of the model")
             arguments = Arguments(model if blocks is None else _module(model, blocks[0]))
             named = arguments.name(example)
             here = place(control, named, device, asked["stages"], data_parallel, placement)
-            samples, many = batch_size(named, options.get("whole", frozenset())), asked["microbatches"]
+            samples, many = batch_size(named, uncut), asked["microbatches"]
             wish = Wish(
                 ranks=here.grid.ranks,
                 stages=asked["stages"],
@@ -157,12 +161,13 @@ def pipeline(
         here = replace(here, nccl=by_nccl(here))
         if asked["plan_from"] == "file":
             control.first(lambda: _must_be(path))
-        found = control.all(lambda: look_into(model, named, blocks))
+        found = control.all(lambda: look_into(model, named, blocks, uncut))
         how = options.get("precision", "full")
         weight = options.get("loss_weight")
         made = plan(
             model, found, named, wish, here, stage_of=stage_of, costs=costs, precision=how, path=path,
             loss=lambda output, own: evaluate(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
+            whole=uncut,
         )  # fmt: skip
 
         def cut() -> tuple[Plan, Sequence[StageModule], Schedule]:
@@ -172,7 +177,7 @@ def pipeline(
 
         made, parts, actions = control.all(cut)
         if check:
-            control.first(lambda: _check(model, found, parts, microbatch(named, wish)))
+            control.first(lambda: _check(model, found, parts, microbatch(named, wish, uncut)))
 
         transport = ProcessGroups(here.grid, here.device, nccl=here.nccl, control=control)
         own = {index: parts[index] for index in actions.stages_of(transport.rank)}
@@ -308,17 +313,30 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         )
 
     def _read(self, batch: Any, targets: Any) -> tuple[dict[str, Any] | None, Any]:
+        for stage in self._stages.values():
+            stage.check_mode()
         device = self.engine.transport.device
 
         def bring(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)
 
-        named = None
+        named: Any = None
         if self.reads.inputs and batch is not None:
-            whole = self._arguments.name(batch)
-            self._arguments.check(whole)
-            named = {name: map_tensors(whole[name], bring) for name in self.reads.inputs if name in whole}
+            try:
+                whole = self._arguments.name(batch)
+                self._arguments.check(whole, self.reads.inputs)
+                named = {name: map_tensors(whole[name], bring) for name in self.reads.inputs if name in whole}
+            except PipelineError as error:
+                named = error  # told to all, when they agree on the step
         return named, map_tensors(targets, bring) if self.reads.targets else None
+
+
+def _check_kind(model: nn.Module) -> None:
+    wrapped = nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule
+    kind = next((each.__name__ for each in wrapped if isinstance(model, each)), None)
+    kind = "compiled module" if hasattr(model, "_orig_mod") else kind
+    if kind is not None:
+        raise PipelineError(f"the model is a {kind}: give the module that is in it; parts of it may be compiled")
 
 
 def _module(model: nn.Module, block: str | nn.Module) -> nn.Module:

@@ -45,11 +45,16 @@ class Word:
 
 
 def examine(reads: Reads, step: tuple[int, int, str], batch: Any, targets: Any, whole: frozenset[str]) -> Word:
-    """What this rank tells of its batch."""
+    """What this rank tells of its batch; of an error in its place, what is wrong."""
     try:
+        if isinstance(batch, PipelineError):
+            raise batch
         inputs = _inputs(reads, batch)
         if reads.targets and targets is None and step[2] != EVALUATE:
-            raise PipelineError("it runs the loss, and was given no targets")
+            raise PipelineError(
+                "it runs the loss, and was given no targets; if the model's own result is the loss, give as targets "
+                "what it was made from, as the labels"
+            )
         counted = {"its batch has": batch_size(inputs, whole), "its targets have": None}
         if reads.targets:
             counted["its targets have"] = batch_size(targets)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -48,12 +48,18 @@ class Arguments:
             for name, value in named.items()
         }
 
-    def check(self, named: Mapping[str, Any]) -> None:
+    def check(self, named: Mapping[str, Any], needed: Collection[str] = ()) -> None:
         """PipelineError if the trace says nothing of a call with these, because what is no tensor is part of a trace:
-        for another number, text or choice, and for a tensor where there was none. What is None is not looked at, since
-        a process reads a part only."""
+        for another number, text or choice, and for a tensor where there was none. What is None is looked at only in
+        `needed`, what this process reads."""
         if self._traced is None:
             return
+        for name in needed:
+            if name in named and named[name] is None and self._traced.get(name) is not None:
+                raise PipelineError(
+                    f"the argument {name!r} is None, but was not in the example that the model was traced with: make a "
+                    "pipeline for each choice"
+                )
         for name in named.keys() - self._traced.keys():
             if named[name] is not None:
                 raise PipelineError(

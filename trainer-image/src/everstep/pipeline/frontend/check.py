@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.stages import INPUT, OUTPUT, StageModule
+from everstep.pipeline.frontend.trace import attributes_kept
 
 Loss = Callable[[Any], Any]  # of the model's output; a scalar
 
@@ -37,10 +40,18 @@ def compare(
     to stage in a way that is not a value.
     """
     parameters = dict(model.named_parameters())
-    with _as_before(model):
-        expected = _gradients(parameters, lambda: loss(model(**inputs)))
-    with _as_before(model):
-        found = _gradients(parameters, lambda: loss(run(stages, inputs)))
+    call = partial(Arguments(model).call, model)
+
+    def given() -> Any:  # copies, since a model may change in place what it is given
+        return pytree.tree_map(_copy, dict(inputs))
+
+    def again(forward: Callable[[Any], Any]) -> dict[str, Any]:
+        with _as_before(model), attributes_kept(model):
+            with torch.no_grad():
+                forward(given())  # who counts calls does something else in the second
+            return _gradients(parameters, lambda: loss(forward(given())))
+
+    expected, found = again(call), again(partial(run, stages))
     worst, where = 0.0, ""
     largest = max(
         (float(each.abs().max()) for each in expected.values() if each is not None and each.numel()), default=0.0

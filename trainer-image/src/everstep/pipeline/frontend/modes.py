@@ -30,18 +30,20 @@ class _Merge:
     def __init__(self, constants: list[Any], others: list[Any]) -> None:
         place = {id(tensor): index for index, tensor in enumerate(constants)}
         self.constants = {index: place.get(id(tensor)) for index, tensor in enumerate(others)}
-        self.values: dict[int, int] = {}  # of `other` to those of `one`
+        # Of `other` to those of `one`: several, where a module hands on what it is given in one mode only.
+        self.values: dict[int, frozenset[int]] = {}
+        self.known: dict[int, int] = {}  # the other way: never several
 
     def call(self, one: Call, other: Call) -> None:
         """_Differ if even what goes in and out is not the same."""
-        kept = dict(self.values)
+        kept = dict(self.values), dict(self.known)
         try:
             self.body(one, other)
         except _Differ:
             if not one.path or one.outputs is None or other.outputs is None:
                 raise
             one.whole = one.whole or DIFFERS
-            self.values = kept
+            self.values, self.known = kept
         if one.inputs is not None and other.inputs is not None:
             one.other = self.inputs(one.inputs, other.inputs)
         if one.outputs is not None and other.outputs is not None:
@@ -65,7 +67,7 @@ class _Merge:
         (a, spec), (b, other_spec) = pytree.tree_flatten(one), pytree.tree_flatten(other)
         if spec != other_spec:
             raise _Differ
-        found = [self.translate(leaf) for leaf in b]
+        found = [self.translate(leaf, like) for leaf, like in zip(b, a, strict=True)]
         for left, right in zip(a, found, strict=True):
             if left is not right and (is_reference(left) or is_reference(right)) and left != right:
                 raise _Differ
@@ -78,23 +80,31 @@ class _Merge:
             raise _Differ
         for left, right in zip(a, b, strict=True):
             if isinstance(left, Value) and isinstance(right, Value):
-                if self.values.setdefault(right.index, left.index) != left.index:
+                if self.known.setdefault(left.index, right.index) != right.index:
                     raise _Differ
+                self.values[right.index] = self.values.get(right.index, frozenset()) | {left.index}
             elif is_reference(left) != is_reference(right) or (is_reference(left) and left != right):
                 raise _Differ
 
-    def translate(self, leaf: Any) -> Any:
+    def translate(self, leaf: Any, like: Any) -> Any:
+        """A leaf of `other` in the words of `one`, where `like` is in its place."""
         if isinstance(leaf, Value):
             if leaf.index not in self.values:
                 raise _Differ
-            return Value(self.values[leaf.index])
+            names = self.values[leaf.index]
+            return like if isinstance(like, Value) and like.index in names else Value(min(names))
         if isinstance(leaf, Constant):
             index = self.constants[leaf.index]
             if index is None:
                 raise _Differ
             return Constant(index)
         if isinstance(leaf, Slice):
-            return Slice(*(self.translate(part) for part in (leaf.start, leaf.stop, leaf.step)))
+            parts = like if isinstance(like, Slice) else leaf
+            return Slice(
+                self.translate(leaf.start, parts.start),
+                self.translate(leaf.stop, parts.stop),
+                self.translate(leaf.step, parts.step),
+            )
         return leaf
 
 

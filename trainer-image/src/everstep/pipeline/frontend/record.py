@@ -42,7 +42,8 @@ class Op:
 class Call:
     """One call of a module. `inputs` and `outputs` are None if they hold what cannot be handed on.
 
-    `whole`: why it is never cut; `opaque`: why nobody could look into it, then `body` is empty.
+    `whole`: why it is never cut; `opaque`: why nobody could look into it, then `body` is empty. `grad`, `autocast`:
+    what is around it, as in Op.
     """
 
     path: str
@@ -58,6 +59,8 @@ class Call:
     opaque: str = ""
     touches: frozenset[int] = frozenset()
     mutates: frozenset[int] = frozenset()
+    grad: bool = True
+    autocast: tuple[str, Any, bool] | None = None
     stage: int | None = None
     conditions: list[Any] = field(default_factory=list)  # what its own code had to assume of sizes
     other: Template = None  # as in Op
@@ -121,4 +124,6 @@ class Record:
     weights: dict[str, Any] = field(default_factory=dict)
     constants: list[Any] = field(default_factory=list)
     arguments: dict[str, dict[tuple[Any, ...], Tensor]] = field(default_factory=dict)
+    odd: str = ""  # what the model returns that cannot be followed
+    given: dict[int, str] = field(default_factory=dict)  # memory of the arguments, and which it is
     lasting: set[int] = field(default_factory=set)  # memory that was there before

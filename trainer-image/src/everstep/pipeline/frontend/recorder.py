@@ -8,7 +8,7 @@ level where modules and functions are called, and a call that cannot be followed
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -43,8 +43,8 @@ _PLAIN = (
 _DIFFERENTIATES = {torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad}
 _REPLACES = {torch.Tensor.data.__set__, torch.Tensor.grad.__set__, torch.Tensor.resize_, torch.Tensor.set_}
 # Not seen in the version of a tensor, but what comes after depends on it having been done here.
-_MARKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.requires_grad_}
-_MARKS |= {torch.Tensor.requires_grad.__set__, torch.Tensor.register_post_accumulate_grad_hook}
+HOOKS = {torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook}
+_MARKS = HOOKS | {torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__}
 _STATISTICS = {nn.functional.batch_norm, torch.batch_norm, nn.functional.instance_norm, torch.instance_norm}
 
 
@@ -61,10 +61,19 @@ class BatchFixed(BaseException):
 
 
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where types are checked
-    """Of one forward of `model`. `unseen`: modules that are known to be opaque, and why."""
+    """Of one forward of `model`. `unseen`: modules that are known to be opaque, and why; `whole`: arguments without
+    samples."""
 
-    def __init__(self, model: nn.Module, sizes: Sizes, device: torch.device, unseen: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        sizes: Sizes,
+        device: torch.device,
+        unseen: Mapping[str, str],
+        whole: Collection[str] = (),
+    ) -> None:
         super().__init__()
+        self.whole = whole
         self.fake = FakeTensorMode(shape_env=sizes.env, allow_non_fake_inputs=True)
         self.sizes, self.device, self.unseen = sizes, device, unseen
         self.busy = False
@@ -120,11 +129,14 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         if path is None:
             return original(module, *args, **kwargs)
         call = self._begin(module, path, args, kwargs)
+        buffers = dict(module._buffers)
         try:
             if path in self.unseen:
                 raise CannotFollow(self.unseen[path])
             result = original(module, *args, **kwargs)
             self._assume()
+            if replaced := [name for name, held in module._buffers.items() if self._is_other(held, buffers.get(name))]:
+                call.whole = call.whole or f"its code puts another tensor in the place of its buffer {replaced[0]}"
         except Exception as error:
             if len(self._stack) == 1:
                 raise Untraceable(self._why(error)) from error
@@ -137,6 +149,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             self._stack.pop()
         self.busy = True
         call.outputs = self._handed(result)
+        if call.outputs is None and call is self.record.root:
+            self.record.odd = _odd(result)
         self.busy = False
         return result
 
@@ -152,6 +166,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         else:
             call = self.record.root
         call.whole = _hooks(module)
+        call.grad, call.autocast = torch.is_grad_enabled(), self.autocasts[-1] if self.autocasts else None
         here, built = current(), built_in(module)
         call.stage = here if here is not None else built
         call.inputs = self._handed((args, kwargs))
@@ -251,6 +266,13 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             raise BatchFixed(self._stack[-1].path)
         self._stack[-1].conditions += found
 
+    def _is_other(self, held: Any, before: Any) -> bool:
+        """Whether what is in the place of a buffer is another tensor, and not the same one changed in place."""
+        if held is before or held is None:
+            return held is not before
+        ref = self._refs.get(id(before))
+        return ref is None or held is not self._stand_ins.get(ref)
+
     # ---- tensors ----
 
     def _register(self, tensor: Any) -> None:
@@ -282,12 +304,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             found = template(structure, self._refer)
         except CannotFollow:
             return None
-        for leaf in pytree.tree_leaves(structure):
-            if isinstance(leaf, (torch.Tensor, *_PLAIN, slice, torch.Size, *(kind for kind, _ in _KINDS))):
-                continue
-            if not callable(leaf) and not isinstance(leaf, enum.Enum) and hasattr(leaf, "__dict__"):
-                return None
-        return found
+        return None if any(map(_holds_more, pytree.tree_leaves(structure))) else found
 
     def _stand_in(self, leaf: Any) -> Any:
         """For a tensor with data, one without."""
@@ -315,17 +332,35 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             return type(value)(self._arguments(name, each, (*path, at)) for at, each in enumerate(value))
         if not isinstance(value, torch.Tensor):
             return value
-        sizes = [self.sizes.symbol(size) for size in value.shape[1:]]
-        first = [self.sizes.batch_size] if value.dim() else []
+        first = [self.sizes.batch_size] if value.dim() and name not in self.whole else []
+        sizes = [self.sizes.symbol(size) for size in value.shape[len(first) :]]
         made = torch.empty(first + sizes, dtype=value.dtype, device=self.device)
         self._refs[id(made)] = Argument(name, path)
         self._keep.append(made)
         self.record.lasting.add(_memory(made))
+        self.record.given[_memory(made)] = name
         self.record.arguments.setdefault(name, {})[path] = made  # described when all is known
         return made
 
     def _describe(self, tensor: Any) -> Tensor:
         return Tensor(self.sizes.shape(tensor), tensor.dtype, bool(tensor.requires_grad))
+
+
+def _holds_more(leaf: Any) -> bool:
+    """Whether there may be tensors in it that nobody sees."""
+    if isinstance(leaf, (torch.Tensor, *_PLAIN, slice, torch.Size, *(kind for kind, _ in _KINDS))):
+        return False
+    return not callable(leaf) and not isinstance(leaf, enum.Enum) and hasattr(leaf, "__dict__")
+
+
+def _odd(result: Any) -> str:
+    """What in a model's result is no tensor and no structure of them, and where."""
+    found = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(result)[0] if _holds_more(leaf)]
+    return (
+        f"a {type(found[0][1]).__name__} (in result{pytree.keystr(found[0][0])})"
+        if found
+        else "a tensor from elsewhere"
+    )
 
 
 def _memory(tensor: Any) -> int:

@@ -13,6 +13,7 @@ import torch
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend import placement
 from everstep.pipeline.frontend.record import Call, Op, makes, parts
+from everstep.pipeline.frontend.recorder import HOOKS
 from everstep.pipeline.frontend.refs import (
     Argument,
     Constant,
@@ -105,7 +106,13 @@ class _Cut:
             conditions,
             self.model.both,
             self._repeats(items),
+            self._changed().intersection(arguments),
         )
+
+    def _changed(self) -> set[str]:
+        """The arguments that it changes in place."""
+        memory = {each for unit in self.own for part in parts(unit.item) for each in part.mutates}
+        return {name for each, name in self.record.given.items() if each in memory}
 
     def _repeats(self, items: Iterable[Item]) -> dict[str, tuple[int, ...]]:
         found: dict[str, list[int]] = defaultdict(list)
@@ -235,10 +242,12 @@ class _Cut:
         inputs = {flag: maker(found, bind) for flag, found in templates.items()}
         put = binder(item.outputs)
         if isinstance(item, Call):
-            return Step(item.name, item.module, item.module, inputs, put, tuple(forget))
+            return Step(item.name, item.module, item.module, inputs, put, tuple(forget), _context(item))
         func = item.func
         if item in drawing:
             func = partial(_draw, drawing[item], func)
+        elif func in HOOKS:
+            func = partial(_hook, func)
         owner = module.get_submodule(item.owner.path)
         unit = self.units.of.get(item)
         name = unit.name if unit is not None else f"{item.owner.name}:{item.name}"
@@ -300,18 +309,23 @@ def _draw(module: Drawing, func: Any, *args: Any, **kwargs: Any) -> Any:
     return module(func, args, kwargs)
 
 
-def _context(op: Op) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
-    """What was around the operation, beside what is around the model."""
-    if op.grad and op.autocast is None:
+def _hook(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+    # Where there are no gradients, as in an evaluation or a forward that is done again, there is nothing to hear of.
+    return func(tensor, *args, **kwargs) if tensor.requires_grad else None
+
+
+def _context(item: Item) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
+    """What was around the operation or the call, beside what is around the model."""
+    if item.grad and item.autocast is None:
         return None
 
     @contextlib.contextmanager
     def around() -> Any:
         with contextlib.ExitStack() as stack:
-            if not op.grad:
+            if not item.grad:
                 stack.enter_context(torch.no_grad())
-            if op.autocast is not None:
-                device, dtype, enabled = op.autocast
+            if item.autocast is not None:
+                device, dtype, enabled = item.autocast
                 stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled))
             yield
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.refs import Argument, Frame, Maker
@@ -49,7 +50,8 @@ class StageModule:
 
     `module` holds the original modules and parameters under their original names, and is where training flags are set.
     `repeats`: of modules that other stages call too, which of all their calls are this stage's.
-    A call gives all outputs from all inputs; PipelineError if one is missing or of sizes that this model cannot have.
+    A call gives all outputs from all inputs, and changes none in place: the arguments in `changed` are copied before.
+    PipelineError if one is missing or of sizes that this model cannot have.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class StageModule:
         conditions: Sequence[Any],
         both: bool,
         repeats: Mapping[str, tuple[int, ...]],
+        changed: Collection[str] = (),
     ) -> None:
         self.index, self.module, self.repeats = index, module, dict(repeats)
         self.inputs = tuple(inputs)
@@ -75,13 +78,10 @@ class StageModule:
         self._places, self._sizes, self._conditions = list(places), list(sizes), list(conditions)
         self._known_sizes: dict[tuple[int, ...], dict[Any, Any]] = {}
         self._only = None if both else module.training
+        self._changed = frozenset(changed)
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        if self._only is not None and self.module.training != self._only:
-            raise PipelineError(
-                "the model's own code does something else in evaluation than in training: it is cut for the mode that "
-                f"it was traced in only, which is {'training' if self._only else 'evaluation'}"
-            )
+        self.check_mode()
         try:
             frame = Frame(
                 {index: values[name] for name, index in self._values.items()},
@@ -90,6 +90,9 @@ class StageModule:
             )
         except KeyError as missing:
             raise PipelineError(f"stage {self.index} was not given {missing}") from None
+        for name in self._changed:
+            # Micro-batches are parts of one batch, and a forward may be done again: what it is given stays as it is.
+            frame.arguments[name] = pytree.tree_map(_copy, frame.arguments[name])
         frame.device = self._device(frame)
         if self._places:
             frame.sizes = self._sizes_of(frame)
@@ -99,6 +102,14 @@ class StageModule:
         if self._result is not None:
             found[OUTPUT] = self._result(frame)
         return found
+
+    def check_mode(self) -> None:
+        """PipelineError if it is in a mode, training or evaluation, that the model was not cut for."""
+        if self._only is not None and self.module.training != self._only:
+            raise PipelineError(
+                "the model's own code does something else in evaluation than in training: it is cut for the mode that "
+                f"it was traced in only, which is {'training' if self._only else 'evaluation'}"
+            )
 
     @property
     def calls(self) -> tuple[str, ...]:
@@ -124,6 +135,10 @@ class StageModule:
                     )
             self._known_sizes[key] = {size: size.kind(evaluate(size.expr, values)) for size in self._sizes}
         return self._known_sizes[key]
+
+
+def _copy(leaf: Any) -> Any:
+    return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _tensor(where: Any, frame: Frame) -> Any:

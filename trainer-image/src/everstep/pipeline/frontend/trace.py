@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import random
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -50,9 +53,10 @@ class Traced:
         return found
 
 
-def trace(model: nn.Module, example: Any) -> Traced:
-    """Runs the model without data. `example`: a batch, whose tensors have the samples as their first dimension: a
-    tensor, a tuple of positional arguments, or a dictionary of arguments by name. Sizes may differ later.
+def trace(model: nn.Module, example: Any, whole: Collection[str] = ()) -> Traced:
+    """Runs the model without data. `example`: a batch, whose tensors have the samples as their first dimension, but for
+    the arguments in `whole`: a tensor, a tuple of positional arguments, or a dictionary of arguments by name. Sizes may
+    differ later.
 
     The model may be on the meta device. Nothing of it changes. Untraceable if nothing can be said of its edges; `tree`
     may still cut it.
@@ -60,42 +64,97 @@ def trace(model: nn.Module, example: Any) -> Traced:
     signature = Arguments(model)
     arguments, call = signature.name(example), partial(signature.call, model)
     tensors = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, torch.Tensor)]
-    samples = {len(tensor) for tensor in tensors if tensor.dim()}
+    cut = {name: value for name, value in arguments.items() if name not in whole}
+    samples = {len(leaf) for leaf in pytree.tree_leaves(cut) if isinstance(leaf, torch.Tensor) and leaf.dim()}
     if len(samples) != 1:
         raise Untraceable(
             "the example's tensors must have the samples as their first dimension, but those are of "
-            f"sizes {sorted(samples)}"
+            f"sizes {sorted(samples)}: name arguments that have no samples in whole="
             if samples
             else "the example has no tensor with samples"
         )
     device = next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
     known = taken([*tensors, *model.parameters(), *model.buffers()])
-    record = _record(model, arguments, call, device, known)
     flags = {module: module.training for module in model.modules()}
-    try:
-        model.train(not model.training)
-        both = modes.merge(record, _record(model, arguments, call, device, known))
-    except Untraceable:
-        both = False
-    finally:
-        for module, flag in flags.items():
-            module.training = flag
+
+    def record_as(mode: bool) -> Record:
+        """Of the model as it is, or with all of it in the other mode."""
+        if mode != flags[model]:
+            model.train(mode)
+        try:
+            return _record(model, arguments, call, device, known, whole)
+        finally:
+            for module, flag in flags.items():
+                module.training = flag
+
+    record, both = record_as(flags[model]), False
+    with contextlib.suppress(Untraceable):
+        other = record_as(not flags[model])
+        # Where a module hands on what it is given, as dropped paths do in evaluation, training tells the values apart.
+        training, evaluation = (record, other) if flags[model] else (other, record)
+        both = modes.merge(training, evaluation)
+        record = training if both else record
     found = units(record)
     leaves = {unit.name: unit.apart for unit in found.all if unit.apart}
     return Traced(model, record, found, leaves, both, samples.pop())
 
 
-def _record(model: nn.Module, arguments: Mapping[str, Any], call: Any, device: torch.device, known: set[int]) -> Record:
+def _record(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    call: Any,
+    device: torch.device,
+    known: set[int],
+    whole: Collection[str],
+) -> Record:
     unseen: dict[str, str] = {}
     while True:
-        recorder = Recorder(model, Sizes(known), device, unseen)
+        recorder = Recorder(model, Sizes(known), device, unseen, whole)
         try:
-            return recorder.run(model, arguments, call)
+            with attributes_kept(model), _python_draws_nothing():
+                return recorder.run(model, arguments, call)
         except BatchFixed as fixed:
-            reason = "its code fixes the number of samples, by a loop over them, len() or int()"
+            reason = (
+                "its code fixes the number of samples, by a loop over them, len() or int(): write x.shape[0] for len(x)"
+            )
             if not fixed.path or fixed.path in unseen:
                 raise Untraceable(f"{fixed.path or 'the model'}: {reason}") from fixed
             unseen[fixed.path] = reason
+
+
+@contextlib.contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """What modules keep in attributes, as a table made at the first call or the last result, is afterwards what it was:
+    else it would be tensors without data."""
+    kept: list[tuple[Any, Any]] = []
+    for module in model.modules():
+        kept.append((module.__dict__, dict(module.__dict__)))
+        kept += [(held, held.copy()) for held in module.__dict__.values() if type(held) in (dict, list, set)]
+    try:
+        yield
+    finally:
+        for held, before in kept:
+            held.clear()
+            (held.extend if isinstance(held, list) else held.update)(before)
+
+
+@contextlib.contextmanager
+def _python_draws_nothing() -> Iterator[None]:
+    """Untraceable if something inside draws random numbers that are not torch's: what follows from them would be the
+    same for ever. They are afterwards what they were."""
+    numpy = sys.modules.get("numpy")
+    before, others = random.getstate(), () if numpy is None else numpy.random.get_state()
+    yield
+    drawn = random.getstate() != before
+    random.setstate(before)
+    if numpy is not None:
+        drawn = drawn or any(map(numpy.any, map(numpy.not_equal, numpy.random.get_state(), others)))
+        numpy.random.set_state(others)
+    if drawn:
+        raise Untraceable(
+            "its code draws from Python's or numpy's random numbers, of which a trace sees one draw only: draw with "
+            "torch"
+        )
 
 
 def _graph(record: Record, found: Units, samples: int) -> Graph:
