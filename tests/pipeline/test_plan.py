@@ -111,6 +111,11 @@ def test_where_other_ranks_were_measured_the_worst_stands_for_all() -> None:
     assert plan.links == uniform(4, Link(1e9, 1e-3))
 
 
+def test_a_batch_of_fewer_samples_than_ranks_is_cut_into_its_samples() -> None:
+    plan = solve(layers(*[1.0] * 8), Wish(ranks=4, stages=4, batch=3))
+    assert (plan.microbatches, plan.profile.samples) == (3, 1)
+
+
 def test_larger_microbatches_take_longer_and_weigh_more_but_have_the_same_parameters() -> None:
     node = scaled(layers(1.0).graph, 2.0).nodes[0]
     assert (node.forward, node.activation, node.output, node.parameters) == (2.0, 8 * MIB, 2 * MIB, MIB)
@@ -158,7 +163,8 @@ def test_what_is_wrong_in_a_file_is_named(plan: Plan, field: str, value: object,
         (Wish(ranks=2, schedule="2f2b", microbatches=(4,)), "schedule: there is no '2f2b'; there are auto, simple"),
         (Wish(ranks=2, stages=3, microbatches=(4,)), "stages: 3 cannot be shared alike by 2 ranks"),
         (Wish(ranks=2), "microbatches: give their number, or the batch"),
-        (Wish(ranks=2, microbatches=(0,)), "microbatches: "),
+        (Wish(ranks=2, microbatches=(0,)), "microbatches: 0; there can be 1 or more"),
+        (Wish(ranks=2, microbatches=(8,), batch=4), "microbatches: 8; there can be 1 to 4, the samples of a replica's"),
         (Wish(ranks=0, microbatches=(4,)), "ranks: 0"),
         (Wish(ranks=2, schedule=make("1f1b", 4, 4, 4)), "schedule: the file is for 4 ranks"),
         (Wish(ranks=8, stages=8, microbatches=(8,), schedule="1f1b"), "7 parts that can be stages, but 8 stages"),

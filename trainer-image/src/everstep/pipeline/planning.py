@@ -124,13 +124,12 @@ class _Solver:
         wish = self.wish
         found = wish.microbatches or tuple(wish.ranks * factor for factor in (1, 2, 4, 8))
         if wish.batch is not None:
-            found = tuple(each for each in found if each <= wish.batch)
+            found = tuple(each for each in found if each <= wish.batch) or (() if wish.microbatches else (wish.batch,))
         elif not wish.microbatches:
             raise PipelineError("microbatches: give their number, or the batch to choose them by")
         if not found or min(found) < 1:
-            raise PipelineError(
-                f"microbatches: {wish.microbatches or 'none'}; a batch of {wish.batch} has 1 to as many"
-            )
+            most = "1 or more" if wish.batch is None else f"1 to {wish.batch}, the samples of a replica's batch"
+            raise PipelineError(f"microbatches: {', '.join(map(str, wish.microbatches))}; there can be {most}")
         return found
 
     def _graph(self, microbatches: int) -> Graph:
