@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 from pathlib import Path
 
-from everstep.checkpoint.format import CHUNK, Attempt, Chunk, Key, Manifest, Part
+from everstep.checkpoint.format import CHUNK, Attempt, Chunk, Key, Manifest, Part, aligned
 from everstep.checkpoint.node_cache import NodeCache, runs
 
 SIZE = 40 * mmap.PAGESIZE
@@ -41,6 +41,9 @@ def test_only_memory_that_is_nobody_elses_is_given_away(tmp_path: Path) -> None:
 
 
 def test_small_units_are_read_together_and_parts_apart() -> None:
-    units = [Chunk(part, 4096 + i * (CHUNK // 3), CHUNK // 3, "") for part in (0, 1) for i in range(5)]
+    length = CHUNK // 3 - 5000
+    units = [Chunk(part, 4096 + i * aligned(length), length, "") for part in (0, 1) for i in range(5)]
     assert [len(run) for run in runs(units)] == [3, 2, 3, 2]
     assert [unit for run in runs(units) for unit in run] == units
+    apart = [unit for unit in units if unit.offset != 4096 + aligned(length)]
+    assert [len(run) for run in runs(apart)] == [1, 3, 1, 3], "what lies between is not read"
