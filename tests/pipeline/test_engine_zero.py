@@ -36,7 +36,6 @@ def test_the_state_of_each_parameter_is_kept_by_one_replica() -> None:
         mine = share(setting, transport.replica, batch_of(setting, 0))
         engine.step(mine.inputs, mine.targets)
         sharded.step()
-        assert sharded.optimizer is not None
         kept = {name for name, p in engine.parameters.named.items() if p in sharded.optimizer.state}
         return kept, set(engine.parameters.named)
 
@@ -44,3 +43,21 @@ def test_the_state_of_each_parameter_is_kept_by_one_replica() -> None:
     for (kept, named), (other_kept, _) in ((first, other_first), (last, other_last)):
         assert kept | other_kept == named
         assert not kept & other_kept
+
+
+def test_a_replica_that_keeps_nothing_has_an_optimizer_too() -> None:
+    setting = Setting("mlp", replicas=8, microbatches=1, samples=8)
+
+    def work(transport: Transport) -> tuple[int, list[int]]:
+        engine = engine_of(setting, transport)
+        sharded = ShardedOptimizer(engine, lambda named: torch.optim.AdamW(named.values(), lr=0.5))
+        torch.optim.lr_scheduler.StepLR(sharded.optimizer, 1)
+        mine = share(setting, transport.replica, batch_of(setting, 0))
+        engine.step(mine.inputs, mine.targets)
+        sharded.step()
+        return len(engine.parameters.named), [len(group["params"]) for group in sharded.optimizer.param_groups]
+
+    found = Fabric(2, 8).run(work)
+    assert any(kept == [0] for _, kept in found)
+    for rank in range(2):
+        assert sum(kept[0] for _, kept in found[rank::2]) == found[rank][0]

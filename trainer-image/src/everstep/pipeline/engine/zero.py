@@ -19,18 +19,22 @@ class ShardedOptimizer:
 
     All replicas construct it together, and step it together after each `Engine.step`. It suits optimizers that treat
     each parameter by itself (SGD, Adam and its kin); one that looks at all of them would see its share only.
+    `optimizer` is what a checkpoint saves and restores, and what a scheduler takes.
     """
 
     def __init__(self, engine: Engine, make: Callable[[Mapping[str, Any]], torch.optim.Optimizer]) -> None:
         self._engine, self._transport = engine, engine.transport
         self.owner = shares({name: p.numel() for name, p in _once(engine).items()}, self._transport.replicas)
-        mine = {n: p for n, p in _once(engine).items() if self.owner[n] == self._transport.replica}
-        self.optimizer = make(mine) if mine else None  # torch knows no optimizer of nothing
+        every = _once(engine) or {"none": torch.zeros((), requires_grad=True)}
+        mine = {n: p for n, p in every.items() if self.owner.get(n) == self._transport.replica}
+        # torch makes no optimizer of nothing, but keeps one from which all was taken: it has the groups of the others.
+        self.optimizer = make(mine or dict(list(every.items())[:1]))
+        for group in () if mine else self.optimizer.param_groups:
+            group["params"] = []
 
     def step(self) -> None:
         """One step on this replica's share, whose new values go to all replicas. Errors as those of `Engine.step`."""
-        if self.optimizer is not None:
-            self.optimizer.step()
+        self.optimizer.step()
         if self._transport.replicas > 1:
             with self._engine.aborting():
                 self._share()

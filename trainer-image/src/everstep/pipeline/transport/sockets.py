@@ -42,8 +42,9 @@ class Sockets:
         for name, number in self._found.items():
             if now.get(name) == number:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
-                    connection.getpeername()  # only of what is connected
-                    return str(connection.getsockname()[0])
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        connection.getpeername()  # only of what is connected
+                        return str(connection.getsockname()[0])
         return None
 
     def shut(self) -> None:

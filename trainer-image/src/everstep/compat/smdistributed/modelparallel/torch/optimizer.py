@@ -111,8 +111,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
             from everstep.pipeline.engine.zero import ShardedOptimizer
 
             self._sharded = ShardedOptimizer(model.engine, self._mine)
-            if self._sharded.optimizer is None:
-                self._narrow(set())
         if self._pending is not None:
             pending, self._pending = self._pending, None
             self.load_state_dict(pending)
