@@ -127,3 +127,7 @@ def test_neutral_values_of_refused_keys_are_no_reason_to_refuse() -> None:
 def test_a_rule_that_is_broken_is_named(given: dict[str, Any], told: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(told)):
         Config.read(given)
+
+
+def test_parameters_may_be_wrapped_as_the_sdk_has_them() -> None:
+    assert Config.read({"enabled": True, "parameters": {"partitions": 3}}).pipeline_parallel_degree == 3

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -52,3 +54,19 @@ def test_another_package_of_that_name_is_not_replaced(monkeypatch: pytest.Monkey
     monkeypatch.setitem(sys.modules, "smdistributed", sys)
     with pytest.raises(ImportError, match="smdistributed is installed"):
         install()
+
+
+def test_a_script_runs_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "beside.py").write_text("HERE = True\n")
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\n"
+        "from beside import HERE\n"
+        "from smdistributed.modelparallel import __version__\n"
+        "if __name__ == '__main__':\n"
+        "    print(HERE, sys.argv[1:], __version__ >= '1.10')\n"
+    )
+    told = subprocess.run(
+        [sys.executable, "-m", "everstep.compat", str(script), "--lr", "1"], capture_output=True, text=True, timeout=60
+    )
+    assert (told.stdout, told.stderr) == ("True ['--lr', '1'] True\n", "")

@@ -62,7 +62,8 @@ class Config:
     def read(cls, given: Mapping[str, Any] | None = None) -> Config:
         """`given`, else the JSON of the environment variable SM_HP_MP_PARAMETERS, else the defaults.
 
-        `partitions`, the older name of pipeline_parallel_degree, is understood; `enabled` around it too.
+        `partitions`, the older name of pipeline_parallel_degree, is understood, and so is a mapping of `enabled` and
+        `parameters`, as the SDK has it.
         """
         if given is None:
             try:
@@ -72,6 +73,8 @@ class Config:
         if not isinstance(given, Mapping):
             raise ConfigError(f"a configuration is a mapping of keys, not {type(given).__name__}")
         values = dict(given)
+        if isinstance(values.get("parameters"), Mapping) and values.keys() <= {"enabled", "parameters"}:
+            values = dict(values["parameters"])
         if "partitions" in values:
             if "pipeline_parallel_degree" in values:
                 raise ConfigError("partitions is the older name of pipeline_parallel_degree: give one of them")
