@@ -159,7 +159,7 @@ class Gpt(nn.Module):  # type: ignore[misc]
         mask = causal(length, x)
         for block in self.h:
             x = block(x, mask)
-        return self.lm_head(self.drop(self.ln_f(x)))  # as T5 does, at both ends of its layers
+        return self.lm_head(self.ln_f(x))
 
 
 class Bert(nn.Module):  # type: ignore[misc]

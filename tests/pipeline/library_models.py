@@ -6,6 +6,7 @@ What people have: nested results, masks made by the library, decorators, tables 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -36,13 +37,13 @@ def _bert() -> nn.Module:
     )  # fmt: skip
 
 
-def _t5() -> nn.Module:
+def _t5(dropout: float = 0.0) -> nn.Module:
     from transformers import T5Config, T5ForConditionalGeneration
 
     return T5ForConditionalGeneration(
         T5Config(
-            vocab_size=WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=0.0, use_cache=False,
-            pad_token_id=0, decoder_start_token_id=0,
+            vocab_size=WORDS, d_model=16, d_kv=8, d_ff=32, num_layers=2, num_heads=2, dropout_rate=dropout,
+            use_cache=False, pad_token_id=0, decoder_start_token_id=0,
         )
     )  # fmt: skip
 
@@ -85,6 +86,8 @@ LIBRARY: dict[str, Case] = {
         Case("gpt2", _gpt2, _with_flags("gpt"), next_words),
         Case("bert-masked", _bert, _with_flags("bert"), words),
         Case("t5-small", _t5, _with_flags("t5"), words),
+        # One dropout at both ends of each stack.
+        Case("t5-dropout", partial(_t5, 0.1), _with_flags("t5"), words, per_microbatch=True),
         Case("llama-grouped", _llama, _with_flags("llama"), next_words),
         Case("mixtral", _mixtral, _with_flags("llama"), next_words, per_microbatch=True),
     )

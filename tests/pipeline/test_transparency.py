@@ -55,6 +55,14 @@ def test_a_pipeline_trains_as_one_process_does(case: str) -> None:
             assert apart(piped(setting, blocking=row["blocking"]), alone(setting)) < 1e-10, row
 
 
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_dropout_that_is_in_several_stages_draws_as_in_one_process(schedule: str) -> None:
+    torch.set_num_threads(1)
+    row = {"case": "t5-dropout", "schedule": schedule, "ranks": 2, "replicas": 2, "batch": "uneven", "recompute": True}
+    setting = setting_of(row, by_hand=False)
+    assert apart(piped(setting), alone(setting)) < 1e-10
+
+
 BY_HAND = [
     Setting("mlp", "simple", 2, 2, dtype=torch.float32),
     Setting("mlp", "zb-h1", 4, 4, samples=10),
