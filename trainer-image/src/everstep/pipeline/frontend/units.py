@@ -243,9 +243,17 @@ def _neighbours(of: dict[Item, Unit], place: dict[Unit, int], record: Record) ->
             everyone[memory].append(of[part])
     for memory in changed & record.lasting:
         yield from zip(everyone[memory], everyone[memory][1:], strict=False)
-    # Calls of one module that draws follow each other in its sequence of random numbers.
+    # Calls of one module that draws follow each other in its sequence of random numbers, unless they are numbered.
     drawing: dict[str, Unit] = {}
     for part in ordered:
         item = of[part].item
-        if isinstance(item, Call) and (item.opaque or (isinstance(part, Op) and part.draws)):
+        if isinstance(item, Call) and (item.opaque or (isinstance(part, Op) and part.draws)) and not _numbered(item):
             yield drawing.setdefault(item.path, of[part]), of[part]
+
+
+def _numbered(call: Call) -> bool:
+    """Whether what it draws follows from which call of its module it is: one of torch's own that keeps nothing, as the
+    dropout that a model uses at both ends of its layers."""
+    module = call.module
+    kept = (*module.children(), *module.parameters(), *module.buffers())
+    return not call.opaque and not kept and type(module).__module__.startswith("torch.nn.modules")
