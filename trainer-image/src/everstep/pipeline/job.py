@@ -17,7 +17,7 @@ class Job:
     stages: int | None = None
     microbatches: int | None = None
     schedule: str = "auto"
-    optimize: Literal["speed", "memory"] = "speed"
+    optimize: Literal["speed", "memory"] | None = None
     plan_from: Literal["profile", "file"] = "profile"
     plan_file: str | None = None
 

@@ -81,6 +81,7 @@ def plan(
     costs: Costs = "measured",
     precision: str = "full",
     path: Path | None = None,
+    aim: bool = True,
     loss: Callable[[Any, Any], Any] | None = None,
     targets: Any = None,
     whole: Collection[str] = (),
@@ -88,13 +89,14 @@ def plan(
     """The same on all ranks; collective. `path`, of the first process, holds the plan between runs: what is there is
     taken if it is for this model, solved again if it is for other ranks or stages, and written if it is new.
 
-    `stage_of`: by hand, whatever the partition would say. `loss`, a scalar of an output and targets, is measured if the
-    example's targets are here. `whole`: arguments without samples. PipelineError on all ranks.
+    `stage_of`: by hand, whatever the partition would say. `aim`: the plan that is there must be made for the wish's
+    objective; who asked for none, or for this very file, takes it whatever it was made for. `loss`, a scalar of an
+    output and targets, is measured if the example's targets are here. PipelineError on all ranks.
     """
     mark = fingerprint((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
     first = place.control.first
     if first(lambda: "there" if path is not None and path.exists() else ""):
-        return Plan.from_json(first(lambda: _again(path, wish, mark, found, stage_of).to_json()))
+        return Plan.from_json(first(lambda: _again(path, wish, mark, found, stage_of, aim).to_json()))
     nodes: Mapping[str, StageModule] = node_modules(found) if isinstance(found, Traced) else found.node_modules()
     batch = microbatch({**example, _TARGETS: targets}, wish, whole)
     part = batch.pop(_TARGETS)
@@ -176,7 +178,9 @@ def of_one_pipeline(profile: Profile, grid: Grid) -> Profile:
     return replace(profile, devices=tuple(map(device, ranks)), links=links)
 
 
-def _again(path: Path | None, wish: Wish, mark: str, found: Traced | Tree, stage_of: Mapping[str, int] | None) -> Plan:
+def _again(
+    path: Path | None, wish: Wish, mark: str, found: Traced | Tree, stage_of: Mapping[str, int] | None, aim: bool
+) -> Plan:
     """The plan of the file, or what is solved and kept there instead."""
     assert path is not None, "it is there"
     try:
@@ -193,7 +197,9 @@ def _again(path: Path | None, wish: Wish, mark: str, found: Traced | Tree, stage
         and (not wish.microbatches or kept.microbatches in wish.microbatches)
         and wish.batch is not None
         and -(-wish.batch // kept.microbatches) == kept.profile.samples
-        and (placed == kept.stage_of if placed is not None else _for_the_same(kept, wish))
+        and (placed == kept.stage_of if placed is not None else _within(kept, wish))
+        and not (aim and placed is None and (kept.objective, kept.words) != (wish.objective, wish.words))
+        and wish.memory_weight in (None, kept.memory_weight)
     )
     if same:
         return kept
@@ -202,14 +208,9 @@ def _again(path: Path | None, wish: Wish, mark: str, found: Traced | Tree, stage
     return made
 
 
-def _for_the_same(kept: Plan, wish: Wish) -> bool:
-    """Whether what was to be small or fast, and within how much memory, is what is wished now."""
-    return (
-        kept.objective == wish.objective
-        and wish.memory_weight in (None, kept.memory_weight)
-        and kept.words == wish.words
-        and (wish.memory is None or {each.memory for each in kept.devices} == {wish.memory})
-    )
+def _within(kept: Plan, wish: Wish) -> bool:
+    """Whether the plan was made for as much memory as there is now, if that is said."""
+    return wish.memory is None or {each.memory for each in kept.devices} == {wish.memory}
 
 
 def _solved(found: Traced | Tree, profile: Profile, wish: Wish, mark: str, stage_of: Mapping[str, int] | None) -> Plan:

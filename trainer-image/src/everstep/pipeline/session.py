@@ -150,7 +150,7 @@ def pipeline(
                 microbatches=(many,) if many else (),
                 batch=samples if global_batch is None else -(-global_batch // here.grid.replicas),
                 schedule=asked["schedule"],
-                objective=asked["optimize"],
+                objective=asked["optimize"] or "speed",
                 memory_weight=memory_weight,
                 memory=memory,
                 words=optimizer_words,
@@ -166,6 +166,7 @@ def pipeline(
         weight = options.get("loss_weight")
         made = plan(
             model, found, named, wish, here, stage_of=stage_of, costs=costs, precision=how, path=path,
+            aim=asked["optimize"] is not None and asked["plan_from"] == "profile",
             loss=lambda output, own: evaluate(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
             whole=uncut,
         )  # fmt: skip
