@@ -11,6 +11,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
@@ -280,3 +282,52 @@ def test_what_one_rank_is_given_that_does_not_fit_is_told_on_all() -> None:
     assert changed.startswith("rank 0: the argument 'scale'")
     assert "give as targets what it was made from" in lacking
     assert refused == "the loss has parameters, which would not learn: make it a part of the model"
+
+
+class Recomputing(nn.Module):  # type: ignore[misc]
+    """Keeps inputs only, as the model itself says; the last block is called twice. It draws in modules and beside."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.one = way, nn.Linear(4, 6)
+        self.blocks = nn.ModuleList([Recomputed(way) for _ in range(2)])
+        self.two = nn.Linear(6, 4)
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        x = self.one(x)
+        for block in (*self.blocks, self.blocks[1]):
+            x = block(x)
+        return self.two(x)
+
+
+class Recomputed(nn.Module):  # type: ignore[misc]
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way, self.layer, self.norm, self.drop = way, nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Dropout(0.3)
+
+    def inner(self, x: Any) -> Any:
+        return x + F.dropout(self.drop(self.norm(self.layer(x))).tanh(), 0.3, self.training)
+
+    def forward(self, x: Any) -> Any:
+        return self.inner(x) if self.way == "kept" else checkpoint(self.inner, x, use_reentrant=self.way == "old")
+
+
+def _recomputed(rank: int, schedule: str) -> list[dict[str, Any]]:
+    """Gradients and statistics after two steps, however the model keeps what its backward needs."""
+    found, x = [], torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for way in ("kept", "new", "old"):
+        torch.manual_seed(0)
+        how: dict[str, Any] = {"stage_of": {"blocks.0": 0, "blocks.1": 1}, "heartbeat": None, "microbatches": 2}
+        run = pipeline(Recomputing(way), x, squares_to, schedule=schedule, **how)
+        for _ in range(2):
+            run.step(x, x)
+        found.append({name: each.grad.clone() for name, each in run.named_parameters()} | dict(run.named_buffers()))
+    return found
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_activation_checkpoints_of_the_model_drop_the_same_once_more_and_count_once(schedule: str) -> None:
+    for kept, *others in ranks.run(2, _recomputed, schedule):
+        for other in others:
+            assert ranks.same(kept, other)

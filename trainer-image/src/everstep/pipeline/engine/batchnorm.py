@@ -27,7 +27,7 @@ class RunningStatistics:
             for module in dict.fromkeys(modules)
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats
         ]
-        self._inside = self._counting = False
+        self._inside, self._counting = 0, False  # how often begun; a backward may hold a recomputation
         self._calls: Counter[nn.Module] = Counter()  # in this micro-batch
         self._most: Counter[nn.Module] = Counter()  # in any
         # Of each layer and which call of it in a micro-batch: elements of a channel, their sums, their sums of squares.
@@ -40,12 +40,12 @@ class RunningStatistics:
 
     def begin(self, *, count: bool) -> None:
         """Before the forward of a micro-batch in training; without `count` it is a recomputation."""
-        self._inside, self._counting = True, count
+        self._inside, self._counting = self._inside + 1, count
         self._calls.clear()
 
     def end(self) -> None:
         """After it, also if it failed."""
-        self._inside = False
+        self._inside -= 1
         for layer in list(self._own):
             self._give_back(layer)
 

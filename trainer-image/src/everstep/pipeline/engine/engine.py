@@ -179,7 +179,8 @@ class Engine:
         elif kind is Kind.RECEIVE:
             self._mail.receive(action)
         elif kind is Kind.WEIGHT_GRAD:
-            self._stages[index].weight_grad(microbatch)
+            with self._once_more(index, microbatch):
+                self._stages[index].weight_grad(microbatch)
         elif kind is Kind.REDUCE:
             self.parameters.reduction.reduce(index)
         elif kind is Kind.TIE:
@@ -188,7 +189,9 @@ class Engine:
         else:
             stage = self._stages[index]
             backward = stage.backward if kind is Kind.BACKWARD else stage.input_grad
-            found = backward(microbatch, self._given(index, microbatch), self.loss_scale.value)
+            given = self._given(index, microbatch)
+            with self._once_more(index, microbatch):
+                found = backward(microbatch, given, self.loss_scale.value)
             for name, gradients in found.items():
                 self._values.add_gradients(name, microbatch, gradients)
 
@@ -272,13 +275,27 @@ class Engine:
         size = self._sizes[microbatch]
         return evaluate(self._loss, output, self._targets[microbatch], size, self.options.loss_weight)
 
+    def _of_all(self, microbatch: int) -> int:
+        """The number of a micro-batch among those of all replicas and of all batches of the step."""
+        batch = self._batches * self.transport.replicas + self.transport.replica
+        return microbatch + batch * self.schedule.microbatches
+
+    @contextlib.contextmanager
+    def _once_more(self, index: int, microbatch: int) -> Iterator[None]:
+        """Around a backward, in which a model's own activation checkpoints do parts of its forward again."""
+        self._statistics.begin(count=False)
+        try:
+            with self._random.again(self._of_all(microbatch), self._stages[index].repeats, index):
+                yield
+        finally:
+            self._statistics.end()
+
     @contextlib.contextmanager
     def _around(self, index: int, microbatch: int, again: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
             if self._training:
-                batch = self._batches * self.transport.replicas + self.transport.replica
-                microbatch += batch * self.schedule.microbatches  # of all
-                stack.enter_context(self._random.of(microbatch, self._stages[index].repeats))
+                microbatch = self._of_all(microbatch)
+                stack.enter_context(self._random.of(microbatch, self._stages[index].repeats, index))
                 self._statistics.begin(count=not again)
                 stack.callback(self._statistics.end)
             if self.options.precision != "full":

@@ -1,8 +1,9 @@
 """Random numbers that depend on neither the number of stages nor on recomputation.
 
 Each module call draws from a generator that is seeded by f(seed, step, micro-batch, module name, which call of it), and
-gives the generator back as it was. So a module draws the same wherever, and however often, it runs. What a module's own
-code draws beside its submodules belongs to it; such a module must not be cut, and the front end does not.
+leaves it with a seed that the code around it goes on with. So a module draws the same wherever, and however often, it
+runs. What a module's own code draws beside its submodules belongs to it; such a module must not be cut, and the front
+end does not.
 
 Seeding costs some 10 µs a call. Modules of torch that never draw are left out from the start, others when the first
 step has shown that they do not; should one begin to draw later, all are back.
@@ -13,8 +14,10 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import warnings
-from collections import Counter
+from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -30,18 +33,46 @@ def seed_of(seed: int, step: int, microbatch: int, name: str, call: int = 0) -> 
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little", signed=True)
 
 
+@dataclass
+class _Log:
+    """Of the calls of one forward. Each entry and each end of a call is an event, after which the generator begins with
+    a seed of its own. So whoever puts an earlier state back, as activation checkpoints do, tells by it which calls are
+    done once more."""
+
+    entered: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # of each name, the events
+    seeds: dict[int, int] = field(default_factory=dict)  # of events
+    left: dict[int, int] = field(default_factory=dict)  # the seed at the end of the call that was entered so
+    events: int = 0
+
+    def next(self, seed: int) -> int:
+        self.events += 1
+        self.seeds[seed % 2**64] = self.events
+        return self.events
+
+
+@dataclass
+class _Frame:
+    """A call under way: the seed around it, its own state at first, and its event."""
+
+    module: nn.Module
+    around: int
+    fresh: Any
+    event: int
+
+
 class Random:
     """Holds the generators of this rank for its modules; `modules`: by their names in the whole model."""
 
     def __init__(self, modules: Mapping[str, nn.Module], device: torch.device, seed: int) -> None:
         self.seed, self.step, self.microbatch = seed, 0, 0
         self._names: dict[nn.Module, str] = {}
-        self._calls: Counter[str] = Counter()
         self._repeats = NOTHING
         self._drew: set[str] = set()
-        self._inside = False
+        self._inside = self._again = False
         self._asleep = False  # whether modules that have not drawn are left out
-        self._outer: list[tuple[nn.Module, Any, Any]] = []  # of each call under way: the state around it, its own first
+        self._logs: dict[tuple[int, int], _Log] = {}
+        self._log = _Log()
+        self._frames: list[_Frame] = []
         self._generator: Any = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
         self._generator = self._generator or torch.default_generator
         self._hooks: list[Any] = []
@@ -52,28 +83,32 @@ class Random:
                 self._hooks.append(module.register_forward_hook(self._leave))
 
     @contextlib.contextmanager
-    def of(self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING) -> Iterator[None]:
+    def of(self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING, stage: int = 0) -> Iterator[None]:
         """Module calls inside belong to this micro-batch of all replicas and accumulated batches of the step.
 
         `repeats`: of modules that other stages call too, which of all their calls those inside are.
         """
-        self.microbatch, self._inside, self._repeats = microbatch, True, repeats
-        self._calls.clear()
-        before = self._generator.get_state()
-        try:
+        log = self._logs[stage, microbatch] = _Log()
+        seed = seed_of(self.seed, self.step, microbatch, f"/{stage}")
+        with self._calls(microbatch, repeats, log, again=False):
+            self._generator.manual_seed(seed)
+            log.next(seed)
+            self._quiet = self._generator.get_state()
             yield
-        finally:
-            self._inside = False
-            if self._outer:  # a call was left by an exception
-                self._generator.set_state(self._outer[0][1])
-                self._outer.clear()
-        if self._asleep and not torch.equal(before, self._generator.get_state()):
+            drew = not torch.equal(self._quiet, self._generator.get_state())
+        if self._asleep and drew:
             self._asleep = False
             warnings.warn(
                 "a module that drew no random numbers in the first step has begun to: those of this micro-batch depend "
                 "on how the model is cut",
                 stacklevel=2,
             )
+
+    @contextlib.contextmanager
+    def again(self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING, stage: int = 0) -> Iterator[None]:
+        """Around a backward: what it does once more of the forward, as activation checkpoints do, draws the same."""
+        with self._calls(microbatch, repeats, self._logs.get((stage, microbatch), _Log()), again=True):
+            yield
 
     def close(self) -> None:
         """Leaves the modules as if it had never been."""
@@ -84,27 +119,51 @@ class Random:
         """The numbers of the next step."""
         self.step += 1
         self._asleep = True
+        self._logs.clear()
+
+    @contextlib.contextmanager
+    def _calls(
+        self, microbatch: int, repeats: Mapping[str, Sequence[int]], log: _Log, *, again: bool
+    ) -> Iterator[None]:
+        around = self.microbatch, self._repeats, self._log, self._inside, self._again, self._frames
+        self.microbatch, self._repeats, self._log = microbatch, repeats, log
+        self._inside, self._again, self._frames = True, again, []
+        before = self._generator.get_state()
+        try:
+            yield
+        finally:
+            self._generator.set_state(before)
+            self.microbatch, self._repeats, self._log, self._inside, self._again, self._frames = around
 
     def _enter(self, module: nn.Module, _: Any) -> None:
         if not self._inside or not module.training:
             return
         name = self._names[module]
-        if self._asleep and name not in self._drew:
+        if (name not in self._log.entered) if self._again else (self._asleep and name not in self._drew):
             return
-        outer = self._generator.get_state()
-        call = self._calls[name]
-        call = self._repeats[name][call] if name in self._repeats else call
-        self._generator.manual_seed(seed_of(self.seed, self.step, self.microbatch, name, call))
-        self._calls[name] += 1
-        self._outer.append((module, outer, None if name in self._drew else self._generator.get_state()))
+        entered, around = self._log.entered[name], self._generator.initial_seed()
+        call = bisect_right(entered, self._log.seeds.get(around, 0)) if self._again else len(entered)
+        if self._again and call == len(entered):
+            return
+        number = self._repeats[name][call] if name in self._repeats else call
+        seed = seed_of(self.seed, self.step, self.microbatch, name, number)
+        if not self._again:
+            entered.append(self._log.next(seed))
+        self._generator.manual_seed(seed)
+        self._frames.append(_Frame(module, around, self._generator.get_state(), entered[call]))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
-        if not self._outer or self._outer[-1][0] is not module:
+        if not self._frames or self._frames[-1].module is not module:
             return
-        _, outer, fresh = self._outer.pop()
-        if fresh is not None and not torch.equal(fresh, self._generator.get_state()):
+        frame = self._frames.pop()
+        if not torch.equal(frame.fresh, self._generator.get_state()):
             self._drew.add(self._names[module])
-        self._generator.set_state(outer)
+        if frame.event not in self._log.left:
+            seed = self._log.left[frame.event] = seed_of(frame.around, 0, 0, "/left")
+            self._log.next(seed)
+        self._generator.manual_seed(self._log.left[frame.event])
+        if not self._frames:
+            self._quiet = self._generator.get_state()
 
 
 def _may_draw(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.patches import divisible_checkpoints
 from everstep.pipeline.frontend.stages import INPUT, OUTPUT, StageModule
 from everstep.pipeline.frontend.trace import attributes_kept
 
@@ -46,7 +47,7 @@ def compare(
         return pytree.tree_map(_copy, dict(inputs))
 
     def again(forward: Callable[[Any], Any]) -> dict[str, Any]:
-        with _as_before(model), attributes_kept(model):
+        with _as_before(model), attributes_kept(model), divisible_checkpoints():
             with torch.no_grad():
                 forward(given())  # who counts calls does something else in the second
             return _gradients(parameters, lambda: loss(forward(given())))

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import CheckpointFunction
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 
 class Listener(Protocol):
@@ -63,6 +63,24 @@ def _functions(listener: Listener) -> Iterator[None]:
         yield
     finally:
         torch.autograd.Function.apply = original
+
+
+@contextlib.contextmanager
+def divisible_checkpoints() -> Iterator[None]:
+    """Activation checkpoints inside that are reentrant, whose backward cannot be asked for a part of the gradients, are
+    made the other way; then what they recompute learns also where their inputs have no gradients."""
+
+    def apply(function: Any, preserve: bool, *args: Any) -> Any:
+        return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve)
+
+    if "apply" in CheckpointFunction.__dict__:
+        yield
+        return
+    CheckpointFunction.apply = staticmethod(apply)
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply
 
 
 @contextlib.contextmanager

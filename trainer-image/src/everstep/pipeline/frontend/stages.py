@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.patches import divisible_checkpoints
 from everstep.pipeline.frontend.refs import Argument, Frame, Maker
 from everstep.pipeline.frontend.sizes import Place, evaluate, solve
 
@@ -96,8 +97,9 @@ class StageModule:
         frame.device = self._device(frame)
         if self._places:
             frame.sizes = self._sizes_of(frame)
-        for step in self._steps:
-            step.run(frame)
+        with divisible_checkpoints():
+            for step in self._steps:
+                step.run(frame)
         found = {name: frame.values[index] for name, index in self._outputs.items()}
         if self._result is not None:
             found[OUTPUT] = self._result(frame)
