@@ -1,8 +1,8 @@
 """Rows `auto-vs-even-*` and `auto-vs-best-*`: the automatic plan of a model with a heavy head, run for real, against
 the splits of others.
 
-The model is measured on both ranks and planned as `everstep.pipeline.pipeline` does it; each split runs in the same
-schedule, with as many micro-batches.
+The model is measured on both ranks and planned as `everstep.pipeline.pipeline` does it, its schedule too; the splits of
+others run by 1F1B, with as many micro-batches.
 """
 
 from __future__ import annotations
@@ -65,19 +65,21 @@ def measured(rank: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
     model = Gpt(words, width, layers)
     found = look_into(model, batch, None)
     place = Place(grid(2, 2), Control(1800.0), torch.device("cpu"))
-    made = plan(model, found, batch, Wish(2, 2, (MICROBATCHES,), len(targets), SCHEDULE), place)
+    made = plan(model, found, batch, Wish(2, None, (MICROBATCHES,), len(targets)), place)
     graph = made.profile.graph
     blocks = contract(graph)
-    splits: dict[str, Mapping[str, int]] = {
-        "auto": made.stage_of,
-        **{each: spread(blocks, other(blocks, 2)) for each, other in BASELINES.items()},
-    }
+    splits: dict[str, Mapping[str, int]] = {"auto": made.stage_of}
+    orders = {"auto": (made.prove(), made.stages)}
+    for each, other in BASELINES.items():
+        splits[each] = spread(blocks, other(blocks, 2))
+        stages = stage_graph(graph, complete(found.graph, splits[each]))
+        orders[each] = lower(make(SCHEDULE, 2, 2, MICROBATCHES), stages), stages
     transport = ProcessGroups(place.grid)
     arms: dict[str, Callable[[], object]] = {}
-    for each, stage_of in splits.items():
-        stages = stage_graph(graph, complete(found.graph, stage_of))
-        part = {rank: split(found, stage_of)[rank]}
-        order = lower(make(SCHEDULE, 2, 2, MICROBATCHES), stages)
-        engine = Engine(part, order, stages, transport, lambda loss, labels: loss, Options(broadcast=False))
+    for each, (order, stages) in orders.items():
+        parts = split(found, splits[each])
+        own = {index: parts[index] for index in order.stages_of(rank)}
+        engine = Engine(own, order, stages, transport, lambda loss, labels: loss, Options(broadcast=False))
         arms[each] = partial(engine.step, batch, targets)
-    return alternate(arms, REPEATS), [each for each in BASELINES if splits[each] == splits["auto"]]
+    same = [each for each in BASELINES if splits[each] == splits["auto"] and made.schedule_name == SCHEDULE]
+    return alternate(arms, REPEATS), same
