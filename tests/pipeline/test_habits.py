@@ -15,12 +15,14 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline.engine.stage import why_not_split  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
 from everstep.pipeline.frontend.check import compare, run  # noqa: E402
 from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
-from everstep.pipeline.frontend.split import split  # noqa: E402
+from everstep.pipeline.frontend.split import node_modules, split  # noqa: E402
 from everstep.pipeline.frontend.trace import trace  # noqa: E402
+from everstep.pipeline.profile import measure  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -89,6 +91,14 @@ def test_a_counter_stays_a_tensor_with_data_and_counts() -> None:
     alone(**X)
     assert int(model.count) == 1
     assert torch.equal(model.mean, alone.mean)
+
+
+def test_what_only_writes_statistics_is_where_they_are_from_and_never_after_the_output() -> None:
+    graph = trace(Net(counts), X).graph
+    group = {node.name: node.colocate or node.name for node in graph.nodes}
+    assert {group[name] for name in (":mul_", ":mean", ":add_.1")} == {group["one"]}  # of the mean
+    assert group[":add_"] == group["output"]  # of the counter
+    assert len(set(group.values())) == 3
 
 
 def replaces(net: Any, x: Any) -> Any:
@@ -198,12 +208,15 @@ def listens(net: Any, x: Any) -> Any:
     return x
 
 
-def test_a_hook_on_a_tensor_is_for_passes_with_gradients() -> None:
+def test_a_hook_on_a_tensor_is_for_passes_with_gradients_and_hears_each_once() -> None:
     model = Net(listens)
-    stages = split(trace(model, X), {"two": 1})
+    traced = trace(model, X)
+    stages = split(traced, {"two": 1})
     with torch.no_grad():
         assert torch.equal(run(stages, X), model(**X))
     assert compare(model, stages, X, squares) < 1e-12
+    assert (why_not_split(stages[0]), why_not_split(stages[1])) == (":register_hook has a hook on a tensor", None)
+    assert len(measure(traced.graph, node_modules(traced), X, repeats=1).graph.nodes) == len(traced.graph.nodes)
 
 
 class Choosing(nn.Module):  # type: ignore[misc]
@@ -313,10 +326,10 @@ class Recomputed(nn.Module):  # type: ignore[misc]
         return self.inner(x) if self.way == "kept" else checkpoint(self.inner, x, use_reentrant=self.way == "old")
 
 
-def _recomputed(rank: int, schedule: str) -> list[dict[str, Any]]:
-    """Gradients and statistics after two steps, however the model keeps what its backward needs."""
+def _recomputed(rank: int, schedule: str, other: str) -> list[dict[str, Any]]:
+    """Gradients and statistics after two steps, of a model that keeps all and of one that recomputes."""
     found, x = [], torch.randn(8, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    for way in ("kept", "new", "old"):
+    for way in ("kept", other):
         torch.manual_seed(0)
         how: dict[str, Any] = {"stage_of": {"blocks.0": 0, "blocks.1": 1}, "heartbeat": None, "microbatches": 2}
         run = pipeline(Recomputing(way), x, squares_to, schedule=schedule, **how)
@@ -326,8 +339,7 @@ def _recomputed(rank: int, schedule: str) -> list[dict[str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_activation_checkpoints_of_the_model_drop_the_same_once_more_and_count_once(schedule: str) -> None:
-    for kept, *others in ranks.run(2, _recomputed, schedule):
-        for other in others:
-            assert ranks.same(kept, other)
+@pytest.mark.parametrize(("schedule", "other"), [("1f1b", "new"), ("zb-h1", "old")])
+def test_activation_checkpoints_of_the_model_drop_the_same_once_more_and_count_once(schedule: str, other: str) -> None:
+    for kept, recomputed in ranks.run(2, _recomputed, schedule, other):
+        assert ranks.same(kept, recomputed)

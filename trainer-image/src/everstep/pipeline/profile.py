@@ -129,10 +129,10 @@ def _spread(times: Sequence[float]) -> float:
 
 def _activation(module: StageModule, values: Mapping[str, Any], kept: set[int]) -> tuple[int, dict[str, Any]]:
     """Bytes that the graph of a forward keeps, without weights; and its values. What earlier nodes keep already, `kept`
-    by memory, counts with them: so the node gets their values themselves, if it does not change them in place."""
+    by memory, counts with them: so the node gets their memory itself, if it does not change it in place."""
     alive = {_memory(leaf) for value in values.values() for leaf in tensors_in(value)}
     kept.intersection_update(alive)  # memory that no value has any more can be another's by now
-    given = {name: values[name] for name in module.inputs}
+    given = {name: pytree.tree_map(_no_graph, values[name]) for name in module.inputs}  # hooks on it go with it
     for attempt in (given, {name: copy_of(value) for name, value in given.items()}):
         saved = _Saved(module.module)
         try:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.engine.split import Deferred, input_grad
-from everstep.pipeline.engine.stage import StageModule
+from everstep.pipeline.engine.stage import StageModule, why_not_split
 
 Timer = Callable[[Callable[[], Any]], tuple[Any, float]]  # (result, seconds)
 
@@ -80,6 +80,7 @@ class _Run:
 
     def __init__(self, module: StageModule, values: Mapping[str, Any], cost: Cost, timer: Timer, split: bool) -> None:
         self._cost, self._timer, self._split = cost, timer, split
+        self._whole = why_not_split(module) is not None
         self._weights = [each for each in module.module.parameters() if each.requires_grad]
         end = torch.zeros((), requires_grad=True)
         given = {name: copy_of(values[name], end) for name in module.inputs}
@@ -95,6 +96,9 @@ class _Run:
         seconds = 0.0
         if not self._split:
             return
+        if self._whole:
+            self._cost.input_grad.append(seconds)  # all is done at the end
+            return
         if self._results and self._asked:
             given = self._gradients()
             (_, self._deferred), seconds = self._timer(partial(input_grad, self._results, given, self._asked))
@@ -107,7 +111,7 @@ class _Run:
     def end(self) -> None:
         """The rest, or all of it; added to the gradients of the micro-batch before."""
         seconds = 0.0
-        if self._split:
+        if self._split and not self._whole:
             if self._weights:
                 _, seconds = self._timer(self._deferred.weight_grad)
             self._cost.weight_grad.append(seconds)
@@ -115,7 +119,7 @@ class _Run:
         if self._results and (self._asked or self._weights):
             given, ends = self._gradients(), self._asked + self._weights
             _, seconds = self._timer(partial(torch.autograd.backward, self._results, given, inputs=ends))
-        self._cost.backward.append(seconds)
+        (self._cost.weight_grad if self._split else self._cost.backward).append(seconds)
 
     def _gradients(self) -> list[Any]:
         return [torch.ones_like(result) for result in self._results]

@@ -206,6 +206,8 @@ def why_not_split(module: StageModule) -> str | None:
     A split backward asks parts of the graph twice, each for other gradients: hooks would see both, compiled code and
     recomputation would run twice.
     """
+    if listens := getattr(module, "listens", ""):
+        return f"{listens} has a hook on a tensor"
     for name, part in module.module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             return f"{name or 'the stage'} has backward hooks"

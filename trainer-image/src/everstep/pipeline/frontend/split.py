@@ -107,6 +107,7 @@ class _Cut:
             self.model.both,
             self._repeats(items),
             self._changed().intersection(arguments),
+            next((unit.name for unit in self.own for part in parts(unit.item) if _listens(part)), ""),
         )
 
     def _changed(self) -> set[str]:
@@ -307,6 +308,10 @@ def _argument(name: str, path: tuple[Any, ...], frame: Frame) -> Any:
 
 def _draw(module: Drawing, func: Any, *args: Any, **kwargs: Any) -> Any:
     return module(func, args, kwargs)
+
+
+def _listens(part: Item) -> bool:
+    return isinstance(part, Op) and part.func in HOOKS
 
 
 def _hook(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from torch.nn import Parameter
@@ -217,13 +217,30 @@ def _together(alive: list[Unit], of: dict[Item, Unit], record: Record) -> None:
             leader[index] = index = leader[leader[index]]
         return index
 
-    for one, other in _neighbours(of, place, record):
-        first, second = sorted((find(place[one]), find(place[other])))
+    def join(one: int, other: int) -> None:
+        first, second = sorted((find(one), find(other)))
         leader[second] = first
+
+    for one, other in _neighbours(of, place, record):
+        join(place[one], place[other])
+    while ends := _ends(alive, find):
+        for end, partner in ends:
+            join(end, partner)
     sizes = Counter(find(index) for index in range(len(alive)))
     for index, unit in enumerate(alive):
         if sizes[find(index)] > 1 or len(unit.values) > 1:
             unit.group = alive[find(index)].name
+
+
+def _ends(alive: list[Unit], find: Callable[[int], int]) -> list[tuple[int, int]]:
+    """Groups from which nothing leads to the output, as what only writes statistics, and with whom they are, so that no
+    stage comes after the output: the last whose values they use, or the output itself."""
+    makers = {index: at for at, unit in enumerate(alive) for index in unit.values.values()}
+    given = [(find(at), makers[index]) for at, unit in enumerate(alive) for index in unit.reads if index in makers]
+    leads = {find(maker) for group, maker in given if group != find(maker)} | {find(len(alive) - 1)}
+    last = {find(at): len(alive) - 1 for at in range(len(alive)) if find(at) not in leads}
+    found = {group: [maker for reader, maker in given if reader == group and find(maker) != group] for group in last}
+    return [(group, max(found[group], default=last[group])) for group in last]
 
 
 def _neighbours(of: dict[Item, Unit], place: dict[Unit, int], record: Record) -> Iterator[tuple[Unit, Unit]]:
