@@ -14,7 +14,7 @@ import yaml
 from e2e.harness import Cluster, Object, python
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "pipeline-lm" / "trainingjob.yaml"
-STEPS = 80
+STEPS = 2000  # nobody waits for them all: however fast a machine is, the job is suspended before its end
 
 # The data, the model and the loss of the example, on as many replicas as there are ranks.
 REFERENCE = f"""
@@ -32,7 +32,7 @@ model = DistributedDataParallel(CharTransformer(64, width=128, depth=4))
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.003)
 schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.003, total_steps={STEPS})
 mine = slice(rank * 16 // world, (rank + 1) * 16 // world)
-for step in range(1, {STEPS} + 1):
+for step in range(1, int(sys.argv[1]) + 1):
     text, following = batch(learn, 16, 64, (0, step))
     total, count = loss(model(text[mine]), following[mine])
     optimizer.zero_grad()
@@ -82,6 +82,11 @@ def losses(output: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(rf"step (\d+)/{STEPS} loss (\d+\.\d+)", output)}
 
 
+def begins(output: str) -> set[int]:
+    """From where ranks have gone on: one step, if they agree."""
+    return {int(step) for step in re.findall(r"begins at step (\d+)", output)}
+
+
 def step_of(job: Object) -> int:
     return int(job.get("status", {}).get("progress", {}).get("step", 0))
 
@@ -96,9 +101,7 @@ def test_four_stages_on_two_replicas_lose_as_ddp_does_and_go_on_as_two_on_four(
     spec["hyperparameters"] |= {"steps": str(STEPS), "save-every": "10", "checkpoints": "/checkpoints"}
     spec["podTemplate"] = {"spec": volume}
     cluster.apply(job, namespace=namespace)
-    cluster.wait_job(
-        namespace, name, lambda found: step_of(found) > STEPS // 4, 240, "a quarter of the steps in four stages"
-    )
+    cluster.wait_job(namespace, name, lambda found: step_of(found) >= 20, 240, "steps in four stages")
     before = losses(cluster.all_logs(namespace, name))
     spec["suspend"] = True
     cluster.apply(job, namespace=namespace)
@@ -106,21 +109,25 @@ def test_four_stages_on_two_replicas_lose_as_ddp_does_and_go_on_as_two_on_four(
 
     spec["suspend"], spec["distribution"] = False, {"pipeline": {"stages": 2}}
     cluster.apply(job, namespace=namespace)
-    cluster.wait_phase(namespace, name, "Succeeded", timeout=240)
-    output = cluster.all_logs(namespace, name)
-    begun = {int(step) for step in re.findall(r"begins at step (\d+)", output)}
-    assert len(begun) == 1, "all ranks went on from the same step"
-    assert begun.pop() >= 10, "from a checkpoint that four stages saved"
+    cluster.wait_phase(namespace, name, "Running", timeout=240)
+    cluster.wait_job(namespace, name, lambda _: begins(cluster.all_logs(namespace, name)), 120, "a start")
+    (start,) = begins(cluster.all_logs(namespace, name))
+    assert start >= 10, "from a checkpoint that four stages saved"
+    last = start + 30
+    cluster.wait_job(
+        namespace, name, lambda _: last in losses(cluster.all_logs(namespace, name)), 240, "steps in two stages"
+    )
+    after = losses(cluster.all_logs(namespace, name))
 
     reference = {key: spec[key] for key in ("image", "numNodes", "numProcPerNode", "resources")}
-    reference |= {"command": python(REFERENCE), "distribution": {"torch": {}}}
+    reference |= {"command": [*python(REFERENCE), str(last)], "distribution": {"torch": {}}}
     ddp = {"apiVersion": job["apiVersion"], "kind": job["kind"], "metadata": {"name": "ddp"}, "spec": reference}
     cluster.apply(ddp, namespace=namespace)
     cluster.wait_phase(namespace, "ddp", "Succeeded", timeout=180)
     expected = losses(cluster.all_logs(namespace, "ddp"))
-    assert set(expected) == set(range(10, STEPS + 1, 10))
-    found = {**before, **losses(output)}
-    # What a pod wrote between the reading of its logs and the suspension is gone with it.
+    assert set(expected) == set(range(10, last + 1, 10))
     assert len(before) >= 2
-    assert len(found) >= len(expected) - 1
+    # What a pod wrote between the reading of its logs and the suspension is gone with it.
+    found = {step: loss for step, loss in {**before, **after}.items() if step <= last}
+    assert len(found.keys() - before.keys()) >= 2
     assert found == pytest.approx({step: expected[step] for step in found}, rel=1e-3)
