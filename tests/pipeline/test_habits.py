@@ -101,6 +101,17 @@ def test_what_only_writes_statistics_is_where_they_are_from_and_never_after_the_
     assert len(set(group.values())) == 3
 
 
+def _counted(rank: int, habit: Callable[[Any, Any], Any], recompute: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x = Net(habit, inside=habit is not counts), torch.ones(8, 4, dtype=torch.float64)
+    how: dict[str, Any] = {"stage_of": {"one": 0, "two": 1}, "heartbeat": None, "microbatches": 4}
+    run = pipeline(model, x, squares_to, recompute=recompute, costs="counted", **how)
+    run.step(x, x)
+    return {name: each.grad for name, each in run.named_parameters() if each.grad is not None} | dict(
+        run.named_buffers()
+    )
+
+
 def replaces(net: Any, x: Any) -> Any:
     net.mean = 0.5 * net.mean + x.mean(0).detach()
     return x - net.mean
@@ -343,3 +354,9 @@ def _recomputed(rank: int, schedule: str, other: str) -> list[dict[str, Any]]:
 def test_activation_checkpoints_of_the_model_drop_the_same_once_more_and_count_once(schedule: str, other: str) -> None:
     for kept, recomputed in ranks.run(2, _recomputed, schedule, other):
         assert ranks.same(kept, recomputed)
+
+
+@pytest.mark.parametrize("habit", [counts, calls_and_replaces])
+def test_a_forward_that_is_done_again_begins_with_what_it_had_and_changes_nothing_more(habit: Any) -> None:
+    for once, again in zip(ranks.run(2, _counted, habit, False), ranks.run(2, _counted, habit, True), strict=True):
+        assert ranks.same(once, again)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -91,12 +91,13 @@ class Stage:
 
     def forward(self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any], *, train: bool) -> Ran:
         """`values` of the edges, `inputs` of the model itself; keeps what the backward needs if `train`."""
+        before = self._written() if train and self._recompute else {}
         with torch.set_grad_enabled(train and not self._recompute):
             saved, ran = self._run(microbatch, values, inputs, again=False)
         if train:
             if self._recompute:
                 self._keep_gradients(ran, values)
-                saved = _Saved(again=lambda: self._once_more(microbatch, values, inputs))
+                saved = _Saved(again=lambda: self._once_more(microbatch, values, inputs, before))
             self._saved[microbatch] = saved
         return ran
 
@@ -136,10 +137,35 @@ class Stage:
         saved = self._saved.pop(microbatch)
         return saved.again() if saved.again is not None else saved
 
-    def _once_more(self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any]) -> _Saved:
-        with torch.enable_grad():
-            saved, _ = self._run(microbatch, values, inputs, again=True)
+    def _once_more(
+        self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any], before: Mapping[str, Any]
+    ) -> _Saved:
+        now = {name: held[last] for name, held, last in self._places(before)}
+        try:
+            for name, held, last in self._places(before):
+                held[last] = before[name]
+            with torch.enable_grad():
+                saved, _ = self._run(microbatch, values, inputs, again=True)
+        finally:
+            for name, held, last in self._places(now):
+                held[last] = now[name]
         return saved
+
+    def _written(self) -> dict[str, Any]:
+        """Copies of what this forward will change and does not learn, so that it can be done again from there, and
+        changes nothing more."""
+        found = {}
+        for name, held, last in self._places(getattr(self.module, "writes", ())):
+            if not held[last].requires_grad:
+                copy = held[last].detach().clone()
+                found[name] = nn.Parameter(copy, False) if isinstance(held[last], nn.Parameter) else copy
+        return found
+
+    def _places(self, names: Iterable[str]) -> Iterator[tuple[str, dict[str, Any], str]]:
+        for name in names:
+            path, _, last = name.rpartition(".")
+            module = self.module.module.get_submodule(path)
+            yield name, module._buffers if last in module._buffers else module._parameters, last
 
     def _run(
         self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any], *, again: bool

@@ -126,4 +126,6 @@ class Record:
     arguments: dict[str, dict[tuple[Any, ...], Tensor]] = field(default_factory=dict)
     odd: str = ""  # what the model returns that cannot be followed
     given: dict[int, str] = field(default_factory=dict)  # memory of the arguments, and which it is
+    held: dict[int, str] = field(default_factory=dict)  # the same of weights
+    replaced: set[str] = field(default_factory=set)  # buffers in whose place another tensor is put
     lasting: set[int] = field(default_factory=set)  # memory that was there before

@@ -137,6 +137,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             self._assume()
             if replaced := [name for name, held in module._buffers.items() if self._is_other(held, buffers.get(name))]:
                 call.whole = call.whole or f"its code puts another tensor in the place of its buffer {replaced[0]}"
+                self.record.replaced.update(f"{path}.{name}" for name in replaced if buffers.get(name) is not None)
         except Exception as error:
             if len(self._stack) == 1:
                 raise Untraceable(self._why(error)) from error
@@ -322,6 +323,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             self._stand_ins[ref] = made
             self._refs[id(made)] = ref
             self.record.lasting.add(_memory(made))
+            if isinstance(ref, Weight):
+                self.record.held[_memory(made)] = ref.name
         return self._stand_ins[ref]
 
     def _arguments(self, name: str, value: Any, path: tuple[Any, ...]) -> Any:

@@ -107,8 +107,14 @@ class _Cut:
             self.model.both,
             self._repeats(items),
             self._changed().intersection(arguments),
+            self._writes(),
             next((unit.name for unit in self.own for part in parts(unit.item) if _listens(part)), ""),
         )
+
+    def _writes(self) -> set[str]:
+        """The weights, as buffers, that its forward changes."""
+        memory = {each for unit in self.own for part in parts(unit.item) for each in part.mutates}
+        return {name for each, name in self.record.held.items() if each in memory} | self.record.replaced & self.holds()
 
     def _changed(self) -> set[str]:
         """The arguments that it changes in place."""

@@ -51,7 +51,7 @@ class StageModule:
 
     `module` holds the original modules and parameters under their original names, and is where training flags are set.
     `repeats`: of modules that other stages call too, which of all their calls are this stage's.
-    `listens`: a node with a hook on a tensor.
+    `writes`: buffers, and parameters that do not learn, that it changes. `listens`: a node with a hook on a tensor.
     A call gives all outputs from all inputs, and changes none in place: the arguments in `changed` are copied before.
     PipelineError if one is missing or of sizes that this model cannot have.
     """
@@ -70,6 +70,7 @@ class StageModule:
         both: bool,
         repeats: Mapping[str, tuple[int, ...]],
         changed: Collection[str] = (),
+        writes: Collection[str] = (),
         listens: str = "",
     ) -> None:
         self.index, self.module, self.repeats = index, module, dict(repeats)
@@ -81,7 +82,7 @@ class StageModule:
         self._places, self._sizes, self._conditions = list(places), list(sizes), list(conditions)
         self._known_sizes: dict[tuple[int, ...], dict[Any, Any]] = {}
         self._only = None if both else module.training
-        self._changed, self.listens = frozenset(changed), listens
+        self._changed, self.writes, self.listens = frozenset(changed), tuple(sorted(writes)), listens
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
         self.check_mode()
