@@ -242,7 +242,7 @@ async def test_pods_need_no_name_resolution(
 ) -> None:
     """Own network, PIDs and host name each, as in a cluster whose DNS never answers."""
     resolver = tmp_path / "resolv.conf"
-    resolver.write_text("nameserver 192.0.2.9\n")
+    resolver.write_text("nameserver 192.0.2.9\noptions timeout:30 attempts:5\n")
     # Equal PIDs and host names in every run: what MPI keeps in /tmp and /dev/shm must be each pod's own, as it is.
     setup = "mount -t sysfs sysfs /sys && mount -t tmpfs tmpfs /dev/shm && export TMPDIR=$(mktemp -d) && "
     setup += f'mount --bind {resolver} /etc/resolv.conf && hostname algo-$0 && exec "$@"'
@@ -257,6 +257,6 @@ async def test_pods_need_no_name_resolution(
         assert launcher["exit_code"] == 0, launcher
         await members[0].until(lambda: len(exits(members)) == 4, "four exits")
         assert {rank: e["exit_code"] for rank, e in exits(members).items()} == dict.fromkeys(range(4), 0)
-        assert time.monotonic() - begun < 10  # a look-up that nobody answers takes longer
+        assert time.monotonic() - begun < 100  # one look-up that nobody answers takes 150 s
         await stop(members)
         assert sum(node.logged().count("sum 6") for node in members) == 4

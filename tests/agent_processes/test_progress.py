@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -85,10 +84,8 @@ def test_the_library_does_nothing_outside_of_a_job_and_never_blocks(
     monkeypatch.setenv("EVERSTEP_PROGRESS", str(fifo))
     everstep.progress(1)  # nobody reads
     reader = os.open(fifo, os.O_RDONLY | os.O_NONBLOCK)
-    before = time.monotonic()
-    for step in range(20_000):  # far more than a pipe holds
+    for step in range(20_000):  # far more than a pipe holds: one call that blocks would never return
         everstep.progress(step)
-    assert time.monotonic() - before < 5
     os.close(reader)
     everstep.progress(1)  # the reader is gone: EPIPE, no SIGPIPE in Python
     monkeypatch.delenv("EVERSTEP_PROGRESS")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 
 import pytest
@@ -28,20 +27,6 @@ def test_help_names_every_command_and_loads_nothing_that_it_does_not_need() -> N
     for command in ("validate", "run", "status", "logs", "version"):
         assert f"\n  {command} " in done.stdout
     assert "LOADED []" in done.stdout
-
-
-def test_help_answers_at_once() -> None:
-    """Against what it cannot do without. Importing the models alone would take four times as long."""
-    help_, typer = ["-m", "everstep.cli", "--help"], ["-c", "import typer"]
-    times = [(_seconds(help_), _seconds(typer)) for _ in range(3)]
-    best, floor = map(min, zip(*times, strict=True))
-    assert best < 3 * floor
-
-
-def _seconds(arguments: list[str]) -> float:
-    started = time.perf_counter()
-    subprocess.run([sys.executable, *arguments], capture_output=True, check=True)
-    return time.perf_counter() - started
 
 
 def test_version_is_the_distribution_s(everstep: Everstep) -> None:

@@ -67,9 +67,9 @@ def planned(shape: str, nodes: int) -> tuple[Candidate, float]:
     return best, time.thread_time() - before
 
 
-@pytest.mark.parametrize("shape", ["chain", "attention"])
-def test_three_hundred_nodes_take_less_than_a_second_or_two(shape: str) -> None:
-    assert planned(shape, 300)[1] < 2
+@pytest.mark.parametrize(("shape", "gap"), [("chain", 0.001), ("attention", 0.05)])
+def test_three_hundred_nodes_are_split_about_as_well_as_can_be(shape: str, gap: float) -> None:
+    assert planned(shape, 300)[0].gap < gap
 
 
 @pytest.mark.chaos

@@ -74,4 +74,4 @@ def _wait_in_vain(rank: int, what: str) -> tuple[str, float]:
 def test_an_abort_from_another_thread_ends_every_kind_of_wait(what: str) -> None:
     (reason, took), _ = run(2, _wait_in_vain, what)
     assert reason == "rank 1 is late"
-    assert took < 5
+    assert took < 50  # the transport's own limit is 60 s
