@@ -167,12 +167,28 @@ def test_the_last_file_takes_the_folders_of_its_step_and_attempt_along(tmp_path:
 def test_sweep_removes_old_temporary_files_only(tmp_path: Path) -> None:
     store = PosixStore(tmp_path)
     store.replace("manifests/x", b"")
-    for name, age in (("old", 100.0), ("young", 300.0)):
-        path = tmp_path / "manifests" / f".new-{name}"
+    old, young = f".new-{'0' * 16}", f".new-{'1' * 16}"
+    for path, age in (
+        (tmp_path / old, 100.0),
+        (tmp_path / "manifests" / old, 100.0),
+        (tmp_path / "manifests" / young, 300.0),
+    ):
         path.touch()
         os.utime(path, (age, age))
-    assert store.sweep("", 200.0) == 1
-    assert {path.name for path in (tmp_path / "manifests").iterdir()} == {"x", ".new-young"}
+    assert store.sweep("", 200.0) == 2
+    assert {path.name for path in (tmp_path / "manifests").iterdir()} == {"x", young}
+    assert not (tmp_path / old).exists()
+
+
+def test_sweep_leaves_what_other_programs_have_in_the_same_folder(tmp_path: Path) -> None:
+    PosixStore(tmp_path).replace("manifests/x", b"")
+    foreign = [tmp_path / "home" / f".new-{'0' * 16}", tmp_path / ".new-draft", tmp_path / "manifests" / ".new-draft"]
+    for path in foreign:
+        path.parent.mkdir(exist_ok=True)
+        path.touch()
+        os.utime(path, (100.0, 100.0))
+    assert PosixStore(tmp_path).sweep("", 200.0) == 0
+    assert all(path.exists() for path in foreign)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -213,6 +229,33 @@ def test_a_failed_fsync_is_not_repeated(tmp_path: Path, call: str) -> None:
     with pytest.raises(StoreError, match="Input/output"):
         PosixStore(tmp_path, files=files).put(PART, [b"data"], 4)
     assert files.count == 1
+
+
+class FoldersOfProc(Files):
+    """Folders are synced as those of /proc are: the kernel itself says that this file system has no such call."""
+
+    def sync_folder(self, path: Path) -> None:
+        super().sync_folder(Path("/proc/self"))
+
+
+def test_a_file_system_that_syncs_no_folders_is_used_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(OSError, match="Invalid argument"):
+        FoldersOfProc().sync_folder(tmp_path)
+    store = PosixStore(tmp_path / "store", files=FoldersOfProc())
+    store.put(PART, [b"data"], 4)
+    assert store.put_if_absent("manifests/x", b"one")
+    assert not store.put_if_absent("manifests/x", b"two")
+    assert store.read(PART) == b"data"
+    assert [record.getMessage().count("syncs no folders") for record in caplog.records] == [1], "said once"
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EBADF])
+def test_a_file_that_cannot_be_synced_is_a_failure_whatever_the_error_is(tmp_path: Path, number: int) -> None:
+    with pytest.raises(StoreError):
+        PosixStore(tmp_path, files=Failing("sync", number)).put(PART, [b"data"], 4)
+    PosixStore(tmp_path, files=Failing("sync_folder", number)).put("data/a/2/00000.part", [b"data"], 4)
 
 
 def test_an_error_of_a_slow_network_mount_may_pass(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
+import uuid
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
@@ -183,6 +184,21 @@ class TestServer:
         assert store.sweep("leases/", time.time() + 60) == 0
         assert store.sweep("data/", time.time() + 60) == 1
         assert store.sweep("data/", time.time() + 60) == 0
+
+    def test_a_store_at_the_root_of_a_bucket_leaves_the_uploads_of_other_programs(
+        self, s3_url: str, spied: tuple[S3Store, FaultProxy]
+    ) -> None:
+        client = spied[0]._client
+        bucket = f"shared-{uuid.uuid4().hex}"
+        client.create_bucket(Bucket=bucket)
+        endpoint = s3_url.partition("?")[2]
+        store = S3Store(f"s3://{bucket}?{endpoint}")
+        foreign = ["backup.tar", "data/backup.tar", "data/a/b/c", "manifests/backup.tar"]
+        for name in (*foreign, PART):
+            client.create_multipart_upload(Bucket=bucket, Key=name)
+        assert store.sweep("", time.time() + 60) == 1
+        left = client.list_multipart_uploads(Bucket=bucket).get("Uploads", [])
+        assert {upload["Key"] for upload in left} == set(foreign)
 
     def test_more_objects_than_one_answer_holds(self, s3_url: str) -> None:
         store = S3Store(s3_url)

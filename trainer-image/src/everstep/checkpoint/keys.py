@@ -9,6 +9,8 @@ MANIFESTS = "manifests/"
 DATA = "data/"
 ATTEMPTS = "attempts/"
 LEASES = "leases/"
+VERIFIED = "verified/"
+FOLDERS = (MANIFESTS, DATA, ATTEMPTS, LEASES, VERIFIED)  # all that a store has; what else lies there is somebody else's
 HINT = "latest"
 RUN = "run"
 

@@ -71,7 +71,8 @@ class Store(Protocol):
     def sweep(self, prefix: str, before: float) -> int:
         """Remove what calls that died left behind and nobody can read: unfinished uploads, temporary files.
 
-        Only those under `prefix` that were begun before the time `before`; returns how many.
+        Only those under `prefix` that were begun before the time `before`, and only a store's own, by their names: the
+        bucket or the folder may be others' too. Returns how many.
         """
         ...
 

@@ -7,22 +7,31 @@ training for this reason too; a network mount's own options (`soft`, `timeo`) tu
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import re
 import secrets
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
+from everstep.checkpoint.keys import FOLDERS
 from everstep.checkpoint.store.base import Entry, check_name
 from everstep.checkpoint.store.files import Files
 from everstep.checkpoint.store.writeback import WriteBehind
+
+_log = logging.getLogger("everstep.checkpoint.store")
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MAY_PASS = {errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EBUSY, errno.ENFILE, errno.EMFILE}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
+# How file systems say that they sync no folders, some network and FUSE ones: there, an entry is as durable as it gets.
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF, errno.ENOSYS}
+
 _TEMPORARY = ".new-"  # no name of an object begins with a dot
+_OUR_TEMPORARY = re.compile(re.escape(_TEMPORARY) + "[0-9a-f]{16}", re.ASCII)  # in a folder that others use too
 
 
 class PosixStore:
@@ -32,6 +41,7 @@ class PosixStore:
         self._root = Path(folder).absolute()
         self._files = files or Files()
         self._anchored = False
+        self._syncs_folders = True  # until the file system says that it does not
 
     @property
     def url(self) -> str:
@@ -103,14 +113,23 @@ class PosixStore:
 
     def sweep(self, prefix: str, before: float) -> int:
         count = 0
-        folder = self._root / prefix.rpartition("/")[0]
         with _errors(f"sweep {prefix}", self.url):
-            for path, status in _walk(folder):
-                if path.name.startswith(_TEMPORARY) and status.st_mtime < before:
+            for path, status in self._files_of_stores(prefix.rpartition("/")[0]):
+                if _OUR_TEMPORARY.fullmatch(path.name) and status.st_mtime < before:
                     with suppress(FileNotFoundError):
                         self._files.remove(path)
                         count += 1
         return count
+
+    def _files_of_stores(self, folder: str) -> Iterator[tuple[Path, os.stat_result]]:
+        """All files below a folder; of the root only what lies in it and in the folders of a store: the rest of it may
+        be anybody's."""
+        if folder:
+            yield from _walk(self._root / folder)
+            return
+        yield from _walk(self._root, enter=False)
+        for own in FOLDERS:
+            yield from _walk(self._root / own)
 
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)
@@ -189,7 +208,7 @@ class PosixStore:
 
     def _sync_folders(self, folder: Path) -> None:
         """Every entry that leads to `folder`'s files becomes durable, also one whose maker died before he synced it."""
-        self._files.sync_folder(folder)
+        self._sync_folder(folder)
         if folder != self._root:
             self._sync_folders(folder.parent)
         elif not self._anchored:
@@ -202,8 +221,25 @@ class PosixStore:
                 break
             # A folder that this user may not read was not made by this user's run.
             with suppress(PermissionError):
-                self._files.sync_folder(folder)
+                self._sync_folder(folder)
         self._anchored = True
+
+    def _sync_folder(self, folder: Path) -> None:
+        if not self._syncs_folders:
+            return
+        try:
+            self._files.sync_folder(folder)
+        except OSError as error:
+            if error.errno not in _NO_FOLDER_SYNC:
+                raise
+            self._syncs_folders = False
+            _log.warning(
+                "%s: its file system syncs no folders (fsync of %s: %s). Checkpoints are saved; whether the newest one "
+                "survives a loss of power is up to the file system",
+                self.url,
+                folder,
+                error.strerror,
+            )
 
 
 @contextmanager
@@ -220,8 +256,8 @@ def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
         raise StoreError(why, url, may_pass=error.errno in _MAY_PASS) from error
 
 
-def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """All files below; those that vanish meanwhile are left out."""
+def _walk(folder: Path, *, enter: bool = True) -> Iterator[tuple[Path, os.stat_result]]:
+    """All files in a folder, and with `enter` below it; those that vanish meanwhile are left out."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     except (FileNotFoundError, NotADirectoryError):
@@ -229,7 +265,8 @@ def _walk(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
     for entry in entries:
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
-            yield from _walk(path)
+            if enter:
+                yield from _walk(path)
         else:
             with suppress(FileNotFoundError):
                 yield path, entry.stat(follow_symlinks=False)

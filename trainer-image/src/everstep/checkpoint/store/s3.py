@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any
 
 from everstep.checkpoint.errors import Damaged, Missing, StoreError
+from everstep.checkpoint.keys import DATA, Key
 from everstep.checkpoint.store.base import Entry, check_name
 from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.store.s3_client import OutOfRange, Place, Taken, Unknown, answers
@@ -133,7 +134,15 @@ class S3Store:
             self._repeat(partial(self._delete, batch))
 
     def sweep(self, prefix: str, before: float) -> int:
-        stale = [upload for upload in self._uploads(prefix) if upload["Initiated"].timestamp() < before]
+        # Only parts are large enough for uploads; at the root of a bucket, others are those of other programs.
+        if not (prefix.startswith(DATA) or DATA.startswith(prefix)):
+            return 0
+        start = len(self._place.prefix)
+        stale = [
+            upload
+            for upload in self._uploads(max(prefix, DATA, key=len))
+            if upload["Initiated"].timestamp() < before and _is_data(upload["Key"][start:])
+        ]
         for upload in stale:
             target = {"Bucket": self._place.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
             self._repeat(partial(self._give_up, target))
@@ -264,6 +273,14 @@ class S3Store:
 
     def _where(self, name: str) -> str:
         return f"s3://{self._place.bucket}/{self._place.prefix}{name}"
+
+
+def _is_data(name: str) -> bool:
+    try:
+        Key.of_data(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _fill(into: memoryview, body: Any) -> int:
