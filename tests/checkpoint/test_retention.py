@@ -112,7 +112,7 @@ def test_leftovers_of_dead_saves_go_when_they_are_old_and_a_greater_one_is_good(
 def test_temporary_files_of_dead_writers_go(tmp_path: Path) -> None:
     store = PosixStore(tmp_path)
     training.save(store, key(20))
-    (tmp_path / "manifests" / ".new-0123").touch()
+    (tmp_path / "manifests" / ".new-0123456789abcdef").touch()
     assert prune(store, {key(20)}, keep_last=1, sweep_after=10, clock=lambda: time.time() + 100).swept == 1
     assert is_good(training, load(store))
 
