@@ -5,6 +5,7 @@ The state of a checkpoint follows from its key, so a reader can tell whether eac
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -163,3 +164,10 @@ def node_manifest(rank: int, shards: list[tuple[tuple[int, ...], tuple[int, ...]
             volume *= size
         boxes.append(Shard(offsets, sizes, (Chunk(0, HEADER, volume, "0" * 16),) if volume else ()))
     return replace(manifest, tensors={"w": Tensor("uint8", shape, tuple(boxes))})
+
+
+def newer(manifest: bytes) -> bytes:
+    """What a later version of everstep may write instead."""
+    fields = json.loads(manifest.split(b"\n")[0]) | {"format": 77}
+    first = json.dumps(fields).encode() + b"\n"
+    return first + f"xxh3_64 {digest('xxh3_64', first)}\n".encode()

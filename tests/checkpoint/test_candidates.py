@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from everstep.checkpoint.candidates import candidates, read_manifest, verify
-from everstep.checkpoint.errors import Damaged, Missing
+from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
+from everstep.checkpoint.format import encode
 from everstep.checkpoint.keys import HINT, Key
 from everstep.checkpoint.store.base import Entry, Store
 from everstep.checkpoint.store.posix import PosixStore
-from tests.checkpoint.builders import Training, key, load
+from tests.checkpoint.builders import Training, key, load, newer
 
 training = Training()
 
@@ -62,6 +64,26 @@ def test_what_is_good_verifies_and_every_byte_is_counted(store: Store) -> None:
     counts: list[int] = []
     assert verify(store, key(), on_bytes=counts.append) == manifest
     assert sum(counts) == 2 * 4096 + len(training.state(key())["shared"]) + 1000
+
+
+def test_a_manifest_that_does_not_cover_its_world_is_never_chosen(store: Store) -> None:
+    """As a library without this check could commit it: all that its tensors need is there, half of the world is not."""
+    training.save(store, key(10))
+    data, manifest = training.part(key(20), 0)
+    store.put(key(20).part_name(0), [data], len(data))
+    store.replace(key(20).manifest_name, encode(replace(manifest, tensors={"own": manifest.tensors["own"]})))
+    with pytest.raises(Damaged, match=r"is not whole: .* is of 2 ranks, and has no part of rank 1"):
+        verify(store, key(20))
+    assert load(store).key == key(10)
+
+
+def test_what_a_later_version_wrote_is_no_damage(store: Store) -> None:
+    training.save(store, key(10))
+    training.save(store, key(20))
+    store.replace(key(20).manifest_name, newer(store.read(key(20).manifest_name)))
+    assert candidates(store) == [key(20), key(10)]
+    with pytest.raises(UnknownFormat, match="has format 77"):
+        verify(store, key(20))
 
 
 def test_a_manifest_under_another_s_name_is_damaged(store: Store) -> None:

@@ -9,10 +9,10 @@ import pytest
 
 from everstep.checkpoint import attempts, commit
 from everstep.checkpoint.candidates import candidates, verify
-from everstep.checkpoint.errors import Conflict, Incomplete, StoreError
+from everstep.checkpoint.errors import Conflict, Incomplete, MissingRanks, StoreError, UnknownFormat
 from everstep.checkpoint.keys import HINT, Attempt
 from everstep.checkpoint.store.base import Store
-from tests.checkpoint.builders import Training, is_good, key, load
+from tests.checkpoint.builders import Training, is_good, key, load, newer
 
 training = Training()
 
@@ -89,6 +89,24 @@ def test_nodes_that_make_no_whole_are_not_committed(store: Store) -> None:
     commit.announce(store, 1, replace(manifest, tensors={}))
     with pytest.raises(Incomplete, match=r"shared\[40:80, 0:64\]"):
         training.commit(store, key())
+    assert candidates(store) == []
+
+
+def test_a_checkpoint_that_does_not_cover_its_world_is_not_committed(store: Store) -> None:
+    """One node alone believes that it is all: its tensors are whole, what the other rank has is missing."""
+    data, manifest = training.part(key(), 0)
+    store.put(key().part_name(0), [data], len(data))
+    commit.announce(store, 0, replace(manifest, tensors={"own": manifest.tensors["own"]}))
+    with pytest.raises(MissingRanks, match="is of 2 ranks, and has no part of rank 1"):
+        commit.commit(store, key(), 1, fenced=lambda: None, timeout=0)
+    assert candidates(store) == []
+
+
+def test_a_node_of_another_version_is_not_waited_for(store: Store) -> None:
+    training.write(store, key(), 0)
+    store.replace(key().node_name(1), newer(store.read(key().node_name(0))))
+    with pytest.raises(UnknownFormat, match=r"00001\.json has format 77"):
+        commit.commit(store, key(), 2, fenced=lambda: None, timeout=60)
     assert candidates(store) == []
 
 

@@ -12,9 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.checkpoint.checksum import ALGORITHMS, digest, width
-from everstep.checkpoint.errors import Conflict, Damaged, Incomplete
+from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, MissingRanks, UnknownFormat
 from everstep.checkpoint.format import (
     CHUNK,
+    FORMAT,
     HEADER,
     Attempt,
     Chunk,
@@ -107,9 +108,14 @@ def test_no_cut_of_a_manifest_goes_unseen() -> None:
 
 
 def test_another_format_is_named_in_the_message() -> None:
-    fields = json.loads(encode(small()).partition(b"\n")[0]) | {"format": 2}
-    with pytest.raises(Damaged, match="has format 2"):
+    fields = json.loads(encode(small()).partition(b"\n")[0]) | {"format": 77}
+    with pytest.raises(UnknownFormat, match=r"m has format 77.*use the version of everstep that wrote it"):
         decode(signed(fields), "m")
+    # A later one may have other checksums too.
+    with pytest.raises(UnknownFormat, match="has format 77"):
+        decode(json.dumps(fields).encode() + b"\nblake9 0123\n", "m")
+    with pytest.raises(Damaged):
+        decode(json.dumps({**fields, "format": FORMAT}).encode() + b"\nblake9 0123\n", "m")
 
 
 def signed(fields: dict[str, Any]) -> bytes:
@@ -184,6 +190,16 @@ def test_merged_parts_are_told_apart() -> None:
     assert decode(encode(merged), "m") == merged
 
 
+def test_a_world_of_which_a_rank_is_missing_is_no_checkpoint() -> None:
+    one = node(0, [((0, 0), (4, 3))], (4, 3))
+    with pytest.raises(MissingRanks, match="is of 2 ranks, and has no part of rank 1"):
+        merge([one])
+    with pytest.raises(MissingRanks, match="no part of rank 0"):
+        merge([node(1, [((0, 0), (4, 3))], (4, 3))])
+    with pytest.raises(Conflict, match=r"00001\.part: is the part of no rank of a checkpoint of 1 ranks"):
+        merge([replace(each, world=1) for each in (one, node(1, [], (4, 3)))])
+
+
 def test_a_missing_element_is_named() -> None:
     with pytest.raises(Incomplete, match=r"w\[2:3, 0:3\] was written by nobody"):
         merge([node(0, [((0, 0), (2, 3))], (4, 3)), node(1, [((3, 0), (1, 3))], (4, 3))])
@@ -244,7 +260,7 @@ def test_merge_finds_every_element_that_is_not_written_exactly_once(data: st.Dat
             counts[place] += 1
     shards = [(tuple(start for start, _ in each), tuple(size for _, size in each)) for each in boxes]
     try:
-        merge([node(0, shards, shape)])
+        merge([node(0, shards, shape), node(1, [], shape)])
         assert set(counts.values()) <= {1}
     except Incomplete as error:
         missing = product(*(range(*edge) for edge in error.region))

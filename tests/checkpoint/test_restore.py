@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from everstep.checkpoint.errors import CheckpointError, RankLost, StoreError  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError, Denied, RankLost, StoreError  # noqa: E402
 from everstep.checkpoint.format import CHUNK, HEADER  # noqa: E402
 from everstep.checkpoint.keys import Key  # noqa: E402
 from everstep.checkpoint.leases import leases  # noqa: E402
@@ -28,6 +28,7 @@ from everstep.checkpoint.state.kinds import PerRank, StateMismatch  # noqa: E402
 from everstep.checkpoint.store.base import Entry  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.checkpoint.builders import newer  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -124,6 +125,79 @@ def test_a_store_that_cannot_be_listed_is_no_fresh_start(tmp_path: Path) -> None
 
     with pytest.raises(StoreError, match=r"timed out"):
         touched(Unreachable(tmp_path / "store"), tmp_path)
+
+
+class Away(PosixStore):
+    """A folder whose files cannot be read the next `failures` times, as of a store that answers 503."""
+
+    def __init__(self, folder: Path, failures: int, *, may_pass: bool = True) -> None:
+        super().__init__(folder)
+        self.failures = failures
+        self._may_pass = may_pass
+        self._lock = threading.Lock()
+
+    def _fail(self, name: str) -> None:
+        with self._lock:
+            if name.startswith(("manifests/", "data/")) and self.failures > 0:
+                self.failures -= 1
+                raise StoreError("503 Service Unavailable", name, may_pass=self._may_pass)
+
+    def read(self, name: str) -> bytes:
+        self._fail(name)
+        return super().read(name)
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+        self._fail(name)
+        super().read_into(name, offset, into)
+
+
+def test_what_passes_is_no_reason_to_go_back(tmp_path: Path) -> None:
+    save_both(tmp_path / "store")
+    restored, fill = touched(Away(tmp_path / "store", failures=2), tmp_path)
+    assert (restored.key, restored.fell_back, fill) == (NEW, {}, 20)
+
+
+def test_a_store_that_stays_away_ends_the_restore_and_nothing_older_is_loaded(tmp_path: Path) -> None:
+    save_both(tmp_path / "store")
+    made = model(-1)
+    with pytest.raises(StoreError, match="503 Service Unavailable"):
+        ranks.restore(Away(tmp_path / "store", failures=1000), tmp_path / "memory", {"model": made})
+    assert filled(made) == -1
+
+
+def test_who_may_not_read_a_part_is_told_so_and_gets_nothing_older(tmp_path: Path) -> None:
+    class Closed(PosixStore):
+        def read_into(self, name: str, offset: int, into: memoryview) -> None:
+            raise Denied("permission denied", name)
+
+    save_both(tmp_path / "store")
+    with pytest.raises(Denied):
+        ranks.restore(Closed(tmp_path / "store"), tmp_path / "memory", {"model": model(-1)})
+
+
+def test_a_file_that_can_never_be_read_is_passed_over(tmp_path: Path) -> None:
+    """A bad block of a disk, for one."""
+    save_both(tmp_path / "store")
+    restored, fill = touched(Away(tmp_path / "store", failures=1, may_pass=False), tmp_path)
+    assert (restored.key, fill) == (OLD, 10)
+
+
+def restore_what_is_newer(rank: int, store: Path, memory: Path) -> str:
+    save_both(store)
+    if rank == 0:
+        path = store / NEW.manifest_name
+        path.write_bytes(newer(path.read_bytes()))
+    dist.barrier()
+    made = model(-1)
+    with pytest.raises(CheckpointError) as caught:
+        ranks.restore(store, memory, {"model": made, "rng": PerRank(Rng())})
+    assert filled(made) == -1
+    return str(caught.value)
+
+
+def test_an_older_version_beside_a_newer_one_loads_nothing_older_and_says_so_on_all_ranks(tmp_path: Path) -> None:
+    for message in ranks.run(2, restore_what_is_newer, tmp_path / "store", tmp_path / "memory"):
+        assert "has format 77; this version of everstep reads format" in message
 
 
 def test_a_checkpoint_that_vanishes_while_it_is_read_is_passed_over_for_what_is_there_now(tmp_path: Path) -> None:

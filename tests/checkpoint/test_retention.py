@@ -16,7 +16,7 @@ from everstep.checkpoint.leases import Lease, lease, leases
 from everstep.checkpoint.retention import plan, prune
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.posix import PosixStore
-from tests.checkpoint.builders import Training, is_good, key, load
+from tests.checkpoint.builders import Training, is_good, key, load, newer
 
 training = Training(rows=2)
 
@@ -81,6 +81,15 @@ def test_pruned_checkpoints_leave_nothing(store: Store) -> None:
     assert candidates(store) == [key(30), key(20)]
     assert not list(store.list(key(10).data_prefix))
     assert is_good(training, load(store))
+
+
+def test_what_another_version_wrote_is_not_removed(store: Store) -> None:
+    for step in (10, 20, 30):
+        training.save(store, key(step))
+    store.replace(key(20).manifest_name, newer(store.read(key(20).manifest_name)))
+    assert prune(store, {key(30)}, keep_last=1).removed == (key(10),)
+    assert candidates(store) == [key(30), key(20)]
+    assert len(list(store.list(key(20).data_prefix))) == 4
 
 
 def test_a_prune_that_died_is_finished_by_the_next(store: Store) -> None:

@@ -9,7 +9,7 @@ from threading import local
 from typing import Protocol
 
 from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, Missing
+from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, Missing, MissingRanks, UnknownFormat
 from everstep.checkpoint.format import HEADER, Chunk, Manifest, decode
 from everstep.checkpoint.keys import HINT, MANIFESTS, Key
 from everstep.checkpoint.merging import check_whole
@@ -27,8 +27,12 @@ def candidates(store: Store) -> list[Key]:
             keys.add(Key.of_manifest(entry.name))
     hinted = _hinted(store)
     if hinted is not None and hinted not in keys:
-        with suppress(Missing, Damaged):
+        try:
             keys.add(read_manifest(store, hinted).key)
+        except UnknownFormat:
+            keys.add(hinted)
+        except (Missing, Damaged):
+            pass
     return sorted(keys, reverse=True)
 
 
@@ -40,13 +44,19 @@ def _hinted(store: Store) -> Key | None:
 
 
 def read_manifest(store: Store, key: Key) -> Manifest:
-    """The manifest of `key`; Missing, or Damaged when it does not hold, is not whole or is another checkpoint's."""
-    manifest = decode(store.read(key.manifest_name), key.manifest_name)
+    """The manifest of `key`; Missing, UnknownFormat, or Damaged when it does not hold, is not whole or is another
+    checkpoint's."""
+    return parse_manifest(key, store.read(key.manifest_name))
+
+
+def parse_manifest(key: Key, data: bytes) -> Manifest:
+    """The same from the bytes of the object. UnknownFormat, Damaged."""
+    manifest = decode(data, key.manifest_name)
     if manifest.key != key:
-        raise Damaged(key.manifest_name, f"is the manifest of {manifest.key}")
+        raise Damaged(key.manifest_name, f"is the manifest of another checkpoint, {manifest.key}")
     try:
         check_whole(manifest)
-    except (Incomplete, Conflict) as error:
+    except (MissingRanks, Incomplete, Conflict) as error:
         raise Damaged(key.manifest_name, f"is not whole: {error}") from error
     return manifest
 

@@ -59,8 +59,8 @@ def commit(
     """Wait at most `timeout` seconds for all nodes, then commit `key`; its manifest.
 
     `fenced` says why this attempt may not publish, or None; it is asked last. `on_wait` is called while nodes are
-    waited for and may raise. Errors: Abandoned, Fenced, StoreError; Incomplete or Conflict when the nodes do not make
-    a whole.
+    waited for and may raise. Errors: Abandoned, Fenced, StoreError; MissingRanks, Incomplete or Conflict when the nodes
+    do not make a whole; UnknownFormat when one of them runs another version of everstep.
     """
     merged = merge(_gather(store, key, nodes, timeout, on_wait))
     why = fenced()

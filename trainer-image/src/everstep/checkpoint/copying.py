@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from everstep.checkpoint.candidates import read_chunk
+from everstep.checkpoint.candidates import parse_manifest, read_chunk
 from everstep.checkpoint.errors import Conflict, Missing
-from everstep.checkpoint.format import HEADER, Chunk, Manifest, decode
+from everstep.checkpoint.format import HEADER, Chunk, Manifest
 from everstep.checkpoint.keys import HINT, Key
 from everstep.checkpoint.store.base import Store
 
@@ -27,7 +27,7 @@ def copy(
     Damaged or Missing: the source is not good, and nothing was committed. Conflict: another checkpoint of this key.
     """
     data = source.read(key.manifest_name)
-    manifest = decode(data, key.manifest_name)
+    manifest = parse_manifest(key, data)
     with suppress(Missing):
         if target.read(key.manifest_name) == data:
             return False

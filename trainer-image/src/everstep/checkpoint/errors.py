@@ -28,6 +28,32 @@ class Incomplete(CheckpointError):
         self.region = tuple(region)
 
 
+class MissingRanks(CheckpointError):
+    """A checkpoint of `world` ranks lacks what `ranks` have written: it does not cover its world."""
+
+    def __init__(self, name: str, world: int, ranks: Sequence[int]) -> None:
+        named = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
+        super().__init__(f"{name} is of {world} ranks, and has no part of rank {named}")
+        self.name = name
+        self.world = world
+        self.ranks = tuple(ranks)
+
+
+class UnknownFormat(CheckpointError):
+    """`name` was written by another version of everstep, in a format that this one cannot read.
+
+    It may be perfectly good: nobody falls back to something older because of it, and retention leaves it alone.
+    """
+
+    def __init__(self, name: str, found: object, known: int) -> None:
+        super().__init__(
+            f"{name} has format {found}; this version of everstep reads format {known}: use the version of everstep "
+            "that wrote it, or a later one"
+        )
+        self.name = name
+        self.found = found
+
+
 class Conflict(CheckpointError):
     """Two writers of one checkpoint disagree about `name`, or both wrote it."""
 
@@ -54,6 +80,10 @@ class Missing(StoreError):
         super().__init__("there is no such object", where)
 
 
+class Denied(StoreError):
+    """The store does not let this user do it. Who may read the object may find it good: that is no damage."""
+
+
 class Full(StoreError):
     """No space or quota is left; earlier checkpoints are as they were."""
 
@@ -68,3 +98,14 @@ class RankLost(CheckpointError):
         self.ranks = tuple(ranks)
         named = ", ".join(map(str, self.ranks[:16])) + (", ..." if len(self.ranks) > 16 else "")
         super().__init__(f"{f'rank {named}' if named else 'a rank'} {why}; all ranks have to be started again")
+
+
+def is_damage(error: BaseException) -> bool:
+    """Tell whether a reader's error means that the checkpoint is bad and an older one may be good.
+
+    A store that is unavailable for a while or refuses this user says nothing about a checkpoint, nor does a format that
+    this version of everstep does not know: falling back because of them would throw good steps away.
+    """
+    if isinstance(error, StoreError):
+        return not (error.may_pass or isinstance(error, Denied))
+    return isinstance(error, (Damaged, MissingRanks, Incomplete, Conflict))

@@ -11,7 +11,7 @@ from math import prod
 from typing import Any
 
 from everstep.checkpoint.checksum import ALGORITHMS, DEFAULT, digest, width
-from everstep.checkpoint.errors import Conflict, Damaged, Incomplete
+from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, UnknownFormat
 from everstep.checkpoint.keys import Attempt, Key
 
 __all__ = [
@@ -125,23 +125,45 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, name: str) -> Manifest:
-    """The manifest that encode() gave `data`; `name` is for the message. Damaged for anything else."""
+    """Return the manifest that encode() gave `data`.
+
+    Args:
+        data: The bytes of the object.
+        name: What the object is called in messages.
+
+    Raises:
+        Damaged: These are not the bytes of a manifest.
+        UnknownFormat: They are those of another version of everstep.
+    """
     first, newline, second = data.partition(b"\n")
     algorithm = second.split(b" ")[0].decode("ascii", "replace")
     if not newline or algorithm not in ALGORITHMS:
+        _check_format(first, name)  # a later one may have other checksums
         raise Damaged(name, "is no manifest: its second line is missing or names no known checksum")
     if second != f"{algorithm} {digest(algorithm, first + newline)}\n".encode():
         raise Damaged(name, "its first line does not have the checksum that its second line says")
-    # From here on it is what somebody wrote; an error is a writer's mistake or another format.
+    _check_format(first, name)
+    # From here on it is what somebody wrote; an error is a writer's mistake.
     try:
         fields = json.loads(first)
         if fields["format"] != FORMAT:
-            raise Damaged(name, f"has format {fields['format']}; this version of everstep reads format {FORMAT}")
+            raise ValueError("it says no number of a format")
         manifest = _typed(fields)
         _check(manifest)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(name, f"has a checksum that holds but no manifest of format {FORMAT}: {error!r}") from error
     return manifest
+
+
+def _check_format(first: bytes, name: str) -> None:
+    """UnknownFormat when the first line of a manifest says that it has another format."""
+    try:
+        fields = json.loads(first)
+        found = fields["format"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return
+    if type(found) is int and found != FORMAT:
+        raise UnknownFormat(name, found, FORMAT)
 
 
 def _line(fields: dict[str, Any]) -> bytes:

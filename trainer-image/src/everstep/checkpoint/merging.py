@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from everstep.checkpoint.errors import Conflict, Incomplete
+from everstep.checkpoint.errors import Conflict, Incomplete, MissingRanks
 from everstep.checkpoint.format import Chunk, Manifest, Part, Shard, Tensor
 
 Box = tuple[tuple[int, int], ...]  # (start, stop) for each dimension
@@ -17,8 +17,8 @@ Box = tuple[tuple[int, int], ...]  # (start, stop) for each dimension
 def merge(node_manifests: Sequence[Manifest]) -> Manifest:
     """The manifest of a whole checkpoint from those of all its nodes, at least one.
 
-    Incomplete: an element of a tensor is in no shard. Conflict: one is in two, or the nodes disagree about a tensor, a
-    plain value or what they saved.
+    MissingRanks: a rank's part is missing. Incomplete: an element of a tensor is in no shard. Conflict: one is in two,
+    or the nodes disagree about a tensor, a plain value or what they saved.
     """
     merged = replace(join(node_manifests), nodes=len(node_manifests))
     check_whole(merged)
@@ -26,7 +26,9 @@ def merge(node_manifests: Sequence[Manifest]) -> Manifest:
 
 
 def check_whole(manifest: Manifest) -> None:
-    """Incomplete or Conflict unless every element of every tensor is in exactly one shard."""
+    """MissingRanks, Incomplete or Conflict unless each rank of its world has a part, nobody else has one, and every
+    element of every tensor is in exactly one shard."""
+    _check_world(manifest)
     for name, tensor in manifest.tensors.items():
         _check_cover(name, tensor)
 
@@ -66,6 +68,16 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
         },
         values=dict(sorted(values.items())),
     )
+
+
+def _check_world(manifest: Manifest) -> None:
+    there = {part.name for part in manifest.parts}
+    missing = [rank for rank in range(manifest.world) if manifest.key.part_name(rank) not in there]
+    if missing:
+        raise MissingRanks(str(manifest.key), manifest.world, missing)
+    if len(manifest.parts) != manifest.world:
+        strange = min(there - {manifest.key.part_name(rank) for rank in range(manifest.world)})
+        raise Conflict(strange, f"is the part of no rank of a checkpoint of {manifest.world} ranks")
 
 
 def _check_same(first: Manifest, other: Manifest) -> None:

@@ -18,6 +18,7 @@ from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.leases import SECONDS, Lease
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.topology import Topology
 
 _log = logging.getLogger("everstep.checkpoint")
@@ -136,7 +137,7 @@ class Proposals:
     ) -> set[Key]:
         """What the store has; nothing when it cannot be asked and `newest`, the greatest in memory, must do."""
         try:
-            return set(candidates(self._store))
+            return set(Retry(tries=5, first=0.5, longest=5.0)(lambda: candidates(self._store)))
         except StoreError as error:
             bad = newest not in complete or (newest, MEMORY) in self._rejected
             if newest is None or bad or not self._must_be_newest(newest, offers):

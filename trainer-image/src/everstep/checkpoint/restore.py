@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from everstep.checkpoint.candidates import Readable, read_run
+from everstep.checkpoint.candidates import Readable, parse_manifest, read_run
 from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Incomplete, StoreError
+from everstep.checkpoint.errors import CheckpointError, Damaged, is_damage
 from everstep.checkpoint.format import Chunk, Manifest, decode, encode
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.loading import Chunks, Loading
@@ -32,11 +32,9 @@ from everstep.checkpoint.proposals import MEMORY, PEER, STORE, Proposal, Proposa
 from everstep.checkpoint.slots import Claim
 from everstep.checkpoint.state.kinds import StateMismatch
 from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.topology import Topology
 from everstep.checkpoint.vote import Vote
-
-# What is wrong with this checkpoint, as opposed to with this run: another one may be good.
-_BAD = (Damaged, StoreError, Incomplete, Conflict)
 
 _THREADS = 4  # readers of one rank
 _FARTHER = (MEMORY, PEER, STORE)
@@ -102,6 +100,8 @@ class Restorer:
         self._peers = peers
         self._proposals = Proposals(store, topology, reach=peers is not None, attempt=attempt)
         self._bytes = 0
+        # Beyond what a store repeats by itself, a folder for one: what passes within seconds ends no restore.
+        self._retry = Retry(tries=5, first=0.5, longest=5.0, sleep=self._wait)
         self._manifest: Manifest | None = None  # of this try, on a node's leader
 
     def restore(self) -> Restored:
@@ -188,14 +188,23 @@ class Restorer:
         self._vote.alive()
         self._proposals.renew()
 
+    def _wait(self, seconds: float) -> None:
+        """Before a store is asked again."""
+        self._alive()
+        time.sleep(seconds)
+
     def _fetch(self, key: Key, proposal: Proposal, name: str, cache: NodeCache) -> None:
         """The node's leader gets the manifest, for all of the node."""
         cache.create()
         if not proposal.complete or self._topology.world > 1:  # else this rank has just made it
-            data = self._vote.read(name).encode() if proposal.complete else self._store.read(key.manifest_name)
-            self._manifest = decode(data, key.manifest_name)
+            data = (
+                self._vote.read(name).encode()
+                if proposal.complete
+                else self._retry(lambda: self._store.read(key.manifest_name))
+            )
+            self._manifest = parse_manifest(key, data)
             cache.leave("manifest", data)
-        if self._manifest is None or self._manifest.key != key:
+        elif self._manifest is None or self._manifest.key != key:
             raise Damaged(key.manifest_name, "is the manifest of another checkpoint")
 
     def _plan(self, manifest: Manifest, chunks: Chunks, cache: NodeCache) -> Loading:
@@ -268,7 +277,8 @@ class Restorer:
             source: Readable = peers if name in peers else self._store
             part = parts[run[0].part]
             if run[0].part not in here:
-                read_run(source, manifest, run, part[run[0].offset : run[-1].offset + run[-1].length])
+                into = part[run[0].offset : run[-1].offset + run[-1].length]
+                self._retry(lambda: read_run(source, manifest, run, into))
                 return PEER if name in peers else STORE
             for unit in run:
                 if digest(manifest.checksum, part[unit.offset : unit.offset + unit.length]) != unit.sum:
@@ -298,10 +308,10 @@ class Restorer:
                 message["made"] = made
         except Exception as error:  # the other ranks wait: they are told whatever it is
             failure = error
-            message["bad" if isinstance(error, _BAD) else "failed"] = f"rank {self._topology.rank}: {error}"
+            message["bad" if is_damage(error) else "failed"] = f"rank {self._topology.rank}: {error}"
         outcome = self._vote.agree(message, _judge)
         if outcome.get("failed"):
-            if failure is not None and not isinstance(failure, _BAD):
+            if failure is not None and not is_damage(failure):
                 raise failure
             raise CheckpointError(outcome["failed"])
         if outcome.get("bad"):

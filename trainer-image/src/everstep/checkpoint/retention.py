@@ -8,7 +8,8 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.candidates import candidates, read_manifest
+from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
 from everstep.checkpoint.keys import DATA, LEASES, Key
 from everstep.checkpoint.leases import leases
 from everstep.checkpoint.store.base import Entry, Store
@@ -70,7 +71,11 @@ def prune(
     keys = candidates(store)
     now = clock()
     held = leases(store)
-    removed = plan(keys, {key for key, expires in held.values() if expires > now}, verified, keep_last, keep_every)
+    removed = [
+        key
+        for key in plan(keys, {key for key, expires in held.values() if expires > now}, verified, keep_last, keep_every)
+        if not _is_unknown(store, key)
+    ]
     for key in removed:
         store.delete([key.manifest_name])
         store.delete([entry.name for entry in data.get(key, ())])
@@ -92,6 +97,17 @@ def prune(
     ]
     store.delete(dead)
     return Pruned(tuple(removed), tuple(sorted(leftovers)), store.sweep("", now - sweep_after) + len(dead))
+
+
+def _is_unknown(store: Store, key: Key) -> bool:
+    """Whether another version of everstep wrote this checkpoint: only that one can tell what may go."""
+    try:
+        read_manifest(store, key)
+    except UnknownFormat:
+        return True
+    except (Missing, Damaged):
+        pass
+    return False
 
 
 def _data(store: Store) -> dict[Key, list[Entry]]:

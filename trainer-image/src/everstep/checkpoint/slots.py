@@ -36,7 +36,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import room
-from everstep.checkpoint.errors import CheckpointError, Damaged
+from everstep.checkpoint.errors import CheckpointError, Damaged, UnknownFormat
 from everstep.checkpoint.format import Manifest, decode, encode
 from everstep.checkpoint.keys import Key
 
@@ -155,8 +155,8 @@ class Slot:
         claim = self.claimed()
         try:
             found = _decoded((self.path / "slot.json").read_bytes(), str(self.path / "slot.json"))
-        except (FileNotFoundError, Damaged):
-            return None
+        except (FileNotFoundError, Damaged, UnknownFormat):
+            return None  # a writer of another version may have summed it: it is summed again
         return found if claim is not None and found.key == claim.key else None
 
     def told(self) -> bytes:

@@ -35,7 +35,7 @@ def ls(uri: Uri, as_json: Json = False) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     from everstep.checkpoint.candidates import candidates, read_manifest
-    from everstep.checkpoint.errors import Damaged, Missing
+    from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
     from everstep.checkpoint.keys import Key
     from everstep.cli.checkpoint_view import Row, row_json, table
     from everstep.cli.places import opened, said
@@ -48,7 +48,9 @@ def ls(uri: Uri, as_json: Json = False) -> None:
             try:
                 return Row(key, read_manifest(store, key))
             except (Damaged, Missing) as error:
-                return Row(key, None, str(error))
+                return Row(key, None, f"damaged: {error}")
+            except UnknownFormat as error:
+                return Row(key, None, f"unknown: {error}")
 
         with ThreadPoolExecutor(8) as pool:
             rows = list(pool.map(row, candidates(store)))
@@ -185,7 +187,7 @@ def prune(
     import time
 
     from everstep.checkpoint import candidates, leases, retention
-    from everstep.checkpoint.errors import Damaged, Missing
+    from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
     from everstep.cli.checkpoint_view import size
     from everstep.cli.errors import CliError
     from everstep.cli.places import NO, opened, said, short
@@ -205,6 +207,8 @@ def prune(
                 break
             except (Damaged, Missing) as error:
                 stderr().print(f"{short(key)} is not good: {error}", style="red")
+            except UnknownFormat as error:
+                stderr().print(f"{short(key)} stays: {error}", style="yellow")
         if good is None:
             raise CliError(f"no checkpoint in {store.url} is good: nothing is removed", NO)
         if dry_run:

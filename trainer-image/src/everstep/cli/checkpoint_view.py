@@ -19,7 +19,7 @@ from everstep.cli.transfer import size_text
 
 @dataclass(frozen=True)
 class Row:
-    """A committed checkpoint: its manifest, or why that cannot be read."""
+    """A committed checkpoint: its manifest, or why that cannot be read, as "damaged: …" or "unknown: …"."""
 
     key: Key
     manifest: Manifest | None
@@ -37,7 +37,7 @@ def table(rows: Iterable[Row]) -> Table:
     for row in rows:
         attempt = f"{row.key.attempt.epoch}.{row.key.attempt.generation}"
         if row.manifest is None:
-            found.add_row(str(row.key.step), attempt, "", "", "", "", f"damaged: {row.why}", style="red")
+            found.add_row(str(row.key.step), attempt, "", "", "", "", row.why, style="red")
             continue
         manifest = row.manifest
         age = duration(max(0.0, time.time() - manifest.created))
@@ -50,7 +50,8 @@ def row_json(row: Row) -> dict[str, Any]:
     """The same for programs: sizes in bytes, times in seconds since 1970."""
     found: dict[str, Any] = {"key": short(row.key), "step": row.key.step, "attempt": str(row.key.attempt)}
     if row.manifest is None:
-        return {**found, "damaged": row.why}
+        kind, _, why = row.why.partition(": ")
+        return {**found, kind: why}
     manifest = row.manifest
     return {
         **found,

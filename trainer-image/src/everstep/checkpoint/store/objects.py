@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import fsspec
 from fsspec.asyn import AsyncFileSystem
 
-from everstep.checkpoint.errors import CheckpointError, Damaged, Full, Missing, StoreError
+from everstep.checkpoint.errors import CheckpointError, Damaged, Denied, Full, Missing, StoreError
 from everstep.checkpoint.store.base import Entry, check_name
 from everstep.checkpoint.store.retry import Retry
 
@@ -172,6 +172,8 @@ def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
         why = f"could not {what}: {type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.errno in _NO_ROOM:
             raise Full(url, why) from error
+        if isinstance(error, PermissionError):
+            raise Denied(why, url) from error
         raise StoreError(why, url, may_pass=not isinstance(error, _FOR_GOOD)) from error
 
 

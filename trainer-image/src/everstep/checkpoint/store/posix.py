@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
+from everstep.checkpoint.errors import Damaged, Denied, Full, Missing, StoreError
 from everstep.checkpoint.keys import FOLDERS
 from everstep.checkpoint.store.base import Entry, check_name
 from everstep.checkpoint.store.files import Files
@@ -25,6 +25,7 @@ _log = logging.getLogger("everstep.checkpoint.store")
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MAY_PASS = {errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EBUSY, errno.ENFILE, errno.EMFILE}
+_DENIED = {errno.EACCES, errno.EPERM}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
 # How file systems say that they sync no folders, some network and FUSE ones: there, an entry is as durable as it gets.
@@ -253,6 +254,8 @@ def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
         why = f"could not {what}: {os.strerror(error.errno) if error.errno else error}"
         if error.errno in _NO_ROOM:
             raise Full(url, why) from error
+        if error.errno in _DENIED:
+            raise Denied(why, url) from error
         raise StoreError(why, url, may_pass=error.errno in _MAY_PASS) from error
 
 

@@ -14,7 +14,7 @@ import botocore.parsers
 import urllib3.exceptions
 from botocore.config import Config
 
-from everstep.checkpoint.errors import Full, Missing, StoreError
+from everstep.checkpoint.errors import Denied, Full, Missing, StoreError
 
 _SETTINGS = ("endpoint", "region", "profile")
 
@@ -126,7 +126,7 @@ def answers(what: str, where: str) -> Iterator[None]:
         raise StoreError(f"cannot {what}: {_text(error)}", where, may_pass=True) from error
     except botocore.exceptions.BotoCoreError as error:
         # Credentials, profiles, regions: nothing that waiting would mend.
-        raise StoreError(f"cannot {what}: {error}", where) from error
+        raise Denied(f"cannot {what}: {error}", where) from error
 
 
 def _meaning(error: Any, what: str, where: str) -> StoreError:
@@ -143,7 +143,10 @@ def _meaning(error: Any, what: str, where: str) -> StoreError:
         return Unknown(text, where)
     if code in _FULL or status == 507:
         return Full(where, text)
-    return StoreError(text, where, may_pass=code in _MAY_PASS or status in _MAY_PASS_STATUS)
+    may_pass = code in _MAY_PASS or status in _MAY_PASS_STATUS
+    if status in (401, 403) and not may_pass:
+        return Denied(text, where)
+    return StoreError(text, where, may_pass=may_pass)
 
 
 def _text(error: BaseException) -> str:
