@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,9 @@ from everstep.checkpoint.adapters import published  # noqa: E402
 from everstep.checkpoint.adapters.published import Published  # noqa: E402
 from everstep.checkpoint.candidates import candidates  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from everstep.checkpoint.pilot import SaveFailed  # noqa: E402
 from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
+from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -28,6 +31,15 @@ STEPS, SAVED, KILLED = 12, 4, 6
 
 def weights(model: Any) -> dict[str, Any]:
     return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+
+def kill_when_stored(store: Path, step: int) -> None:
+    """As kill -9 does, once a step is in the store: it is stored beside training."""
+    until = time.monotonic() + 90
+    while all(key.step != step for key in candidates(PosixStore(store))):
+        assert time.monotonic() < until, f"step {step} is not stored"
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def hugging_face(rank: int, store: Path, output: Path, kill: int | None = None) -> tuple[dict[str, Any], list[int]]:
@@ -42,7 +54,7 @@ def hugging_face(rank: int, store: Path, output: Path, kill: int | None = None) 
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
             self.steps.append(state.global_step)
             if state.global_step == kill:
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_when_stored(store, SAVED)
 
     torch.manual_seed(0)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (40, 8))]
@@ -85,7 +97,7 @@ def lightning(rank: int, store: Path, output: Path, kill: int | None = None) -> 
         def on_train_batch_end(self, trainer: Any, *others: Any) -> None:
             self.steps.append(trainer.global_step)
             if trainer.global_step == kill:
-                os.kill(os.getpid(), signal.SIGKILL)
+                kill_when_stored(store, SAVED)
 
     torch.manual_seed(0)
     model, killed, ckpt = Module(), Killed(), Checkpoints(store, output)
@@ -125,7 +137,8 @@ def test_a_bad_folder_is_passed_over_by_all_ranks(tmp_path: Path) -> None:
     published = Published(tmp_path / "store")
     assert published.newest(lambda key: tmp_path / "none") is None
     for step in (1, 2):
-        published.publish(write(tmp_path / "out", str(step)), step)
+        published.publish(write(tmp_path / f"out-{step}", str(step)), step)
+        published.finish()
     newest, older = candidates(published.store)
     part = tmp_path / "store" / newest.part_name(0)
     part.write_bytes(part.read_bytes()[:-1] + b"x")
@@ -143,7 +156,12 @@ def newest_of(rank: int, store: Path, into: Path) -> str:
 
 def test_a_store_that_refuses_ends_no_training(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "store").write_text("a file where the folder should be")
-    Published(tmp_path / "store").publish(write(tmp_path / "out", "1"), 1)
+    published, failures = Published(tmp_path / "store"), []
+    published.on("failed", lambda event: failures.append(event.details["step"]))
+    published.publish(write(tmp_path / "out", "1"), 1)
+    with pytest.raises(SaveFailed, match="step 1 was not published"):
+        published.finish()
+    assert failures == [1]
     assert "step 1 was not published" in caplog.text
 
 

@@ -12,7 +12,7 @@ from everstep.checkpoint.keys import Key
 
 _log = logging.getLogger("everstep.checkpoint")
 
-EVENTS = ("saved", "restored", "fell_back", "stalled", "failed", "uncopied")
+EVENTS = ("saved", "restored", "fell_back", "stalled", "failed", "uncopied", "skipped")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import logging
 import os
 import secrets
@@ -12,9 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, cast
-
-import torch.distributed as dist
+from typing import Any, Literal, Self
 
 from everstep.checkpoint import attempts, checksum, fence, slots, topology
 from everstep.checkpoint.agreement import Agreement
@@ -24,6 +21,7 @@ from everstep.checkpoint.collectives import tell
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import Callback, Event, Events, Metrics
+from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
 from everstep.checkpoint.peers import Peers, meet
 from everstep.checkpoint.pilot import Forecast, Pilot, Policy, SaveFailed
@@ -96,7 +94,7 @@ class Checkpointer:
         self._metrics = Metrics()
         self._how = How(checksum, allow_pickle)
         self._pilot: Pilot | None = None
-        self._group = _group(timeout)
+        self._group = open_host_group(timeout)
         self._topology = topology.find(self._group)
         self._options = dict(options or {})
         self.store: Store = open_store(store, **self._options)
@@ -221,6 +219,8 @@ class Checkpointer:
             if self._pilot is not None:
                 self._pilot.saver.close()
             self._node.close()
+            group, self._group = self._group, None
+            close_host_group(group)
 
     def __enter__(self) -> Self:
         return self
@@ -297,13 +297,6 @@ class Checkpointer:
     def _join(self, directory: Path | None, config: Config, linger: float) -> Node:
         where = directory or slots.default_directory(config.url, config.node)
         return Node(where, config, self._topology.local, linger)
-
-
-def _group(timeout: float) -> dist.ProcessGroup | None:
-    """A group of our own for the few collectives: on the processor, whatever training uses."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-        return None
-    return cast("dist.ProcessGroup", dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=timeout)))
 
 
 def _history(store: Store) -> tuple[int, float]:

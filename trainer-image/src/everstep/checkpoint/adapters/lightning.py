@@ -25,24 +25,41 @@ import torch.distributed as dist
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
 from lightning.pytorch import Callback
 
+from everstep.checkpoint import events
 from everstep.checkpoint.adapters.published import Published
 from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.collectives import gather
 from everstep.checkpoint.errors import Missing
+from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.rng import Rng
 from everstep.checkpoint.values import pack, unpack
 
 _FILE = "lightning.ckpt"
 _GENERATORS = "everstep_generators"
+_COLLECTIVE_SECONDS = 1800.0  # as torch's own groups
 
 
 class Checkpoints(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not where types are checked
-    """`folder` is where this node writes and restores; `keep_last` checkpoints stay in the store."""
+    """`folder` is where this node writes and restores; `keep_last` checkpoints stay in the store.
 
-    def __init__(self, store: str | os.PathLike[str], folder: str | os.PathLike[str], *, keep_last: int = 3) -> None:
+    `finish_timeout`: seconds that the end of fit() waits at most until the last one is in the store; SaveFailed then.
+    """
+
+    def __init__(
+        self,
+        store: str | os.PathLike[str],
+        folder: str | os.PathLike[str],
+        *,
+        keep_last: int = 3,
+        finish_timeout: float = 600.0,
+    ) -> None:
         super().__init__()
-        self._published = Published(store, keep_last=keep_last)
+        self._published = Published(store, keep_last=keep_last, finish_timeout=finish_timeout)
         self._folder = Path(folder)
+
+    def on(self, event: str, callback: events.Callback) -> None:
+        """Call back with each event of this name: saved, restored, fell_back, failed, skipped. See Checkpointer.on."""
+        self._published.on(event, callback)
 
     def path(self) -> str | None:
         """For `ckpt_path`: stands for the newest checkpoint that is good; None when none was ever published.
@@ -52,7 +69,7 @@ class Checkpoints(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not 
         return str(self._token) if candidates(self._published.store) else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Writes the file as Lightning does, then publishes it; training waits."""
+        """Writes the file as Lightning does, then has it published beside training."""
         super().save_checkpoint(checkpoint, path, storage_options)
         outgoing = self._folder / ".everstep-outgoing"
         shutil.rmtree(outgoing, ignore_errors=True)
@@ -76,6 +93,11 @@ class Checkpoints(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not 
             raise Missing(f"{self._published.store.url}/manifests")
         return dict(super().load_checkpoint(fetched / _FILE, map_location, weights_only))
 
+    def teardown(self) -> None:
+        """Lightning calls this at the end, after an error too; waits for the last checkpoint. SaveFailed."""
+        super().teardown()
+        self._published.finish()
+
     @property
     def _token(self) -> Path:
         return self._folder / ".everstep-restored" / _FILE
@@ -89,12 +111,19 @@ class Generators(Callback):  # type: ignore[misc]  # lightning is not where type
 
     def __init__(self) -> None:
         self._loaded: str | None = None
+        self._group: dist.ProcessGroup | None = None
 
     def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         """Lightning calls this on every rank; rank 0 writes what it finds."""
-        group = dist.new_group(backend="gloo") if trainer.world_size > 1 else None
+        if self._group is None:
+            self._group = open_host_group(_COLLECTIVE_SECONDS)
         # As text: Lightning loads with weights_only, which lets no array of NumPy pass.
-        checkpoint[_GENERATORS] = gather(json.dumps(pack(Rng().state_dict())), group)
+        checkpoint[_GENERATORS] = gather(json.dumps(pack(Rng().state_dict())), self._group)
+
+    def teardown(self, trainer: Any, module: Any, stage: str) -> None:
+        """Lightning calls this on every rank at the end."""
+        group, self._group = self._group, None
+        close_host_group(group)
 
     def on_load_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
         states = checkpoint.get(_GENERATORS, [])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -13,11 +14,15 @@ from pathlib import Path
 import torch.distributed as dist
 
 from everstep.checkpoint import attempts, fence, folder, retention, topology
+from everstep.checkpoint.adapters.background import BackgroundPublisher, clear_leftovers
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.collectives import gather, tell
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
+from everstep.checkpoint.events import Callback, Event, Events
 from everstep.checkpoint.folder import NoFolder
+from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.pilot import SaveFailed
 from everstep.checkpoint.restore import NoGoodCheckpoint
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.together import together
@@ -26,16 +31,25 @@ _log = logging.getLogger("everstep.checkpoint")
 
 _STALE = 60.0  # seconds that a network mount may go on showing an old list of files
 _AGAIN = 0.2
+_COLLECTIVE_SECONDS = 1800.0  # as torch's own groups
 
 
 class Published:
     """A store of folders, for a run of any number of ranks; `keep_last` as in everstep.checkpointer."""
 
-    def __init__(self, store: str | os.PathLike[str], *, keep_last: int = 3) -> None:
+    def __init__(self, store: str | os.PathLike[str], *, keep_last: int = 3, finish_timeout: float = 600.0) -> None:
+        """`finish_timeout`: seconds that the end of training waits at most for what is still being stored."""
         self.store: Store = open_store(store)
         self._keep_last = keep_last
+        self._finish_timeout = finish_timeout
         self._attempt: Attempt | None = None
         self._group: dist.ProcessGroup | None = None
+        self._events = Events()
+        self._background = BackgroundPublisher(self._publish, self._events.emit)
+
+    def on(self, event: str, callback: Callback) -> None:
+        """Call back with each event of this name; `saved`, `failed` and `skipped` come from another thread."""
+        self._events.on(event, callback)
 
     def see(self, path: Path, *, own: str) -> None:
         """By all ranks, before rank 0 publishes what they have written to `path`: it must see all of their files.
@@ -60,21 +74,30 @@ class Published:
             time.sleep(_AGAIN)
 
     def publish(self, path: Path, step: int) -> None:
-        """By one rank: commits the folder as this step's checkpoint; training waits. One that is there already stays.
+        """By one rank: have the folder committed as this step's checkpoint, beside training.
 
-        What a store refuses is logged and ends no training: the next save is another try.
+        The folder may be deleted when this returns, but not written into. What fails is an event and ends no training:
+        see finish().
         """
         try:
-            if self._attempt is None:
-                self._attempt = fence.given() or attempts.claim(self.store)
-            attempt = self._attempt
-            manifest = folder.save(self.store, Key(attempt, step), path, fenced=lambda: fence.fenced(attempt))
-            verify(self.store, manifest.key)
-            retention.prune(self.store, [manifest.key], keep_last=self._keep_last)
-        except Conflict as error:
-            _log.debug("step %s is not published again: %s", step, error)
+            self._background.submit(path, step)
         except CheckpointError as error:
-            _log.warning("step %s was not published: %s", step, error)
+            self._events.emit(Event("failed", details={"step": step}, why=str(error)))
+
+    def finish(self) -> None:
+        """By any rank, at the end of training: wait until what was published is in the store, and end the group.
+
+        SaveFailed when the last folder did not get there in time; only a warning while another error is on its way.
+        """
+        underway = sys.exc_info()[1]
+        group, self._group = self._group, None
+        close_host_group(group)
+        try:
+            self._background.finish(self._finish_timeout)
+        except SaveFailed as error:
+            if underway is None:
+                raise
+            _log.warning("%s", error)
 
     def newest(self, into: Callable[[Key], Path]) -> Path | None:
         """By all ranks: the newest folder that is good for all of them, on every node at `into(its key)`.
@@ -92,18 +115,39 @@ class Published:
                 return None
             why = _failures(partial(self._fetch, key, into(key)) if place.local == 0 else lambda: None, group)
             if not why:
+                self._events.emit(Event("restored", key))
                 return into(key)
-            _log.warning("checkpoint %s is passed over: %s", key, why)
+            self._events.emit(Event("fell_back", key, why))
             bad[str(key)] = why
+
+    def _publish(self, path: Path, step: int) -> None:
+        """In the thread beside training. One that is there already stays."""
+        if self._attempt is None:
+            self._attempt = fence.given() or attempts.claim(self.store)
+        attempt, began = self._attempt, time.monotonic()
+        try:
+            manifest = folder.save(self.store, Key(attempt, step), path, fenced=lambda: fence.fenced(attempt))
+        except Conflict as error:
+            _log.debug("step %s is not published again: %s", step, error)
+            return
+        size = sum(part.size for part in manifest.parts)
+        details = {"bytes": size, "seconds": round(time.monotonic() - began, 3)}
+        self._events.emit(Event("saved", manifest.key, details=details))
+        try:
+            verify(self.store, manifest.key)
+            retention.prune(self.store, [manifest.key], keep_last=self._keep_last)
+        except CheckpointError as error:  # the next one that is published removes the old ones too
+            _log.warning("older checkpoints were not removed: %s", error)
 
     def _all(self) -> dist.ProcessGroup | None:
         """All ranks, on the CPU; None for one process. Collective."""
-        if self._group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
+        if self._group is None:
+            self._group = open_host_group(_COLLECTIVE_SECONDS)
         return self._group
 
     def _fetch(self, key: Key, into: Path) -> str | None:
         try:
+            clear_leftovers(into.parent)
             folder.restore(self.store, into, key=key, replace=True)
         except (Damaged, Missing, NoFolder) as error:
             return str(error)

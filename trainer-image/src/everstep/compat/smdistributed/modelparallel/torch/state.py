@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -49,6 +50,7 @@ class State:
 
 
 _state: State | None = None
+_retired: list[Any] = []  # groups of former states
 
 
 def state() -> State:
@@ -86,7 +88,9 @@ def init(config: Any = None) -> None:
         raise ConfigError(f"pipeline_parallel_degree is {stages}: it does not divide the {size} processes")
     if size > stages and not read.ddp:
         raise ConfigError(f"ddp must be True for {size} processes and pipeline_parallel_degree {stages}")
+    shutdown()
     _state = _arrange(read, dist.get_rank(), size)
+    _end_retired()
 
 
 def found(names: Sequence[str], default: int) -> int:
@@ -100,9 +104,23 @@ def is_tracing() -> bool:
 
 
 def shutdown() -> None:
-    """Forgets everything; smp.init() may be called again. The process group stays."""
+    """Forgets everything; smp.init() may be called again. The process group stays.
+
+    Groups that smp.init() made end with the next smp.init(): until then others may still read what was sent in them.
+    """
     global _state
+    if _state is not None:
+        _retired.extend({id(group): group for name, group in _state.groups.items() if name != "WORLD"}.values())
     _state = None
+
+
+def _end_retired() -> None:
+    import torch.distributed as dist
+
+    while _retired:
+        # It may be gone already, with the group of all.
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):
+            dist.destroy_process_group(_retired.pop())
 
 
 def _backend(config: Config) -> str:

@@ -1,0 +1,173 @@
+"""Adapters publish beside training: it never waits for the store before its end, and a kill costs one save at most."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from everstep.checkpoint.adapters import background  # noqa: E402
+from everstep.checkpoint.adapters.published import Published  # noqa: E402
+from everstep.checkpoint.candidates import candidates, verify  # noqa: E402
+from everstep.checkpoint.errors import StoreError  # noqa: E402
+from everstep.checkpoint.pilot import SaveFailed  # noqa: E402
+from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+PATIENCE = 60.0
+
+
+class HeldStore(PosixStore):
+    """A folder whose large writes begin, and wait in the middle until the gate is opened."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path)
+        self.gate, self.begun = threading.Event(), threading.Event()
+        self.away = 0  # so many writes fail first
+
+    def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+        if self.away:
+            self.away -= 1
+            raise StoreError("503", name, may_pass=True)
+
+        def held() -> Iterable[bytes | memoryview]:
+            for piece in data:
+                yield piece
+                self.begun.set()
+                assert self.gate.wait(PATIENCE)
+
+        super().put(name, held(), size)
+
+
+def held_published(folder: Path, **options: Any) -> tuple[Published, HeldStore]:
+    published, store = Published(folder / "store", **options), HeldStore(str(folder / "store"))
+    published.store = store
+    return published, store
+
+
+def written(folder: Path, step: int) -> Path:
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True)
+    (path / "model").write_bytes(os.urandom(1 << 16))
+    return path
+
+
+def steps(store: PosixStore) -> list[int]:
+    return [key.step for key in candidates(store)]
+
+
+def test_training_goes_on_while_a_folder_is_stored_and_its_end_waits(tmp_path: Path) -> None:
+    published, store = held_published(tmp_path)
+    path = written(tmp_path / "out", 1)
+    model = (path / "model").read_bytes()
+    published.publish(path, 1)
+    assert store.begun.wait(PATIENCE)
+    shutil.rmtree(path)  # the framework keeps none
+    assert steps(store) == []
+    threading.Timer(0.2, store.gate.set).start()
+    published.finish()
+    assert steps(store) == [1]
+    restored = published.newest(lambda key: tmp_path / "back")
+    assert restored is not None
+    assert (restored / "model").read_bytes() == model
+    assert not list((tmp_path / "out").iterdir()), "nothing of ours is left beside the folders"
+
+
+def test_at_most_one_folder_waits_and_a_newer_one_takes_its_place(tmp_path: Path) -> None:
+    published, store = held_published(tmp_path, keep_last=9)
+    skipped: list[int] = []
+    published.on("skipped", lambda event: skipped.append(event.details["step"]))
+    published.publish(written(tmp_path / "out", 1), 1)
+    assert store.begun.wait(PATIENCE)
+    for step in (2, 3, 4):
+        published.publish(written(tmp_path / "out", step), step)
+    assert skipped == [2, 3]
+    store.gate.set()
+    published.finish()
+    assert steps(store) == [4, 1]
+
+
+def test_the_end_of_training_waits_no_longer_than_its_limit(tmp_path: Path) -> None:
+    published, store = held_published(tmp_path, finish_timeout=0.2)
+    published.publish(written(tmp_path / "out", 7), 7)
+    assert store.begun.wait(PATIENCE)
+    with pytest.raises(SaveFailed, match=r"step 7 is not in the store 0\.2 s after training"):
+        published.finish()
+    store.gate.set()
+
+
+def test_an_error_of_training_is_not_hidden_by_one_of_its_last_save(tmp_path: Path) -> None:
+    published, store = held_published(tmp_path, finish_timeout=0.2)
+    published.publish(written(tmp_path / "out", 7), 7)
+    with pytest.raises(ZeroDivisionError), contextlib.closing(SimpleNamespace(close=published.finish)):
+        raise ZeroDivisionError
+    store.gate.set()
+
+
+def test_a_store_that_was_away_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "_RETRY_SECONDS", (0.05, 0.1))
+    published, store = held_published(tmp_path)
+    failures: list[str] = []
+    published.on("failed", lambda event: failures.append(event.why))
+    store.away = 3
+    store.gate.set()
+    published.publish(written(tmp_path / "out", 5), 5)
+    published.finish()
+    assert steps(store) == [5]
+    assert len(failures) == 1, "it is told once"
+
+
+def test_a_kill_in_the_middle_loses_nothing_that_was_complete(tmp_path: Path) -> None:
+    ranks.run(1, publish_and_die, tmp_path, dies=[0])
+    store = PosixStore(tmp_path / "store")
+    assert steps(store) == [1]
+    verify(store, candidates(store)[0])
+    assert ranks.run(1, newest_step, tmp_path) == ["checkpoint-1"]
+    left = {each.name for each in (tmp_path / "out").iterdir()}
+    assert left == {"checkpoint-1", "checkpoint-2"}, "what the dead publication held is gone"
+
+
+def publish_and_die(rank: int, folder: Path) -> None:
+    published, store = held_published(folder, keep_last=1)
+    store.gate.set()
+    published.publish(written(folder / "out", 1), 1)
+    published.finish()
+    store.gate.clear()
+    store.begun.clear()
+    published.publish(written(folder / "out", 2), 2)
+    assert store.begun.wait(PATIENCE)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def newest_step(rank: int, folder: Path) -> str:
+    found = Published(folder / "store").newest(lambda key: folder / "out" / f"checkpoint-{key.step}")
+    assert found is not None
+    return found.name
+
+
+def test_a_training_that_fails_still_stores_what_it_has_handed_over(tmp_path: Path) -> None:
+    import subprocess
+    import sys
+
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import sys\nfrom pathlib import Path\n"
+        "from everstep.checkpoint.adapters.published import Published\n"
+        f"path = Path({str(tmp_path / 'out')!r})\npath.mkdir()\n(path / 'model').write_bytes(bytes(1 << 22))\n"
+        f"Published({str(tmp_path / 'store')!r}).publish(path, 3)\nraise SystemExit('the training failed')\n"
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, check=False)
+    assert "the training failed" in done.stderr
+    assert steps(PosixStore(tmp_path / "store")) == [3], done.stderr

@@ -1,0 +1,196 @@
+"""Publishing beside training: folders are stored by a thread of their own, one at a time, and at most one waits.
+
+A folder that is handed over is linked under a name of ours first, so that its owner may delete it. Nothing is lost by a
+kill in the middle but the publication itself: what the store holds stays, and a folder counts when all of it is there.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from everstep.checkpoint import unfinished
+from everstep.checkpoint.errors import CheckpointError, StoreError
+from everstep.checkpoint.events import Event
+from everstep.checkpoint.folder import Contents
+from everstep.checkpoint.pilot import SaveFailed
+
+_log = logging.getLogger("everstep.checkpoint")
+
+_AT_EXIT_SECONDS = 60.0  # of a process that ends without finish(): its training failed
+_RETRY_SECONDS = (1.0, 60.0)  # before the second try, and at most
+
+
+@dataclass
+class _Publication:
+    """A folder of ours that is to be published as `step`; `held` removes it."""
+
+    path: Path
+    step: int
+    held: ExitStack
+
+
+class BackgroundPublisher:
+    """Publishes folders by `publish(path, step)` in a thread beside training."""
+
+    def __init__(self, publish: Callable[[Path, int], None], emit: Callable[[Event], None]) -> None:
+        """
+        Args:
+            publish: Stores one folder; its CheckpointError is told as the event `failed`, and tried again where it may
+                pass, until a newer folder waits.
+            emit: Told about what fails or is skipped; called from the thread.
+        """
+        self._publish = publish
+        self._emit = emit
+        self._changed = threading.Condition()
+        self._waiting: _Publication | None = None
+        self._current: _Publication | None = None
+        self._works = False  # a thread is there while something is to be published
+        self._is_registered = False
+        self._ends_at: float | None = None  # no try is begun after it
+        self._failure = ""  # why the last folder is not in the store
+
+    def submit(self, path: Path, step: int) -> None:
+        """Have a complete folder published; returns at once. One that waits already gives way to this one.
+
+        Args:
+            path: May be deleted by its owner from now on, but not written into.
+            step: Number of trained steps that it holds.
+
+        Raises:
+            CheckpointError: The folder cannot be linked or copied to a place beside it.
+        """
+        held = _hold(path)
+        publication = _Publication(held[0], step, held[1])
+        with self._changed:
+            replaced, self._waiting = self._waiting, publication
+            self._ends_at = None
+            if not self._works:
+                self._works = True
+                threading.Thread(target=self._work, name="everstep-publish", daemon=True).start()
+            if not self._is_registered:
+                self._is_registered = True
+                _call_at_exit(self._end_of_process)
+            self._changed.notify_all()
+        if replaced is not None:
+            replaced.held.close()
+            why = "an earlier step is still being stored, and a later one waits"
+            self._emit(Event("skipped", details={"step": replaced.step}, why=why))
+
+    def finish(self, timeout_seconds: float) -> None:
+        """Wait until all that was submitted is in the store.
+
+        Args:
+            timeout_seconds: What is not there by then is given up.
+
+        Raises:
+            SaveFailed: The last folder is not in the store.
+        """
+        until = time.monotonic() + timeout_seconds
+        with self._changed:
+            self._ends_at = until
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._works, timeout_seconds)
+            failure, self._failure = self._failure, ""
+            last = self._waiting or self._current
+        if failure:
+            raise SaveFailed(f"{failure}. Earlier checkpoints are as they were")
+        if last is not None:
+            raise SaveFailed(
+                f"step {last.step} is not in the store {timeout_seconds:g} s after training: it is still being stored. "
+                "Earlier checkpoints are as they were; give more time by finish_timeout="
+            )
+
+    def _end_of_process(self) -> None:
+        try:
+            self.finish(_AT_EXIT_SECONDS)
+        except SaveFailed as error:
+            _log.warning("%s", error)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                publication, self._waiting = self._waiting, None
+                self._current, self._works = publication, publication is not None
+                self._changed.notify_all()
+            if publication is None:
+                return
+            with publication.held:
+                self._store(publication)
+
+    def _store(self, publication: _Publication) -> None:
+        """Until it is in the store, or nothing would come of another try."""
+        pause, longest = _RETRY_SECONDS
+        tries = 0
+        while True:
+            failure, passes = "", False
+            try:
+                self._publish(publication.path, publication.step)
+            except Exception as error:  # whatever it is, training goes on, and its end is told
+                failure = f"step {publication.step} was not published: {error}"
+                passes = isinstance(error, StoreError) and error.may_pass
+                if not isinstance(error, CheckpointError):
+                    _log.exception("step %s was not published", publication.step)
+                if not tries:
+                    self._emit(Event("failed", details={"step": publication.step}, why=failure))
+            tries += 1
+            with self._changed:
+                self._failure = failure
+                if failure and passes:
+                    self._changed.wait_for(lambda: self._waiting is not None, min(pause, self._left()))
+                if not passes or self._waiting is not None or self._left() <= 0:
+                    return
+            pause = min(2 * pause, longest)
+
+    def _left(self) -> float:
+        return threading.TIMEOUT_MAX if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
+
+
+def _hold(path: Path) -> tuple[Path, ExitStack]:
+    """The same files under a name of ours beside the folder, and what removes them."""
+    with ExitStack() as stack:
+        try:
+            contents = Contents.of(path)
+            place = stack.enter_context(unfinished.beside(path.with_name("outgoing")))
+            ours = place / path.name
+            ours.mkdir()
+            for empty in contents.empty:
+                (ours / empty).mkdir(parents=True, exist_ok=True)
+            for file in contents.files:
+                (ours / file.path).parent.mkdir(parents=True, exist_ok=True)
+                _link(path / file.path, ours / file.path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be kept for its publication: {error}") from error
+        return ours, stack.pop_all()
+
+
+def _link(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # no links here, or not of this file
+        shutil.copy2(source, target)
+
+
+def _call_at_exit(callback: Callable[[], None]) -> None:
+    # atexit comes after the pools of threads are closed, by which a large file is stored and verified.
+    register = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        with contextlib.suppress(RuntimeError):  # the process is ending already
+            register(callback)
+    else:
+        atexit.register(callback)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what publications of processes that were killed have left in `folder`."""
+    with contextlib.suppress(OSError):
+        unfinished.clear(folder / "outgoing")
