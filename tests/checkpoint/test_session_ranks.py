@@ -279,3 +279,29 @@ def restored_from_memory(rank: int, folder: Path) -> tuple[str, int]:
         found = ckpt.restore(model=model)
     assert model.at == 5
     return found.tier, found.step
+
+
+def saves_often(rank: int, folder: Path, policy: Any) -> list[int]:
+    """Ten steps each; with "skip" each save is over when the next step is made."""
+    skipped = []
+    for every_steps in (1, 2, 3):
+        model = Model()
+        with session(folder / str(every_steps), every_steps=every_steps, policy=policy, keep_last=20) as ckpt:
+            ckpt.track(model=model)
+            for step in range(1, 11):
+                model.at = step
+                ckpt.step(step)
+                if policy == "skip":
+                    ckpt.wait()
+            skipped.append(int(ckpt.metrics()["skipped"] or 0))
+    return skipped
+
+
+@pytest.mark.parametrize("policy", ["wait", "queue", "skip"])
+@pytest.mark.parametrize("world", [1, 2])
+def test_every_step_that_is_due_is_saved(folder: Path, world: int, policy: str) -> None:
+    for every_steps in (1, 2, 3):
+        (folder / str(every_steps)).mkdir()
+    assert run(world, saves_often, folder, policy) == [[0, 0, 0]] * world
+    for every_steps in (1, 2, 3):
+        assert steps_in(folder / str(every_steps)) == list(range(every_steps, 11, every_steps))

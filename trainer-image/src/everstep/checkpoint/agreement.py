@@ -63,6 +63,7 @@ class Pace:
 
 
 Choose = Callable[[int, int], Decision]
+ChooseEarly = Callable[[int, int], Decision | None]  # None: it is not known before the step is made
 
 
 class Agreement:
@@ -109,8 +110,8 @@ class Agreement:
         self.boundary = decision.next
         return decision
 
-    def prepare(self, step: int, choose: Choose) -> None:
-        """Rank 0 after its step: decides about the boundary that the next step reaches."""
+    def prepare(self, step: int, choose: ChooseEarly) -> None:
+        """Rank 0 after its step: decides about the boundary that the next step reaches, if `choose` can tell by now."""
         if self.leads:
             self._pace.pause(time.monotonic())
             if self._made is None and step + self._pace.stride >= self.boundary:
@@ -124,9 +125,10 @@ class Agreement:
         self._board.leave(name, decided)
         return decided
 
-    def _decide(self, step: int, choose: Choose) -> None:
+    def _decide(self, step: int, choose: ChooseEarly) -> None:
         self._made = choose(step, self._pace.ahead())
-        self._board.leave(f"d/{self._number}", asdict(self._made))
+        if self._made is not None:
+            self._board.leave(f"d/{self._number}", asdict(self._made))
 
     def _pass(self) -> None:
         """This decision is over for this rank. Now and then all say so, and rank 0 removes what is over for all."""

@@ -102,7 +102,7 @@ class Pilot:
                 self._take(step, decision.replan)
             if not self.agreement.leads:
                 self._learn()
-        self.agreement.prepare(step, self._choose)
+        self.agreement.prepare(step, self._choose_early)
 
     def save(self, step: int, deadline: float | None) -> Forecast:
         """See Checkpointer.save."""
@@ -160,6 +160,15 @@ class Pilot:
 
     # ---- rank 0's choices
 
+    def _choose_early(self, step: int, ahead: int) -> Decision | None:
+        """The choice about the next step, one step before. None where a save is due and an earlier one is still being
+        stored: it may be done when that step is made, and training goes on until then."""
+        self._poll(0.0)
+        self._read_notes()
+        if self._pending and self.trigger.due(step, time.monotonic()):
+            return None
+        return self._choose(step, ahead)
+
     def _choose(self, step: int, ahead: int) -> Decision:
         """What happens at the boundary that is reached with this step."""
         now = time.monotonic()
@@ -189,9 +198,9 @@ class Pilot:
             return False
         if not self._pending or (self.policy == "queue" and len(self._pending) < 2):
             return True
-        if self.policy == "wait":
-            self._finish_pending()
-            return not self._pending
+        if self.policy != "skip":
+            self._finish_pending(at_most=0 if self.policy == "wait" else 1)
+            return len(self._pending) <= (0 if self.policy == "wait" else 1)
         if due:
             self.metrics.skipped += 1
             self.trigger.start(step, time.monotonic())
@@ -236,9 +245,10 @@ class Pilot:
             self.trigger.start(step, time.monotonic())
         return told
 
-    def _finish_pending(self, timeout: float | None = None) -> None:
+    def _finish_pending(self, timeout: float | None = None, at_most: int = 0) -> None:
+        """Waits until no more than `at_most` saves are being stored."""
         until = time.monotonic() + (self.commit_timeout if timeout is None else timeout)
-        while self._pending and (left := until - time.monotonic()) > 0:
+        while len(self._pending) > at_most and (left := until - time.monotonic()) > 0:
             self.agreement.busy()  # others wait for a decision meanwhile, and a store may take its time
             self._poll(min(_POLL, left))
             self._read_notes()

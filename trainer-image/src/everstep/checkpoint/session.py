@@ -49,7 +49,7 @@ class Checkpointer:
     every_steps: a number of steps; both may be given, with neither it is ten minutes.
     keep_last, keep_every: how many checkpoints stay, and each one whose step is a multiple of the latter.
     policy: what a save does that is due while one is still being stored: "skip" (it is taken when the next one is due),
-    "wait" (training waits) or "queue" (it is taken into the other slot, one at most).
+    "wait" (training waits) or "queue" (it is taken into the other slot, and training waits where that is in use too).
     slots: copies in each node's memory; with one, no whole copy is there while a save is copied.
     peers: 1 keeps a copy of each node's slots in the memory of another node, so that the loss of a node costs no read
     of the store; by default where there are several nodes with room for it. EVERSTEP_FAILURE_DOMAIN: what a node fails

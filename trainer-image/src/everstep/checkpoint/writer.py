@@ -227,6 +227,7 @@ class Writer:
     async def _begin(self, key: Key, writer: asyncio.StreamWriter) -> int:
         if self._reserving is not None:
             await asyncio.shield(self._reserving)
+        await self._wait_for_slot(key)
         assert self._config is not None
         local, ranks = self._ranks[writer], self._config.ranks
         newest = {its: each for each, its in self._ranks.items()}
@@ -243,6 +244,21 @@ class Writer:
         self._filling.begin(key, local, writer, newest)
         slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
         return slot.number
+
+    async def _wait_for_slot(self, key: Key) -> None:
+        """Until a slot is free or has this key already; not at all when no save is going to give one back.
+
+        With two slots the newest whole copy is kept until the one after it, which is being summed, is whole.
+        """
+        while all((claim := slot.claimed()) is None or claim.key != key for slot in self._slots):
+            try:
+                self._free()
+            except CheckpointError:
+                if not any(save.needs_slot for save in self._saves.values()):
+                    return
+                await asyncio.sleep(0.005)
+            else:
+                return
 
     def _free(self) -> Slot:
         """The slot whose loss costs least; never the newest whole one where there is another."""
