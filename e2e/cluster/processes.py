@@ -82,7 +82,9 @@ class Process:
             # the last of them.
             if not self._is(read_stat(self.pid)):
                 return True
-            return bool(select.select([handle], [], [], timeout)[0])
+            poll = select.poll()  # select() knows no descriptor above 1,023
+            poll.register(handle, select.POLLIN)
+            return bool(poll.poll(timeout * 1000))
         finally:
             os.close(handle)
 

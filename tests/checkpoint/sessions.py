@@ -10,6 +10,7 @@ import torch
 
 import everstep
 from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.save import Node
 from everstep.checkpoint.session import Checkpointer
 from everstep.checkpoint.store.posix import PosixStore
 
@@ -20,6 +21,11 @@ def session(folder: Path, **options: Any) -> Checkpointer:
     if "every" not in options:
         common["every_steps"] = 10
     return everstep.checkpointer(folder / "store", **{**common, **options})
+
+
+def claim(ckpt: Checkpointer) -> Node:
+    """What the first step or save of a session does first: its node, with a writer."""
+    return ckpt._claimed().node
 
 
 def state(step: int) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint.candidates import candidates
-from everstep.checkpoint.control import WriterLost
+from everstep.checkpoint.control import Link, WriterLost
 from everstep.checkpoint.keys import HINT, Key
 from everstep.checkpoint.slots import Slots, State
 from everstep.checkpoint.store.posix import PosixStore
@@ -223,6 +224,8 @@ def test_a_rank_may_be_killed_before_and_after_each_call(site: Site) -> None:
     (node,) = site.nodes
     site.start()
     node.join(site.processes[0])
+    node.links.pop().close()
+    held = connection_of_a_dead_rank(node, 1)
 
     def take_as_rank_0(step: int) -> None:
         for layout in (node.memory / "layouts").iterdir():  # each save is the first one for the other rank
@@ -248,6 +251,22 @@ def test_a_rank_may_be_killed_before_and_after_each_call(site: Site) -> None:
     assert newest(site.store) == key(99)
     print(f"killed at {2 * len(trace)} points")
     assert len(trace) >= 5
+    held.close()
+
+
+def connection_of_a_dead_rank(node: Node, local: int) -> socket.socket:
+    """As a child of a rank holds it that outlives the rank: the writer sees a rank that is there, and dead."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        pid = os.fork()
+        if pid == 0:
+            link = Link.connect(node.memory)
+            node.hello(link, local)
+            socket.send_fds(theirs, [b"."], [link._peer.fileno()])
+            os._exit(0)
+        [descriptor] = socket.recv_fds(ours, 1, 1)[1]
+    os.waitpid(pid, 0)
+    return socket.socket(fileno=descriptor)
 
 
 def detached(node: Node) -> Node:

@@ -23,7 +23,7 @@ from everstep.checkpoint.events import Event
 from everstep.checkpoint.session import SaveFailed
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.posix import PosixStore
-from tests.checkpoint.sessions import Model, session, steps_in, train
+from tests.checkpoint.sessions import Model, claim, session, steps_in, train
 
 pytestmark = pytest.mark.torch
 
@@ -38,6 +38,9 @@ def test_a_run_is_saved_and_goes_on_where_it_was(folder: Path) -> None:
     with session(folder) as ckpt:
         assert ckpt.restore(model=again).step == 20
         assert again.at == 20
+        assert ckpt.attempt is None  # it has only read
+        train(ckpt, again, 21)
+        assert ckpt.attempt is not None
         assert ckpt.attempt.generation == 2
 
 
@@ -97,6 +100,7 @@ def test_a_script_that_exits_because_it_failed_waits_for_nothing(folder: Path) -
     def script() -> None:
         with session(folder) as ckpt:
             ckpt.track(model=Model())
+            claim(ckpt)
             link = control.Link.connect(folder / "memory")
             pid = link.pid
             link.close()
@@ -191,16 +195,17 @@ def test_a_save_that_is_asked_for_waits_for_an_earlier_one_while_training_goes_o
     model = Model()
     with session(folder, every="1h") as ckpt:
         ckpt.track(model=model)
+        node = claim(ckpt)
         link = control.Link.connect(folder / "memory")
-        tell = ckpt._node.tell
+        tell = node.tell
 
         def stopped(verb: str, **fields: Any) -> int:
             if verb == "filled":
                 os.kill(link.pid, signal.SIGSTOP)
-                ckpt._node.tell = tell  # type: ignore[method-assign]
+                node.tell = tell  # type: ignore[method-assign]
             return tell(verb, **fields)
 
-        ckpt._node.tell = stopped  # type: ignore[method-assign]
+        node.tell = stopped  # type: ignore[method-assign]
         ckpt.save(1)
         model.at = 1
         ckpt.request(deadline=60)
@@ -246,6 +251,7 @@ def test_a_state_that_finds_no_room_costs_its_own_saves_alone(folder: Path) -> N
     with session(folder, every_steps=1, policy="wait", keep_last=10) as ckpt:
         ckpt.on("failed", failures.append)
         ckpt.track(state=state)
+        claim(ckpt)
         state["huge"] = torch.zeros(1).expand(1 << 40)
         for step in (1, 2):
             ckpt.step(step)
@@ -261,6 +267,7 @@ def test_room_for_what_an_optimizer_will_hold_is_asked_for_at_the_start(folder: 
     weight = torch.nn.Parameter(torch.ones(1000))
     with session(folder) as ckpt:
         ckpt.track(weight=weight, optimizer=torch.optim.Adam([weight]))
+        claim(ckpt)
         part = Slots(folder / "memory")[0].part(0)
         until = time.monotonic() + 10
         while not (part.exists() and part.stat().st_size > 3 * weight.nbytes):
@@ -274,6 +281,7 @@ def test_a_store_that_fails_ends_no_training_but_is_told_at_the_end(folder: Path
     ckpt = session(folder)
     ckpt.on("failed", failures.append)
     ckpt.track(model=model)
+    claim(ckpt)
     (folder / "store" / "data").write_text("no folder")
     train(ckpt, model, 15)
     with pytest.raises(SaveFailed, match="step 10 was not saved"):
@@ -313,8 +321,10 @@ def test_an_older_attempt_is_refused(folder: Path) -> None:
     with session(folder, attempt=(2, 1)) as ckpt:
         ckpt.track(model=Model())
         ckpt.save(1)
-    with pytest.raises(Superseded, match=r"belongs to attempt 0000000002\.0000000001"):
-        session(folder, attempt=(1, 7))
+    with session(folder, attempt=(1, 7)) as ckpt:
+        assert ckpt.restore(model=Model()).step == 1  # to read is no attempt
+        with pytest.raises(Superseded, match=r"belongs to attempt 0000000002\.0000000001"):
+            ckpt.save(2)
 
 
 def test_a_callback_that_raises_ends_nothing(folder: Path) -> None:

@@ -24,7 +24,7 @@ from everstep.checkpoint.session import SaveFailed
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.ranks import run
-from tests.checkpoint.sessions import Model, session, steps_in, train
+from tests.checkpoint.sessions import Model, claim, session, steps_in, train
 
 pytestmark = pytest.mark.torch
 
@@ -177,20 +177,21 @@ def writer_is_killed_in_the_last_save(rank: int, folder: Path) -> None:
     # A session that has just begun looks for its writer again after ten seconds.
     with session(folder, memory=memory, commit_timeout=35.0) as ckpt:
         ckpt.track(model=Model())
+        node = claim(ckpt)
         if rank == 1:
             link = control.Link.connect(memory)
-            tell = ckpt._node.tell
+            tell = node.tell
 
             def unheard(verb: str, **fields: Any) -> int:
                 if verb != "filled":
                     return tell(verb, **fields)
-                ckpt._node.tell = tell  # type: ignore[method-assign]
+                node.tell = tell  # type: ignore[method-assign]
                 os.kill(link.pid, signal.SIGSTOP)
                 told = tell(verb, **fields)
                 os.kill(link.pid, signal.SIGKILL)
                 return told
 
-            ckpt._node.tell = unheard  # type: ignore[method-assign]
+            node.tell = unheard  # type: ignore[method-assign]
         ckpt.save(10)
 
 
@@ -229,8 +230,10 @@ def one_cannot_start(rank: int, folder: Path) -> str:
     else:
         os.environ["NODE_RANK"] = "0"
     memory = folder / ("blocked" if rank else "memory")
-    with pytest.raises(CheckpointError) as caught:
-        session(folder, memory=memory)
+    with session(folder, memory=memory) as ckpt:
+        ckpt.restore(model=Model())
+        with pytest.raises(CheckpointError) as caught:
+            ckpt.step(1)
     return str(caught.value)
 
 

@@ -261,4 +261,6 @@ def _has_frame(lines: tuple[str, ...]) -> bool:
 def _wait_writable(fd: int) -> None:
     import select  # only here: this hardly ever happens
 
-    select.select([], [fd], [], 1.0)
+    poll = select.poll()  # select() knows no descriptor above 1,023
+    poll.register(fd, select.POLLOUT)
+    poll.poll(1000)

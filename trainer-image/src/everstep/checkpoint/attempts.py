@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from contextlib import suppress
 
-from everstep.checkpoint.errors import CheckpointError, Missing
+from everstep.checkpoint.errors import CheckpointError, Missing, StoreError
 from everstep.checkpoint.keys import ATTEMPTS, DATA, MANIFESTS, RUN, Attempt, Key
 from everstep.checkpoint.store.base import Store
 
@@ -43,6 +43,20 @@ def run_of(store: Store, name: str = "") -> str:
     except Missing:
         store.put_if_absent(RUN, (name or secrets.token_hex(16)).encode())
         return store.read(RUN).decode()
+
+
+def read_run(store: Store) -> str | None:
+    """Return the name that run_of() gave the store, without giving it one.
+
+    Returns:
+        An empty text when the store has none; None when it cannot be asked now.
+    """
+    try:
+        return store.read(RUN).decode()
+    except Missing:
+        return ""
+    except StoreError:
+        return None
 
 
 def replaced(store: Store, run: str) -> str | None:

@@ -26,12 +26,14 @@ from everstep.checkpoint import slots
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Attempt
 
-PROTOCOL = 3
+PROTOCOL = 4
 SOCKET = "control"
 LOG = "writer.log"
 MAX_LINE = 1 << 20
 START_TIMEOUT = 30.0
 ANSWER_TIMEOUT = 60.0
+TAKEOVER_TIMEOUT = 10.0  # seconds that processes of an earlier attempt may take to die
+_ASK_TIMEOUT = 5.0
 
 
 class WriterLost(CheckpointError):
@@ -153,19 +155,26 @@ class Link:
     def close(self) -> None:
         self._peer.close()
 
+    def _wait(self, event: int, until: float) -> bool:
+        """Waits for an event of the socket; False when there was none. Not by select(), which knows no descriptor above
+        1,023: a training with a few loaders has more of them."""
+        poll = select.poll()
+        poll.register(self._peer, event)
+        return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))
+
     def _send(self, data: bytes, until: float) -> None:
         while data:
             try:
                 data = data[self._peer.send(data) :]
             except BlockingIOError:
-                if not select.select([], [self._peer], [], max(0.0, until - time.monotonic()))[1]:
+                if not self._wait(select.POLLOUT, until):
                     raise WriterLost("the writer does not read what it is told") from None
             except OSError as error:
                 raise WriterLost(f"the writer is gone: {error}") from error
 
     def _receive(self, until: float) -> list[dict[str, Any]]:
         """Answers among what has come, after waiting for something; reports are put aside."""
-        select.select([self._peer], [], [], max(0.0, until - time.monotonic()))
+        self._wait(select.POLLIN, until)
         answers: list[dict[str, Any]] = []
         while True:
             try:
@@ -231,6 +240,41 @@ def join(directory: Path, config: Config, local: int, linger: float, timeout: fl
             time.sleep(0.01)
         else:
             return link
+
+
+def is_occupied(directory: Path, *, given: Attempt | None = None, claimed: Attempt | None = None) -> bool:
+    """Say whether a live run has the slots in this directory, so that a process that only reads leaves them alone.
+
+    Asking claims nothing and changes nothing for the run.
+
+    Args:
+        directory: The slots' directory.
+        given: The attempt that this process was given, if any. What is left of an earlier one gets TAKEOVER_TIMEOUT
+            seconds to die: a run that was started again finds in the slots what that one saved last.
+        claimed: The attempt that this process takes part in, if any: its own slots are not occupied.
+
+    Returns:
+        True when processes of a run are connected to the writer and alive, or when the writer does not say in time.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            with contextlib.closing(Link.connect(directory)) as link:
+                said = link.call("occupants", _ASK_TIMEOUT)
+        except OSError:
+            return False  # nobody listens
+        except WriterLost:  # one that is just about to end, or hangs
+            if time.monotonic() - began > _ASK_TIMEOUT:
+                return True
+        except CheckpointError:
+            return True  # somebody else's, or another version
+        else:
+            theirs = Attempt.parse(said["attempt"]) if said["pids"] else None
+            if theirs is None or theirs == claimed:
+                return False
+            if given is None or given <= theirs or time.monotonic() - began > TAKEOVER_TIMEOUT:
+                return True
+        time.sleep(0.05)
 
 
 def _tail(directory: Path) -> str:

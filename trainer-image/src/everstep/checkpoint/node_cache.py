@@ -8,17 +8,22 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 import shutil
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from everstep.checkpoint import room
+from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, aligned
 from everstep.checkpoint.slots import secure
 
 _PREFIX = "restore-"
+_LOCK = "lock"  # held by the process that made the folder, for as long as it lives
+_SECONDS = 10.0
 _MADV_POPULATE_READ = 22  # Linux 5.14
 _LIBC = ctypes.CDLL(None)
 
@@ -27,25 +32,40 @@ class NodeCache:
     """One rank's view of its node's copy. `name` is the same on all of them and new for every attempt to restore."""
 
     def __init__(self, memory: Path, name: str, *, shared: bool) -> None:
-        self._folder = memory / f"{_PREFIX}{name}"
+        # Beside the slots, not among them: they are a run's, which may remove them when it ends.
+        self._folder = _beside(memory, f"{_PREFIX}{name}")
+        self._pattern = _beside(memory, f"{_PREFIX}*").name
+        self._lock: int | None = None
         self._shared = shared
         self._parts: dict[int, memoryview] = {}
         self._adopted: set[int] = set()
         self._manifest = b""
 
     def create(self) -> None:
-        """By one rank of the node, before the others look: removes what a dead restore left, and makes the folder."""
+        """By one rank of the node, before the others look: removes what dead restores left, and makes the folder."""
         if not self._shared:
             return
-        secure(self._folder.parent)
-        for left in self._folder.parent.glob(f"{_PREFIX}*"):
-            shutil.rmtree(left, ignore_errors=True)
-        self._folder.mkdir(mode=0o700)
+        until = time.monotonic() + _SECONDS
+        while self._lock is None:
+            secure(self._folder)
+            # Before it was locked somebody may have taken it for a dead one's.
+            self._lock = _try_lock(self._folder / _LOCK, os.O_CREAT)
+            if time.monotonic() > until:
+                raise CheckpointError(f"{self._folder / _LOCK} cannot be locked: see that its file system has locks")
+        for left in self._folder.parent.glob(self._pattern):
+            # Others may restore from the same store at this moment: theirs is locked.
+            lock = None if left == self._folder else _try_lock(left / _LOCK)
+            if lock is not None:
+                shutil.rmtree(left, ignore_errors=True)
+                os.close(lock)
 
     def remove(self) -> None:
         """By one rank, when none needs it any more; what is mapped stays until it is dropped."""
         if self._shared:
             shutil.rmtree(self._folder, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def leave(self, name: str, data: bytes) -> None:
         """A small message to the other ranks of the node; they may read it after the next round of the vote."""
@@ -120,6 +140,29 @@ class NodeCache:
             return mmap.mmap(descriptor, size)
         finally:
             os.close(descriptor)
+
+
+def _beside(memory: Path, name: str) -> Path:
+    """A path in the same memory as the folder `memory`, there or not: its neighbour, or in it where it is a mount."""
+    if memory.is_mount():
+        return memory / name
+    return memory.with_name(f".{memory.name}.{name}")
+
+
+def _try_lock(path: Path, flags: int = 0) -> int | None:
+    """The descriptor that holds this file's lock; None when another process holds it, or it is not ours to lock."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), path.stat()):
+            return descriptor
+    except OSError:
+        pass
+    os.close(descriptor)
+    return None
 
 
 def _own(size: int) -> mmap.mmap:

@@ -44,8 +44,7 @@ class Copies:
 
     def need(self, sizes: Sequence[int], count: int) -> int:
         """Bytes of memory that `count` copies with parts of these sizes would take beyond what is there."""
-        missing = max(0, count - len(list(self._slots)))
-        return self._slots.need(sizes) + missing * sum(sizes)
+        return self._slots.need(sizes, count)
 
     def reserve(self, sizes: Sequence[int], count: int) -> None:
         """Allocates them. NoRoom."""

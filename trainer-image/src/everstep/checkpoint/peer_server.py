@@ -36,11 +36,19 @@ MOST_CONNECTIONS = 512  # those that restore keep a few open for each rank
 
 
 class PeerServer:
-    """Listens from the first secret on."""
+    """Listens from the first secret on.
 
-    def __init__(self, directory: Path) -> None:
+    A writer's takes copies too. One that `only_reads` belongs to a process that restores: for as long as that takes it
+    gives out the slots that are on its node, at a port of its own, and writes nothing.
+    """
+
+    def __init__(self, directory: Path, *, only_reads: bool = False, run: str | None = None) -> None:
+        """`run`: what the store is called, where it is known; slots of another one are not given out."""
         self.copies = Copies(directory)
         self._directory = directory
+        self._only_reads = only_reads
+        self._run = run
+        self._closed = False
         self._secret = ""
         self._count = 0
         self._listener: socket.socket | None = None
@@ -59,6 +67,8 @@ class PeerServer:
 
     def _listen(self) -> socket.socket:
         """At the port of the writer before us, where it is free: others were told that one."""
+        if self._only_reads:
+            return _bind(0)
         file = self._directory / PORT
         with contextlib.suppress(OSError, ValueError):
             return _bind(int(file.read_text()))
@@ -66,11 +76,22 @@ class PeerServer:
         file.write_text(str(listener.getsockname()[1]))
         return listener
 
+    def close(self) -> None:
+        """Stop listening. Connections that are open end with the other end, or with this process."""
+        self._closed = True
+        if self._listener is not None:
+            with contextlib.suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for somebody
+            self._listener.close()
+            self._secret = ""
+
     def _serve(self, listener: socket.socket) -> None:
         while True:
             try:
                 peer, _ = listener.accept()
             except OSError as error:
+                if self._closed:
+                    return
                 _log.warning("a peer was not accepted: %s", error)
                 threading.Event().wait(0.1)  # out of descriptors, perhaps: others may end meanwhile
                 continue
@@ -86,7 +107,8 @@ class PeerServer:
                 _log.warning("somebody who does not know the secret was sent away")
                 return
             with contextlib.closing(link), ExitStack() as held:
-                _Visit(self._directory, self.copies, self._count, link, held).serve()
+                copies = None if self._only_reads else self.copies
+                _Visit(self._directory, copies, self._count, self._run, link, held).serve()
         except (CheckpointError, OSError) as error:
             _log.info("a peer's connection ended: %s", error)
         except Exception:
@@ -98,10 +120,14 @@ class PeerServer:
 class _Visit:
     """One connection."""
 
-    def __init__(self, directory: Path, copies: Copies, count: int, link: Link, held: ExitStack) -> None:
+    def __init__(
+        self, directory: Path, copies: Copies | None, count: int, run: str | None, link: Link, held: ExitStack
+    ) -> None:
+        """`copies`: None where none are taken."""
         self._directory = directory
         self._copies = copies
         self._count = count
+        self._run = run
         self._link = link
         self._held = held
         self._files: list[int] = []
@@ -125,7 +151,7 @@ class _Visit:
                 self._open(Key.parse(said["key"]), int(said["node"]))
             case "read":
                 self._read(int(said["part"]), int(said["offset"]), int(said["length"]))
-            case "put":
+            case "put" if self._copies is not None:
                 locals_, node, nodes = (int(said[name]) for name in ("locals", "node", "nodes"))
                 claim = Claim(Key.parse(said["key"]), locals_, node, nodes, str(said["run"]))
                 data = self._link.get(min(int(said["size"]), MAX_MESSAGE))
@@ -138,7 +164,7 @@ class _Visit:
     def _open(self, key: Key, node: int) -> None:
         self._held.close()
         self._files, self._manifest = [], None
-        for slot, found in held(self._directory):
+        for slot, found in held(self._directory, self._run):
             claim = slot.claimed()
             if found.key != key or claim is None or claim.node != node:
                 continue
@@ -166,10 +192,17 @@ class _Visit:
         self._link.put_file(self._files[number], offset, length)
 
 
-def held(directory: Path) -> Iterator[tuple[Slot, Manifest]]:
-    """The whole slots of a node and the whole copies that it keeps."""
+def held(directory: Path, run: str | None = None) -> Iterator[tuple[Slot, Manifest]]:
+    """The whole slots of a node and the whole copies that it keeps.
+
+    `run`: what the store is called now, empty when it has no name, None when that is not known. Slots of another name
+    are left of a store that was deleted, and count for nothing.
+    """
     for slots in (Slots(directory), peer_copies.of(directory)):
-        yield from slots.whole()
+        for slot, manifest in slots.whole():
+            claim = slot.claimed()
+            if claim is not None and (run is None or not claim.run or claim.run == run):
+                yield slot, manifest
 
 
 def _bind(port: int) -> socket.socket:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch.distributed as dist
 
 from everstep.checkpoint import placement
 from everstep.checkpoint.address import host
-from everstep.checkpoint.collectives import gather
+from everstep.checkpoint.collectives import gather, tell
 from everstep.checkpoint.peer_link import Address
+from everstep.checkpoint.peer_server import PeerServer
+from everstep.checkpoint.together import together
 from everstep.checkpoint.topology import Topology
 
 DOMAIN_VARIABLE = "EVERSTEP_FAILURE_DOMAIN"
@@ -45,6 +51,38 @@ def meet(port: int, secret: str, topology: Topology, group: dist.ProcessGroup | 
     assert keeper is not None
     kept = cards[keepers.index(topology.node)].ranks
     return Peers(secret, tuple(each.address for each in cards), keeper, kept)
+
+
+@contextlib.contextmanager
+def serve_reads(
+    directory: Path, topology: Topology, group: dist.ProcessGroup | None, run: str | None, *, wanted: bool
+) -> Iterator[Peers | None]:
+    """Let the nodes of a restore read each other's slots while the block runs. Collective over `group` (gloo).
+
+    No writer takes part: each node's first rank gives out what is in the slots on its node, under a secret of this
+    restore alone. So a process that has claimed nothing, and where no writer runs any more, restores from them too.
+
+    Args:
+        directory: This node's slots, there or not.
+        topology: Where this rank is.
+        group: All ranks that restore.
+        run: See peer_server.held().
+        wanted: Whether the nodes are to read from each other at all; the same on all ranks.
+
+    Yields:
+        Where the nodes are reached; None where they do not read from each other.
+    """
+    if not wanted:
+        yield None
+        return
+    secret = tell(secrets.token_hex(32), group)
+    server = PeerServer(directory, only_reads=True, run=run) if topology.local == 0 else None
+    try:
+        port = together(lambda: server.trust(secret, 0) if server is not None else None, group)
+        yield meet(port or 0, secret, topology, group)
+    finally:
+        if server is not None:
+            server.close()
 
 
 def domain() -> str:

@@ -13,10 +13,10 @@ from typing import Any
 
 from everstep.checkpoint import peer_server
 from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.control import is_occupied
 from everstep.checkpoint.errors import StoreError
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.leases import SECONDS, Lease
-from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.topology import Topology
@@ -28,17 +28,28 @@ PEER = "peer"
 STORE = "store"
 
 
-def mine(memory: Path, topology: Topology) -> dict[str, Any] | None:
+def mine(
+    memory: Path,
+    topology: Topology,
+    *,
+    run: str | None = None,
+    given: Attempt | None = None,
+    claimed: Attempt | None = None,
+) -> dict[str, Any] | None:
     """What this rank offers: the shares of checkpoints in its node's memory, its own and copies of others', told by
-    one rank of each node."""
-    if topology.local != 0 or not memory.is_dir():
+    one rank of each node. Nothing where a live run has the slots: who reads one keeps that run from filling it.
+
+    `run`: see peer_server.held(). `given`, `claimed`: see control.is_occupied().
+    """
+    if topology.local != 0 or not memory.is_dir() or is_occupied(memory, given=given, claimed=claimed):
         return None
     shares = {
         (str(manifest.key), claim.node, claim.nodes): [int(Path(part.name).stem) for part in manifest.parts]
-        for slot, manifest in peer_server.held(memory)
+        for slot, manifest in peer_server.held(memory, run)
         if (claim := slot.claimed()) is not None
     }
-    newest = [str(manifest.key) for _, manifest in Slots(memory).whole()[:1]]
+    own = [str(manifest.key) for slot, manifest in peer_server.held(memory, run) if slot.path.parent == memory]
+    newest = own[:1]
     return {
         "node": topology.node,
         "newest": newest[0] if newest else None,  # in slots of its own

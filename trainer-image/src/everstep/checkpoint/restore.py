@@ -88,15 +88,20 @@ class Restorer:
         *,
         peers: Peers | None = None,
         attempt: Attempt | None = None,
+        claimed: Attempt | None = None,
+        run: str | None = None,
         allow_pickle: bool = False,
     ) -> None:
-        """`memory`: the folder of this node's slots. `peers`: where those of other nodes are. `attempt`: this run's."""
+        """`memory`: the folder of this node's slots. `peers`: where those of other nodes are. `attempt`: this run's, as
+        far as it is known; `claimed`: the one whose slots are this session's own. `run`: what the store is called, on
+        the first rank of each node (see peer_server.held)."""
         self._objects = objects
         self._store = store
         self._topology = topology
         self._vote = vote
         self._memory = memory
         self._allow_pickle = allow_pickle
+        self._attempt, self._claimed, self._run = attempt, claimed, run
         self._peers = peers
         self._proposals = Proposals(store, topology, reach=peers is not None, attempt=attempt)
         self._bytes = 0
@@ -113,7 +118,7 @@ class Restorer:
         began = time.monotonic()
         try:
             while True:
-                offer = mine(self._memory, self._topology)
+                offer = mine(self._memory, self._topology, run=self._run, given=self._attempt, claimed=self._claimed)
                 proposal = Proposal.of(self._vote.agree(offer, self._proposals.next))
                 if proposal.key is None:
                     if proposal.rejected:
@@ -173,12 +178,16 @@ class Restorer:
             return None
         name = secrets.token_hex(8)
         if proposal.complete:
-            own = {claim.node: manifest for claim, manifest in _own(self._memory, key)}
+            own = {claim.node: m for claim, m in _own(self._memory, key, self._run)} if self._offers(proposal) else {}
             every = range(len(proposal.shares))
             self._manifest = merge([own[number] if number in own else peers.manifest(number) for number in every])
             if self._topology.world > 1:
                 self._vote.post(name, encode(self._manifest).decode())
         return name
+
+    def _offers(self, proposal: Proposal) -> bool:
+        """Whether this node's own memory is used: what a live run has there is not even locked."""
+        return any(self._topology.node in nodes for _, nodes in proposal.shares)
 
     @property
     def _leads(self) -> bool:
@@ -260,7 +269,7 @@ class Restorer:
         """Brings this rank's share of what the node needs into its memory and verifies it. The tier it was in."""
         topology = self._topology
         needed = unpack([cache.message(f"needs.{local}") for local in range(len(topology.ranks))])
-        here = _adopt(self._memory, manifest, cache, stack) if proposal.tier == MEMORY else set()
+        here = _adopt(self._memory, manifest, cache, stack) if self._offers(proposal) else set()
         every = units([chunks.all[number] for number in needed], manifest)
         if self._leads:
             cache.check_room(sum(unit.length for unit in every if unit.part not in here))
@@ -328,9 +337,9 @@ def _judge(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return {"made": [message.get("made") for message in messages]}
 
 
-def _own(memory: Path, key: Key) -> Iterator[tuple[Claim, Manifest]]:
+def _own(memory: Path, key: Key, run: str | None) -> Iterator[tuple[Claim, Manifest]]:
     """What this node's memory holds of a checkpoint."""
-    for slot, manifest in held(memory):
+    for slot, manifest in held(memory, run):
         claim = slot.claimed()
         if claim is not None and claim.key == manifest.key == key:
             yield claim, manifest

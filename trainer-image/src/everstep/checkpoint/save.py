@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import control, planning, staging
+from everstep.checkpoint import control, planning, room, staging
 from everstep.checkpoint.control import Config, Link, WriterLost
 from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keys import Key
@@ -110,6 +110,42 @@ class How:
     allow_pickle: bool
 
 
+def check_values(objects: Mapping[str, object], topology: Topology, how: How) -> None:
+    """See that all of a state can be saved, so that it is known before hours were trained. Claims and plans nothing.
+
+    Raises:
+        CheckpointError: A value of this rank has a type that no checkpoint holds.
+    """
+    flatten(objects, rank=topology.rank, step=None, allow_pickle=how.allow_pickle)
+
+
+def check_start(
+    objects: Mapping[str, object],
+    topology: Topology,
+    group: dist.ProcessGroup | None,
+    how: How,
+    directory: Path,
+    slots: int,
+) -> None:
+    """See that a state can be saved and that its slots find room here, without claiming anything. Collective.
+
+    Args:
+        objects: What is to be saved.
+        topology: Where this rank is.
+        group: See planning.make().
+        how: How it is to be saved.
+        directory: Where the slots will be, there or not.
+        slots: How many there will be.
+
+    Raises:
+        CheckpointError: A value cannot be saved, the ranks' states do not fit together, or there is no room (NoRoom).
+    """
+    plan = planning.make(lambda: _after_a_step(objects, topology.rank, how).tensors, topology.rank, group)
+    sizes = [plan.sizes[rank] for rank in topology.ranks]
+    memory = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
+    room.check(memory, Slots(directory).need(sizes, slots), slots)
+
+
 class Saver:
     """Saves the objects it was given, when it is told to. Every method may raise CheckpointError."""
 
@@ -204,8 +240,7 @@ class Saver:
         return flatten(self._objects, rank=self._topology.rank, step=step, allow_pickle=self._how.allow_pickle)
 
     def _after_a_step(self) -> Flat:
-        flat = self._flat(None)
-        return Flat({**flat.tensors, **coming(self._objects, rank=self._topology.rank)}, flat.values)
+        return _after_a_step(self._objects, self._topology.rank, self._how)
 
     def _make_plan(self, state: Callable[[], Flat]) -> Flat:
         topology = self._topology
@@ -244,3 +279,8 @@ class Saver:
                     return [rank for local, rank in enumerate(ranks) if local not in here]
                 time.sleep(0.01)
         return []
+
+
+def _after_a_step(objects: Mapping[str, object], rank: int, how: How) -> Flat:
+    flat = flatten(objects, rank=rank, step=None, allow_pickle=how.allow_pickle)
+    return Flat({**flat.tensors, **coming(objects, rank=rank)}, flat.values)

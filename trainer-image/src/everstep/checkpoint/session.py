@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from everstep.checkpoint import attempts, checksum, fence, slots, topology
+from everstep.checkpoint import attempts, checksum, fence, topology
 from everstep.checkpoint.agreement import Agreement
 from everstep.checkpoint.auto import Trigger, learned
 from everstep.checkpoint.board import Alone, Board, Shared
@@ -23,11 +23,12 @@ from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import Callback, Event, Events, Metrics
 from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
-from everstep.checkpoint.peers import Peers, meet
+from everstep.checkpoint.peers import meet, serve_reads
 from everstep.checkpoint.pilot import Forecast, Pilot, Policy, SaveFailed
 from everstep.checkpoint.restore import Restored, Restorer
 from everstep.checkpoint.rng import Rng
-from everstep.checkpoint.save import How, Node, Saver
+from everstep.checkpoint.save import How, Node, Saver, check_start, check_values
+from everstep.checkpoint.slots import default_directory, default_memory
 from everstep.checkpoint.state.kinds import PerRank
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.together import together
@@ -99,30 +100,26 @@ class Checkpointer:
         self._options = dict(options or {})
         self.store: Store = open_store(store, **self._options)
 
-        claimed = together(lambda: self._first(lambda: self._claim(attempt, time_between_failures)), self._group)
-        (token, run), secret = tell((claimed, secrets.token_hex(32)), self._group)
-        self.attempt = Attempt.parse(token)
-        directory = Path(memory) if memory is not None else None
-        config = Config(
-            url=self.store.url,
-            options=self._options,
-            attempt=str(self.attempt),
-            node=self._topology.node,
-            nodes=self._topology.nodes,
-            world=self._topology.world,
-            ranks=self._topology.ranks,
-            slots=slots,
-            keep_last=keep_last,
-            keep_every=keep_every,
-            commit_timeout=commit_timeout,
-            stall_after=stall_after,
-            fence=str(fence.FENCE) if attempt is None and fence.given() else None,
-            secret=secret if self._topology.nodes > 1 and peers != 0 else "",
-            run=run,
-            insist=peers == 1,
-        )
-        self._node = together(lambda: self._join(directory, config, linger), self._group)
-        self._peers = self._meet() if config.secret else None
+        # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
+        self.attempt: Attempt | None = None
+        self._given = Attempt(*attempt) if attempt is not None else fence.given()
+        self._time_between_failures = time_between_failures
+        self._settings: dict[str, Any] = {
+            "slots": slots,
+            "keep_last": keep_last,
+            "keep_every": keep_every,
+            "commit_timeout": commit_timeout,
+            "stall_after": stall_after,
+            "fence": str(fence.FENCE) if attempt is None and self._given is not None else None,
+            "insist": peers == 1,
+        }
+        self._keeps_copies = self._topology.nodes > 1 and peers != 0
+        place = topology.find_place(self._topology, default_memory(), self._group)
+        self._directory = Path(memory) if memory is not None else default_directory(self.store.url, place)
+        self._linger = linger
+        self._node: Node | None = None
+        self._objects: dict[str, object] | None = None
+        self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a pilot
         board: Board = Shared.open(self._group, timeout) if self._group is not None else Alone()
         self._agreement = Agreement(board, self._topology.rank, timeout)
         self._board = board
@@ -136,6 +133,9 @@ class Checkpointer:
     def restore(self, **objects: object) -> Restored:
         """Loads the newest checkpoint that is good, the same on all ranks, and names what is saved from here on.
 
+        It only reads: an evaluation may restore from the store of a run that goes on, and a store that may not be
+        written to is enough. What a live run has in this node's memory is left alone.
+
         An object is anything with `state_dict` and `load_state_dict`, a tensor, or a plain nested value; the state of
         each rank's random generators goes along. Without any checkpoint `step` is 0. NoGoodCheckpoint when there are
         some and none is good, StateMismatch when it is not of these objects: they are untouched then. CheckpointError
@@ -144,36 +144,47 @@ class Checkpointer:
         if self._pilot is not None and self._pilot.saved:
             raise CheckpointError("this session has saved already: close it, and restore in a new one")
         everything = self._with_generators(objects)
-        restorer = Restorer(
-            everything,
-            self.store,
-            self._topology,
-            self._vote,
-            self._node.directory,
-            peers=self._peers,
-            attempt=self.attempt,
-            allow_pickle=self._how.allow_pickle,
-        )
-        restored = restorer.restore()
+        together(lambda: check_values(everything, self._topology, self._how), self._group)
+        run = attempts.read_run(self.store) if self._topology.local == 0 else None
+        with serve_reads(self._directory, self._topology, self._group, run, wanted=self._keeps_copies) as peers:
+            restored = Restorer(
+                everything,
+                self.store,
+                self._topology,
+                self._vote,
+                self._directory,
+                peers=peers,
+                attempt=self._given,
+                claimed=self.attempt,
+                run=run,
+                allow_pickle=self._how.allow_pickle,
+            ).restore()
         for key, why in restored.fell_back.items():
             self._metrics.fell_back += 1
             self._events.emit(Event("fell_back", Key.parse(key), why))
         if restored.key is not None:
             figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}
             self._events.emit(Event("restored", restored.key, "", figures))
-        self._begin(everything, restored.step)
+        self._set_objects(everything, restored.step)
         return restored
 
     def track(self, **objects: object) -> None:
         """Names what is saved from here on, without looking for a checkpoint: see restore()."""
-        self._begin(self._with_generators(objects))
+        everything = self._with_generators(objects)
+        if self._pilot is None:
+            check_start(
+                everything, self._topology, self._group, self._how, self._directory, int(self._settings["slots"])
+            )
+        self._set_objects(everything)
 
     def step(self, step: int) -> None:
         """Says that `step` steps are trained; saves when it is time. Costs next to nothing otherwise.
 
+        The first call, or the first save(), claims the store and the slots for this run. Superseded when a later
+        attempt has the store; CheckpointError when another live process has the slots, or they find no room.
         AgreementLost when rank 0 is gone. A save that fails is an event, not an error.
         """
-        self._flying().step(step)
+        self._claimed().step(step)
 
     def save(self, step: int, deadline: float | None = None) -> Forecast:
         """Saves now; all ranks call it at the same step. Waits until an earlier save is in the store.
@@ -181,22 +192,27 @@ class Checkpointer:
         deadline: seconds from now within which the checkpoint must be in the store. If it will not be, nothing is
         saved, and the forecast says how long it would take.
         """
-        return self._flying().save(step, deadline)
+        return self._claimed().save(step, deadline)
 
     def before_change(self) -> None:
         """To be called before anything but its own step() changes what a `torch.optim.Optimizer` holds.
 
         On a GPU, what is computed next waits until the last save has copied that; it costs nothing otherwise.
         """
-        self._flying().saver.before_change()
+        if self._pilot is not None:
+            self._pilot.saver.before_change()
 
     def request(self, deadline: float | None = None) -> None:
         """Asks for a save at the next boundary, for all ranks; any one rank may, also in a signal's handler."""
-        self._flying().request(deadline)
+        if self._pilot is not None:
+            self._pilot.request(deadline)
+        else:  # one rank alone claims nothing
+            self._wish = (None if deadline is None else time.monotonic() + deadline,)
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until what was saved is in the store. SaveFailed when the last save did not get there."""
-        self._flying().wait(timeout)
+        if self._pilot is not None:
+            self._pilot.wait(timeout)
 
     def on(self, event: str, callback: Callback) -> None:
         """Calls back with each event of this name: saved, restored, fell_back, stalled, failed, uncopied (a save has no
@@ -212,13 +228,14 @@ class Checkpointer:
         try:
             if self._pilot is not None:
                 self._pilot.close(wait)
-            elif wait:
+            elif self._node is not None and wait:  # what was claimed is given back, though nothing was saved
                 with contextlib.suppress(CheckpointError):
                     self._node.call("bye")
         finally:
             if self._pilot is not None:
                 self._pilot.saver.close()
-            self._node.close()
+            if self._node is not None:
+                self._node.close()
             group, self._group = self._group, None
             close_host_group(group)
 
@@ -238,47 +255,82 @@ class Checkpointer:
             raise ValueError(f"an object cannot be called {GENERATORS!r}: the random generators are saved as that")
         return {**objects, GENERATORS: PerRank(Rng())}
 
-    def _begin(self, objects: Mapping[str, object], step: int | None = None) -> None:
-        saver = Saver(objects, self._topology, self._group, self._node, self._how)
-        try:
-            together(saver.prepare, self._group)
-        except BaseException:
-            saver.close()
-            raise
+    def _set_objects(self, objects: dict[str, object], step: int | None = None) -> None:
+        """These are saved from here on. `step`: that training goes on from, where it was just restored."""
+        self._objects = objects
         if self._pilot is not None:
             # The same one: its saves may not have ended yet, and all ranks go on with the numbers that they have.
-            self._pilot.go_on(saver, step)
-            return
+            self._pilot.go_on(self._saver(self._pilot.node), step)
+
+    def _claimed(self) -> Pilot:
+        """The pilot; the first call of all ranks claims the store and the slots for them. Collective then."""
+        if self._pilot is not None:
+            return self._pilot
+        if self._objects is None:
+            raise CheckpointError("nothing is tracked yet: call restore(model=…, optimizer=…) first")
+        node = self._node = self._node or self._claim()
         self._pilot = Pilot(
-            saver=saver,
-            node=self._node,
+            saver=self._saver(node),
+            node=node,
             agreement=self._agreement,
             board=self._board,
             trigger=self._trigger,
-            attempt=self.attempt,
+            attempt=Attempt.parse(node.config.attempt),
             events=self._events,
             metrics=self._metrics,
             policy=self._policy,
             timeout=self._timeout,
             commit_timeout=self._commit_timeout,
         )
-
-    def _meet(self) -> Peers:
-        config = self._node.config
-        found = meet(self._node.port or 0, config.secret, self._topology, self._group)
-        settled = replace(config, keeper=found.addresses[found.keeper])
-        together(lambda: self._node.settle(settled, found.kept), self._group)
-        return found
-
-    def _flying(self) -> Pilot:
-        if self._pilot is None:
-            raise CheckpointError("nothing is tracked yet: call restore(model=…, optimizer=…) first")
+        if self._wish is not None:
+            until = self._wish[0]
+            self._pilot.request(None if until is None else max(0.0, until - time.monotonic()))
         return self._pilot
 
-    def _claim(self, attempt: tuple[int, int] | None, between_failures: float | None) -> tuple[str, str]:
+    def _saver(self, node: Node) -> Saver:
+        assert self._objects is not None
+        saver = Saver(self._objects, self._topology, self._group, node, self._how)
+        try:
+            together(saver.prepare, self._group)
+        except BaseException:
+            saver.close()
+            raise
+        return saver
+
+    # ---- the claim
+
+    def _claim(self) -> Node:
+        """Takes the attempt, this node's writer and its slots for this run. Collective."""
+        claimed = together(lambda: self._first(self._claim_attempt), self._group)
+        (token, run), secret = tell((claimed, secrets.token_hex(32)), self._group)
+        config = Config(
+            url=self.store.url,
+            options=self._options,
+            attempt=token,
+            node=self._topology.node,
+            nodes=self._topology.nodes,
+            world=self._topology.world,
+            ranks=self._topology.ranks,
+            secret=secret if self._keeps_copies else "",
+            run=run,
+            **self._settings,
+        )
+        node = together(lambda: Node(self._directory, config, self._topology.local, self._linger), self._group)
+        if config.secret:
+            try:
+                found = meet(node.port or 0, config.secret, self._topology, self._group)
+                settled = replace(config, keeper=found.addresses[found.keeper])
+                together(lambda: node.settle(settled, found.kept), self._group)
+            except BaseException:
+                node.close()
+                raise
+        self.attempt = Attempt.parse(token)
+        return node
+
+    def _claim_attempt(self) -> tuple[str, str]:
         """The attempt, and what the store is called: empty when it cannot be asked now."""
-        token = Attempt(*attempt) if attempt is not None else fence.given()
-        if self._trigger.auto and between_failures is None:
+        token = self._given
+        if self._trigger.auto and self._time_between_failures is None:
             self._trigger.between_failures = learned(*_history(self.store))
         if token is None:
             return str(attempts.claim(self.store)), attempts.run_of(self.store)
@@ -293,10 +345,6 @@ class Checkpointer:
 
     def _first(self, make: Any) -> Any:
         return make() if self._topology.rank == 0 else None
-
-    def _join(self, directory: Path | None, config: Config, linger: float) -> Node:
-        where = directory or slots.default_directory(config.url, config.node)
-        return Node(where, config, self._topology.local, linger)
 
 
 def _history(store: Store) -> tuple[int, float]:

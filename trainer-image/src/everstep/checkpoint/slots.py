@@ -1,6 +1,6 @@
 """Slots: a node's shared memory that holds what its ranks last saved, whatever happens to the ranks.
 
-    <directory>/                 0700, by default /dev/shm/everstep-<hash of the run>-<node>
+    <directory>/                 0700, by default /dev/shm/everstep-<hash of the store>-<place>
       control                    the writer's socket
       layouts/<hash>.json        where a rank's shards lie in its part; immutable, named by its content
       <slot>/claim.json          which checkpoint the slot is for, of how many local ranks, and of which node
@@ -93,10 +93,14 @@ class Record:
     values: dict[str, object]
 
 
-def default_directory(url: str, node: int) -> Path:
-    """Where the slots of this run are on this node; EVERSTEP_CHECKPOINT_MEMORY names another memory than /dev/shm."""
-    memory = Path(os.environ.get(MEMORY_VARIABLE) or MEMORY)
-    return memory / f"everstep-{hashlib.sha256(url.encode()).hexdigest()[:16]}-{node}"
+def default_memory() -> Path:
+    """The node's shared memory: /dev/shm, or what EVERSTEP_CHECKPOINT_MEMORY names."""
+    return Path(os.environ.get(MEMORY_VARIABLE) or MEMORY)
+
+
+def default_directory(url: str, place: int) -> Path:
+    """Where the slots of a store are on a node; `place`: its number among the nodes that share the memory."""
+    return default_memory() / f"everstep-{hashlib.sha256(url.encode()).hexdigest()[:16]}-{place}"
 
 
 class Slot:
@@ -231,9 +235,12 @@ class Slots:
         ]
         return self[max(whole)[1]] if whole else None
 
-    def need(self, sizes: Sequence[int]) -> int:
-        """Bytes of memory that parts of these sizes, one for each local rank, would take beyond what is there."""
-        return sum(max(0, size - _size(slot.part(local))) for slot in self for local, size in enumerate(sizes))
+    def need(self, sizes: Sequence[int], count: int = 0) -> int:
+        """Bytes of memory that parts of these sizes, one for each local rank, would take beyond what is there; with
+        `count`, in so many slots, there or not."""
+        missing = max(0, count - len(list(self)))
+        here = sum(max(0, size - _size(slot.part(local))) for slot in self for local, size in enumerate(sizes))
+        return here + missing * sum(sizes)
 
     def check(self, sizes: Sequence[int]) -> None:
         """room.NoRoom when parts of these sizes do not fit into the memory."""

@@ -16,6 +16,8 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,7 @@ from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.filling import Filling
 from everstep.checkpoint.keeping import Committed, Keeper, Save
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.liveness import ProcessIdentity
 from everstep.checkpoint.lock import lock
 from everstep.checkpoint.peer_copier import Copier
 from everstep.checkpoint.peer_server import PeerServer
@@ -45,7 +48,8 @@ class Writer:
         self._slots = Slots(directory)
         self._linger = linger
         self._config: Config | None = None
-        self._ranks: dict[asyncio.StreamWriter, int] = {}
+        self._ranks: dict[asyncio.StreamWriter, _Rank] = {}
+        self._coming: dict[asyncio.StreamWriter, tuple[Config, int]] = {}  # wait to take part; their process ids
         self._known: set[int] = set()  # local ranks that have come in this attempt
         self._gone: set[int] = set()  # local ranks that said goodbye
         self._filling: Filling[asyncio.StreamWriter] = Filling()
@@ -105,9 +109,19 @@ class Writer:
     async def _verb(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> Any:
         if said["verb"] == "hello":
             return await self._hello(writer, said)
-        if writer not in self._ranks or self._config is None:
+        if said["verb"] == "occupants":  # for who only reads, and takes part in nothing
+            attempt = None if self._config is None else self._config.attempt
+            return {"attempt": attempt, "pids": _pids(self._alive(beside=writer))}
+        rank = self._ranks.get(writer)
+        if rank is None or self._config is None:
             raise CheckpointError("say hello first")
-        local = self._ranks[writer]
+        if rank.run != _identity(self._config):
+            raise CheckpointError(f"attempt {self._config.attempt} has taken over this node from {rank.run.attempt}")
+        if "key" in said and str(Key.parse(said["key"]).attempt) != self._config.attempt:
+            raise CheckpointError(
+                f"{said['key']} is not of attempt {self._config.attempt}, which this rank takes part in"
+            )
+        local = rank.local
         match said["verb"]:
             case "reserve":
                 return await self._reserve(said["sizes"], said["kept"])
@@ -118,7 +132,7 @@ class Writer:
             case "void":
                 return self._give_up(Key.parse(said["key"]), said["why"])
             case "ranks":
-                return sorted(self._ranks.values())
+                return sorted(each.local for each in self._ranks.values())
             case "bye":
                 self._gone.add(local)
                 return None
@@ -128,27 +142,77 @@ class Writer:
         if said["protocol"] != control.PROTOCOL:
             raise CheckpointError(f"this writer speaks protocol {control.PROTOCOL}, not {said['protocol']}")
         config = Config(**said["config"])
+        local = int(said["local"])
         await self._disown(config)
-        now, old = Attempt.parse(config.attempt), self._config and Attempt.parse(self._config.attempt)
-        if old and now < old:
-            raise CheckpointError(f"attempt {old} runs on this node; {now} is over")
-        if config != self._config:
-            Slots.create(self._slots.directory, config.slots)
+        await self._wait_for_the_dead(writer, config, local)
+        if self._config is None or _identity(config) != _identity(self._config):
+            self._take_over(config)
+        if config != self._config:  # the keeper of our copies is known now
             self._config = config
-            self._known.clear()
-            self._gone.clear()
         if writer not in self._ranks:
-            self._filling.join(said["local"], writer, self._before(writer, said["local"]))
-        self._ranks[writer] = said["local"]
-        self._known.add(said["local"])
+            self._filling.join(local, writer, self._before(writer, local))
+        self._ranks[writer] = _Rank(local, _process(writer), _identity(config))
+        self._known.add(local)
+        self._gone.discard(local)
         self._copier.aim(config.keeper, config.secret)
         for slot in self._slots:
             self._recover(slot, config)
         return {"port": self._peers.trust(config.secret, config.slots)}
 
+    async def _wait_for_the_dead(self, writer: asyncio.StreamWriter, config: Config, local: int) -> None:
+        """Until nobody else has what this rank asks for: the node, if it is of another run, else its place in it.
+
+        What was killed may take a while to die. CheckpointError when it lives on: two that save into the same slots, or
+        an evaluation that begins to save, would destroy the checkpoints of the one that was first.
+        """
+        until = time.monotonic() + control.TAKEOVER_TIMEOUT
+        self._coming[writer] = (_identity(config), _process(writer).pid)
+        try:
+            while True:
+                if self._config and Attempt.parse(config.attempt) < Attempt.parse(self._config.attempt):
+                    raise CheckpointError(f"attempt {self._config.attempt} runs on this node; {config.attempt} is over")
+                others = self._in_the_way(writer, config, local)
+                if not others or self._config is None:
+                    return
+                if time.monotonic() >= until:
+                    what = "node" if _identity(config) != _identity(self._config) else f"local rank {local}"
+                    raise CheckpointError(
+                        f"this {what} belongs to attempt {self._config.attempt} of {config.url} (world "
+                        f"{self._config.world}), which is alive: process {', '.join(map(str, _pids(others)))}; attempt "
+                        f"{config.attempt} (world {config.world}) saves nothing here. Stop those processes first, or "
+                        "save to a store of your own; to restore from this store needs neither"
+                    )
+                await asyncio.sleep(0.05)
+        finally:
+            del self._coming[writer]
+
+    def _in_the_way(self, writer: asyncio.StreamWriter, config: Config, local: int) -> list[_Rank]:
+        others = self._alive(beside=writer)
+        if self._config is not None and _identity(config) == _identity(self._config):
+            return [rank for rank in others if rank.local == local]
+        # Processes that begin anew without having ended meet here, each with a connection of before.
+        meet = {pid for its, pid in self._coming.values() if its == _identity(config)}
+        return [rank for rank in others if rank.process.pid not in meet]
+
+    def _alive(self, beside: asyncio.StreamWriter) -> list[_Rank]:
+        """The ranks whose processes are alive, but the one at the other end of this connection. A connection alone is
+        no sign of life: children of a rank hold it."""
+        pid = _process(beside).pid
+        return [rank for rank in self._ranks.values() if rank.process.pid != pid and rank.process.is_alive]
+
+    def _take_over(self, config: Config) -> None:
+        """This run has the node from here on. What an earlier one's ranks had filled is still stored: see _recover."""
+        Slots.create(self._slots.directory, config.slots)
+        self._config = config
+        self._known.clear()
+        self._gone.clear()
+        self._filling = Filling()
+        # Connections of the earlier run stay open, and whoever still speaks there is told.
+
     def _before(self, writer: asyncio.StreamWriter, local: int) -> asyncio.StreamWriter | None:
         """The connection that the same process had before this one."""
-        old = [each for each, its in self._ranks.items() if its == local and _process(each) == _process(writer)]
+        process = _process(writer)
+        old = [each for each, its in self._ranks.items() if (its.local, its.process) == (local, process)]
         return old[-1] if old else None
 
     async def _disown(self, config: Config) -> None:
@@ -187,13 +251,16 @@ class Writer:
                 self._start(slot, claim, config, left_behind=True)
 
     def _lose(self, writer: asyncio.StreamWriter) -> None:
-        local = self._ranks.pop(writer, None)
+        lost = self._ranks.pop(writer, None)
+        if lost is None:
+            return
         self._changed.set()
         self._idle_since = time.monotonic()
-        if local is None:
+        if self._config is None or lost.run != _identity(self._config):
             return
+        local = lost.local
         for key in self._filling.without(local, writer):
-            rank = self._config.ranks[local] if self._config else local
+            rank = self._config.ranks[local]
             self._give_up(key, f"{RankLost([rank], _LEFT)}")
 
     # ---- a save
@@ -229,8 +296,8 @@ class Writer:
             await asyncio.shield(self._reserving)
         await self._wait_for_slot(key)
         assert self._config is not None
-        local, ranks = self._ranks[writer], self._config.ranks
-        newest = {its: each for each, its in self._ranks.items()}
+        local, ranks, run = self._ranks[writer].local, self._config.ranks, _identity(self._config)
+        newest = {its.local: each for each, its in self._ranks.items() if its.run == run}
         for slot in self._slots:
             claim = slot.claimed()
             if claim is not None and claim.key == key:
@@ -395,8 +462,26 @@ class Writer:
                 writer.write(line)
 
 
-def _process(writer: asyncio.StreamWriter) -> int:
-    return control.peer_of(writer.get_extra_info("socket"))[0]
+@dataclass(frozen=True)
+class _Rank:
+    """Who is at the other end of a connection; `run`: the one that it takes part in."""
+
+    local: int
+    process: ProcessIdentity
+    run: Config
+
+
+def _identity(config: Config) -> Config:
+    """The run that a config is of: what is known only after its nodes have met makes no other one of it."""
+    return replace(config, keeper=None)
+
+
+def _pids(ranks: Iterable[_Rank]) -> list[int]:
+    return sorted({rank.process.pid for rank in ranks})
+
+
+def _process(writer: asyncio.StreamWriter) -> ProcessIdentity:
+    return ProcessIdentity.of_peer(writer.get_extra_info("socket"))
 
 
 async def _serve(directory: Path, linger: float) -> None:
