@@ -1,6 +1,7 @@
 """everstep: distributed training on any Kubernetes cluster that never loses a step.
 
-`everstep.progress(step, total=…, loss=…)` reports a step; `everstep.checkpointer(store, …)` saves and restores a run.
+`everstep.progress(step, total=…, loss=…)` reports a step; `everstep.checkpointer(store, …)` saves and restores a run;
+`everstep.load(uri)`, `load_into(uri, model=model)`, `list_checkpoints(uri)` and `best(uri, metric)` only read.
 Everything else is in the submodules; importing this package imports nothing but the standard library.
 """
 
@@ -9,20 +10,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from everstep.checkpoint.listing import best as best
+    from everstep.checkpoint.listing import list_checkpoints as list_checkpoints
+    from everstep.checkpoint.load import load as load
+    from everstep.checkpoint.load import load_into as load_into
     from everstep.checkpoint.session import Checkpointer as checkpointer
     from everstep.progress import progress as progress
 
-__all__ = ["checkpointer", "progress"]
+__all__ = ["best", "checkpointer", "list_checkpoints", "load", "load_into", "progress"]
+
+_WHERE = {
+    "best": ("everstep.checkpoint.listing", "best"),
+    "checkpointer": ("everstep.checkpoint.session", "Checkpointer"),
+    "list_checkpoints": ("everstep.checkpoint.listing", "list_checkpoints"),
+    "load": ("everstep.checkpoint.load", "load"),
+    "load_into": ("everstep.checkpoint.load", "load_into"),
+    "progress": ("everstep.progress", "progress"),
+}
 
 
 def __getattr__(name: str) -> Any:
     # Lazily, since the agent carries this file but not the library.
-    if name == "progress":
+    if name in _WHERE:
         from importlib import import_module
 
-        return import_module("everstep.progress")
-    if name == "checkpointer":
-        from importlib import import_module
-
-        return import_module("everstep.checkpoint.session").Checkpointer
+        module, attribute = _WHERE[name]
+        return getattr(import_module(module), attribute)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

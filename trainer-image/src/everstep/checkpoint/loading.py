@@ -188,7 +188,7 @@ class Loading:
                 found.append(_Item(name, 0, (0,) * len(saved.shape), saved.shape, target))
             else:
                 others[name] = self._tensors[name] = _made(target)
-        found += _resharded(others, manifest)
+        found += resharded(others, manifest)
         found = [item for item in found if prod(item.lengths)]
         for item in found:
             if (item.name, item.shard) not in self._sources:
@@ -209,8 +209,8 @@ def _made(target: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(target, device="cpu") if target.is_meta else target
 
 
-def _resharded(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Iterator[_Item]:
-    """By torch's planner: any boxes of a tensor from any others."""
+def resharded(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Iterator[_Item]:
+    """Yield by torch's planner which boxes of saved shards fill these tensors, sharded in any way or not."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), metadata(manifest, tensors))
     for item in planner.create_local_plan().items:

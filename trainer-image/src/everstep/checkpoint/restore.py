@@ -58,7 +58,8 @@ class Restored:
     `tier`: "memory", "peer" (other nodes' memory) or "store", the farthest that bytes came from. `fell_back`: newer
     checkpoints that are bad, with the reason. `left`: names of objects that each rank has its own state of, saved by
     another number of ranks. `values`: plain values that were given, by name, as they are now. `bytes` were read and
-    verified by this rank, in `seconds`, the whole restore's.
+    verified by this rank, in `seconds`, the whole restore's. With strict=False `missing` are names that are here and
+    not in the checkpoint, and `unexpected` those that are only there. `metadata`: as it was given to save().
     """
 
     step: int = 0
@@ -69,6 +70,9 @@ class Restored:
     values: dict[str, Any] = field(default_factory=dict)
     bytes: int = 0
     seconds: float = 0.0
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    metadata: dict[str, Any] = field(default_factory=dict)
 
 
 class _Bad(Exception):

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 
+from everstep.checkpoint.casting import NO_CASTS, Casts
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Manifest, Tensor
 from everstep.checkpoint.state import names
@@ -25,6 +26,26 @@ class StateMismatch(CheckpointError):
         shown = problems[:8] + ([f"and {len(problems) - 8} more"] if len(problems) > 8 else [])
         super().__init__("the checkpoint does not fit the objects that were given: " + "; ".join(shown))
         self.problems = problems
+
+
+class Absent(str):
+    """A problem of a restore that strict=False reports instead: `name` is here, and not in the checkpoint."""
+
+    name: str
+
+    @classmethod
+    def of_name(cls, name: str) -> Absent:
+        """Return the problem for a tensor or a parameter."""
+        problem = cls(f"{name} is not in the checkpoint")
+        problem.name = name
+        return problem
+
+    @classmethod
+    def of_object(cls, prefix: str) -> Absent:
+        """Return the problem for a whole object."""
+        problem = cls(f"nothing in the checkpoint is called {prefix}")
+        problem.name = prefix
+        return problem
 
 
 class PerRank:
@@ -59,10 +80,11 @@ class Saved:
     tensors: Mapping[str, Tensor]
     values: Mapping[str, object]
     allow_pickle: bool = False
+    casts: Casts = NO_CASTS
 
     @classmethod
-    def of(cls, manifest: Manifest, *, allow_pickle: bool = False) -> Saved:
-        return cls("", manifest.tensors, manifest.values, allow_pickle)
+    def of(cls, manifest: Manifest, *, allow_pickle: bool = False, casts: Casts = NO_CASTS) -> Saved:
+        return cls("", manifest.tensors, manifest.values, allow_pickle, casts)
 
     def below(self, name: str) -> Saved:
         """The part of it below a name."""
@@ -71,6 +93,7 @@ class Saved:
             _below(self.tensors, name),
             _below(self.values, name),
             self.allow_pickle,
+            self.casts,
         )
 
     def full(self, name: str) -> str:
@@ -135,11 +158,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def misfit(saved: Tensor, tensor: torch.Tensor) -> str | None:
-    """Why the saved tensor cannot be copied into this one bit for bit."""
+def misfit(saved: Tensor, tensor: torch.Tensor, casts: Casts = NO_CASTS) -> str | None:
+    """Why the saved tensor cannot be copied into this one, bit for bit unless it may be cast."""
     if saved.shape != tuple(tensor.shape):
         return f"has shape {list(saved.shape)} in the checkpoint, {list(tensor.shape)} here"
-    if saved.dtype != dtype_name(tensor.dtype):
+    if saved.dtype != dtype_name(tensor.dtype) and not casts.allows(getattr(torch, saved.dtype), tensor.dtype):
         return f"is {saved.dtype} in the checkpoint, {dtype_name(tensor.dtype)} here"
     if tensor.device.type == "meta":
         return "is on the meta device: give it memory first (to_empty)"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import Saved, fresh, is_tensor, misfit
+from everstep.checkpoint.state.kinds import Absent, Saved, fresh, is_tensor, misfit
 
 
 class Modules:
@@ -54,8 +54,8 @@ class Modules:
             if not is_tensor(value):
                 found.update({saved.full(each): fresh(tensor) for each, tensor in _subtree(saved.tensors, name)})
             elif name not in saved.tensors:
-                problems.append(f"{full} is not in the checkpoint")
-            elif why := misfit(saved.tensors[name], value):
+                problems.append(Absent.of_name(full))
+            elif why := misfit(saved.tensors[name], value, saved.casts):
                 problems.append(f"{full} {why}")
             else:
                 found[full] = value

@@ -38,6 +38,11 @@ def of_module(name: str) -> str:
     return ".".join(map(segment, name.split("."))) if _PATH.search(name) else name
 
 
+def to_module(name: str) -> str:
+    """Return the key of a module's state_dict for which of_module() gave this name."""
+    return ".".join(map(_unescaped, name.split("."))) if "%" in name else name
+
+
 def walk(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a nested state with their names.
 

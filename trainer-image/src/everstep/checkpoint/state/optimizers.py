@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from everstep.checkpoint.casting import Casts
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Tensor
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import WHOLE, Saved, detached, fresh, is_tensor, misfit
+from everstep.checkpoint.state.kinds import WHOLE, Absent, Saved, detached, fresh, is_tensor, misfit
 from everstep.checkpoint.values import pack
 
 _STATE = "state"
@@ -79,7 +80,7 @@ class OptimizerObject:
             live = dict(names.walk(held.get(place, {}), is_tensor))
             for name, tensor in tensors.items():
                 full = saved.full(names.join(_STATE, self._names[place], name))
-                made = self._target(self.params[place], name, tensor, live.get(name))
+                made = self._target(self.params[place], name, tensor, live.get(name), saved.casts)
                 if isinstance(made, str):
                     problems.append(f"{full} {made}")
                 else:
@@ -89,9 +90,9 @@ class OptimizerObject:
         self._check_options(saved, problems)
         return found
 
-    def _target(self, param: torch.Tensor, name: str, saved: Tensor, live: Any) -> torch.Tensor | str:
+    def _target(self, param: torch.Tensor, name: str, saved: Tensor, live: Any, casts: Casts) -> torch.Tensor | str:
         if is_tensor(live):
-            return misfit(saved, live) or live
+            return misfit(saved, live, casts) or live
         if name == _STEP or saved.shape != tuple(param.shape):
             if isinstance(param, DTensor) and saved.shape not in ((), (1,)):
                 return (
@@ -106,9 +107,12 @@ class OptimizerObject:
         for group in self._optimizer.param_groups:
             places = self._places(group)
             digests = {saved.values.get(names.join(_GROUPS, self._names[place])) for place in places}
-            if None in digests:
-                problems.append(f"{self.prefix} has a parameter that is not in the checkpoint's")
-            elif len(digests) > 1:
+            problems += [
+                Absent.of_name(saved.full(names.join(_GROUPS, self._names[place])))
+                for place in places
+                if names.join(_GROUPS, self._names[place]) not in saved.values
+            ]
+            if len(digests - {None}) > 1:
                 problems.append(f"{self.prefix} has parameters in one group that had different options when saved")
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -127,7 +131,8 @@ class OptimizerObject:
     def _group(self, group: dict[str, Any], saved: Saved) -> dict[str, Any]:
         places = self._places(group)
         loaded = {key: value for key, value in group.items() if key != "params"}
-        digest = saved.values.get(names.join(_GROUPS, self._names[places[0]])) if places else None
+        digests = (saved.values.get(names.join(_GROUPS, self._names[place])) for place in places)
+        digest = next((each for each in digests if each is not None), None)
         if digest is not None:
             for key, value in saved.value(names.join(_OPTIONS, str(digest))).items():
                 loaded[key] = _with_option(loaded.get(key), value)

@@ -80,10 +80,10 @@ def _targets(saved: Saved, state: Any, problems: list[str], *, whole: bool = Fal
         if mine is None:
             found[saved.full(name)] = fresh(tensor)
         elif whole:
-            if why := misfit(tensor, mine):
+            if why := misfit(tensor, mine, saved.casts):
                 problems.append(f"{saved.full(name)} {why}")
             found[saved.full(name)] = mine.detach()
-        elif misfit(tensor, mine):
+        elif misfit(tensor, mine, saved.casts):
             # An object may hold tensors that grow; but what is sharded can only come back as it was.
             if hasattr(mine, "placements"):
                 problems.append(f"{saved.full(name)} {misfit(tensor, mine)}")

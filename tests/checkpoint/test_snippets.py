@@ -1,0 +1,48 @@
+"""What the page on checkpoints shows runs as it stands there."""
+
+from __future__ import annotations
+
+import re
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+import everstep  # noqa: E402
+from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "checkpoints.md"
+
+
+def snippets(title: str) -> list[str]:
+    """The Python of the section with this title, and of those below it."""
+    (section,) = re.findall(rf"^## {re.escape(title)}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    found = re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
+    assert found, title
+    return found
+
+
+def network(name: str) -> Any:
+    return nn.Sequential(OrderedDict([(name, nn.Linear(4, 4))]))
+
+
+def test_the_snippets_on_reading_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    store = tmp_path / "run"
+    ranks.save(PosixStore(store), ranks.key(7), {"model": network("backbone")})
+    names: dict[str, Any] = {"everstep": everstep, "torch": torch, "model": network("backbone")}
+    *reading, into_another = [each.replace("s3://bucket/run", str(store)) for each in snippets("Reading a checkpoint")]
+    for snippet in reading:
+        exec(snippet, names)
+    assert names["state"].step == 7
+    names["model"] = network("encoder").to(torch.bfloat16)
+    exec(into_another, names)
+    assert (names["restored"].missing, names["restored"].unexpected) == ((), ())
+    assert "0.1" in capsys.readouterr().out

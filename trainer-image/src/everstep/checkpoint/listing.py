@@ -1,0 +1,114 @@
+"""Which checkpoints a store has, what users noted about them, and which of them is the best. No torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from everstep.checkpoint.candidates import candidates, read_manifest
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing
+from everstep.checkpoint.keys import Key
+from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.user_metadata import read_metadata
+
+Mode = Literal["min", "max"]
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """A committed checkpoint. `created` in seconds since 1970; `metadata` as the user gave it to save().
+
+    `verified`: its manifest holds and covers every tensor, which is what a listing reads; its bytes are verified when
+    they are loaded, or by `everstep checkpoint verify`.
+    """
+
+    key: Key
+    created: float = 0.0
+    metadata: dict[str, Any] = field(default_factory=dict)
+    verified: bool = False
+
+    @property
+    def step(self) -> int:
+        return self.key.step
+
+    @property
+    def attempt(self) -> str:
+        return f"{self.key.attempt.epoch}.{self.key.attempt.generation}"
+
+
+def list_checkpoints(
+    uri: str | os.PathLike[str] | Store, *, options: Mapping[str, Any] | None = None
+) -> list[CheckpointInfo]:
+    """List what was committed in a store, the newest first. Writes nothing, and needs neither ranks nor torch.
+
+    Args:
+        uri: A folder or a URL, as given to everstep.checkpointer().
+        options: Of the store.
+
+    Raises:
+        StoreError: The store cannot be listed.
+    """
+    store = open_store(uri, **(options or {})) if isinstance(uri, str | os.PathLike) else uri
+    found = []
+    for key in candidates(store):
+        try:
+            manifest = read_manifest(store, key)
+        except Damaged:
+            found.append(CheckpointInfo(key))
+        except Missing:
+            continue  # removed meanwhile
+        else:
+            found.append(CheckpointInfo(key, manifest.created, read_metadata(manifest.values), True))
+    return found
+
+
+def best(
+    uri: str | os.PathLike[str] | Store,
+    metric: str,
+    mode: Mode = "min",
+    *,
+    options: Mapping[str, Any] | None = None,
+) -> Key:
+    """Return the key of the checkpoint with the best metric in its metadata, for restore(step=…) and load(step=…).
+
+    Args:
+        uri: A folder or a URL, as given to everstep.checkpointer().
+        metric: A key of the metadata; those without it, and NaN, do not count. Of equals the newest is the best.
+        mode: Whether the least ("min") or the greatest ("max") is the best.
+        options: Of the store.
+
+    Raises:
+        CheckpointError: No checkpoint has the metric.
+    """
+    found = list_checkpoints(uri, options=options)
+    ranked = rank_by_metric(((each.key, each.metadata) for each in found if each.verified), metric, mode)
+    if not ranked:
+        names = sorted({name for each in found for name in each.metadata})
+        raise CheckpointError(
+            f"none of {len(found)} checkpoints has a number called {metric!r} in its metadata; there are "
+            f"{', '.join(names) or 'no metadata at all'}: give it to save(step, metadata={{{metric!r}: …}})"
+        )
+    return ranked[0]
+
+
+def rank_by_metric(metadata: Iterable[tuple[Key, Mapping[str, Any]]], metric: str, mode: Mode) -> list[Key]:
+    """Return the keys that have a metric, the best first; of equals the newest first. NaN is none.
+
+    Raises:
+        ValueError: For a mode that is neither "min" nor "max".
+    """
+    if mode not in ("min", "max"):
+        raise ValueError(f"best_mode is 'min' or 'max', not {mode!r}")
+    sign = 1.0 if mode == "min" else -1.0
+    found: list[tuple[float, Key]] = []
+    for key, noted in metadata:
+        value = noted.get(metric)
+        with suppress(OverflowError):
+            if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
+                found.append((sign * float(value), key))
+    newest_first = sorted(found, key=lambda each: each[1], reverse=True)
+    return [key for _, key in sorted(newest_first, key=lambda each: each[0])]

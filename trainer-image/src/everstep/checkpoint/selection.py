@@ -1,0 +1,97 @@
+"""Which checkpoint is meant, which of its names are wanted, and what they are called here. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format import Manifest
+from everstep.checkpoint.keys import Key
+
+Leaf = TypeVar("Leaf")
+Rename = Mapping[str, str] | Callable[[str], str | None]
+Only = str | Sequence[str]
+
+_SHOWN = 12
+
+
+class NoSuchStep(CheckpointError):
+    """No checkpoint of the wanted step was committed; `steps` are those that there are, in order."""
+
+    def __init__(self, where: str, step: int, steps: Iterable[int]) -> None:
+        self.steps = sorted(set(steps))
+        listed = ", ".join(map(str, self.steps[-_SHOWN:])) or "none at all"
+        more = f"{len(self.steps) - _SHOWN} more and " if len(self.steps) > _SHOWN else ""
+        super().__init__(
+            f"there is no checkpoint of step {step} in {where}; there are {more}{listed}: give one of these as step=, "
+            "or no step for the newest"
+        )
+
+
+def select_keys(keys: Collection[Key], step: int | Key | None, where: str) -> list[Key]:
+    """Return the keys to try, the best first: greatest attempt first.
+
+    Args:
+        keys: All that was committed.
+        step: A step, of which every attempt's counts; a key, for exactly that one; None for all.
+        where: The store, for messages.
+
+    Raises:
+        NoSuchStep: None of them is of this step.
+    """
+    found = [key for key in keys if step is None or key == step or key.step == step]
+    if step is not None and not found:
+        raise NoSuchStep(where, step.step if isinstance(step, Key) else step, (key.step for key in keys))
+    return sorted(found, reverse=True)
+
+
+def is_wanted(name: str, only: Only | None) -> bool:
+    """Whether a name is one of `only`: globs of whole names (`*` matches dots too), or what all of them lie below."""
+    if only is None:
+        return True
+    patterns = [only] if isinstance(only, str) else only
+    return any(fnmatchcase(name, pattern) or name.startswith(f"{pattern}.") for pattern in patterns)
+
+
+def rename_leaves(leaves: Mapping[str, Leaf], rename: Rename | None) -> dict[str, Leaf]:
+    """Return the leaves by their new names.
+
+    Args:
+        leaves: By full names, as `model.layers.0.weight`.
+        rename: Prefixes and what takes their place, of which the longest that fits counts; or a function, whose None
+            leaves a name out.
+
+    Raises:
+        CheckpointError: Two names become one.
+    """
+    if rename is None:
+        return dict(leaves)
+    found: dict[str, Leaf] = {}
+    origin: dict[str, str] = {}
+    for name, leaf in leaves.items():
+        new = rename(name) if callable(rename) else _with_prefix(name, rename)
+        if new is None:
+            continue
+        if new in found:
+            raise CheckpointError(f"rename= gives {origin[new]} and {name} the same name {new}: give each its own")
+        found[new], origin[new] = leaf, name
+    return found
+
+
+def rename_manifest(manifest: Manifest, rename: Rename | None) -> Manifest:
+    """Return the same checkpoint with its tensors and values under their new names. CheckpointError as above."""
+    if rename is None:
+        return manifest
+    tensors, values = rename_leaves(manifest.tensors, rename), rename_leaves(manifest.values, rename)
+    both = tensors.keys() & values.keys()
+    if both:
+        raise CheckpointError(f"rename= gives a tensor and a value the same name {min(both)}: give each its own")
+    return replace(manifest, tensors=dict(sorted(tensors.items())), values=dict(sorted(values.items())))
+
+
+def _with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+    found = max((each for each in prefixes if name.startswith(each)), key=len, default=None)
+    return name if found is None else prefixes[found] + name.removeprefix(found)
