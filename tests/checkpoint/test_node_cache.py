@@ -33,11 +33,6 @@ def test_pages_around_what_stays_in_use_go_back(tmp_path: Path) -> None:
 def test_only_memory_that_is_nobody_elses_is_given_away(tmp_path: Path) -> None:
     assert filled(tmp_path, shared=False)[0].gives(0)
     assert not filled(tmp_path, shared=True)[0].gives(0), "other ranks of the node read it"
-    slot = tmp_path / "0.part"
-    slot.write_bytes(b"y" * SIZE)
-    cache = NodeCache(tmp_path / "memory", "slot", shared=False)
-    cache.adopt(0, slot, SIZE)
-    assert not cache.gives(0), "a save fills the slot anew"
 
 
 def test_small_units_are_read_together_and_parts_apart() -> None:

@@ -6,7 +6,8 @@ import os
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,14 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from everstep.checkpoint.errors import CheckpointError, Denied, RankLost, StoreError  # noqa: E402
-from everstep.checkpoint.format import CHUNK, HEADER  # noqa: E402
+from everstep.checkpoint.format import ALIGN, CHUNK, HEADER  # noqa: E402
 from everstep.checkpoint.keys import Key  # noqa: E402
 from everstep.checkpoint.leases import leases  # noqa: E402
 from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.rng import Rng  # noqa: E402
 from everstep.checkpoint.slots import Claim, Slots  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank, StateMismatch  # noqa: E402
-from everstep.checkpoint.store.base import Entry  # noqa: E402
+from everstep.checkpoint.store.base import Entry, ObjectReader  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.builders import newer  # noqa: E402
@@ -36,22 +37,50 @@ OLD, NEW = ranks.key(10), ranks.key(20)
 
 
 class Watched(PosixStore):
-    """A folder that counts the bytes that are read of parts and tells `on_read(name, offset)` before each read."""
+    """A folder that counts the bytes that are read of parts and tells `on_read(name, offset)` before each read.
 
-    def __init__(self, folder: Path, on_read: Callable[[str, int], None] = lambda name, offset: None) -> None:
+    With `far` it is on another machine, as far as the restore knows.
+    """
+
+    is_local = True
+
+    def __init__(
+        self, folder: Path, on_read: Callable[[str, int], None] = lambda name, offset: None, *, far: bool = False
+    ) -> None:
         super().__init__(folder)
+        self.is_local = not far
         self.bytes = 0
         self.manifests = 0
         self._on_read = on_read
+        self._lock = threading.Lock()
 
     def read(self, name: str) -> bytes:
         self.manifests += name.startswith("manifests/")
         return super().read(name)
 
-    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+    @contextmanager
+    def open_object(self, name: str) -> Iterator[ObjectReader]:
+        self._on_read(name, 0)
+        with super().open_object(name) as opened:
+            yield _WatchedObject(self, name, opened)
+
+    def was_read(self, name: str, offset: int, into: memoryview) -> None:
+        """May change what came."""
         self._on_read(name, offset)
-        super().read_into(name, offset, into)
-        self.bytes += len(into)
+        with self._lock:
+            self.bytes += len(into)
+
+
+class _WatchedObject:
+    def __init__(self, store: Watched, name: str, opened: ObjectReader) -> None:
+        self._store, self._name, self._opened = store, name, opened
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        self._opened.read_into(offset, into)
+        self._store.was_read(self._name, offset, into)
+
+    def expect(self, offset: int, length: int) -> None:
+        self._opened.expect(offset, length)
 
 
 def model(fill: float, size: int = 40) -> nn.Module:
@@ -127,7 +156,7 @@ def test_a_store_that_cannot_be_listed_is_no_fresh_start(tmp_path: Path) -> None
         touched(Unreachable(tmp_path / "store"), tmp_path)
 
 
-class Away(PosixStore):
+class Away(Watched):
     """A folder whose files cannot be read the next `failures` times, as of a store that answers 503."""
 
     def __init__(self, folder: Path, failures: int, *, may_pass: bool = True) -> None:
@@ -146,9 +175,9 @@ class Away(PosixStore):
         self._fail(name)
         return super().read(name)
 
-    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+    def was_read(self, name: str, offset: int, into: memoryview) -> None:
         self._fail(name)
-        super().read_into(name, offset, into)
+        super().was_read(name, offset, into)
 
 
 def test_what_passes_is_no_reason_to_go_back(tmp_path: Path) -> None:
@@ -166,8 +195,8 @@ def test_a_store_that_stays_away_ends_the_restore_and_nothing_older_is_loaded(tm
 
 
 def test_who_may_not_read_a_part_is_told_so_and_gets_nothing_older(tmp_path: Path) -> None:
-    class Closed(PosixStore):
-        def read_into(self, name: str, offset: int, into: memoryview) -> None:
+    class Closed(Watched):
+        def was_read(self, name: str, offset: int, into: memoryview) -> None:
             raise Denied("permission denied", name)
 
     save_both(tmp_path / "store")
@@ -317,32 +346,111 @@ def test_a_slot_is_not_filled_anew_while_it_is_read(tmp_path: Path) -> None:
 # ---- several ranks
 
 
-def one_bad_read(rank: int, store: Path, memory: Path, nodes: int) -> dict[str, Any]:
+def one_bad_read(rank: int, store: Path, memory: Path, nodes: int, far: bool) -> dict[str, Any]:
     save_both(store)
     dist.barrier()
 
-    class Rots(PosixStore):
-        def read_into(self, name: str, offset: int, into: memoryview) -> None:
-            super().read_into(name, offset, into)
+    class Rots(Watched):
+        def was_read(self, name: str, offset: int, into: memoryview) -> None:
             # Good in the store, and for the other rank: only what this one gets last is not what was written.
             if rank == 1 and name == NEW.part_name(1):
                 into[-1] ^= 1
 
     made = model(-1)
-    restored = ranks.restore(Rots(store), memory, {"model": made}, nodes=nodes)
+    restored = ranks.restore(Rots(store, far=far), memory, {"model": made}, nodes=nodes)
     return {"key": restored.key, "fell_back": restored.fell_back, "fill": filled(made)}
 
 
+@pytest.mark.parametrize("far", [False, True], ids=["a folder", "another machine"])
 @pytest.mark.parametrize("nodes", [1, 2])
-def test_one_bad_chunk_on_one_rank_sends_all_ranks_to_the_same_older_checkpoint(nodes: int, tmp_path: Path) -> None:
-    results = ranks.run(2, one_bad_read, tmp_path / "store", tmp_path / "memory", nodes)
+def test_one_bad_chunk_on_one_rank_sends_all_ranks_to_the_same_older_checkpoint(
+    nodes: int, far: bool, tmp_path: Path
+) -> None:
+    results = ranks.run(2, one_bad_read, tmp_path / "store", tmp_path / "memory", nodes, far)
     assert results[0] == results[1]
     assert (results[0]["key"], results[0]["fill"]) == (OLD, 10)
     assert "rank 1" in results[0]["fell_back"][str(NEW)]
 
 
+def changes_between_the_passes(rank: int, store: Path, memory: Path) -> tuple[str, str, float]:
+    save_both(store)
+    dist.barrier()
+    reads: list[str] = []
+
+    class Changes(Watched):
+        def was_read(self, name: str, offset: int, into: memoryview) -> None:
+            # Good when it was verified, for all ranks; what rank 1 loads is another byte.
+            if name == NEW.part_name(1):
+                reads.append(name)
+                if rank == 1 and len(reads) > verified:
+                    into[-1] ^= 1
+
+    verified = 10**9
+    ranks.restore(Changes(store), memory / "counted", {"model": model(-1)})
+    verified, reads[:] = len(reads) - 1, []
+    with pytest.raises(CheckpointError) as caught:
+        ranks.restore(Changes(store), memory / "changed", {"model": model(-1)})
+    made = model(-1)
+    again = ranks.restore(store, memory / "again", {"model": made})
+    assert again.key == NEW
+    return type(caught.value).__name__, str(caught.value), filled(made)
+
+
+def test_bytes_that_change_after_they_were_verified_are_an_error_of_all_ranks_that_says_what_is_undefined(
+    tmp_path: Path,
+) -> None:
+    results = ranks.run(2, changes_between_the_passes, tmp_path / "store", tmp_path / "memory")
+    assert results[0] == results[1]
+    kind, message, fill = results[0]
+    assert (kind, fill) == ("RestoreFailed", 20)
+    assert f"rank 1: {NEW.part_name(1)}: bytes" in message
+    assert "are undefined now" in message
+
+
+def test_what_goes_into_new_tensors_is_read_once_and_what_objects_hold_twice(tmp_path: Path) -> None:
+    """New tensors are nobody's until all is verified, so that one pass does for them."""
+    size = 700
+    made = model(NEW.step, size)
+    optimizer = torch.optim.AdamW(made.parameters())
+    for param in made.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    weights = 4 * (size * size + size)
+    ranks.save(PosixStore(tmp_path / "store"), NEW, {"model": made, "optimizer": optimizer})
+    other = model(-1, size)
+    other_optimizer = torch.optim.AdamW(other.parameters())
+    store = Watched(tmp_path / "store")
+    ranks.restore(store, tmp_path / "memory", {"model": other, "optimizer": other_optimizer})
+    expected, found = optimizer.state_dict()["state"], other_optimizer.state_dict()["state"]
+    assert all(torch.equal(expected[i][name], found[i][name]) for i in expected for name in expected[i])
+    assert torch.equal(made.weight, other.weight)
+    assert 4 * weights <= store.bytes <= 4 * weights + 2 * HEADER, "the weights twice, both moments once"
+
+
+def test_a_transposed_model_and_one_of_another_kind_of_memory_are_filled_bit_for_bit(tmp_path: Path) -> None:
+    """What cannot be read right into place goes through other memory; a chunk lies across its borders."""
+    whole = torch.arange(3_000_000, dtype=torch.float32).view(1500, 2000)
+    ranks.save(PosixStore(tmp_path / "store"), NEW, {"state": {"whole": whole}})
+    turned = torch.zeros(2000, 1500).t()
+
+    class Holder(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("whole", turned)
+
+    ranks.save(PosixStore(tmp_path / "module"), NEW, {"state": Holder()})
+    with torch.no_grad():
+        turned.copy_(whole)
+    holder = Holder()
+    ranks.save(PosixStore(tmp_path / "module"), ranks.key(30), {"state": holder})
+    turned.zero_()
+    assert not holder.whole.is_contiguous()
+    ranks.restore(tmp_path / "module", tmp_path / "memory", {"state": holder})
+    assert torch.equal(holder.whole, whole)
+
+
 def count(rank: int, store: Path, memory: Path, nodes: int, size: int) -> tuple[int, int]:
-    watched = Watched(store)
+    watched = Watched(store, far=True)
     made = model(-1, size)
     ranks.restore(watched, memory, {"model": made}, nodes=nodes)
     assert filled(made) == NEW.step
@@ -354,16 +462,33 @@ def count(rank: int, store: Path, memory: Path, nodes: int, size: int) -> tuple[
     [(4, 1, 2500), (4, 2, 2500), pytest.param(8, 1, 15_811, marks=[pytest.mark.chaos, pytest.mark.timeout(1200)])],
     ids=["4 ranks", "2 nodes of 2 ranks", "8 ranks and 1 GB"],
 )
-def test_the_bytes_of_a_checkpoint_leave_the_store_once_for_each_node(
+def test_the_bytes_of_a_checkpoint_leave_a_store_on_another_machine_once_for_each_node(
     world: int, nodes: int, size: int, tmp_path: Path
 ) -> None:
     ranks.save(PosixStore(tmp_path / "store"), NEW, {"model": model(NEW.step, size)})
     results = ranks.run(world, count, tmp_path / "store", tmp_path / "memory", nodes, size, timeout=600)
     whole = 4 * (size * size + size)
     read = sum(count for count, _ in results)
-    assert nodes * whole <= read <= nodes * (whole + HEADER)
+    assert nodes * whole <= read <= nodes * (whole + HEADER + ALIGN)
     assert sum(manifests for _, manifests in results) == nodes
     assert max(count for count, _ in results) <= nodes * whole / world + CHUNK, "the ranks of a node share the work"
+
+
+def count_in_a_folder(rank: int, store: Path, memory: Path, size: int) -> int:
+    watched = Watched(store)
+    made = model(-1, size)
+    ranks.restore(watched, memory, {"model": made})
+    assert filled(made) == NEW.step
+    assert not list(memory.rglob("*.part")), "no memory is taken for what is in files"
+    return watched.bytes
+
+
+def test_the_ranks_of_a_node_share_the_verification_of_a_folder_and_take_no_memory_for_it(tmp_path: Path) -> None:
+    size = 2500
+    ranks.save(PosixStore(tmp_path / "store"), NEW, {"model": model(NEW.step, size)})
+    results = ranks.run(4, count_in_a_folder, tmp_path / "store", tmp_path / "memory", size)
+    whole = 4 * (size * size + size)
+    assert 5 * whole <= sum(results) <= 5 * (whole + HEADER), "once together, and once by each for its own model"
 
 
 def one_dies(rank: int, store: Path, memory: Path) -> tuple[int, ...]:

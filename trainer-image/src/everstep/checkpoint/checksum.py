@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Protocol
 
 DEFAULT = "xxh3_64"
 
@@ -12,6 +13,34 @@ Buffer = bytes | bytearray | memoryview
 _PIECE = 128 * 1024
 
 
+class RunningChecksum(Protocol):
+    """The checksum of bytes that come in pieces, one after the other."""
+
+    def update(self, data: Buffer, /) -> None: ...
+
+    def hexdigest(self) -> str: ...
+
+
+class _RunningCrc32c:
+    def __init__(self) -> None:
+        self._crc = 0
+
+    def update(self, data: Buffer, /) -> None:
+        import google_crc32c
+
+        for piece in _pieces(data):
+            self._crc = google_crc32c.extend(self._crc, piece)
+
+    def hexdigest(self) -> str:
+        return f"{self._crc:08x}"
+
+
+def _running_xxh3_64() -> RunningChecksum:
+    import xxhash
+
+    return xxhash.xxh3_64()
+
+
 def _xxh3_64(data: Buffer) -> str:
     import xxhash
 
@@ -19,12 +48,9 @@ def _xxh3_64(data: Buffer) -> str:
 
 
 def _crc32c(data: Buffer) -> str:
-    import google_crc32c
-
-    crc = 0
-    for piece in _pieces(data):
-        crc = google_crc32c.extend(crc, piece)
-    return f"{crc:08x}"
+    running = _RunningCrc32c()
+    running.update(data)
+    return running.hexdigest()
 
 
 def _pieces(data: Buffer) -> Iterator[bytes]:
@@ -38,12 +64,23 @@ def _pieces(data: Buffer) -> Iterator[bytes]:
 
 _ALGORITHMS: dict[str, tuple[Callable[[Buffer], str], int]] = {"xxh3_64": (_xxh3_64, 16), "crc32c": (_crc32c, 8)}
 
+_RUNNING: dict[str, Callable[[], RunningChecksum]] = {"xxh3_64": _running_xxh3_64, "crc32c": _RunningCrc32c}
+
 ALGORITHMS = tuple(_ALGORITHMS)
 
 
 def digest(algorithm: str, data: Buffer) -> str:
     """The checksum of `data` (contiguous) in lower-case hex; KeyError for an algorithm that is not in ALGORITHMS."""
     return _ALGORITHMS[algorithm][0](data)
+
+
+def begin_checksum(algorithm: str) -> RunningChecksum:
+    """The checksum of nothing yet: after update() with all pieces its hexdigest() is what digest() gives for the whole.
+
+    Raises:
+        KeyError: There is no such algorithm in ALGORITHMS.
+    """
+    return _RUNNING[algorithm]()
 
 
 def width(algorithm: str) -> int:

@@ -109,3 +109,11 @@ def is_damage(error: BaseException) -> bool:
     if isinstance(error, StoreError):
         return not (error.may_pass or isinstance(error, Denied))
     return isinstance(error, (Damaged, MissingRanks, Incomplete, Conflict))
+
+
+class RestoreFailed(CheckpointError):
+    """The objects were touched and are undefined now: their tensors may hold anything of the checkpoint and of before.
+
+    Raised on all ranks. The checkpoint had been verified a moment before; a new process may restore it, or an older
+    one.
+    """

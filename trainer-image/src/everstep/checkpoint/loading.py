@@ -8,27 +8,27 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.distributed.checkpoint import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
+from everstep.checkpoint.chunk_reads import Read
 from everstep.checkpoint.errors import CheckpointError, Damaged
-from everstep.checkpoint.format import Chunk, Manifest, Shard, Tensor, itemsize
+from everstep.checkpoint.format import Chunk, Manifest, Shard, Tensor
+from everstep.checkpoint.placing import Box, Memory
 from everstep.checkpoint.staging import Host
 from everstep.checkpoint.state.flat import RANK, bind
 from everstep.checkpoint.state.kinds import WHOLE, Kind, Saved
 from everstep.checkpoint.state.plain import Value
 
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
 _BATCH = 1 << 28  # elements
+_THROUGH = 128 << 20  # bytes of memory through which tensors are filled that cannot be read into
+_ALIGN = 64  # bytes
 _GIVEN = 1 << 16  # bytes from which a new tensor stays where it was read: a smaller one would hold more than itself
 
 
@@ -86,6 +86,11 @@ class _Item:
     offsets: tuple[int, ...]
     lengths: tuple[int, ...]
     target: torch.Tensor
+    is_new: bool = False  # the target is nobody's yet: what is read into it too early harms nobody
+
+    def box(self, tensor: Tensor) -> Box:
+        """The box in the shard as it was saved."""
+        return Box(tensor.shards[self.shard], tensor.dtype, self.offsets, self.lengths)
 
 
 class Loading:
@@ -116,36 +121,139 @@ class Loading:
         self.wanted = set(self._tensors)
         self.kept: dict[int, list[tuple[int, int]]] = {}
         self._sources: dict[tuple[str, int], _Source] = {}
+        self._read_first: set[int] = set()  # ids of items
         self._items: list[_Item] = [] if self.problems else self._plan(manifest)
 
-    def needs(self, manifest: Manifest, chunks: Chunks) -> set[int]:
-        """Numbers of the chunks whose bytes apply() reads."""
+    def needs(self, manifest: Manifest, chunks: Chunks, in_file: Callable[[int], bool]) -> set[int]:
+        """Numbers of the chunks that the node verifies for this rank before apply() reads them.
+
+        `in_file(i)`: part i is in a file that is read twice. All others are brought into the node's memory first.
+        """
         found: set[int] = set()
         for item in self._items:
             tensor = manifest.tensors[item.name]
             shard = tensor.shards[item.shard]
+            if in_file(shard.chunks[0].part) and item.is_new and self._is_direct(item, tensor):
+                continue  # first_reads() verifies them
             if item.lengths == shard.sizes:
                 found.update(chunks.of(shard))
                 continue
-            size = itemsize(tensor.dtype)
-            last = [offset + length - 1 for offset, length in zip(item.offsets, item.lengths, strict=True)]
-            start, stop = _linear(item.offsets, shard.sizes), _linear(last, shard.sizes) + 1
-            found.update(chunks.within(shard, start * size, stop * size))
+            box = item.box(tensor)
+            found.update(chunks.within(shard, box.start, box.stop))
         return found
+
+    def first_reads(self, manifest: Manifest, in_file: Callable[[int], bool]) -> list[Read]:
+        """Reads of what goes into new memory: no object has it yet, so one pass verifies the bytes and loads them."""
+        items = [
+            item
+            for item in self._items
+            if item.is_new
+            and in_file(self._sources[item.name, item.shard].part)
+            and self._is_direct(item, manifest.tensors[item.name])
+        ]
+        self._take_memory(items)
+        reads: list[Read] = []
+        for item in items:
+            self._read_first.add(id(item))
+            target = self._tensors[item.name] if item.target.is_meta else item.target
+            reads += item.box(manifest.tensors[item.name]).reads_into(target) or ()
+        return reads
+
+    def _is_direct(self, item: _Item, tensor: Tensor) -> bool:
+        """Whether the bytes can be read right into the target, once that has memory."""
+        if item.target.is_meta:
+            return True
+        return item.box(tensor).reads_into(item.target) is not None
+
+    def _take_memory(self, items: Sequence[_Item]) -> None:
+        """Give new tensors their memory: large ones share one piece, in large pages."""
+        large = [item for item in items if item.target.is_meta and item.target.nbytes >= _GIVEN]
+        memory = Memory(sum(_room(item.target.nbytes) for item in large))
+        at = 0
+        for item in large:
+            like = item.target
+            found = torch.frombuffer(memory.view, dtype=like.dtype, count=like.numel(), offset=at)
+            self._tensors[item.name] = found.view(like.shape)
+            at += _room(like.nbytes)
+        for item in items:
+            if item.target.is_meta and item.target.nbytes < _GIVEN:
+                self._tensors[item.name] = _made(item.target)
 
     def apply(
         self,
+        manifest: Manifest,
         part: Callable[[int], memoryview],
         alive: Callable[[], None],
+        in_file: Callable[[int], bool],
+        read: Callable[[Sequence[Read]], None],
         gives: Callable[[int], bool] = lambda part: False,
     ) -> dict[str, Any]:
-        """Copies the bytes into the objects and gives them their values; plain values that were given, by name.
+        """Brings the bytes into the objects and gives them their values; plain values that were given, by name.
 
-        `part(i)` is part i of the manifest; only bytes of the needed chunks are read. Where `gives(i)`, tensors that
-        are nobody's yet stay in that memory: `kept`, by part, with (offset, length) of each.
+        Args:
+            manifest: Of the checkpoint.
+            part: Part i as the node's memory holds it; only bytes of the needed chunks are looked at.
+            alive: Is called between two things that take a while.
+            in_file: Whether part i is in a file instead.
+            read: Reads from those files, summing; Damaged when the bytes are no longer those that were verified.
+            gives: Whether new tensors may stay in the memory of part i: `kept`, by part, has (offset, length) of each.
         """
+        rest = [item for item in self._items if id(item) not in self._read_first]
+        files = [item for item in rest if in_file(self._sources[item.name, item.shard].part)]
+        self._take_memory(files)
+        self._read_files(files, manifest, read, alive)
+        self._copy(
+            [item for item in rest if not in_file(self._sources[item.name, item.shard].part)], part, alive, gives
+        )
+        self._tensors = {name: _made(tensor) for name, tensor in self._tensors.items()}  # those without elements
+        for kind, saved_state in self._saved:
+            kind.load(saved_state, self._tensors)
+            alive()
+        return {kind.prefix: kind.value for kind, _ in self._saved if isinstance(kind, Value)}
+
+    def _read_files(
+        self,
+        items: Sequence[_Item],
+        manifest: Manifest,
+        read: Callable[[Sequence[Read]], None],
+        alive: Callable[[], None],
+    ) -> None:
+        direct: list[Read] = []
+        others: list[tuple[Box, torch.Tensor]] = []
+        for item in items:
+            box = item.box(manifest.tensors[item.name])
+            target = self._tensors[item.name] if item.target.is_meta else item.target
+            reads = box.reads_into(target)
+            if reads is None:
+                others.append((box, target))
+            else:
+                direct += reads
+        read(direct)
+        room = max([_THROUGH, *(box.room + _ALIGN for box, _ in others)]) if others else 0
+        memory = Memory(room, pinned=any(target.is_cuda for _, target in others)) if others else None
+        while others and memory is not None:
+            at, reads, moves = 0, list[Read](), list[tuple[torch.Tensor, torch.Tensor]]()
+            while others and at + _room(others[-1][0].room) <= room:
+                box, target = others.pop()
+                more, saved = box.reads_through(memory, at)
+                reads += more
+                moves.append((target, saved))
+                at += _room(box.room)
+            read(reads)
+            for target, saved in moves:
+                target.copy_(saved)
+            alive()
+
+    def _copy(
+        self,
+        every: Sequence[_Item],
+        part: Callable[[int], memoryview],
+        alive: Callable[[], None],
+        gives: Callable[[int], bool],
+    ) -> None:
+        """Copies what the node's memory holds."""
         host = Host()
-        for items in _batches(self._items):
+        for items in _batches(every):
             moves: list[tuple[torch.Tensor, torch.Tensor]] = []
             for item in items:
                 saved, target = self._box(item, part), item.target
@@ -160,11 +268,6 @@ class Loading:
             host.copy([target for target, _ in moves], [saved for _, saved in moves])
             alive()
         host.close()
-        self._tensors = {name: _made(tensor) for name, tensor in self._tensors.items()}  # those without elements
-        for kind, saved_state in self._saved:
-            kind.load(saved_state, self._tensors)
-            alive()
-        return {kind.prefix: kind.value for kind, _ in self._saved if isinstance(kind, Value)}
 
     def _box(self, item: _Item, part: Callable[[int], memoryview]) -> torch.Tensor:
         """The saved bytes of one item, as a tensor."""
@@ -180,15 +283,17 @@ class Loading:
         return [kind.prefix for kind, _ in self._saved if kind.exclusive and not kind.prefix.startswith(f"{RANK}.")]
 
     def _plan(self, manifest: Manifest) -> list[_Item]:
-        found, others = [], {}
-        for name, target in list(self._tensors.items()):
+        found: list[_Item] = []
+        targets, others = dict(self._tensors), dict[str, torch.Tensor]()
+        for name, target in targets.items():
             saved = manifest.tensors[name]
             if type(target) in WHOLE and [shard.sizes for shard in saved.shards] == [saved.shape]:
                 # Most tensors, and nothing to plan: torch's planner would take longer than a small model's bytes do.
-                found.append(_Item(name, 0, (0,) * len(saved.shape), saved.shape, target))
+                found.append(_Item(name, 0, (0,) * len(saved.shape), saved.shape, target, target.is_meta))
             else:
                 others[name] = self._tensors[name] = _made(target)
-        found += resharded(others, manifest)
+        new = {name for name, tensor in others.items() if tensor is not targets[name]}
+        found += [replace(item, is_new=item.name in new) for item in resharded(others, manifest)] if others else []
         found = [item for item in found if prod(item.lengths)]
         for item in found:
             if (item.name, item.shard) not in self._sources:
@@ -209,8 +314,15 @@ def _made(target: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(target, device="cpu") if target.is_meta else target
 
 
+def _room(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
 def resharded(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Iterator[_Item]:
     """Yield by torch's planner which boxes of saved shards fill these tensors, sharded in any way or not."""
+    # Only here: a process that has nothing to cut anew need not wait a second for the import.
+    from torch.distributed.checkpoint import DefaultLoadPlanner
+
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(dict(tensors), metadata(manifest, tensors))
     for item in planner.create_local_plan().items:
@@ -236,10 +348,14 @@ def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
 
 def metadata(manifest: Manifest, names: Iterable[str]) -> Metadata:
     """What torch's planners need to know about these tensors of a checkpoint."""
+    from torch.distributed.checkpoint.metadata import Metadata
+
     return Metadata({name: _metadata(manifest.tensors[name]) for name in names})
 
 
 def _metadata(tensor: Tensor) -> TensorStorageMetadata:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
+
     return TensorStorageMetadata(
         TensorProperties(dtype=getattr(torch, tensor.dtype)),
         torch.Size(tensor.shape),
@@ -256,11 +372,3 @@ def _source(name: str, tensor: Tensor, index: int) -> _Source:
             raise Damaged(name, "a shard of it is not in one piece")
         end += chunk.length
     return _Source(first.part, first.offset, end - first.offset, tensor.dtype, shard.sizes)
-
-
-def _linear(position: Iterable[int], sizes: Iterable[int]) -> int:
-    """The row-major number of an element."""
-    number = 0
-    for at, extent in zip(position, sizes, strict=True):
-        number = number * extent + at
-    return number

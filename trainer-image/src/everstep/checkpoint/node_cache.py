@@ -1,13 +1,13 @@
-"""Where the ranks of a node put the bytes of a checkpoint while they restore it: one copy for all of them.
+"""Where the ranks of a node put what comes from afar while they restore it: one copy for all of them.
 
-A file of memory for each part that the node needs, at the same offsets as in the store, with holes where nobody needs
-anything. A node with one rank uses that rank's own memory instead.
+What lies in files of this machine is not brought here but read twice (part_files.py). For each part from afar that the
+node needs there is a file of memory, with the same offsets as in the store and holes where nobody needs anything. A
+node with one rank uses that rank's own memory instead.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import mmap
 import os
@@ -24,8 +24,6 @@ from everstep.checkpoint.slots import secure
 _PREFIX = "restore-"
 _LOCK = "lock"  # held by the process that made the folder, for as long as it lives
 _SECONDS = 10.0
-_MADV_POPULATE_READ = 22  # Linux 5.14
-_LIBC = ctypes.CDLL(None)
 
 
 class NodeCache:
@@ -38,8 +36,7 @@ class NodeCache:
         self._lock: int | None = None
         self._shared = shared
         self._parts: dict[int, memoryview] = {}
-        self._adopted: set[int] = set()
-        self._manifest = b""
+        self._messages: dict[str, bytes] = {}
 
     def create(self) -> None:
         """By one rank of the node, before the others look: removes what dead restores left, and makes the folder."""
@@ -72,11 +69,11 @@ class NodeCache:
         if self._shared:
             (self._folder / name).write_bytes(data)
         else:
-            self._manifest = data
+            self._messages[name] = data
 
     def message(self, name: str) -> bytes:
         """What was left under this name."""
-        return (self._folder / name).read_bytes() if self._shared else self._manifest
+        return (self._folder / name).read_bytes() if self._shared else self._messages[name]
 
     def check_room(self, need: int) -> None:
         """room.NoRoom unless the node has so many bytes of memory; asked before it is taken."""
@@ -90,17 +87,9 @@ class NodeCache:
             self._parts[number] = memoryview(self._open(number, size) if self._shared else _own(size))
         return self._parts[number]
 
-    def adopt(self, number: int, file: Path, size: int) -> None:
-        """This part's bytes are in a file of the node's memory already (a slot's): they are used where they are."""
-        with file.open("rb") as opened:
-            # Private and writable, because torch wants no memory that it must not write to; nobody writes to it.
-            pages = mmap.mmap(opened.fileno(), size, mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
-        self._parts[number] = memoryview(pages)
-        self._adopted.add(number)
-
     def gives(self, number: int) -> bool:
         """Whether tensors may stay in the memory of this part: it is this rank's own, and nobody else's."""
-        return not self._shared and number not in self._adopted
+        return not self._shared
 
     def keep(self, ranges: Mapping[int, Sequence[tuple[int, int]]]) -> None:
         """Of parts in which (offset, length) stay in use, the system gets the other pages back."""
@@ -112,13 +101,6 @@ class NodeCache:
                 if start < stop:
                     pages.madvise(mmap.MADV_DONTNEED, start * mmap.PAGESIZE, (stop - start) * mmap.PAGESIZE)
                 at = offset + length
-
-    def show(self, run: Sequence[Chunk]) -> None:
-        """Maps all pages of these adopted bytes at once, where the kernel can: one fault for each few costs more."""
-        first = run[0].offset // mmap.PAGESIZE * mmap.PAGESIZE
-        start = ctypes.addressof(ctypes.c_char.from_buffer(self._parts[run[0].part], first))
-        length = run[-1].offset + run[-1].length - first
-        _LIBC.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_POPULATE_READ)
 
     def reserve(self, units: Sequence[Chunk], manifest: Manifest) -> None:
         """Takes the memory of these bytes. OSError when there is none: writing into a hole would end in SIGBUS."""

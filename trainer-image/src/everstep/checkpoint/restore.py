@@ -3,6 +3,9 @@
 In rounds: rank 0 proposes; each node fetches the manifest; each rank says what it needs; the ranks of a node read and
 verify that once, together; each takes what it needs. A vote ends every round (vote.py), and anything that is wrong with
 a checkpoint anywhere sends all ranks to the next one.
+
+What is verified in files of this machine is read again right into the objects, and summed again: it takes no memory of
+its own. Should a sum not hold then, the objects are undefined, and all ranks say so.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from everstep.checkpoint.candidates import Readable, parse_manifest, read_run
-from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.errors import CheckpointError, Damaged, is_damage
+from everstep.checkpoint.chunk_reads import THREADS, ChunkReader, Read
+from everstep.checkpoint.errors import CheckpointError, Damaged, RestoreFailed, StoreError, is_damage
 from everstep.checkpoint.format import Chunk, Manifest, decode, encode
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.loading import Chunks, Loading
 from everstep.checkpoint.merging import merge
 from everstep.checkpoint.node_cache import NodeCache, pack, runs, share, units, unpack
+from everstep.checkpoint.part_files import PartFiles
 from everstep.checkpoint.peer_link import Address
 from everstep.checkpoint.peer_parts import PeerParts
 from everstep.checkpoint.peer_server import held
@@ -36,7 +40,6 @@ from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.topology import Topology
 from everstep.checkpoint.vote import Vote
 
-_THREADS = 4  # readers of one rank
 _FARTHER = (MEMORY, PEER, STORE)
 
 T = TypeVar("T")
@@ -79,6 +82,10 @@ class _Bad(Exception):
     """This checkpoint is bad on some rank."""
 
 
+class _Undefined(Exception):
+    """Bytes changed between the two passes, when objects had some of them already."""
+
+
 class Restorer:
     """One rank's side of a restore; all ranks make one and call restore() together."""
 
@@ -117,7 +124,8 @@ class Restorer:
         """Loads the newest checkpoint that is good on all ranks.
 
         NoGoodCheckpoint, StateMismatch, RankLost, StoreError when the store cannot even be listed; the objects are
-        untouched by then. An error while they take in their state is raised on all ranks; they are undefined then.
+        untouched by then. An error while they take in their state is raised on all ranks; they are undefined then, as
+        RestoreFailed says where the bytes were no longer those that had been verified.
         """
         began = time.monotonic()
         try:
@@ -147,17 +155,18 @@ class Restorer:
             cache = NodeCache(self._memory, name, shared=len(self._topology.ranks) > 1)
             if self._leads:
                 stack.callback(cache.remove)
-            self._together(lambda: self._fetch(key, proposal, name, cache) if self._leads else None)
+            self._together(lambda: self._fetch(key, proposal, name, cache, stack) if self._leads else None)
             if self._topology.rank == 0:
                 self._vote.remove(name)  # as large as the manifest, and every node has it
             manifest = self._manifest if self._leads else decode(cache.message("manifest"), key.manifest_name)
             assert manifest is not None
+            files = PartFiles(manifest, self._store)
+            files.leave_out({part.name for part in manifest.parts if part.name in peers})
             chunks = Chunks(manifest)
-            loading = self._plan(manifest, chunks, cache)
-            tiers = self._together(lambda: self._read(manifest, chunks, cache, proposal, peers, stack))
-            loaded = self._together(
-                lambda: loading.apply(lambda part: cache.part(part, manifest), self._alive, cache.gives), local=True
-            )
+            loading = self._plan(manifest, chunks, files, cache, stack)
+            reader = ChunkReader(files.open, files.name, manifest.checksum, self._alive, self._retry)
+            tiers = self._together(lambda: self._read(manifest, chunks, loading, files, reader, cache, peers))
+            loaded = self._together(lambda: self._apply(manifest, loading, files, reader, cache), local=True)
             cache.keep(loading.kept)
         found = max(tiers, key=_FARTHER.index)
         return Restored(key.step, key, found, left=tuple(loading.left), values=loaded)
@@ -206,8 +215,8 @@ class Restorer:
         self._alive()
         time.sleep(seconds)
 
-    def _fetch(self, key: Key, proposal: Proposal, name: str, cache: NodeCache) -> None:
-        """The node's leader gets the manifest, for all of the node."""
+    def _fetch(self, key: Key, proposal: Proposal, name: str, cache: NodeCache, stack: contextlib.ExitStack) -> None:
+        """The node's leader gets the manifest, and holds the slots that the checkpoint is in, for all of the node."""
         cache.create()
         if not proposal.complete or self._topology.world > 1:  # else this rank has just made it
             data = (
@@ -219,12 +228,17 @@ class Restorer:
             cache.leave("manifest", data)
         elif self._manifest is None or self._manifest.key != key:
             raise Damaged(key.manifest_name, "is the manifest of another checkpoint")
+        files = PartFiles(self._manifest, self._store)
+        cache.leave("slots", files.adopt(self._memory, stack) if self._offers(proposal) else b"[]")
 
-    def _plan(self, manifest: Manifest, chunks: Chunks, cache: NodeCache) -> Loading:
+    def _plan(
+        self, manifest: Manifest, chunks: Chunks, files: PartFiles, cache: NodeCache, stack: contextlib.ExitStack
+    ) -> Loading:
         """What this rank needs; StateMismatch on all ranks if it does not fit the objects of any."""
         topology = self._topology
 
         def plan() -> Loading:
+            files.adopt_as(cache.message("slots"), stack)
             found = Loading(
                 manifest,
                 self._objects,
@@ -232,7 +246,7 @@ class Restorer:
                 world=topology.world,
                 allow_pickle=self._allow_pickle,
             )
-            needs = set() if found.problems else found.needs(manifest, chunks)
+            needs = set() if found.problems else found.needs(manifest, chunks, files.__contains__)
             cache.leave(f"needs.{topology.local}", pack(needs, len(chunks.all)))
             return found
 
@@ -265,52 +279,78 @@ class Restorer:
         self,
         manifest: Manifest,
         chunks: Chunks,
+        loading: Loading,
+        files: PartFiles,
+        reader: ChunkReader,
         cache: NodeCache,
-        proposal: Proposal,
         peers: PeerParts,
-        stack: contextlib.ExitStack,
     ) -> str:
-        """Brings this rank's share of what the node needs into its memory and verifies it. The tier it was in."""
+        """Verifies this rank's share of what the node needs, and what this rank alone takes. The tier it was in.
+
+        What comes from afar is brought into the node's memory; what goes into new tensors, into these.
+        """
         topology = self._topology
         needed = unpack([cache.message(f"needs.{local}") for local in range(len(topology.ranks))])
-        here = _adopt(self._memory, manifest, cache, stack) if self._offers(proposal) else set()
         every = units([chunks.all[number] for number in needed], manifest)
+        own = self._share([unit for unit in every if unit.part in files and not files.is_verified(unit.part)])
+        first = loading.first_reads(manifest, files.__contains__)
+        reader.read([*map(Read, own), *first])
+        read = [*own, *(read.chunk for read in first)]
+        far = [unit for unit in every if unit.part not in files]
         if self._leads:
-            cache.check_room(sum(unit.length for unit in every if unit.part not in here))
-        own = share(every, topology.local, len(topology.ranks))
-        cache.reserve([unit for unit in own if unit.part not in here], manifest)
-        # Mapped before the threads begin, which then share the mappings.
-        parts = {unit.part: cache.part(unit.part, manifest) for unit in own}
+            cache.check_room(sum(unit.length for unit in far))
+        mine = self._share(far)
+        self._bring(mine, manifest, cache, peers)
+        self._bytes += sum(unit.length for unit in (*read, *mine))
+        tiers = {files.tier(part) for part in {unit.part for unit in read}}
+        tiers |= {PEER if manifest.parts[part].name in peers else STORE for part in {unit.part for unit in mine}}
+        return max(tiers, key=_FARTHER.index, default=MEMORY)
 
-        def bring(run: Sequence[Chunk]) -> str:
-            name = manifest.parts[run[0].part].name
+    def _share(self, every: Sequence[Chunk]) -> list[Chunk]:
+        return share(every, self._topology.local, len(self._topology.ranks))
+
+    def _bring(self, mine: Sequence[Chunk], manifest: Manifest, cache: NodeCache, peers: PeerParts) -> None:
+        """Reads these chunks into the node's memory and verifies them there."""
+        cache.reserve(mine, manifest)
+        # Mapped before the threads begin, which then share the mappings.
+        parts = {unit.part: cache.part(unit.part, manifest) for unit in mine}
+
+        def bring(run: Sequence[Chunk]) -> None:
             self._alive()
-            if run[0].part in here:
-                cache.show(run)
+            name = manifest.parts[run[0].part].name
             source: Readable = peers if name in peers else self._store
             part = parts[run[0].part]
-            if run[0].part not in here:
-                into = part[run[0].offset : run[-1].offset + run[-1].length]
-                self._retry(lambda: read_run(source, manifest, run, into))
-                return PEER if name in peers else STORE
-            for unit in run:
-                if digest(manifest.checksum, part[unit.offset : unit.offset + unit.length]) != unit.sum:
-                    where = f"bytes {unit.offset} to {unit.offset + unit.length}"
-                    raise Damaged(name, f"{where} are bad in this node's memory")
-            return MEMORY
+            into = part[run[0].offset : run[-1].offset + run[-1].length]
+            self._retry(lambda: read_run(source, manifest, run, into))
 
-        pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="restore")
+        pool = ThreadPoolExecutor(THREADS, thread_name_prefix="restore")
         try:
-            tiers = set(pool.map(bring, runs(own)))
+            for _ in pool.map(bring, runs(mine)):
+                pass
         finally:
             pool.shutdown(cancel_futures=True)
-        self._bytes += sum(unit.length for unit in own)
-        return max(tiers, key=_FARTHER.index, default=MEMORY)
+
+    def _apply(
+        self, manifest: Manifest, loading: Loading, files: PartFiles, reader: ChunkReader, cache: NodeCache
+    ) -> dict[str, Any]:
+        """The objects take in what was verified. _Undefined when it is not what it was any more."""
+
+        def read(reads: Sequence[Read]) -> None:
+            try:
+                reader.read(reads)
+            except (Damaged, StoreError) as error:
+                files.distrust()
+                raise _Undefined(str(error)) from error
+
+        return loading.apply(
+            manifest, lambda part: cache.part(part, manifest), self._alive, files.__contains__, read, cache.gives
+        )
 
     def _together(self, work: Callable[[], T], *, local: bool = False) -> Any:
         """Every rank works; what all of them made, or with `local` what this one did.
 
-        _Bad on all ranks when the checkpoint is bad for one of them, CheckpointError when anything else went wrong.
+        _Bad on all ranks when the checkpoint is bad for one of them, RestoreFailed when objects are undefined,
+        CheckpointError when anything else went wrong.
         """
         made: T | None = None
         failure: Exception | None = None
@@ -321,19 +361,25 @@ class Restorer:
                 message["made"] = made
         except Exception as error:  # the other ranks wait: they are told whatever it is
             failure = error
-            message["bad" if is_damage(error) else "failed"] = f"rank {self._topology.rank}: {error}"
+            kind = "undefined" if isinstance(error, _Undefined) else "bad" if is_damage(error) else "failed"
+            message[kind] = f"rank {self._topology.rank}: {error}"
         outcome = self._vote.agree(message, _judge)
         if outcome.get("failed"):
-            if failure is not None and not is_damage(failure):
+            if failure is not None and not (isinstance(failure, _Undefined) or is_damage(failure)):
                 raise failure
             raise CheckpointError(outcome["failed"])
+        if outcome.get("undefined"):
+            raise RestoreFailed(
+                f"{outcome['undefined']}, though they were verified a moment before. The objects that were to be "
+                "restored are undefined now: start all ranks again, and restore into new objects"
+            ) from failure
         if outcome.get("bad"):
             raise _Bad(outcome["bad"]) from failure
         return made if local else outcome["made"]
 
 
 def _judge(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    for kind in ("failed", "bad"):
+    for kind in ("failed", "undefined", "bad"):
         said = [message[kind] for message in messages if kind in message]
         if said:
             more = f" (and {len(said) - 1} more ranks)" if len(said) > 1 else ""
@@ -347,21 +393,3 @@ def _own(memory: Path, key: Key, run: str | None) -> Iterator[tuple[Claim, Manif
         claim = slot.claimed()
         if claim is not None and claim.key == manifest.key == key:
             yield claim, manifest
-
-
-def _adopt(memory: Path, manifest: Manifest, cache: NodeCache, stack: contextlib.ExitStack) -> set[int]:
-    """The parts of this checkpoint that are in this node's memory, used where they are; their numbers."""
-    numbers = {part.name: i for i, part in enumerate(manifest.parts)}
-    found: set[int] = set()
-    for slot, own in held(memory):
-        if own.key != manifest.key:
-            continue
-        stack.enter_context(slot.reading())
-        if slot.manifest() != own:
-            continue  # filled anew since
-        for local, part in enumerate(own.parts):
-            number = numbers.get(part.name)
-            if number is not None and number not in found and manifest.parts[number] == part:
-                cache.adopt(number, slot.part(local), part.size)
-                found.add(number)
-    return found

@@ -9,6 +9,7 @@
       <slot>/slot.json           the node manifest: every chunk has its checksum
       <slot>/whole               the same is complete (a name to look at without reading a manifest)
       <slot>/stored              the same is durable in the store
+      <slot>/verified            its bytes were read again and found good, after its ranks had gone (slot_marks.py)
       <slot>/lock                readers share it; a slot that is read is not filled anew
       peer/<slot>/               the same of another node, whose copies are kept here (peer_copies.py)
       port                       where other nodes' writers reach ours
@@ -41,6 +42,7 @@ from everstep.checkpoint.format import Manifest, decode, encode
 from everstep.checkpoint.keys import Key
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - the node's own shared memory; the folder in it is ours alone
+VERIFIED = "verified"
 MEMORY_VARIABLE = "EVERSTEP_CHECKPOINT_MEMORY"
 
 
@@ -118,13 +120,22 @@ class Slot:
         return self.path / f"{local}.part"
 
     def claim(self, claim: Claim) -> None:
-        """From here on the slot is this checkpoint's; what was in it is gone."""
-        for name in ("whole", "slot.json", "stored"):
-            (self.path / name).unlink(missing_ok=True)
-        _replace(self.path / "claim.json", {**vars(claim), "key": str(claim.key)})
+        """From here on the slot is this checkpoint's; what was in it is gone.
+
+        CheckpointError while somebody reads it: who holds reading() and finds it whole may rely on its bytes.
+        """
+        with (self.path / "lock").open("a") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise CheckpointError(f"slot {self.number} is being read: it is not filled anew meanwhile") from error
+            for name in (VERIFIED, "whole", "slot.json", "stored"):
+                (self.path / name).unlink(missing_ok=True)
+            _replace(self.path / "claim.json", {**vars(claim), "key": str(claim.key)})
 
     def release(self) -> None:
         """Nothing in the slot means anything any more."""
+        (self.path / VERIFIED).unlink(missing_ok=True)
         (self.path / "claim.json").unlink(missing_ok=True)
 
     def claimed(self) -> Claim | None:

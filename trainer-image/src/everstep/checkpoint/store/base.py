@@ -5,12 +5,16 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
 
-__all__ = ["Damaged", "Entry", "Full", "Missing", "Store", "StoreError", "check_name", "open_store"]
+__all__ = [
+    "Damaged", "Entry", "Full", "LocalStore", "Missing", "ObjectReader", "Store", "StoreError", "check_name",
+    "open_store",
+]  # fmt: skip
 
 # Names are made by keys.py or are lease ids; anything else is a mistake or a manifest that wants out of its store.
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)*", re.ASCII)
@@ -74,6 +78,32 @@ class Store(Protocol):
         Only those under `prefix` that were begun before the time `before`, and only a store's own, by their names: the
         bucket or the folder may be others' too. Returns how many.
         """
+        ...
+
+
+class ObjectReader(Protocol):
+    """An object that is open. One thread at a time."""
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        """Fill `into` with the bytes from `offset`. Damaged if there are fewer; StoreError."""
+        ...
+
+    def expect(self, offset: int, length: int) -> None:
+        """Say that these bytes are read next, so that the system may fetch them meanwhile."""
+        ...
+
+
+@runtime_checkable
+class LocalStore(Protocol):
+    """A store whose objects may be files of this machine: the system's cache gives them a second time for little."""
+
+    @property
+    def is_local(self) -> bool:
+        """Whether they are. Elsewhere each read costs the network, and what was read is kept instead."""
+        ...
+
+    def open_object(self, name: str) -> AbstractContextManager[ObjectReader]:
+        """Open an object for many small reads. Missing, StoreError."""
         ...
 
 

@@ -7,6 +7,7 @@ training for this reason too; a network mount's own options (`soft`, `timeo`) tu
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import re
@@ -15,10 +16,12 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from everstep.checkpoint.errors import Damaged, Denied, Full, Missing, StoreError
+from everstep.checkpoint.errors import Denied, Full, Missing, StoreError
 from everstep.checkpoint.keys import FOLDERS
-from everstep.checkpoint.store.base import Entry, check_name
+from everstep.checkpoint.store.base import Entry, ObjectReader, check_name
 from everstep.checkpoint.store.files import Files
+from everstep.checkpoint.store.mounts import is_on_this_machine
+from everstep.checkpoint.store.reader import open_file
 from everstep.checkpoint.store.writeback import WriteBehind
 
 _log = logging.getLogger("everstep.checkpoint.store")
@@ -84,17 +87,17 @@ class PosixStore:
             return self._path(name).read_bytes()
 
     def read_into(self, name: str, offset: int, into: memoryview) -> None:
-        rest = into.cast("B")
-        with _errors(f"read {name}", self.url, name):
-            descriptor = os.open(self._path(name), os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                while rest:
-                    count = os.preadv(descriptor, [rest], offset)
-                    if not count:
-                        raise Damaged(name, f"ends at byte {offset}, {len(rest)} bytes too early")
-                    offset, rest = offset + count, rest[count:]
-            finally:
-                os.close(descriptor)
+        with self.open_object(name) as opened:
+            opened.read_into(offset, into)
+
+    @functools.cached_property
+    def is_local(self) -> bool:
+        return is_on_this_machine(self._root)
+
+    @contextmanager
+    def open_object(self, name: str) -> Iterator[ObjectReader]:
+        with _errors(f"read {name}", self.url, name), open_file(self._path(name), name) as opened:
+            yield opened
 
     def list(self, prefix: str) -> Iterator[Entry]:
         folder = self._root / prefix.rpartition("/")[0]

@@ -1,0 +1,109 @@
+"""Parts of a checkpoint that are files of this machine: in slots of the node's memory, or in a store's folder.
+
+They are read twice, once to verify them and once into the objects, and take no memory meanwhile. Parts from elsewhere
+are brought into the node's memory once (node_cache.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from everstep.checkpoint import slot_marks
+from everstep.checkpoint.errors import Damaged, StoreError
+from everstep.checkpoint.format import Manifest
+from everstep.checkpoint.peer_server import held
+from everstep.checkpoint.proposals import MEMORY, STORE
+from everstep.checkpoint.slots import Slot
+from everstep.checkpoint.store.base import LocalStore, ObjectReader, Store
+from everstep.checkpoint.store.reader import open_file
+
+
+class PartFiles:
+    """The parts of one checkpoint, by their numbers in its manifest, that are files for this process."""
+
+    def __init__(self, manifest: Manifest, store: Store) -> None:
+        self._manifest = manifest
+        self._store = store if isinstance(store, LocalStore) and store.is_local else None
+        self._elsewhere: set[str] = set()
+        self._slots: dict[int, tuple[Slot, int]] = {}
+        self._marked: set[int] = set()
+
+    def adopt(self, memory: Path, stack: ExitStack) -> bytes:
+        """Take the parts that are in the slots below `memory`, and hold these until `stack` ends.
+
+        Returns:
+            What adopt_as() needs to know on the other ranks of the node.
+        """
+        numbers = {part.name: i for i, part in enumerate(self._manifest.parts)}
+        for slot, own in held(memory):
+            if own.key != self._manifest.key:
+                continue
+            stack.enter_context(slot.reading())
+            if slot.manifest() != own:
+                continue  # filled anew since
+            marked = slot_marks.is_marked(slot, own)
+            for local, part in enumerate(own.parts):
+                number = numbers.get(part.name)
+                if number is not None and number not in self._slots and self._manifest.parts[number] == part:
+                    self._slots[number] = slot, local
+                    self._marked |= {number} if marked else set()
+        rows = [
+            [number, str(slot.path), local, number in self._marked] for number, (slot, local) in self._slots.items()
+        ]
+        return json.dumps(rows).encode()
+
+    def adopt_as(self, message: bytes, stack: ExitStack) -> None:
+        """Take the same parts as the node's leader, which holds their slots."""
+        for number, path, local, marked in json.loads(message):
+            slot = Slot(Path(path))
+            stack.enter_context(slot.reading())
+            self._slots[number] = slot, local
+            self._marked |= {number} if marked else set()
+
+    def leave_out(self, names: set[str]) -> None:
+        """Parts of these names are read from elsewhere, unless they are in the node's memory."""
+        self._elsewhere = names
+
+    def __contains__(self, number: int) -> bool:
+        if number in self._slots:
+            return True
+        return self._store is not None and self._manifest.parts[number].name not in self._elsewhere
+
+    def tier(self, number: int) -> str:
+        """Where this part lies."""
+        return MEMORY if number in self._slots else STORE
+
+    def is_verified(self, number: int) -> bool:
+        """Whether the writer has read all of the part since it was filled."""
+        return number in self._marked
+
+    def distrust(self) -> None:
+        """Something in memory was not as its mark says: who restores next verifies all of it."""
+        for number in self._marked:
+            slot_marks.remove_mark(self._slots[number][0])
+
+    def name(self, number: int) -> str:
+        """What the part is called in messages."""
+        name = self._manifest.parts[number].name
+        return f"{name} in this node's memory" if number in self._slots else name
+
+    @contextmanager
+    def open(self, number: int) -> Iterator[ObjectReader]:
+        """Open the file of a part. Missing, Damaged, StoreError."""
+        name = self._manifest.parts[number].name
+        if number not in self._slots:
+            assert self._store is not None
+            with self._store.open_object(name) as opened:
+                yield opened
+            return
+        slot, local = self._slots[number]
+        try:
+            with open_file(slot.part(local), self.name(number)) as opened:
+                yield opened
+        except FileNotFoundError as error:
+            raise Damaged(name, "is not in this node's memory any more") from error
+        except OSError as error:
+            raise StoreError(f"cannot be read: {error}", str(slot.part(local))) from error
