@@ -18,7 +18,8 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from everstep.checkpoint.errors import CheckpointError, Denied, RankLost, StoreError  # noqa: E402
+from everstep.checkpoint import slot_marks  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError, Denied, RankLost, RestoreFailed, StoreError  # noqa: E402
 from everstep.checkpoint.format import ALIGN, CHUNK, HEADER  # noqa: E402
 from everstep.checkpoint.keys import Key  # noqa: E402
 from everstep.checkpoint.leases import leases  # noqa: E402
@@ -327,6 +328,24 @@ def test_a_bad_copy_in_memory_is_passed_over_for_the_same_checkpoint_in_the_stor
     flip(tmp_path / "memory" / "0" / "0" / "0.part", HEADER + 7)
     restored, fill = touched(PosixStore(tmp_path / "store"), tmp_path)
     assert (restored.key, restored.tier, restored.fell_back, fill) == (NEW, "store", {}, 20)
+
+
+def test_what_the_writer_has_verified_is_read_once(tmp_path: Path) -> None:
+    """So its sums are checked on their way into the model; should one not hold, the mark is believed no more."""
+    in_memory(tmp_path / "memory", tmp_path / "store", NEW)
+    slot = Slots(tmp_path / "memory" / "0")[0]
+    manifest = slot.manifest()
+    assert manifest is not None
+    mark = slot_marks.verify_slot(slot, manifest)
+    assert mark is not None
+    slot_marks.leave_mark(slot, mark)
+    restored, fill = touched(PosixStore(tmp_path / "store"), tmp_path)
+    assert (restored.tier, restored.bytes, fill) == ("memory", 0, 20), "nothing was left to verify"
+    flip(slot.part(0), HEADER + 7)
+    with pytest.raises(RestoreFailed, match=r"in this node's memory: bytes .* are undefined now"):
+        touched(PosixStore(tmp_path / "store"), tmp_path)
+    restored, fill = touched(PosixStore(tmp_path / "store"), tmp_path)
+    assert (restored.key, restored.tier, fill) == (NEW, "store", 20)
 
 
 def test_a_slot_is_not_filled_anew_while_it_is_read(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from everstep.checkpoint import attempts, control, peer_copies, room
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.filling import Filling
+from everstep.checkpoint.idle_verifier import IdleVerifier
 from everstep.checkpoint.keeping import Committed, Keeper, Save
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.liveness import ProcessIdentity
@@ -57,6 +58,7 @@ class Writer:
         self._newest: Key | None = None  # that was committed here
         self._tasks: set[asyncio.Task[None]] = set()
         self._reserving: asyncio.Future[None] | None = None
+        self._verifier = IdleVerifier(directory)
         self._peers = PeerServer(directory)
         self._copier = Copier(self._copied)
         self._keeper = Keeper(self._slots, self._copier.offer)
@@ -143,6 +145,7 @@ class Writer:
             raise CheckpointError(f"this writer speaks protocol {control.PROTOCOL}, not {said['protocol']}")
         config = Config(**said["config"])
         local = int(said["local"])
+        self._verifier.stop()
         await self._disown(config)
         await self._wait_for_the_dead(writer, config, local)
         if self._config is None or _identity(config) != _identity(self._config):
@@ -309,7 +312,11 @@ class Writer:
             raise RankLost([ranks[local] for local in sorted(absent)], _LEFT)
         slot = self._free()
         self._filling.begin(key, local, writer, newest)
-        slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
+        try:
+            slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
+        except CheckpointError as error:  # somebody reads it, who has come since it was looked at
+            self._filling.give_up(key, str(error))
+            raise
         return slot.number
 
     async def _wait_for_slot(self, key: Key) -> None:
@@ -424,6 +431,7 @@ class Writer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(1.0, self._linger / 4))
             self._changed.clear()
+            self._verifier.look(is_idle=not self._ranks and not self._tasks)
             for key, save in self._saves.items():
                 quiet = time.monotonic() - max(save.progress.at, save.told)
                 if quiet > save.config.stall_after:
