@@ -46,3 +46,17 @@ def test_the_snippets_on_reading_run(tmp_path: Path, capsys: pytest.CaptureFixtu
     exec(into_another, names)
     assert (names["restored"].missing, names["restored"].unexpected) == ((), ())
     assert "0.1" in capsys.readouterr().out
+
+
+def test_the_snippets_on_an_older_step_and_metadata_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, model = tmp_path / "run", network("layer")
+    monkeypatch.setenv("EVERSTEP_CHECKPOINT_MEMORY", str(tmp_path / "memory"))
+    optimizer = torch.optim.SGD(model.parameters(), 0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    for step in (500, 1000):
+        ranks.save(PosixStore(store), ranks.key(step), {"model": model, "scheduler": scheduler})
+    names: dict[str, Any] = {"everstep": everstep, "model": model, "scheduler": scheduler}
+    for snippet in snippets("An older step, and notes on each"):
+        exec(snippet.replace("s3://bucket/run", str(store)), names)
+    assert names["state"].step == 501
+    assert names["state"].metadata == {"learning_rate": 0.5, "loss": 0.25}

@@ -18,9 +18,10 @@ from everstep.checkpoint.chunk_reads import Read
 from everstep.checkpoint.errors import CheckpointError, Damaged
 from everstep.checkpoint.format import Chunk, Manifest, Shard, Tensor
 from everstep.checkpoint.placing import Box, Memory
+from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.staging import Host
 from everstep.checkpoint.state.flat import RANK, bind
-from everstep.checkpoint.state.kinds import WHOLE, Kind, Saved
+from everstep.checkpoint.state.kinds import WHOLE, Absent, Kind, Saved
 from everstep.checkpoint.state.plain import Value
 
 if TYPE_CHECKING:
@@ -97,27 +98,44 @@ class Loading:
     """What this rank wants of a checkpoint. Making one touches no object; apply() does.
 
     `problems`: why the checkpoint does not fit the objects. `wanted`: names of the tensors that this rank takes.
+    `missing`: names that are here and not in the checkpoint, which are no problems unless the restore is strict.
     `left`: names of objects that stay as they are, because they are each rank's own and the number of ranks is another.
     """
 
     def __init__(
-        self, manifest: Manifest, objects: Mapping[str, object], *, rank: int, world: int, allow_pickle: bool = False
+        self,
+        manifest: Manifest,
+        objects: Mapping[str, object],
+        *,
+        rank: int,
+        world: int,
+        options: RestoreOptions = RestoreOptions(),  # noqa: B008 - frozen
     ) -> None:
         self.problems: list[str] = []
+        self.missing: list[str] = []
+        self.unexpected: list[str] = []
+        self._cast: dict[str, torch.Tensor] = {}  # tensors of the objects that are of another type than what is read
         self.left: list[str] = []
         self._saved: list[tuple[Kind, Saved]] = []
         self._tensors: dict[str, torch.Tensor] = {}
-        everything = Saved.of(manifest, allow_pickle=allow_pickle)
+        everything = Saved.of(manifest, allow_pickle=options.allow_pickle, casts=options.casts)
         for kind in bind(objects, rank=rank):
             if world != manifest.world and kind.prefix.startswith(f"{RANK}."):
                 self.left.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
                 continue
             saved = everything.below(kind.prefix)
-            if not saved and not kind.exclusive:
-                self.problems.append(f"nothing in the checkpoint is called {kind.prefix}")
+            if not saved and not (kind.exclusive and options.is_strict):
+                self.problems.append(Absent.of_object(kind.prefix))
+                if not options.is_strict:
+                    continue
             self._check_values(saved)
             self._tensors.update(kind.targets(saved, self.problems))
             self._saved.append((kind, saved))
+        self.missing = [each.name for each in self.problems if isinstance(each, Absent)]
+        if not options.is_strict:
+            self.problems = [each for each in self.problems if not isinstance(each, Absent)]
+        if not self.problems:
+            self._read_beside(manifest)
         self.wanted = set(self._tensors)
         self.kept: dict[int, list[tuple[int, int]]] = {}
         self._sources: dict[tuple[str, int], _Source] = {}
@@ -206,6 +224,7 @@ class Loading:
             [item for item in rest if not in_file(self._sources[item.name, item.shard].part)], part, alive, gives
         )
         self._tensors = {name: _made(tensor) for name, tensor in self._tensors.items()}  # those without elements
+        self._take_casts()
         for kind, saved_state in self._saved:
             kind.load(saved_state, self._tensors)
             alive()
@@ -277,6 +296,22 @@ class Loading:
             for dim, (start, length) in enumerate(zip(item.offsets, item.lengths, strict=True)):
                 saved = saved.narrow(dim, start, length)
         return saved
+
+    def _read_beside(self, manifest: Manifest) -> None:
+        """What is to be cast is read into memory of its own, in the type that it was saved in."""
+        for name, target in self._tensors.items():
+            dtype = getattr(torch, manifest.tensors[name].dtype)
+            if not target.is_meta and target.dtype is not dtype:
+                self._cast[name] = target
+                device = "meta" if type(target) in WHOLE else target.device  # on meta: read into new memory at once
+                self._tensors[name] = torch.empty_like(target, dtype=dtype, device=device, requires_grad=False)
+
+    def _take_casts(self) -> None:
+        with torch.no_grad():
+            for name, target in self._cast.items():
+                target.copy_(self._tensors[name])
+                self._tensors[name] = target
+        self._cast.clear()
 
     def exclusive(self) -> list[str]:
         """Prefixes below which every tensor of the checkpoint must be wanted by some rank."""

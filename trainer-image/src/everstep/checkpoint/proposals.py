@@ -6,7 +6,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ class Proposal:
 
     `shares`: by the number of the node that saved it, the ranks whose parts are in a share and the nodes of this run
     that hold it. `complete`: they are all held, so that the store is not needed. `rejected`: newer checkpoints that are
-    bad, with the reason.
+    bad, with the reason. `steps`: when there is nothing to try, the steps that there are.
     """
 
     key: str | None
@@ -74,19 +74,30 @@ class Proposal:
     shares: Shares = ()
     complete: bool = False
     rejected: dict[str, str] = field(default_factory=dict)
+    steps: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Proposal:
         """From what JSON has made of asdict()."""
         shares = tuple((tuple(ranks), tuple(nodes)) for ranks, nodes in fields["shares"])
-        return cls(**{**fields, "shares": shares})
+        return cls(**{**fields, "shares": shares, "steps": tuple(fields["steps"])})
 
 
 class Proposals:
     """Rank 0's list, made anew for every proposal: while one checkpoint was read, newer ones may have come."""
 
-    def __init__(self, store: Store, topology: Topology, *, reach: bool, attempt: Attempt | None) -> None:
-        """`reach`: nodes can read each other's memory. `attempt`: of this run, if it is known."""
+    def __init__(
+        self,
+        store: Store,
+        topology: Topology,
+        *,
+        reach: bool,
+        attempt: Attempt | None,
+        means: Callable[[Key], bool] = lambda key: True,
+    ) -> None:
+        """`reach`: nodes can read each other's memory. `attempt`: of this run, if it is known. `means`: whether a
+        checkpoint may be the one that is asked for."""
+        self._means = means
         self._store = store
         self._nodes = topology.nodes
         self._reach = reach
@@ -100,9 +111,10 @@ class Proposals:
 
         StoreError when the store cannot be listed and the nodes do not hold what must be the newest: no fresh start.
         """
-        held = _held(offers)
+        held = {key: shares for key, shares in _held(offers).items() if self._means(key)}
         complete = {key for key, shares in held.items() if self._serves(shares)}
-        committed = self._committed(max(held, default=None), complete, offers)
+        there = self._committed(max(held, default=None), complete, offers)
+        committed = {key for key in there if self._means(key)}
         # What is committed may lie in memory in part; the store has the rest.
         tries = [(key, MEMORY) for key in held if key in complete or key in committed]
         tries += [(key, STORE) for key in committed]
@@ -111,7 +123,7 @@ class Proposals:
         for (key, tier), why in self._rejected.items():
             told[str(key)] = f"{told[str(key)]}; {tier}: {why}" if str(key) in told else f"{tier}: {why}"
         if not left:
-            return asdict(Proposal(None, rejected=told))
+            return asdict(Proposal(None, rejected=told, steps=tuple(sorted({key.step for key in there}))))
         key, tier = self._last = max(left, key=lambda each: (each[0], each[1] == MEMORY))
         told.pop(str(key), None)  # a bad copy in memory is no older step
         shares = held[key] if tier == MEMORY else ()

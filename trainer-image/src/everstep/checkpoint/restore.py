@@ -33,11 +33,14 @@ from everstep.checkpoint.peer_parts import PeerParts
 from everstep.checkpoint.peer_server import held
 from everstep.checkpoint.peers import Peers
 from everstep.checkpoint.proposals import MEMORY, PEER, STORE, Proposal, Proposals, mine
+from everstep.checkpoint.restore_options import RestoreOptions
+from everstep.checkpoint.selection import NoSuchStep, rename_manifest
 from everstep.checkpoint.slots import Claim
 from everstep.checkpoint.state.kinds import StateMismatch
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.topology import Topology
+from everstep.checkpoint.user_metadata import read_metadata
 from everstep.checkpoint.vote import Vote
 
 _FARTHER = (MEMORY, PEER, STORE)
@@ -101,7 +104,7 @@ class Restorer:
         attempt: Attempt | None = None,
         claimed: Attempt | None = None,
         run: str | None = None,
-        allow_pickle: bool = False,
+        options: RestoreOptions = RestoreOptions(),  # noqa: B008 - frozen
     ) -> None:
         """`memory`: the folder of this node's slots. `peers`: where those of other nodes are. `attempt`: this run's, as
         far as it is known; `claimed`: the one whose slots are this session's own. `run`: what the store is called, on
@@ -111,21 +114,21 @@ class Restorer:
         self._topology = topology
         self._vote = vote
         self._memory = memory
-        self._allow_pickle = allow_pickle
+        self._options = options
         self._attempt, self._claimed, self._run = attempt, claimed, run
         self._peers = peers
-        self._proposals = Proposals(store, topology, reach=peers is not None, attempt=attempt)
+        self._proposals = Proposals(store, topology, reach=peers is not None, attempt=attempt, means=options.means)
         self._bytes = 0
         # Beyond what a store repeats by itself, a folder for one: what passes within seconds ends no restore.
         self._retry = Retry(tries=5, first=0.5, longest=5.0, sleep=self._wait)
         self._manifest: Manifest | None = None  # of this try, on a node's leader
 
     def restore(self) -> Restored:
-        """Loads the newest checkpoint that is good on all ranks.
+        """Loads the newest checkpoint that is good on all ranks, of those that the options mean.
 
-        NoGoodCheckpoint, StateMismatch, RankLost, StoreError when the store cannot even be listed; the objects are
-        untouched by then. An error while they take in their state is raised on all ranks; they are undefined then, as
-        RestoreFailed says where the bytes were no longer those that had been verified.
+        NoSuchStep, NoGoodCheckpoint, StateMismatch, RankLost, StoreError when the store cannot even be listed; the
+        objects are untouched by then. An error while they take in their state is raised on all ranks; they are
+        undefined then, as RestoreFailed says where the bytes were no longer those that had been verified.
         """
         began = time.monotonic()
         try:
@@ -135,6 +138,8 @@ class Restorer:
                 if proposal.key is None:
                     if proposal.rejected:
                         raise NoGoodCheckpoint(proposal.rejected)
+                    if (step := self._options.step) is not None:
+                        raise NoSuchStep(self._store.url, step.step if isinstance(step, Key) else step, proposal.steps)
                     return Restored(seconds=time.monotonic() - began)
                 try:
                     restored = self._load(Key.parse(proposal.key), proposal)
@@ -160,6 +165,9 @@ class Restorer:
                 self._vote.remove(name)  # as large as the manifest, and every node has it
             manifest = self._manifest if self._leads else decode(cache.message("manifest"), key.manifest_name)
             assert manifest is not None
+            if self._options.rename is not None:
+                saved = manifest
+                manifest = self._together(lambda: rename_manifest(saved, self._options.rename), local=True)
             files = PartFiles(manifest, self._store)
             files.leave_out({part.name for part in manifest.parts if part.name in peers})
             chunks = Chunks(manifest)
@@ -169,7 +177,16 @@ class Restorer:
             loaded = self._together(lambda: self._apply(manifest, loading, files, reader, cache), local=True)
             cache.keep(loading.kept)
         found = max(tiers, key=_FARTHER.index)
-        return Restored(key.step, key, found, left=tuple(loading.left), values=loaded)
+        return Restored(
+            key.step,
+            key,
+            found,
+            left=tuple(loading.left),
+            values=loaded,
+            missing=tuple(loading.missing),
+            unexpected=tuple(loading.unexpected),
+            metadata=read_metadata(manifest.values),
+        )
 
     def _reached(self, key: Key, proposal: Proposal) -> PeerParts:
         """The shares of the checkpoint that other nodes hold."""
@@ -244,7 +261,7 @@ class Restorer:
                 self._objects,
                 rank=topology.rank,
                 world=topology.world,
-                allow_pickle=self._allow_pickle,
+                options=self._options,
             )
             needs = set() if found.problems else found.needs(manifest, chunks, files.__contains__)
             cache.leave(f"needs.{topology.local}", pack(needs, len(chunks.all)))
@@ -255,24 +272,26 @@ class Restorer:
         wanted = {i for i, name in enumerate(names) if name in loading.wanted}
         message = {
             "problems": [f"rank {topology.rank}: {each}" for each in loading.problems],
+            "missing": loading.missing,
             "wanted": pack(wanted, len(names)).hex(),
         }
 
-        def fits(messages: list[Any]) -> list[str]:
+        def fits(messages: list[Any]) -> dict[str, list[str]]:
+            unexpected: list[str] = []
             problems = [each for message in messages for each in message["problems"]]
             if not problems:
                 taken = {names[i] for i in unpack([bytes.fromhex(message["wanted"]) for message in messages])}
                 below = tuple(f"{prefix}." for prefix in loading.exclusive())
-                problems = [
-                    f"{name} is in the checkpoint, and nothing here has it"
-                    for name in names
-                    if name.startswith(below) and name not in taken
-                ]
-            return problems
+                unexpected = [name for name in names if name.startswith(below) and name not in taken]
+                if self._options.is_strict:
+                    problems = [f"{name} is in the checkpoint, and nothing here has it" for name in unexpected]
+            missing = sorted({each for message in messages for each in message["missing"]})
+            return {"problems": problems, "missing": missing, "unexpected": unexpected}
 
-        problems = self._vote.agree(message, fits)
-        if problems:
-            raise StateMismatch(problems)
+        agreed = self._vote.agree(message, fits)
+        if agreed["problems"]:
+            raise StateMismatch(agreed["problems"])
+        loading.missing, loading.unexpected = agreed["missing"], agreed["unexpected"]
         return loading
 
     def _read(

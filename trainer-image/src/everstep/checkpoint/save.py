@@ -23,6 +23,7 @@ from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state.flat import Flat, coming, flatten, of_optimizers
 from everstep.checkpoint.topology import Topology
+from everstep.checkpoint.user_metadata import pack_metadata
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -163,6 +164,7 @@ class Saver:
         self._staging: Staging | None = None
         self._snapshots: Snapshots | None = None
         self._copying: tuple[Slot, Record] | None = None
+        self.note: Callable[[int], Mapping[str, Any]] = lambda step: {}  # a user's metadata for a step
 
     @property
     def bytes(self) -> int:
@@ -199,7 +201,7 @@ class Saver:
             layout=self._layout,
             model=self._plan.model,
             checksum=self._how.checksum,
-            values=flat.values,
+            values={**flat.values, **self._noted(key.step)},
         )
         self._copying = (slot, record)
         self.announce()
@@ -235,6 +237,10 @@ class Saver:
         if self._staging is not None:
             self._staging.close()
             self._staging = None
+
+    def _noted(self, step: int) -> dict[str, object]:
+        """Rank 0's word is the checkpoint's: what is measured differs from rank to rank."""
+        return pack_metadata(self.note(step)) if self._topology.rank == 0 else {}
 
     def _flat(self, step: int | None) -> Flat:
         return flatten(self._objects, rank=self._topology.rank, step=step, allow_pickle=self._how.allow_pickle)

@@ -7,7 +7,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
@@ -17,6 +17,8 @@ from everstep.checkpoint import attempts, checksum, fence, topology
 from everstep.checkpoint.agreement import Agreement
 from everstep.checkpoint.auto import Trigger, learned
 from everstep.checkpoint.board import Alone, Board, Shared
+from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.casting import Cast, Casts
 from everstep.checkpoint.collectives import tell
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, StoreError
@@ -26,12 +28,15 @@ from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
 from everstep.checkpoint.peers import meet, serve_reads
 from everstep.checkpoint.pilot import Forecast, Pilot, Policy, SaveFailed
 from everstep.checkpoint.restore import Restored, Restorer
+from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.rng import Rng
 from everstep.checkpoint.save import How, Node, Saver, check_start, check_values
+from everstep.checkpoint.selection import Rename
 from everstep.checkpoint.slots import default_directory, default_memory
 from everstep.checkpoint.state.kinds import PerRank
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.together import together
+from everstep.checkpoint.user_metadata import pack_metadata
 from everstep.checkpoint.vote import Vote
 
 __all__ = ["Checkpointer", "Forecast", "SaveFailed"]
@@ -58,6 +63,7 @@ class Checkpointer:
     memory: the slots' directory; by default one in /dev/shm, or in EVERSTEP_CHECKPOINT_MEMORY.
     attempt: the fencing token (epoch, generation), by default EVERSTEP_EPOCH and EVERSTEP_GENERATION, or counted.
     time_between_failures: seconds, for "auto"; by default learned from the store.
+    The attribute `metadata`, a dictionary or a function from the step to one, is kept with each checkpoint.
     timeout: seconds that a rank waits for other ranks or for its writer; commit_timeout: that a save may take;
     linger: that a writer stays whose ranks are gone.
     """
@@ -119,6 +125,9 @@ class Checkpointer:
         self._linger = linger
         self._node: Node | None = None
         self._objects: dict[str, object] | None = None
+        self._restored: Key | None = None
+        self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
+        self._noted: dict[str, Any] = {}  # for the save that is being begun
         self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a pilot
         board: Board = Shared.open(self._group, timeout) if self._group is not None else Alone()
         self._agreement = Agreement(board, self._topology.rank, timeout)
@@ -130,19 +139,35 @@ class Checkpointer:
 
     # ---- a script's calls
 
-    def restore(self, **objects: object) -> Restored:
+    def restore(
+        self,
+        *,
+        step: int | Key | None = None,
+        strict: bool = True,
+        rename: Rename | None = None,
+        cast: Cast = None,
+        **objects: object,
+    ) -> Restored:
         """Loads the newest checkpoint that is good, the same on all ranks, and names what is saved from here on.
+
+        With `step` exactly that one, of the greatest attempt that has it and is good; or a key, as everstep.best()
+        returns. Checkpoints of other steps stay: what this run saves is of a later attempt, and therefore newer.
+        `strict=False` reports names that do not meet in the result. `rename`: prefixes of the checkpoint's full names
+        and what takes their place, or a function. `cast`: True, a type, or a mapping of types. See the page
+        docs/how-to/checkpoints.md.
 
         It only reads: an evaluation may restore from the store of a run that goes on, and a store that may not be
         written to is enough. What a live run has in this node's memory is left alone.
 
         An object is anything with `state_dict` and `load_state_dict`, a tensor, or a plain nested value; the state of
-        each rank's random generators goes along. Without any checkpoint `step` is 0. NoGoodCheckpoint when there are
-        some and none is good, StateMismatch when it is not of these objects: they are untouched then. CheckpointError
-        once this session has saved: what it saves next would be older than checkpoints of the same attempt.
+        each rank's random generators goes along. Without any checkpoint `step` is 0.
+        NoGoodCheckpoint when there are some and none is good, NoSuchStep when there is none of `step`, StateMismatch
+        when it is not of these objects: they are untouched then. CheckpointError once this session has saved: what it
+        saves next would be older than checkpoints of the same attempt.
         """
         if self._pilot is not None and self._pilot.saved:
             raise CheckpointError("this session has saved already: close it, and restore in a new one")
+        options = RestoreOptions(step, strict, rename, Casts(cast), self._how.allow_pickle)
         everything = self._with_generators(objects)
         together(lambda: check_values(everything, self._topology, self._how), self._group)
         run = attempts.read_run(self.store) if self._topology.local == 0 else None
@@ -157,7 +182,7 @@ class Checkpointer:
                 attempt=self._given,
                 claimed=self.attempt,
                 run=run,
-                allow_pickle=self._how.allow_pickle,
+                options=options,
             ).restore()
         for key, why in restored.fell_back.items():
             self._metrics.fell_back += 1
@@ -165,6 +190,7 @@ class Checkpointer:
         if restored.key is not None:
             figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}
             self._events.emit(Event("restored", restored.key, "", figures))
+        self._restored = restored.key
         self._set_objects(everything, restored.step)
         return restored
 
@@ -186,13 +212,22 @@ class Checkpointer:
         """
         self._claimed().step(step)
 
-    def save(self, step: int, deadline: float | None = None) -> Forecast:
+    def save(self, step: int, deadline: float | None = None, *, metadata: Mapping[str, Any] | None = None) -> Forecast:
         """Saves now; all ranks call it at the same step. Waits until an earlier save is in the store.
+
+        metadata: a small JSON object that is kept with the checkpoint, beside what the attribute `metadata` says; rank
+        0's counts. CheckpointError for another type, and above 64 KiB.
 
         deadline: seconds from now within which the checkpoint must be in the store. If it will not be, nothing is
         saved, and the forecast says how long it would take.
         """
-        return self._claimed().save(step, deadline)
+        pack_metadata(metadata or {})
+        pilot = self._claimed()
+        self._noted = dict(metadata or {})
+        try:
+            return pilot.save(step, deadline)
+        finally:
+            self._noted = {}
 
     def before_change(self) -> None:
         """To be called before anything but its own step() changes what a `torch.optim.Optimizer` holds.
@@ -290,12 +325,17 @@ class Checkpointer:
     def _saver(self, node: Node) -> Saver:
         assert self._objects is not None
         saver = Saver(self._objects, self._topology, self._group, node, self._how)
+        saver.note = self._note
         try:
             together(saver.prepare, self._group)
         except BaseException:
             saver.close()
             raise
         return saver
+
+    def _note(self, step: int) -> dict[str, Any]:
+        kept = self.metadata
+        return {**(kept(step) if callable(kept) else kept), **self._noted}
 
     # ---- the claim
 
@@ -337,11 +377,24 @@ class Checkpointer:
         run = ""
         try:
             attempts.check(self.store, token)
+            self._check_goes_on(token)
             run = attempts.run_of(self.store)
         except StoreError as error:
             # Nodes may hold in memory what is needed; a later attempt's checkpoints are greater than ours anyway.
             _log.warning("whether a later attempt has used the store is not known: %s", error)
         return str(token), run
+
+    def _check_goes_on(self, token: Attempt) -> None:
+        """CheckpointError when an older step was restored of what this very attempt has saved since."""
+        restored = self._restored
+        if restored is None:
+            return
+        newer = [key for key in candidates(self.store) if key.attempt == token and key.step > restored.step]
+        if newer:
+            raise CheckpointError(
+                f"step {restored.step} was restored, and attempt {token} has saved step {newer[0].step} already: what "
+                "is saved now would be older. Go on as a later attempt: without attempt=, or with a greater generation"
+            )
 
     def _first(self, make: Any) -> Any:
         return make() if self._topology.rank == 0 else None

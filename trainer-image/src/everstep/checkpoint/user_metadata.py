@@ -26,7 +26,7 @@ def pack_metadata(metadata: Mapping[str, Any]) -> dict[str, object]:
     try:
         plain = {str(name): _plain(value) for name, value in metadata.items()}
         text = json.dumps(plain)
-    except (TypeError, ValueError, RecursionError) as error:
+    except (TypeError, ValueError, RecursionError, RuntimeError) as error:
         raise CheckpointError(
             f"metadata cannot be written as JSON ({error}): give numbers, text, booleans, None, lists and dictionaries "
             "of these"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from rich.table import Table
 
 from everstep.checkpoint.format import Manifest, Tensor, itemsize
 from everstep.checkpoint.keys import Key
+from everstep.checkpoint.user_metadata import read_metadata
 from everstep.cli.places import short
 from everstep.cli.terminal import duration
 from everstep.cli.transfer import size_text
@@ -61,6 +63,7 @@ def row_json(row: Row) -> dict[str, Any]:
         "nodes": manifest.nodes,
         "model": manifest.model,
         "tensors": len(manifest.tensors),
+        "metadata": read_metadata(manifest.values),
     }
 
 
@@ -74,7 +77,9 @@ def summary(manifest: Manifest) -> str:
         "model": manifest.model,
         "size": f"{size_text(size(manifest))} in {len(manifest.parts)} parts",
         "checksums": manifest.checksum,
+        **({"metadata": ""} if read_metadata(manifest.values) else {}),
     }
+    lines |= {f"  {name}": json.dumps(each) for name, each in read_metadata(manifest.values).items()}
     return "\n".join(f"{name:<11} {value}" for name, value in lines.items())
 
 
@@ -89,8 +94,6 @@ def tensors(manifest: Manifest) -> Table:
 
 def values(manifest: Manifest) -> Table:
     """One line for each plain value, shortened."""
-    import json
-
     found = _table("VALUE", "")
     for name, value in sorted(manifest.values.items()):
         text = json.dumps(value)

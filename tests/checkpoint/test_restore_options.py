@@ -1,0 +1,92 @@
+"""restore(step=…, strict=False, rename=…, cast=…): all ranks alike, and training goes on as a later attempt."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from everstep.checkpoint.selection import NoSuchStep  # noqa: E402
+from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
+from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.checkpoint.sessions import Model, session, steps_in, train  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def run(folder: Path, until: int, step: int | None = None, **options: Any) -> tuple[int, int]:
+    """Where a run began, and where the checkpoint stood from which the next one would."""
+    model = Model()
+    with session(folder, **{"keep_last": 9, "policy": "wait", **options}) as ckpt:
+        start = ckpt.restore(step=step, model=model).step
+        train(ckpt, model, until)
+    newest = Model()
+    with session(folder, keep_last=9) as ckpt:
+        return start, ckpt.restore(model=newest).step
+
+
+def test_training_goes_on_from_an_older_step_and_what_it_saves_is_the_newest(tmp_path: Path) -> None:
+    assert run(tmp_path, 30) == (0, 30)
+    assert run(tmp_path, 20, step=10) == (10, 20), "step 30 of the older attempt is no newer"
+    assert steps_in(tmp_path) == [10, 20, 20, 30], "and is kept as any other"
+
+
+def test_a_step_that_is_not_there_is_an_error_that_lists_those_that_are(tmp_path: Path) -> None:
+    run(tmp_path, 20)
+    with session(tmp_path) as ckpt, pytest.raises(NoSuchStep, match=r"step 15 in .*; there are 10, 20"):
+        ckpt.restore(step=15, model=Model())
+    with session(tmp_path / "empty") as ckpt, pytest.raises(NoSuchStep, match="there are none at all"):
+        ckpt.restore(step=15, model=Model())
+
+
+def test_an_attempt_does_not_go_on_behind_what_it_has_saved_itself(tmp_path: Path) -> None:
+    run(tmp_path, 20, attempt=(1, 1))
+    model = Model()
+    with session(tmp_path, attempt=(1, 1)) as ckpt:
+        ckpt.restore(step=10, model=model)
+        with pytest.raises(CheckpointError, match=r"attempt .* has saved step 20 already"):
+            ckpt.save(11)
+    assert run(tmp_path, 20, step=10, attempt=(1, 2)) == (10, 20)
+
+
+def test_an_object_called_step_is_refused_with_the_reason(tmp_path: Path) -> None:
+    with session(tmp_path) as ckpt, pytest.raises(TypeError, match="an object that is saved cannot be called step"):
+        ckpt.restore(step=torch.ones(3))
+
+
+def network(*widths: int, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(one, two) for one, two in pairwise(widths)))
+
+
+def test_all_ranks_take_what_there_is_under_other_names_and_types(tmp_path: Path) -> None:
+    before = network(4, 6, 2)
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(7), {"backbone": before})
+    for missing, unexpected, weight in ranks.run(2, restore_in_another, tmp_path):
+        assert missing == ["model.2.bias", "model.2.weight", "optimizer"]
+        assert unexpected == ["model.1.bias", "model.1.weight"]
+        assert torch.equal(weight, before[0].weight.bfloat16())
+
+
+def restore_in_another(rank: int, folder: Path) -> tuple[list[str], list[str], Any]:
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(4, 6), nn.Identity(), nn.Linear(6, 3)).bfloat16()
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    options: dict[str, Any] = {"rename": {"backbone.": "model."}, "cast": True}
+    with session(folder) as ckpt:
+        with pytest.raises(StateMismatch, match="is not in the checkpoint"):
+            ckpt.restore(model=model, optimizer=optimizer, **options)
+        restored = ckpt.restore(model=model, optimizer=optimizer, strict=False, **options)
+    weight = model.state_dict()["0.weight"].full_tensor()
+    return list(restored.missing), list(restored.unexpected), weight

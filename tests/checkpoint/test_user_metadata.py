@@ -1,0 +1,81 @@
+"""What users note beside a checkpoint: it is small, it comes back, and the best by it is found and kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import everstep  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.checkpoint.sessions import Model, session  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def save(folder: Path, losses: dict[int, Any], **options: Any) -> None:
+    with session(folder, **{"keep_last": 9, **options}) as ckpt:
+        model = Model()
+        ckpt.restore(model=model)
+        for step, loss in losses.items():
+            model.at = step
+            ckpt.save(step, metadata={} if loss is None else {"loss": loss})
+            ckpt.wait()
+
+
+def test_metadata_comes_back_wherever_a_checkpoint_is_looked_at(tmp_path: Path) -> None:
+    noted = {"loss": torch.tensor(0.5), "tokens": 12, "of": {"run": "a", "tags": ["x", None, True]}}
+    with session(tmp_path) as ckpt:
+        model = Model()
+        ckpt.metadata = {"commit": "c0ffee", "tokens": 1}
+        ckpt.restore(model=model)
+        ckpt.save(1, metadata=noted)
+        ckpt.wait()
+        ckpt.metadata = lambda step: {"doubled": 2 * step}
+        for step in range(2, 12):
+            model.at = step
+            ckpt.step(step)
+    expected = {"commit": "c0ffee", "loss": 0.5, "tokens": 12, "of": noted["of"]}
+    second, first = everstep.list_checkpoints(tmp_path / "store")
+    assert first.metadata == everstep.load(tmp_path / "store", step=1).metadata == expected
+    assert (second.metadata, second.verified) == ({"doubled": 2 * second.step}, True)
+    with session(tmp_path) as ckpt:
+        assert ckpt.restore(step=1, model=Model()).metadata == expected
+
+
+@pytest.mark.parametrize("bad", [{"x": object()}, {"x": "y" * 70000}, [1], {"x": torch.ones(2)}])
+def test_metadata_that_cannot_be_kept_is_refused_where_it_is_given(bad: Any, tmp_path: Path) -> None:
+    with session(tmp_path) as ckpt:
+        ckpt.restore(model=Model())
+        with pytest.raises(CheckpointError, match="metadata"):
+            ckpt.save(1, metadata=bad)
+
+
+def test_the_metadata_of_ranks_that_measure_differently_is_that_of_rank_0(tmp_path: Path) -> None:
+    ranks.run(2, note_by_rank, tmp_path)
+    assert [each.metadata for each in everstep.list_checkpoints(tmp_path / "store")] == [{"loss": 0.0}]
+
+
+def note_by_rank(rank: int, folder: Path) -> None:
+    with session(folder) as ckpt:
+        ckpt.restore(model={"weight": torch.ones(3)})
+        ckpt.save(1, metadata={"loss": float(rank)})
+
+
+def test_the_best_is_found_and_restored(tmp_path: Path) -> None:
+    save(tmp_path, {1: 0.5, 2: float("nan"), 3: 0.25, 4: None, 5: 0.75, 6: 0.25})
+    store = tmp_path / "store"
+    assert everstep.best(store, "loss").step == 6, "of equals the newest"
+    assert everstep.best(store, "loss", "max").step == 5
+    model = Model()
+    with session(tmp_path) as ckpt:
+        assert ckpt.restore(step=everstep.best(store, "loss", "max"), model=model).step == 5
+    assert model.at == 5
+    with pytest.raises(CheckpointError, match="a number called 'accuracy' in its metadata; there are loss"):
+        everstep.best(store, "accuracy")
+    with pytest.raises(ValueError, match="best_mode is 'min' or 'max', not 'least'"):
+        everstep.best(store, "loss", "least")  # type: ignore[arg-type]
