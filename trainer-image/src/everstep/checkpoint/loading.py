@@ -124,6 +124,9 @@ class Loading:
                 self.left.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
                 continue
             saved = everything.below(kind.prefix)
+            if not saved and kind.prefix.removeprefix(f"{RANK}.{rank}.") in options.optional:
+                self.left.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
+                continue
             if not saved and not (kind.exclusive and options.is_strict):
                 self.problems.append(Absent.of_object(kind.prefix))
                 if not options.is_strict:

@@ -11,13 +11,17 @@ from everstep.checkpoint.selection import Rename
 
 @dataclass(frozen=True)
 class RestoreOptions:
-    """`step`: exactly this step, or key. `is_strict`: names that do not meet are errors. See Checkpointer.restore."""
+    """`step`: exactly this step, or key. `is_strict`: names that do not meet are errors. See Checkpointer.restore.
+
+    `optional`: objects of each rank that stay as they are where a checkpoint has none, as one that was imported.
+    """
 
     step: int | Key | None = None
     is_strict: bool = True
     rename: Rename | None = None
     casts: Casts = NO_CASTS
     allow_pickle: bool = False
+    optional: frozenset[str] = frozenset()
 
     def __post_init__(self) -> None:
         if isinstance(self.step, bool) or not isinstance(self.step, int | Key | None):

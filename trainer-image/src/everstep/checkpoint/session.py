@@ -167,7 +167,7 @@ class Checkpointer:
         """
         if self._pilot is not None and self._pilot.saved:
             raise CheckpointError("this session has saved already: close it, and restore in a new one")
-        options = RestoreOptions(step, strict, rename, Casts(cast), self._how.allow_pickle)
+        options = RestoreOptions(step, strict, rename, Casts(cast), self._how.allow_pickle, frozenset({GENERATORS}))
         everything = self._with_generators(objects)
         together(lambda: check_values(everything, self._topology, self._how), self._group)
         run = attempts.read_run(self.store) if self._topology.local == 0 else None
