@@ -26,7 +26,7 @@ from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.planning import Plan
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.snapshot import Snapshots
-from everstep.checkpoint.staging import Host, sort
+from everstep.checkpoint.staging import Host
 from everstep.checkpoint.state.flat import flatten, of_optimizers
 from everstep.checkpoint.topology import Topology
 from tests.checkpoint.ranks import run
@@ -230,14 +230,3 @@ def test_only_what_an_optimizer_holds_is_copied_while_training_goes_on(tmp_path:
     assert len(weights) == 4
     assert len(moments) == 3 * 4
     assert steady == weights | moments
-
-
-def test_what_is_steady_on_a_device_is_copied_beside_training_and_all_else_before() -> None:
-    sources = [torch.ones(2, device=device) for device in ("meta", "meta", "cpu")]
-    targets = [torch.zeros(2) for _ in sources]
-    assert [[id(to) for to, _ in each] for each in sort(targets, sources, [True, False, True])] == [
-        [id(targets[1])],
-        [id(targets[0])],
-        [id(targets[2])],
-    ]
-    assert [len(each) for each in sort(targets, sources, ())] == [2, 0, 1], "unless somebody says so, nothing is steady"

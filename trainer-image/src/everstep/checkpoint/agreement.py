@@ -64,6 +64,7 @@ class Pace:
 
 Choose = Callable[[int, int], Decision]
 ChooseEarly = Callable[[int, int], Decision | None]  # None: it is not known before the step is made
+Waiting = Callable[[float], float | None]
 
 
 class Agreement:
@@ -91,11 +92,11 @@ class Agreement:
         self._pass()  # by a number that may be taken
         return made
 
-    def arrive(self, step: int, choose: Choose, waiting: Callable[[float], None]) -> Decision | None:
+    def arrive(self, step: int, choose: Choose, waiting: Waiting) -> Decision | None:
         """The decision of a boundary that this step has reached; None between boundaries.
 
         Rank 0 decides through `choose(step, steps ahead)`, here if it could not before. Others call `waiting(seconds)`
-        now and then while they wait for it. AgreementLost.
+        now and then while they wait for it, and again after as many seconds as it returns. AgreementLost.
         """
         if self.leads:
             self._pace.tick(step, time.monotonic())
@@ -117,7 +118,7 @@ class Agreement:
             if self._made is None and step + self._pace.stride >= self.boundary:
                 self._decide(step + self._pace.stride, choose)
 
-    def answer(self, name: str, decide: Callable[[], Any], waiting: Callable[[float], None]) -> Any:
+    def answer(self, name: str, decide: Callable[[], Any], waiting: Waiting) -> Any:
         """What rank 0 decides about something that all ranks come to; by JSON."""
         if not self.leads:
             return self._await(name, waiting)
@@ -150,14 +151,15 @@ class Agreement:
         """Rank 0, now and then while it waits for a store: it lives, and the others' patience begins anew."""
         self._board.count("busy", 1)
 
-    def _await(self, name: str, waiting: Callable[[float], None]) -> Any:
+    def _await(self, name: str, waiting: Waiting) -> Any:
         began = sign = time.monotonic()
+        pause = waiting(0.0) or _LOOK
         signs: int | None = None
         while (waited := time.monotonic() - sign) < self._patience:
-            found = self._board.read(name, max(0.001, min(_LOOK, self._patience / 4, self._patience - waited)))
+            found = self._board.read(name, max(0.001, min(pause, self._patience / 4, self._patience - waited)))
             if found is not None:
                 return found
-            waiting(time.monotonic() - began)
+            pause = waiting(time.monotonic() - began) or _LOOK
             before, signs = signs, self._board.count("busy")
             if before not in (None, signs):
                 sign = time.monotonic()

@@ -24,6 +24,8 @@ _log = logging.getLogger("everstep.checkpoint")
 Policy = Literal["skip", "wait", "queue"]
 
 _POLL = 1.0  # seconds
+_POLL_COPY = 0.005  # seconds, while a GPU copies what others wait for
+_TELL = 30.0  # seconds that rank 0 may take before that is told, and told again
 _MARGIN = 1.2  # a store is not always as fast as it was
 
 
@@ -68,6 +70,7 @@ class Pilot:
         self._asked: tuple[float | None] | None = None  # a save that somebody asked for, and its deadline
         self._replan = False
         self._wish: tuple[float | None] | None = None  # this rank's own request, not told yet
+        self._told = 0.0  # seconds that rank 0 had taken for a decision when that was told last
 
     @property
     def saved(self) -> bool:
@@ -77,8 +80,7 @@ class Pilot:
     def go_on(self, saver: Saver, step: int | None) -> None:
         """Other objects are saved from here on; all ranks say so together. `step`: that training goes on from, where
         it was just restored."""
-        if self.saver.copying:
-            self._guard(lambda: self.saver.announce(wait=True))  # of the objects until now
+        self._finish_copy(self.timeout)  # of the objects until now
         self.saver.close()
         self.saver, self._planned = saver, False
         void = self.agreement.restart()
@@ -91,8 +93,7 @@ class Pilot:
 
     def step(self, step: int) -> None:
         """See Checkpointer.step."""
-        if self.saver.copying:
-            self._guard(self.saver.announce)
+        self._finish_copy()
         if self._wish is not None:
             wish, self._wish = self._wish, None
             self._note({"kind": "asked", "deadline": wish[0]})
@@ -120,14 +121,13 @@ class Pilot:
         """See Checkpointer.wait."""
         limit = self.commit_timeout + self.timeout if timeout is None else timeout
         until = time.monotonic() + limit
-        if self.saver.copying:
-            self._guard(lambda: self.saver.announce(wait=True))
         while self._pending and (left := until - time.monotonic()) > 0:
+            pause = min(self._finish_copy() or _POLL, left)
             if self.agreement.leads:
-                self._poll(min(_POLL, left))
+                self._poll(pause)
                 self._read_notes()
             else:
-                self._follow(min(_POLL, left))
+                self._follow(pause)
         if self._pending:
             raise SaveFailed(f"not in the store after {limit:g} s: {', '.join(map(str, self._pending.values()))}")
         if self._failure is not None:
@@ -162,10 +162,11 @@ class Pilot:
 
     def _choose_early(self, step: int, ahead: int) -> Decision | None:
         """The choice about the next step, one step before. None where a save is due and an earlier one is still being
-        stored: it may be done when that step is made, and training goes on until then."""
+        stored: it may be done when that step is made, and training goes on until then. Nor is anything waited for here:
+        a rank that trains meanwhile would wait for this one, and could not say that its GPU has copied its part."""
         self._poll(0.0)
         self._read_notes()
-        if self._pending and self.trigger.due(step, time.monotonic()):
+        if self._pending and (self.trigger.due(step, time.monotonic()) or self._asked or self._replan):
             return None
         return self._choose(step, ahead)
 
@@ -250,7 +251,7 @@ class Pilot:
         until = time.monotonic() + (self.commit_timeout if timeout is None else timeout)
         while len(self._pending) > at_most and (left := until - time.monotonic()) > 0:
             self.agreement.busy()  # others wait for a decision meanwhile, and a store may take its time
-            self._poll(min(_POLL, left))
+            self._poll(min(self._finish_copy() or _POLL, left))
             self._read_notes()
 
     def _read_notes(self) -> None:
@@ -295,13 +296,34 @@ class Pilot:
         except Exception as error:  # training goes on; the others are told that this save is void
             _log.exception("%s was not taken", key)
             # A plan that could not be made or does not fit is of no use to the next save either.
-            again = replan or isinstance(error, Replan)
-            # The note first: rank 0 may hear of the failure from its writer at once, and is to know then what to do.
-            self._note({"kind": "void", "number": self._number, "why": f"{error}", "replan": again})
-            self._guard(partial(self.saver.drop, key, f"{error}"))
+            self._void(key, f"{error}", replan or isinstance(error, Replan))
         took = time.perf_counter() - began
         self.metrics.stalled(took)
         self.trigger.cost = self.metrics.stalls[-1] if self.metrics.stalls else took
+
+    def _finish_copy(self, timeout_seconds: float = 0.0) -> float | None:
+        """Announces what a GPU has copied by now; how long to wait until the next look, None when nothing is copied.
+
+        A copy that fails makes its save void; training goes on.
+        """
+        key = self.saver.copying
+        if key is None:
+            return None
+        try:
+            return None if self.saver.finish_copy(timeout_seconds) else _POLL_COPY
+        except WriterLost as error:
+            self._alarm(str(error))  # a new one finds in the slot what was not announced
+        except (CheckpointError, OSError) as error:
+            self._void(key, f"{error}", replan=False)
+        return None
+
+    def _void(self, key: Key, why: str, replan: bool) -> None:
+        """This rank cannot complete a save: the others are told, and training goes on."""
+        number = next((number for number, pending in self._pending.items() if pending == key), None)
+        if number is not None:
+            # The note first: rank 0 may hear of the failure from its writer at once, and is to know then what to do.
+            self._note({"kind": "void", "number": number, "why": why, "replan": replan})
+        self._guard(partial(self.saver.drop, key, why))
 
     def _learn(self) -> None:
         """Other ranks than 0: how saves ended, from rank 0; and what our own writer has to complain about."""
@@ -352,8 +374,16 @@ class Pilot:
     def _note(self, note: dict[str, Any]) -> None:
         self.board.leave(f"n/{self.board.count('notes', 1)}", note)
 
-    def _waiting(self, seconds: float) -> None:
-        self.events.emit(Event("stalled", None, "rank 0 has not decided whether to save", {"seconds": round(seconds)}))
+    def _waiting(self, seconds: float) -> float | None:
+        """While rank 0 decides: it may wait for a save of which this rank still copies its part."""
+        pause = self._finish_copy()
+        if seconds >= self._told + _TELL:
+            self._told = seconds
+            figures = {"seconds": round(seconds)}
+            self.events.emit(Event("stalled", None, "rank 0 has not decided whether to save", figures))
+        elif seconds < self._told:
+            self._told = 0.0  # it waits for something else by now
+        return pause
 
     def _alarm(self, why: str) -> None:
         self.events.emit(Event("stalled", None, why))

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import control, planning, room, staging
+from everstep.checkpoint import control, planning, room
 from everstep.checkpoint.control import Config, Link, WriterLost
+from everstep.checkpoint.device_staging import choose_staging
 from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.planning import Plan
@@ -22,12 +23,15 @@ from everstep.checkpoint.slots import Record, Slot, Slots
 from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state.flat import Flat, coming, flatten, of_optimizers
+from everstep.checkpoint.state.kinds import PerRank
+from everstep.checkpoint.state.steps import STEPS, has_hooked_steps
 from everstep.checkpoint.topology import Topology
 from everstep.checkpoint.user_metadata import pack_metadata
 
 _log = logging.getLogger("everstep.checkpoint")
 
 ALLOCATION_TIMEOUT = 600.0  # seconds; memory that was never touched comes at some hundred MB each second
+COPY_TIMEOUT = 300.0  # seconds for a copy that was begun: far more than any takes that ends
 _AGAIN = 10.0  # seconds between two tries to find a lost writer
 _SEEN = 1.0  # seconds that a writer may take to see that a rank is gone
 
@@ -181,6 +185,8 @@ class Saver:
 
     def take(self, key: Key, replan: bool) -> None:
         """Copies the state into a slot. Collective only with `replan`. Replan: the plan is not this state's."""
+        if not self.finish_copy(COPY_TIMEOUT):  # the writer waits for that one, and nobody would announce it any more
+            raise CheckpointError(f"the GPU's copy of an earlier step has not ended after {COPY_TIMEOUT:g} s")
         if replan or self._plan is None:
             flat = self._make_plan(lambda: self._flat(key.step))
             begun = self._node.tell("begin", key=str(key))
@@ -192,7 +198,7 @@ class Saver:
         if planning.signature(flat.tensors) != self._plan.signature:
             raise Replan("the state has other tensors, shapes or shards than the plan was made for")
         slot = self._slots[self._node.answer(begun, ALLOCATION_TIMEOUT)]
-        self._snapshots.take(slot, key, flat.tensors)
+        self._snapshots.take(slot, key, flat.tensors, is_beside_training=STEPS.are_announced(self._optimizers()))
         record = Record(
             key=key,
             rank=self._topology.rank,
@@ -204,28 +210,40 @@ class Saver:
             values={**flat.values, **self._noted(key.step)},
         )
         self._copying = (slot, record)
-        self.announce()
+        self.finish_copy()
 
     @property
-    def copying(self) -> bool:
-        """Whether a GPU still copies, so that announce() is to be called again."""
-        return self._copying is not None
+    def copying(self) -> Key | None:
+        """The save that a GPU still copies, so that finish_copy() is to be called again: the writer waits for it."""
+        return None if self._copying is None else self._copying[1].key
 
-    def announce(self, wait: bool = False) -> None:
-        """Tells the writer that this rank's part is filled, if it is."""
+    def finish_copy(self, timeout_seconds: float = 0.0) -> bool:
+        """Tells the writer that this rank's part is filled as soon as it is, within this time.
+
+        Returns:
+            Whether nothing is being copied any more.
+
+        Raises:
+            CheckpointError: It never will be, or the writer cannot be told.
+        """
+        if self._copying is None:
+            return True
         assert self._staging is not None
-        if self._copying is None or not self._staging.done(wait):
-            return
+        if not self._staging.wait_until_copied(timeout_seconds):
+            return False
         slot, record = self._copying
         self._copying = None
         slot.record(self._topology.local, record)
         self._node.tell("filled", key=str(record.key))
+        return True
 
     def drop(self, key: Key, why: str) -> None:
-        """This save is not to be completed."""
-        if self._staging is not None:
-            self._staging.done(wait=True)
-        self._copying = None
+        """This save is not to be completed; another one that is being copied is."""
+        if self._copying is None or self._copying[1].key == key:
+            self._copying = None
+            # The slot may be filled anew after this: nothing may still be on its way there, also after half a copy.
+            if self._staging is not None and not self._staging.wait_until_copied(COPY_TIMEOUT):
+                raise CheckpointError(f"{key}: the GPU's copy has not ended after {COPY_TIMEOUT:g} s")
         self._node.call("void", key=str(key), why=why)
 
     def before_change(self) -> None:
@@ -241,6 +259,11 @@ class Saver:
     def _noted(self, step: int) -> dict[str, object]:
         """Rank 0's word is the checkpoint's: what is measured differs from rank to rank."""
         return pack_metadata(self.note(step)) if self._topology.rank == 0 else {}
+
+    def _optimizers(self) -> list[torch.optim.Optimizer]:
+        """Those whose state may be copied beside training."""
+        every = [each.inner if isinstance(each, PerRank) else each for each in self._objects.values()]
+        return [each for each in every if isinstance(each, torch.optim.Optimizer) and has_hooked_steps(each)]
 
     def _flat(self, step: int | None) -> Flat:
         return flatten(self._objects, rank=self._topology.rank, step=step, allow_pickle=self._how.allow_pickle)
@@ -270,7 +293,7 @@ class Saver:
         # Only now: where there is no room for the new plan, all that belongs to the old one stays as it was.
         self.close()
         self._plan, self._layout = plan, layout
-        self._staging = staging.choose(list(found[0].tensors.values()))
+        self._staging = choose_staging(list(found[0].tensors.values()))
         self._snapshots = Snapshots(self._slots, plan, topology, self._how.checksum, self._staging, steady)
         return found[0]
 

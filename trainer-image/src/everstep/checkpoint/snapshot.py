@@ -29,7 +29,7 @@ class Window:
             self._pages = mmap.mmap(file.fileno(), size)
         self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         populate(self._bytes.data_ptr(), size)
-        staging.adopt(self._bytes.data_ptr(), size)
+        staging.adopt(self._bytes)
         self.targets = [_view(self._bytes, box) for box in boxes]
 
     def head(self, header: bytes) -> None:
@@ -53,13 +53,19 @@ class Snapshots:
         self._steady = [index.fqn in steady for index in plan.items]
         self._windows: dict[int, Window] = {}
 
-    def take(self, slot: Slot, key: Key, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Begins to copy the state into our part of the slot; see Staging for when it is there."""
+    def take(
+        self, slot: Slot, key: Key, tensors: Mapping[str, torch.Tensor], *, is_beside_training: bool = True
+    ) -> None:
+        """Begins to copy the state into our part of the slot; see Staging for when it is there.
+
+        `is_beside_training`: what is steady may be copied while training goes on.
+        """
         if not self._windows:
             self._windows = {each.number: self._open(each) for each in self._slots}
         window = self._windows[slot.number]
         window.head(part_header(key, self._rank, self._checksum))
-        self._staging.copy(window.targets, self._plan.sources(tensors), self._steady)
+        steady = self._steady if is_beside_training else ()
+        self._staging.copy(window.targets, self._plan.sources(tensors), steady)
 
     def _open(self, slot: Slot) -> Window:
         size = self._plan.sizes[self._rank]

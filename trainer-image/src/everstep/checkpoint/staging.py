@@ -1,15 +1,13 @@
-"""How tensors get into a slot: by this process's own threads, or by a GPU while training goes on."""
+"""How tensors get into a slot: by this process's own threads here, by a GPU in `device_staging`."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 _PIECE = 1 << 20  # bytes that a thread copies at a time, at least
 
@@ -17,8 +15,8 @@ _PIECE = 1 << 20  # bytes that a thread copies at a time, at least
 class Staging(Protocol):
     """Copies the state of a step. Training may go on once `copy` has returned."""
 
-    def adopt(self, address: int, size: int) -> None:
-        """Memory of a slot that copies will go to, before the first one does."""
+    def adopt(self, memory: torch.Tensor) -> None:
+        """Takes the bytes of a slot that copies will go to, before the first one does."""
         ...
 
     def copy(
@@ -32,11 +30,17 @@ class Staging(Protocol):
         """Whatever is computed next may change all of the state: it waits for the copy, this process does not."""
         ...
 
-    def done(self, wait: bool = False) -> bool:
-        """Whether the bytes of the last copy are there."""
+    def is_copied(self) -> bool:
+        """Return whether the bytes of the last copy are there. CheckpointError when they never will be."""
         ...
 
-    def close(self) -> None: ...
+    def wait_until_copied(self, timeout_seconds: float) -> bool:
+        """Waits for that, this long at most; returns whether they are there."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what it holds, after the last copy; may be called again."""
+        ...
 
 
 class Host:
@@ -48,7 +52,7 @@ class Host:
     def __init__(self) -> None:
         self._threads = torch.get_num_threads()
 
-    def adopt(self, address: int, size: int) -> None:
+    def adopt(self, memory: torch.Tensor) -> None:
         pass
 
     def copy(
@@ -80,7 +84,10 @@ class Host:
     def before_change(self) -> None:
         pass
 
-    def done(self, wait: bool = False) -> bool:
+    def is_copied(self) -> bool:
+        return True
+
+    def wait_until_copied(self, timeout_seconds: float) -> bool:
         return True
 
     def close(self) -> None:
@@ -120,84 +127,3 @@ def _pieces(moves: Sequence[tuple[int, int, int]], threads: int) -> list[Moves]:
             to, from_, size = to + taken, from_ + taken, size - taken
             room, left = room - taken, left - taken
     return pieces
-
-
-class Cuda:
-    """Copies from a GPU on a stream of its own into pinned slots, while the forward and backward passes go on.
-
-    What optimizers hold is next changed by their step: before it the GPU (not this process) waits for the copy. All
-    else, as the statistics of a BatchNorm, the next forward pass may change: training's own stream copies it, first.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
-        self._event: torch.cuda.Event | None = None
-        self._captured = False  # a step within a CUDA graph: when it is run, no hook is called
-        self._pinned: list[int] = []
-        self._host = Host()
-        self._hook: RemovableHandle = torch.optim.optimizer.register_optimizer_step_pre_hook(self._before_step)
-
-    def adopt(self, address: int, size: int) -> None:
-        if torch.cuda.cudart().cudaHostRegister(address, size, 0).value == 0:
-            self._pinned.append(address)  # where it cannot be pinned the copy is synchronous, and still right
-
-    def copy(
-        self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], steady: Sequence[bool] = ()
-    ) -> None:
-        now, later, on_host = sort(targets, sources, () if self._captured else steady)
-        training = torch.cuda.current_stream(self._stream.device)
-        for to, from_ in now:
-            to.copy_(from_, non_blocking=True)
-        self._stream.wait_stream(training)
-        with torch.cuda.stream(self._stream):
-            for to, from_ in later:
-                to.copy_(from_, non_blocking=True)
-                from_.record_stream(self._stream)
-            self._event = torch.cuda.Event()
-            self._event.record(self._stream)
-        self._host.copy([to for to, _ in on_host], [from_ for _, from_ in on_host])
-
-    def before_change(self) -> None:
-        if self._event is not None:
-            torch.cuda.current_stream(self._stream.device).wait_event(self._event)
-
-    def done(self, wait: bool = False) -> bool:
-        if self._event is None:
-            return True
-        if wait:
-            self._event.synchronize()
-        return bool(self._event.query())
-
-    def close(self) -> None:
-        self.done(wait=True)
-        self._hook.remove()
-        self._host.close()
-        for address in self._pinned:
-            with contextlib.suppress(RuntimeError):
-                torch.cuda.cudart().cudaHostUnregister(address)
-
-    def _before_step(self, *_: Any) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            self._captured = True
-        else:
-            self.before_change()
-
-
-Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-
-
-def sort(
-    targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], steady: Sequence[bool]
-) -> tuple[Pairs, Pairs, Pairs]:
-    """What is copied before training goes on, beside it, and in main memory."""
-    now, later, on_host = Pairs(), Pairs(), Pairs()
-    for to, from_, kept in zip(targets, sources, steady or [False] * len(sources), strict=True):
-        where = on_host if from_.is_cpu else later if kept else now
-        where.append((to, from_))
-    return now, later, on_host
-
-
-def choose(tensors: Sequence[torch.Tensor]) -> Staging:
-    """The staging for a state: a GPU's where any of it is on one."""
-    devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-    return Cuda(devices.pop()) if devices else Host()

@@ -18,6 +18,7 @@ from everstep.checkpoint.state.kinds import WHOLE, Kind, PerRank, Stateful, dtyp
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.plain import StatefulObject, Value
+from everstep.checkpoint.state.steps import has_hooked_steps
 from everstep.checkpoint.values import pack
 
 RANK = "rank"
@@ -65,11 +66,14 @@ def coming(objects: Mapping[str, object], *, rank: int) -> dict[str, torch.Tenso
 def of_optimizers(objects: Mapping[str, object], *, rank: int) -> frozenset[str]:
     """Names of the tensors that only an optimizer's step changes: its state, and the parameters that it was given.
 
-    Nobody says so of others: a forward pass may change a buffer, and whatever trains them a parameter.
+    Nobody says so of others: a forward pass may change a buffer, and whatever trains them a parameter. Nor of an
+    optimizer whose steps do not call torch's hooks first.
     """
     kinds = bind(objects, rank=rank)
-    optimizers = [kind for kind in kinds if isinstance(kind, OptimizerObject)]
+    every = [kind for kind in kinds if isinstance(kind, OptimizerObject)]
+    optimizers = [each for each in every if has_hooked_steps(each.optimizer)]
     trained = {id(param) for each in optimizers for param in each.params}
+    trained -= {id(param) for each in every if each not in optimizers for param in each.params}
     found = {name for each in optimizers for name, leaf in each.leaves() if is_tensor(leaf)}
     for each in kinds:
         if isinstance(each, Modules):

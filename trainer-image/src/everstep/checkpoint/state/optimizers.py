@@ -44,6 +44,10 @@ class OptimizerObject:
         if len(set(self._names)) != len(self._names):
             raise CheckpointError(f"{prefix}: two of its parameters have the same name; give each model its own name")
 
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self._optimizer
+
     def leaves(self) -> Iterator[tuple[str, Any]]:
         state = self._optimizer.state_dict()
         for place, own in state["state"].items():
