@@ -125,7 +125,8 @@ def save(store: Store, key: Key, objects: dict[str, object]) -> Manifest:
     data[:HEADER] = part_header(key, rank)
     tensors: dict[str, Tensor] = {}
     for box, source in zip(plan.boxes, plan.sources(flat.tensors), strict=True):
-        raw = source.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        copied = torch.empty(source.shape, dtype=source.dtype).copy_(source.detach())  # as staging does
+        raw = copied.reshape(-1).view(torch.uint8).numpy().tobytes()
         data[box.offset : box.offset + box.length] = raw
         chunks, at = [], box.offset
         for length in chunk_lengths(box.length):

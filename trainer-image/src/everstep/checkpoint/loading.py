@@ -100,6 +100,7 @@ class Loading:
     `problems`: why the checkpoint does not fit the objects. `wanted`: names of the tensors that this rank takes.
     `missing`: names that are here and not in the checkpoint, which are no problems unless the restore is strict.
     `left`: names of objects that stay as they are, because they are each rank's own and the number of ranks is another.
+    `defaults`, after apply(): keys of dictionaries that kept their values, because the checkpoint does not have them.
     """
 
     def __init__(
@@ -116,6 +117,7 @@ class Loading:
         self.unexpected: list[str] = []
         self._cast: dict[str, torch.Tensor] = {}  # tensors of the objects that are of another type than what is read
         self.left: list[str] = []
+        self.defaults: list[str] = []
         self._saved: list[tuple[Kind, Saved]] = []
         self._tensors: dict[str, torch.Tensor] = {}
         everything = Saved.of(manifest, allow_pickle=options.allow_pickle, casts=options.casts)
@@ -231,7 +233,9 @@ class Loading:
         for kind, saved_state in self._saved:
             kind.load(saved_state, self._tensors)
             alive()
-        return {kind.prefix: kind.value for kind, _ in self._saved if isinstance(kind, Value)}
+        values = [kind for kind, _ in self._saved if isinstance(kind, Value)]
+        self.defaults = [name for kind in values for name in kind.kept]
+        return {kind.prefix: kind.value for kind in values}
 
     def _read_files(
         self,

@@ -63,7 +63,8 @@ class Restored:
 
     `tier`: "memory", "peer" (other nodes' memory) or "store", the farthest that bytes came from. `fell_back`: newer
     checkpoints that are bad, with the reason. `left`: names of objects that each rank has its own state of, saved by
-    another number of ranks. `values`: plain values that were given, by name, as they are now. `bytes` were read and
+    another number of ranks. `kept`: keys of dictionaries that the checkpoint does not have, which keep the values that
+    they had. `values`: plain values that were given, by name, as they are now. `bytes` were read and
     verified by this rank, in `seconds`, the whole restore's. With strict=False `missing` are names that are here and
     not in the checkpoint, and `unexpected` those that are only there. `metadata`: as it was given to save().
     """
@@ -73,6 +74,7 @@ class Restored:
     tier: str = ""
     fell_back: dict[str, str] = field(default_factory=dict)
     left: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     values: dict[str, Any] = field(default_factory=dict)
     bytes: int = 0
     seconds: float = 0.0
@@ -182,6 +184,7 @@ class Restorer:
             key,
             found,
             left=tuple(loading.left),
+            kept=tuple(loading.defaults),
             values=loaded,
             missing=tuple(loading.missing),
             unexpected=tuple(loading.unexpected),

@@ -12,7 +12,7 @@ import math
 import pickle
 import struct
 import sys
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +29,8 @@ _PAIRS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
     "OrderedDict": OrderedDict,
     "Counter": lambda pairs: Counter(dict(pairs)),
 }
+# What a defaultdict makes; any other is the script's own, which it has again when it restores.
+_FACTORIES: dict[str, type] = {each.__name__: each for each in (int, float, bool, str, list, dict, set)}
 _ITEMS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 
 
@@ -81,6 +83,10 @@ def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
 
     if type(value) in (dict, OrderedDict, Counter):
         return {name: [[inner(key, f"key {key!r}"), inner(each, repr(key))] for key, each in value.items()]}
+    if type(value) is defaultdict:
+        made = next((each for each, kind in _FACTORIES.items() if kind is value.default_factory), None)
+        pairs = [[inner(key, f"key {key!r}"), inner(each, repr(key))] for key, each in value.items()]
+        return {name: [made, pairs]}
     if type(value) is tuple:
         if _is_itself(value):
             return {name: list(value)}
@@ -88,7 +94,7 @@ def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
     if type(value) in (set, frozenset):
         # Sorted, so that equal sets of two ranks are equal bytes.
         return {name: sorted((inner(each, repr(each)) for each in value), key=json.dumps)}
-    if type(value) is bytes:
+    if type(value) in (bytes, bytearray):
         return {name: _base64(value)}
     if type(value) is complex:
         return {name: struct.pack(">dd", value.real, value.imag).hex()}
@@ -116,8 +122,13 @@ def _untagged(tag: str, content: Any, path: str, allow_pickle: bool) -> Any:
             return struct.unpack(">d", bytes.fromhex(content))[0]
         case "complex":
             return complex(*struct.unpack(">dd", bytes.fromhex(content)))
+        case "defaultdict":
+            factory, pairs = content
+            return defaultdict(_FACTORIES.get(factory), [(inner(key), inner(value)) for key, value in pairs])
         case "bytes":
             return base64.b64decode(content, validate=True)
+        case "bytearray":
+            return bytearray(base64.b64decode(content, validate=True))
         case "numpy.ndarray" | "numpy.scalar":
             return _to_numpy(tag, content)
         case "torch.dtype" | "torch.device" | "torch.Size":
@@ -132,7 +143,7 @@ def _is_itself(items: Sequence[Any]) -> bool:
     return set(map(type, items)) == {int} and min(items) > -_EXACT and max(items) < _EXACT
 
 
-def _base64(data: bytes) -> str:
+def _base64(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
 

@@ -9,17 +9,18 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import WHOLE, Kind, PerRank, Stateful, dtype_name, is_tensor
+from everstep.checkpoint.state.kinds import Kind, PerRank, Stateful, dtype_name, is_tensor
+from everstep.checkpoint.state.memory import local, why_not_saved
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.plain import StatefulObject, Value
 from everstep.checkpoint.state.steps import has_hooked_steps
 from everstep.checkpoint.values import pack
+
+__all__ = ["RANK", "Flat", "bind", "coming", "fingerprint", "flatten", "local", "of_optimizers"]
 
 RANK = "rank"
 
@@ -46,11 +47,8 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
                 raise CheckpointError(f"{name}: two objects have a state of this name")
             if not is_tensor(leaf):
                 values[name] = pack(leaf, name, allow_pickle=allow_pickle)
-            elif leaf.layout is not torch.strided or leaf.is_quantized:
-                raise CheckpointError(f"{name}: a tensor that is sparse or quantized cannot be saved")
-            elif type(leaf) not in WHOLE and is_traceable_wrapper_subclass(local(leaf)):
-                kind_of = type(local(leaf)).__name__
-                raise CheckpointError(f"{name}: a {kind_of} has no memory of its own and cannot be saved; unwrap it")
+            elif why := why_not_saved(leaf):
+                raise CheckpointError(f"{name} {why}")
             else:
                 tensors[name] = leaf
     return Flat(tensors, values)
@@ -79,11 +77,6 @@ def of_optimizers(objects: Mapping[str, object], *, rank: int) -> frozenset[str]
         if isinstance(each, Modules):
             found |= {names.join(each.prefix, name) for name, param in each.parameters() if id(param) in trained}
     return frozenset(found)
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank behind a tensor. A DTensor has none of its own, even where the whole of it is here."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -> list[Kind]:

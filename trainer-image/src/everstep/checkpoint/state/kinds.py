@@ -12,11 +12,12 @@ from everstep.checkpoint.casting import NO_CASTS, Casts
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Manifest, Tensor
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.memory import WHOLE, local, overlaps, why_not_saved
 from everstep.checkpoint.values import unpack
 
-Leaf = TypeVar("Leaf")
+__all__ = ["WHOLE", "Kind", "PerRank", "Saved", "StateMismatch", "Stateful", "Stepped", "local"]
 
-WHOLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # neither a shard of something nor a wrapper
+Leaf = TypeVar("Leaf")
 
 
 class StateMismatch(CheckpointError):
@@ -160,13 +161,18 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def misfit(saved: Tensor, tensor: torch.Tensor, casts: Casts = NO_CASTS) -> str | None:
     """Why the saved tensor cannot be copied into this one, bit for bit unless it may be cast."""
+    if why := why_not_saved(tensor):
+        return why
     if saved.shape != tuple(tensor.shape):
         return f"has shape {list(saved.shape)} in the checkpoint, {list(tensor.shape)} here"
     if saved.dtype != dtype_name(tensor.dtype) and not casts.allows(getattr(torch, saved.dtype), tensor.dtype):
         return f"is {saved.dtype} in the checkpoint, {dtype_name(tensor.dtype)} here"
-    if tensor.device.type == "meta":
-        return "is on the meta device: give it memory first (to_empty)"
     return None
+
+
+def filled_later(tensor: torch.Tensor) -> torch.Tensor:
+    """The target for a tensor of ours: itself, or another where its elements share memory (see fill_overlapping)."""
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format) if overlaps(tensor) else tensor
 
 
 def fresh(saved: Tensor) -> torch.Tensor:

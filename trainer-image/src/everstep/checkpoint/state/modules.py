@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format import Tensor
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import Absent, Saved, fresh, is_tensor, misfit
+from everstep.checkpoint.state.kinds import Absent, Saved, filled_later, fresh, is_tensor, misfit
+from everstep.checkpoint.state.memory import fill_overlapping, local, overlaps
 
 
 class Modules:
@@ -49,6 +50,7 @@ class Modules:
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
+        first: dict[tuple[object, ...], str] = {}  # the name by which a tensor with several was met first
         for _, name, value in self._entries():
             full = saved.full(name)
             if not is_tensor(value):
@@ -57,8 +59,13 @@ class Modules:
                 problems.append(Absent.of_name(full))
             elif why := misfit(saved.tensors[name], value, saved.casts):
                 problems.append(f"{full} {why}")
+            elif (known := first.setdefault(_memory(value), name)) != name and _differ(saved, known, name):
+                problems.append(
+                    f"{saved.full(known)} and {full} are one tensor here (tied) and have different values in the "
+                    "checkpoint: untie them before restore(), or tie them in the model that saves"
+                )
             else:
-                found[full] = value
+                found[full] = filled_later(value)
         return found
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -73,6 +80,8 @@ class Modules:
                 elif saved.full(name) in tensors and _address(value) not in own:
                     # A hook made this tensor, or took it apart: the module itself knows how to take it back.
                     rest[key] = tensors[saved.full(name)]
+                elif saved.full(name) in tensors and overlaps(value):
+                    fill_overlapping(value, tensors[saved.full(name)], saved.full(name))
             # Everything else is in place; the call lets the module's own hooks see that a state was loaded.
             module.load_state_dict(rest, strict=False)
 
@@ -125,6 +134,26 @@ def _subtree(tensors: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
 
 
 def _address(tensor: torch.Tensor) -> tuple[int, int]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    here = local(tensor)
     # Tensors without elements share the address 0: there is nothing to copy in any of them.
-    return local.data_ptr(), local.numel()
+    return here.data_ptr(), here.numel()
+
+
+def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Equal for two tensors that are the same elements in the same order; where there is none, for no two."""
+    here = local(tensor)
+    if not here.numel():
+        return (id(tensor),)
+    return here.device, here.data_ptr(), here.dtype, tuple(here.shape), here.stride()
+
+
+def _differ(saved: Saved, one: str, other: str) -> bool:
+    """Whether two saved tensors have other bytes, by the sums of their chunks; where they are cut alike."""
+    cuts, sums = zip(*(_cuts_and_sums(saved.tensors[name]) for name in (one, other)), strict=True)
+    return bool(cuts[0] == cuts[1] and sums[0] != sums[1])
+
+
+def _cuts_and_sums(tensor: Tensor) -> tuple[list[object], list[list[str]]]:
+    shards = sorted(tensor.shards, key=lambda shard: shard.offsets)
+    cuts: list[object] = [(shard.offsets, shard.sizes) for shard in shards]
+    return cuts, [[chunk.sum for chunk in shard.chunks] for shard in shards]

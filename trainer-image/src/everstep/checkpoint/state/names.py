@@ -47,8 +47,8 @@ def walk(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator
     """The leaves of a nested state with their names.
 
     A dictionary is entered when all its keys are text, or when a leaf for which `is_leaf` holds is somewhere in it and
-    all its keys are integers; a list or a tuple when such a leaf is in it. Anything else is one leaf, an empty
-    container too. `is_leaf` holds for no number, text, bytes or None.
+    all its keys are integers; a list, a tuple or another kind of dictionary (an OrderedDict) when such a leaf is in it.
+    Anything else is one leaf, an empty container too. `is_leaf` holds for no number, text, bytes or None.
     """
     pairs = None if is_leaf(value) else _children(value, is_leaf)
     if pairs is None:
@@ -63,7 +63,7 @@ def walk(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator
 
 
 def _children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]] | None:
-    if isinstance(value, dict) and value:
+    if isinstance(value, dict) and value and (type(value) is dict or _holds(value, is_leaf)):
         if all(type(key) is str for key in value):
             return [(segment(key), child) for key, child in value.items()]
         if all(type(key) is int for key in value) and _holds(value, is_leaf):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, Generic, Protocol
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,16 +18,31 @@ from everstep.checkpoint.casting import Casts
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Tensor
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import WHOLE, Absent, Saved, detached, fresh, is_tensor, misfit
+from everstep.checkpoint.state.kinds import (
+    WHOLE,
+    Absent,
+    Saved,
+    detached,
+    filled_later,
+    fresh,
+    is_tensor,
+    misfit,
+)
 from everstep.checkpoint.values import pack
 
 _STATE = "state"
 _GROUPS = "param_groups"  # of each parameter: which options it has
+_KIND = "kind"  # names of the optimizer's class and of those that it is derived from
 _OPTIONS = "options"  # by their own digest, so that ranks with other parameters never disagree
 
 # torch keeps this one in main memory unless the optimizer is capturable, and load_state_dict moves it then.
 _STEP = "step"
 _NO_OPTION = ("params", "param_names")
+
+# How this process computes a step, not which: an optimizer keeps its own.
+_HOW = ("foreach", "fused", "capturable", "differentiable")
+
+_WRAPPED = ("optim", "optimizer", "_optimizer", "base_optimizer")  # where wrappers hold the optimizer that they wrap
 
 
 class OptimizerObject:
@@ -50,6 +65,7 @@ class OptimizerObject:
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         state = self._optimizer.state_dict()
+        yield names.join(self.prefix, _KIND), kind_of(self._optimizer)
         for place, own in state["state"].items():
             if type(place) is not int:
                 raise CheckpointError(f"{self.prefix}: holds state under {place!r}, which is no parameter")
@@ -91,12 +107,13 @@ class OptimizerObject:
                     found[full] = made
         for name, tensor in saved.below("more").tensors.items():
             found[saved.full(names.join("more", name))] = fresh(tensor)
+        self._check_kind(saved, problems)
         self._check_options(saved, problems)
         return found
 
     def _target(self, param: torch.Tensor, name: str, saved: Tensor, live: Any, casts: Casts) -> torch.Tensor | str:
         if is_tensor(live):
-            return misfit(saved, live, casts) or live
+            return misfit(saved, live, casts) or filled_later(live)
         if name == _STEP or saved.shape != tuple(param.shape):
             if isinstance(param, DTensor) and saved.shape not in ((), (1,)):
                 return (
@@ -106,6 +123,16 @@ class OptimizerObject:
         if type(param) in WHOLE and param.is_cpu and param.is_contiguous():
             return fresh(saved)
         return torch.empty_like(param, dtype=getattr(torch, saved.dtype), requires_grad=False)
+
+    def _check_kind(self, saved: Saved, problems: list[str]) -> None:
+        if _KIND not in saved.values:  # of an earlier version
+            return
+        theirs, ours = saved.value(_KIND), kind_of(self._optimizer)
+        if not is_of_kind(ours, theirs):
+            problems.append(
+                f"{self.prefix} is a {theirs[0]} in the checkpoint, a {ours[0]} here, whose state is another: "
+                "make the same optimizer, or leave it out of restore() and name it in track() to begin with a new one"
+            )
 
     def _check_options(self, saved: Saved, problems: list[str]) -> None:
         for group in self._optimizer.param_groups:
@@ -130,6 +157,9 @@ class OptimizerObject:
         whole: dict[str, Any] = saved.below("more").nested(tensors) if saved.below("more") else {}
         groups = [self._group(group, saved) for group in self._optimizer.param_groups]
         self._optimizer.load_state_dict({**whole, "state": state, "param_groups": groups})
+        # It has made copies of all options; a captured graph, or the script, reads these where they were.
+        for group, loaded in zip(self._optimizer.param_groups, groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if is_tensor(value)})
         self._undo_casts(state)
 
     def _group(self, group: dict[str, Any], saved: Saved) -> dict[str, Any]:
@@ -139,6 +169,8 @@ class OptimizerObject:
         digest = next((each for each in digests if each is not None), None)
         if digest is not None:
             for key, value in saved.value(names.join(_OPTIONS, str(digest))).items():
+                if key in _HOW and key in loaded:
+                    continue
                 loaded[key] = _with_option(loaded.get(key), value)
         return {**loaded, "params": places}
 
@@ -172,6 +204,35 @@ class OptimizerObject:
                 elif owner:
                     found[places[owner]][1][below] = full
         return found
+
+
+def kind_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Names of an optimizer's class and of those that it is derived from; of what is within, where it wraps another."""
+    inner: Any = optimizer
+    seen = {id(inner)}
+    while (within := _within(inner)) is not None and id(within) not in seen:
+        inner = within
+        seen.add(id(inner))
+    common = (*torch.optim.Optimizer.__mro__, Protocol, Generic)
+    return [f"{each.__module__}.{each.__qualname__}" for each in type(inner).__mro__ if each not in common]
+
+
+def is_of_kind(one: list[str], other: list[str]) -> bool:
+    """Whether one of two classes is derived from the other, or is the other."""
+    return any(_same(one[0], each) for each in other) or any(_same(other[0], each) for each in one)
+
+
+def _same(one: str, other: str) -> bool:
+    if one == other:
+        return True
+    # A script is __main__ where it is run, and a module where it is imported.
+    modules, qualified = zip(*(name.rpartition(".")[::2] for name in (one, other)), strict=True)
+    return qualified[0] == qualified[1] and not {"__main__", "__mp_main__"}.isdisjoint(modules)
+
+
+def _within(optimizer: Any) -> torch.optim.Optimizer | None:
+    held = vars(optimizer)
+    return next((held[key] for key in _WRAPPED if isinstance(held.get(key), torch.optim.Optimizer)), None)
 
 
 def _per_parameter(group: Mapping[str, Any]) -> int:

@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
 import torch
 
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.kinds import Saved, Stateful, Stepped, detached, fresh, is_tensor, misfit
+from everstep.checkpoint.state.kinds import (
+    Saved,
+    Stateful,
+    Stepped,
+    detached,
+    filled_later,
+    fresh,
+    is_tensor,
+    misfit,
+)
+from everstep.checkpoint.state.memory import fill_overlapping, overlaps
 
 
 class StatefulObject:
@@ -20,6 +31,7 @@ class StatefulObject:
         self.prefix = prefix
         self._inner = inner
         self._step = step
+        self._live: Any = {}
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         if self._step is not None and isinstance(self._inner, Stepped):
@@ -28,23 +40,33 @@ class StatefulObject:
             yield from _leaves(self.prefix, self._inner.state_dict())
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
-        return _targets(saved, self._inner.state_dict() if saved.tensors else {}, problems)
+        # Only then, since for a loader it means to start its workers.
+        self._live = self._inner.state_dict() if saved.tensors else {}
+        return _targets(saved, self._live, problems)
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
-        self._inner.load_state_dict(saved.nested(tensors))
+        live, self._live = self._live, {}
+        self._inner.load_state_dict(with_types_of(live, saved.nested(tensors)))
 
 
 class Value:
-    """A tensor, or a nested value: a dictionary and a list get their content back in place."""
+    """A tensor, or a nested value: a dictionary and a list get their content back in place.
+
+    A key of the dictionary that the checkpoint does not have keeps its value, as a default that a newer version of the
+    script gives it: `kept` names them. What lies deeper is data, and comes back as it was saved.
+    """
 
     exclusive = False
 
     def __init__(self, prefix: str, value: Any) -> None:
         self.prefix = prefix
         self.value = value
+        self.kept: list[str] = []
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        yield from _leaves(self.prefix, self.value)
+        # Of a mapping that is no dictionary the content is saved: the script's own object gets it back.
+        plain = isinstance(self.value, Mapping) and not isinstance(self.value, dict)
+        yield from _leaves(self.prefix, dict(self.value) if plain else self.value)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         if is_tensor(self.value) and "" not in saved.tensors:
@@ -54,13 +76,45 @@ class Value:
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         loaded = saved.nested(tensors)
-        if isinstance(self.value, dict) and isinstance(loaded, dict):
-            self.value.clear()
-            self.value.update(loaded)
-        elif isinstance(self.value, list) and isinstance(loaded, list):
-            self.value[:] = loaded
+        if isinstance(self.value, MutableMapping) and isinstance(loaded, Mapping):
+            self.kept = [names.join(self.prefix, f"{key}") for key in self.value if key not in loaded]
+            for key, value in loaded.items():
+                self.value[key] = _put_into(self.value[key], value) if key in self.value else value
+        elif is_tensor(self.value) and overlaps(self.value):
+            fill_overlapping(self.value, loaded, self.prefix)
         else:
-            self.value = loaded
+            self.value = _put_into(self.value, loaded)
+
+
+def with_types_of(live: Any, loaded: Any) -> Any:
+    """The loaded value, with dictionaries of the kinds, and in the order, of those in `live` at the same places.
+
+    Names in a checkpoint say that something is a dictionary, not of which kind.
+    """
+    if isinstance(live, dict) and isinstance(loaded, dict):
+        # What was saved in one piece has its own order and kind.
+        order = loaded if type(loaded) is not dict else {**{key: 0 for key in live if key in loaded}, **loaded}
+        content = {key: with_types_of(live.get(key), loaded[key]) for key in order}
+        new = copy.copy(live if type(loaded) in (dict, type(live)) else loaded)
+        new.clear()
+        new.update(content)
+        return new
+    if type(live) is type(loaded) is list and len(live) == len(loaded):
+        return [with_types_of(*pair) for pair in zip(live, loaded, strict=True)]
+    return loaded
+
+
+def _put_into(live: Any, loaded: Any) -> Any:
+    """The loaded value in the container that the script holds, where both are of one kind; else the loaded one."""
+    if isinstance(live, MutableMapping) and isinstance(loaded, Mapping):
+        typed = with_types_of(live, loaded)
+        live.clear()
+        live.update(typed)
+        return live
+    if isinstance(live, list) and isinstance(loaded, list):
+        live[:] = with_types_of(live, loaded)
+        return live
+    return loaded
 
 
 def _leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
@@ -82,7 +136,7 @@ def _targets(saved: Saved, state: Any, problems: list[str], *, whole: bool = Fal
         elif whole:
             if why := misfit(tensor, mine, saved.casts):
                 problems.append(f"{saved.full(name)} {why}")
-            found[saved.full(name)] = mine.detach()
+            found[saved.full(name)] = filled_later(mine.detach())
         elif misfit(tensor, mine, saved.casts):
             # An object may hold tensors that grow; but what is sharded can only come back as it was.
             if hasattr(mine, "placements"):

@@ -1,0 +1,147 @@
+"""However a tensor lies in memory, it is saved with its elements and restored into its place, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
+
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from everstep.checkpoint.state.flat import flatten  # noqa: E402
+from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
+from everstep.checkpoint.state.memory import overlaps  # noqa: E402
+from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.checkpoint.sessions import session  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+# Of a source of values: a tensor as it may lie in memory.
+LAYOUTS: dict[str, Callable[[Any], Any]] = {
+    "contiguous": lambda fill: fill(3, 4),
+    "expanded": lambda fill: fill(1, 4).expand(3, 4),
+    "expanded scalar": lambda fill: fill().expand(3, 4),
+    "expanded twice": lambda fill: fill(1, 4, 1).expand(3, 4, 5),
+    "sliding windows": lambda fill: fill(10).as_strided((4, 4), (2, 1)),
+    "one place": lambda fill: fill(3).as_strided((2, 2), (0, 0)),
+    "every second": lambda fill: fill(3, 8)[:, ::2],
+    "transposed": lambda fill: fill(4, 3).t(),
+    "channels last": lambda fill: fill(2, 3, 4, 5).to(memory_format=torch.channels_last),
+    "within another": lambda fill: fill(30)[5:17].view(3, 4),
+    "no elements": lambda fill: fill(0, 4),
+    "no elements, expanded": lambda fill: fill(1, 0).expand(3, 0),
+    "zero dimensions": lambda fill: fill(),
+    "conjugate": lambda fill: torch.complex(fill(3, 4), fill(3, 4)).conj(),
+    "negative view": lambda fill: torch.complex(fill(3, 4), fill(3, 4)).conj().imag,
+    "bfloat16, transposed": lambda fill: fill(4, 3).bfloat16().t(),
+}
+
+
+def made(layout: str, seed: int | None) -> Any:
+    generator = torch.Generator().manual_seed(seed or 0)
+
+    def fill(*shape: int) -> Any:
+        return torch.zeros(shape) if seed is None else torch.rand(shape, generator=generator)
+
+    return LAYOUTS[layout](fill)
+
+
+def holder(where: str, tensor: Any) -> dict[str, Any]:
+    """The tensor in one of the places where a run keeps tensors."""
+    if where in ("buffer", "parameter"):
+        module = nn.Module()
+        if where == "buffer":
+            module.register_buffer("it", tensor)
+        else:
+            module.it = nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+        return {"model": module}
+    if where == "optimizer":
+        module = nn.Module()
+        module.it = nn.Parameter(torch.zeros(tensor.shape))
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
+        optimizer.state[module.it]["momentum_buffer"] = tensor
+        return {"model": module, "optimizer": optimizer}
+    return {"it": tensor} if where == "alone" else {"state": {"it": tensor, "nested": [tensor]}}
+
+
+def found(where: str, objects: dict[str, Any]) -> Any:
+    if where in ("buffer", "parameter"):
+        return objects["model"].it.detach()
+    if where == "optimizer":
+        return objects["optimizer"].state[objects["model"].it]["momentum_buffer"]
+    return objects["it"] if where == "alone" else objects["state"]["it"]
+
+
+@pytest.mark.parametrize("where", ["buffer", "parameter", "alone", "nested", "optimizer"])
+@pytest.mark.parametrize("layout", list(LAYOUTS))
+def test_a_tensor_comes_back_however_it_lies_in_memory(tmp_path: Path, layout: str, where: str) -> None:
+    before = holder(where, made(layout, seed=1))
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), before)
+    after = holder(where, made(layout, seed=None))
+    place = found(where, after).data_ptr()
+    ranks.restore(tmp_path / "store", tmp_path / "memory", after)
+    assert torch.equal(found(where, after), found(where, before))
+    if where in ("buffer", "parameter", "alone"):
+        assert found(where, after).data_ptr() == place, "it is restored in its place"
+        assert found(where, after).stride() == made(layout, seed=1).stride()
+
+
+def test_values_that_differ_do_not_fit_elements_that_share_memory(tmp_path: Path) -> None:
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), {"it": torch.arange(12.0).view(3, 4)})
+    for layout in ("expanded", "sliding windows"):
+        it = made(layout, seed=2)[:3]
+        kept = it.clone()
+        with pytest.raises(CheckpointError, match=r"it: elements that share memory here have different values"):
+            ranks.restore(tmp_path / "store", tmp_path / "memory", {"it": it})
+        assert torch.equal(it, kept)
+
+
+def test_overlap_is_known_from_shape_and_strides() -> None:
+    shared = {"expanded", "expanded scalar", "expanded twice", "sliding windows", "one place"}
+    assert {layout for layout in LAYOUTS if overlaps(made(layout, seed=1))} == shared
+
+
+def without_memory() -> dict[str, Any]:
+    with torch.device("meta"):
+        on_meta = nn.Linear(2, 2)
+    with FakeTensorMode():
+        fake = nn.Linear(2, 2)
+    freed = nn.Linear(2, 2)
+    freed.weight.untyped_storage().resize_(0)
+    return {"meta": on_meta, "fake": fake, "lazy": nn.LazyLinear(2), "freed": freed}
+
+
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        ("meta", r"model\.weight is on the meta device: give it memory first"),
+        ("fake", r"model\.weight is a fake tensor"),
+        ("lazy", r"model\.weight is a parameter of a lazy module and has no shape yet: run the module once"),
+        ("freed", r"model\.weight has no memory now"),
+    ],
+)
+def test_a_tensor_without_memory_is_refused_when_the_run_begins(folder: Path, kind: str, advice: str) -> None:
+    with session(folder) as ckpt:
+        with pytest.raises(CheckpointError, match=advice):
+            ckpt.restore(model=without_memory()[kind])
+        with pytest.raises(CheckpointError, match=advice):
+            ckpt.track(model=without_memory()[kind])
+    with session(folder) as ckpt:
+        ckpt.track(model=nn.Linear(2, 2))
+        ckpt.save(1)
+    with session(folder) as ckpt, pytest.raises(StateMismatch, match=advice):
+        ckpt.restore(model=without_memory()[kind])
+
+
+def test_a_tensor_without_memory_is_refused_by_name_among_many() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[1].to("meta")
+    with pytest.raises(CheckpointError, match=r"model\.1\.weight is on the meta device"):
+        flatten({"model": model}, rank=0)
