@@ -23,7 +23,11 @@ FEWEST = 3
 
 @dataclass
 class Row:
-    """One line of the result. ``strict`` targets must be undercut, not only met."""
+    """One line of the result. ``strict`` targets must be undercut, not only met.
+
+    ``allowance``: what ours may take beyond the target times the floor, in the row's unit: a fixed cost that no size
+    of the measured thing explains.
+    """
 
     name: str
     unit: str
@@ -31,6 +35,7 @@ class Row:
     samples: dict[str, list[float]] = field(default_factory=dict)
     absolute: bool = False  # the value itself is held against the target, there is no floor
     strict: bool = False
+    allowance: float = 0.0
 
     @property
     def value(self) -> float:
@@ -46,6 +51,8 @@ class Row:
 
     @property
     def passed(self) -> bool:
+        if self.floor is not None and self.allowance:
+            return self.value <= self.target * self.floor + self.allowance
         return self.ratio < self.target if self.strict else self.ratio <= self.target
 
     def as_json(self) -> dict[str, object]:
@@ -57,6 +64,7 @@ class Row:
             "floor": self.floor,
             "ratio": self.ratio,
             "target": self.target,
+            "allowance": self.allowance,
             "pass": self.passed,
         }
 
@@ -127,7 +135,7 @@ def show(rows: Iterable[Row], console: Console) -> None:
         range_ = f"{low:.3g}–{high:.3g}" if row.name in ranges else "-"
         if not low <= row.ratio <= high:  # better or worse: something has changed, in everstep or in the machine
             range_ = f"[yellow]{range_}[/yellow]"
-        target = f"{sign} {row.target:g}"
+        target = f"{sign} {row.target:g}" + (f" + {row.allowance:g} {row.unit}" if row.allowance else "")
         count = str(len(row.samples["ours"]))
         table.add_row(row.name, f"{row.value:.3g}", floor, row.unit, count, ratio, range_, target, verdict)
     console.print(table)

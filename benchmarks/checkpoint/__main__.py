@@ -13,14 +13,15 @@ import psutil
 import typer
 from rich.console import Console
 
-from benchmarks.checkpoint import restoring, saving, training
+from benchmarks.checkpoint import restoring, saving, starting, training
 from benchmarks.interval import Interval
 from benchmarks.measure import report
 
 RESULT = Path("build/bench/checkpoint.json")
 SIZES = {"100m": 100_000_000, "1g": 1_000_000_000, "4g": 4_000_000_000}
 SAVE = ("stall", "stall-dcp", "write")
-KINDS = (*SAVE, *restoring.TARGETS, "train-cost")
+ONCE = ("train-cost", "start")  # of one size
+KINDS = (*SAVE, *restoring.TARGETS, *ONCE)
 # The state, two slots, the floor's buffer, and a stager's buffers of each mode of DCP with what its process holds.
 COPIES, COPIES_WITH_DCP = 4.5, 9.0
 
@@ -44,7 +45,7 @@ def main(
 
 
 def measured(kinds: set[str], sizes: list[str], folder: Path, console: Console) -> Iterator[Interval]:
-    for name in sizes if kinds - {"train-cost"} else ():
+    for name in sizes if kinds - set(ONCE) else ():
         room = psutil.virtual_memory().available
         if room < COPIES * SIZES[name]:
             console.print(f"no rows of {name}: they need {COPIES * SIZES[name] / 1e9:.0f} GB of memory")
@@ -59,6 +60,8 @@ def measured(kinds: set[str], sizes: list[str], folder: Path, console: Console) 
             yield from saving.rows(SIZES[name], name, folder, saves)
     if "train-cost" in kinds:
         yield training.row(folder)
+    if "start" in kinds:
+        yield starting.row(folder)
 
 
 if __name__ == "__main__":

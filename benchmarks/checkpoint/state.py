@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
 
 def made(size: int, layers: int = 48) -> dict[str, object]:
     """A model with AdamW, its moments there; `size` bytes in all."""
-    width = 1024
-    rows = max(1, size // 3 // 4 // layers // width)
-    torch.manual_seed(1)
-    model = torch.nn.ModuleList(torch.nn.Linear(width, rows) for _ in range(layers))
+    model = model_of(size, layers)["model"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -19,7 +18,15 @@ def made(size: int, layers: int = 48) -> dict[str, object]:
     return {"model": model, "optimizer": optimizer}
 
 
-def started(objects: dict[str, object]) -> dict[str, object]:
+def model_of(size: int, layers: int = 48) -> dict[str, torch.nn.Module]:
+    """The model alone, of a third of `size`."""
+    width = 1024
+    rows = max(1, size // 3 // 4 // layers // width)
+    torch.manual_seed(1)
+    return {"model": torch.nn.ModuleList(torch.nn.Linear(width, rows) for _ in range(layers))}
+
+
+def started(objects: Mapping[str, object]) -> dict[str, object]:
     """The same model as a script has it when it begins: with an optimizer that has no state yet."""
     model = objects["model"]
     assert isinstance(model, torch.nn.Module)

@@ -1,5 +1,7 @@
 """The other node of `restore-peer`, as a process: a writer's port, and a plain sender of as many bytes.
 
+It is at the other end of a link of 10 Gbit/s (link.py).
+
 `python -m benchmarks.checkpoint.wire MEMORY FILE SIZE`; the secret comes on standard input, and its end
 is the end.
 """
@@ -17,10 +19,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.checkpoint.link import Link
 from everstep.checkpoint.peer_link import Address
 from everstep.checkpoint.peer_server import PeerServer
-
-HOST = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -32,10 +33,10 @@ class Wire:
 
 
 @contextmanager
-def wire(memory: Path, file: Path, size: int, secret: str) -> Iterator[Wire]:
+def wire(memory: Path, file: Path, size: int, secret: str, link: Link) -> Iterator[Wire]:
     """`memory`: the slots that are given out; `file`: shared memory of which the plain sender sends `size` bytes."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "benchmarks.checkpoint.wire", str(memory), str(file), str(size)],
+        [*link.command, sys.executable, "-m", "benchmarks.checkpoint.wire", str(memory), str(file), str(size)],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -46,7 +47,7 @@ def wire(memory: Path, file: Path, size: int, secret: str) -> Iterator[Wire]:
         process.stdin.write(f"{secret}\n")
         process.stdin.flush()
         writer, plain = map(int, process.stdout.readline().split())
-        yield Wire((HOST, writer), (HOST, plain))
+        yield Wire((link.address, writer), (link.address, plain))
     finally:
         process.stdin.close()
         process.wait()
@@ -56,7 +57,7 @@ def main() -> None:
     memory, file, size = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     secret = sys.stdin.readline().strip()
     port = PeerServer(memory).trust(secret, 1)
-    listener = socket.create_server((HOST, 0))
+    listener = socket.create_server(("", 0))
     threading.Thread(target=_send, args=(listener, file, size), daemon=True).start()
     print(port, listener.getsockname()[1], flush=True)
     sys.stdin.read()

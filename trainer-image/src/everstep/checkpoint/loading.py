@@ -17,7 +17,7 @@ import torch
 from everstep.checkpoint.chunk_reads import Read
 from everstep.checkpoint.errors import CheckpointError, Damaged
 from everstep.checkpoint.format import Chunk, Manifest, Shard, Tensor
-from everstep.checkpoint.placing import Box, Memory
+from everstep.checkpoint.placing import Box, Memory, read_whole
 from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.staging import Host
 from everstep.checkpoint.state.flat import RANK, bind
@@ -92,6 +92,13 @@ class _Item:
     def box(self, tensor: Tensor) -> Box:
         """The box in the shard as it was saved."""
         return Box(tensor.shards[self.shard], tensor.dtype, self.offsets, self.lengths)
+
+    def reads_into(self, tensor: Tensor, target: torch.Tensor) -> list[Read] | None:
+        """Reads that bring the box right into `target`; None where that cannot be."""
+        shard = tensor.shards[self.shard]
+        if self.lengths == shard.sizes:  # most of them
+            return read_whole(shard, tensor.dtype, target)
+        return self.box(tensor).reads_into(target)
 
 
 class Loading:
@@ -179,14 +186,14 @@ class Loading:
         for item in items:
             self._read_first.add(id(item))
             target = self._tensors[item.name] if item.target.is_meta else item.target
-            reads += item.box(manifest.tensors[item.name]).reads_into(target) or ()
+            reads += item.reads_into(manifest.tensors[item.name], target) or ()
         return reads
 
     def _is_direct(self, item: _Item, tensor: Tensor) -> bool:
         """Whether the bytes can be read right into the target, once that has memory."""
         if item.target.is_meta:
             return True
-        return item.box(tensor).reads_into(item.target) is not None
+        return item.reads_into(tensor, item.target) is not None
 
     def _take_memory(self, items: Sequence[_Item]) -> None:
         """Give new tensors their memory: large ones share one piece, in large pages."""
@@ -247,11 +254,11 @@ class Loading:
         direct: list[Read] = []
         others: list[tuple[Box, torch.Tensor]] = []
         for item in items:
-            box = item.box(manifest.tensors[item.name])
+            tensor = manifest.tensors[item.name]
             target = self._tensors[item.name] if item.target.is_meta else item.target
-            reads = box.reads_into(target)
+            reads = item.reads_into(tensor, target)
             if reads is None:
-                others.append((box, target))
+                others.append((item.box(tensor), target))
             else:
                 direct += reads
         read(direct)
@@ -353,7 +360,11 @@ class Loading:
 
 def _made(target: torch.Tensor) -> torch.Tensor:
     """The target, with memory of its own if it had none."""
-    return torch.empty_like(target, device="cpu") if target.is_meta else target
+    if not target.is_meta:
+        return target
+    if target.is_contiguous():  # twenty times as fast as empty_like, which asks torch's Python for the strides
+        return torch.empty(target.shape, dtype=target.dtype)
+    return torch.empty_like(target, device="cpu")
 
 
 def _room(size: int) -> int:

@@ -80,6 +80,18 @@ class Box:
         return reads, flat.as_strided(self.lengths, strides, (self.start - begin + lead) // self._size)
 
 
+def read_whole(shard: Shard, dtype: str, target: torch.Tensor) -> list[Read] | None:
+    """Return the reads that bring a whole shard into `target`; None where its memory is not the shard's in order."""
+    address = host_address(target)
+    if not address or target.dtype is not getattr(torch, dtype):
+        return None
+    reads = []
+    for chunk in shard.chunks:
+        reads.append(Read(chunk, (Destination(address, 0, chunk.length),)))
+        address += chunk.length
+    return reads
+
+
 class Memory:
     """New memory in large pages, where there are some; it lives as long as any tensor in it."""
 
