@@ -28,7 +28,7 @@ from everstep.checkpoint.restore import NoGoodCheckpoint, Restored
 from everstep.checkpoint.selection import Only, Rename, is_wanted, rename_leaves, rename_manifest, select_keys
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.flat import RANK, bind
-from everstep.checkpoint.state.kinds import WHOLE, Absent, Kind, Saved, StateMismatch
+from everstep.checkpoint.state.kinds import WHOLE, Absent, Kind, Saved, StateMismatch, with_bytes
 from everstep.checkpoint.state.plain import Value
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.tensor_reader import TensorReader
@@ -113,7 +113,8 @@ def load(
                 lease.renew()
                 leaves[name] = _tensor(reader, manifest, name, map_location, casts)
         for name, packed in wanted_values.items():
-            leaves[name] = unpack(packed, name, allow_pickle=allow_pickle)
+            value = unpack(packed, name, allow_pickle=allow_pickle)
+            leaves[name] = with_bytes(value, leaves[name]) if name in leaves else value
         return _objects(rename_leaves(leaves, rename))
 
     objects, manifest, bad = _first_good(uri, options, step, read)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from array import array
 from typing import Any
 
 import torch
@@ -16,16 +17,46 @@ class Rng:
     """
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"python": random.getstate(), "torch": _to_bytes(torch.get_rng_state())}
+        """Return what is small of the states, and the rest of them all in one piece: one tensor for each rank."""
+        version, words, gauss = random.getstate()
+        pieces = {"python": array("I", words).tobytes(), "torch": _to_bytes(torch.get_rng_state())}
+        small: dict[str, Any] = {"python": [version, gauss]}
         numpy = sys.modules.get("numpy")
         if numpy is not None:
-            state["numpy"] = numpy.random.get_state(legacy=False)
+            state = numpy.random.get_state(legacy=False)
+            if "key" in state["state"]:
+                key = state["state"]["key"]
+                pieces["numpy"] = key.tobytes()
+                state = {**state, "state": {**state["state"], "key": key.dtype.str}}
+            small["numpy"] = state
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            state["cuda"] = _to_bytes(torch.cuda.get_rng_state())
-        return {"generators": [state]}
+            pieces["cuda"] = _to_bytes(torch.cuda.get_rng_state())
+        small["pieces"] = [[name, len(piece)] for name, piece in pieces.items()]
+        return {"generators": [small], "states": b"".join(pieces.values())}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        (generators,) = state["generators"]
+        (small,) = state["generators"]
+        if "states" not in state:  # of an earlier version
+            self._load_all(small)
+            return
+        at, pieces = 0, {}
+        for name, length in small["pieces"]:
+            pieces[name] = state["states"][at : at + length]
+            at += length
+        version, gauss = small["python"]
+        loaded: dict[str, Any] = {"python": (version, tuple(array("I", pieces["python"])), gauss)}
+        loaded |= {name: pieces[name] for name in ("torch", "cuda") if name in pieces}
+        if "numpy" in small:
+            import numpy
+
+            own = small["numpy"]
+            if "numpy" in pieces:
+                key = numpy.frombuffer(pieces["numpy"], own["state"]["key"])
+                own = {**own, "state": {**own["state"], "key": key}}
+            loaded["numpy"] = own
+        self._load_all(loaded)
+
+    def _load_all(self, generators: dict[str, Any]) -> None:
         random.setstate(generators["python"])
         torch.set_rng_state(_to_tensor(generators["torch"]))
         if "numpy" in generators:

@@ -164,6 +164,7 @@ class Saver:
         self._slots = Slots(node.directory)
         self._how = how
         self._plan: Plan | None = None
+        self._bulk: frozenset[str] = frozenset()  # names of what was planned for bytes of arrays
         self._layout = ""
         self._staging: Staging | None = None
         self._snapshots: Snapshots | None = None
@@ -195,6 +196,7 @@ class Saver:
             flat = self._flat(key.step)
         assert self._plan is not None
         assert self._snapshots is not None
+        flat = flat.fitted(self._plan.signature, self._bulk, planning.signature)
         if planning.signature(flat.tensors) != self._plan.signature:
             raise Replan("the state has other tensors, shapes or shards than the plan was made for")
         slot = self._slots[self._node.answer(begun, ALLOCATION_TIMEOUT)]
@@ -292,7 +294,7 @@ class Saver:
         steady = of_optimizers(self._objects, rank=topology.rank)
         # Only now: where there is no room for the new plan, all that belongs to the old one stays as it was.
         self.close()
-        self._plan, self._layout = plan, layout
+        self._plan, self._layout, self._bulk = plan, layout, frozenset(found[0].bulk)
         self._staging = choose_staging(list(found[0].tensors.values()))
         self._snapshots = Snapshots(self._slots, plan, topology, self._how.checksum, self._staging, steady)
         return found[0]
@@ -312,4 +314,4 @@ class Saver:
 
 def _after_a_step(objects: Mapping[str, object], rank: int, how: How) -> Flat:
     flat = flatten(objects, rank=rank, step=None, allow_pickle=how.allow_pickle)
-    return Flat({**flat.tensors, **coming(objects, rank=rank)}, flat.values)
+    return Flat({**flat.tensors, **coming(objects, rank=rank)}, flat.values, flat.bulk)

@@ -14,6 +14,7 @@ import struct
 import sys
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from everstep.checkpoint.errors import CheckpointError
@@ -22,7 +23,7 @@ from everstep.checkpoint.errors import CheckpointError
 _EXACT = 2**53
 
 # Bool, integers, floats, complex, dates, bytes and text of a fixed width: their bytes are the whole value.
-_PLAIN_KINDS = "biufcmMSU"
+_PLAIN_KINDS = "biufcmMSUV"
 
 _PAIRS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
     "dict": dict,
@@ -32,6 +33,29 @@ _PAIRS: dict[str, Callable[[list[tuple[Any, Any]]], Any]] = {
 # What a defaultdict makes; any other is the script's own, which it has again when it restores.
 _FACTORIES: dict[str, type] = {each.__name__: each for each in (int, float, bool, str, list, dict, set)}
 _ITEMS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+
+
+LARGEST_VALUE = 64 << 20  # bytes of one value in a manifest, which every rank reads
+
+
+@dataclass(frozen=True)
+class InPart:
+    """What the bytes of the tensor of the same name are: `kind` is numpy.ndarray, bytes or bytearray.
+
+    `order`: C, or F for an array whose bytes are those of its transpose.
+    """
+
+    kind: str
+    dtype: Any = None  # as describe_array() has it
+    shape: tuple[int, ...] = ()
+    order: str = "C"
+
+    def restore(self, data: Any) -> Any:
+        """Return the value of a NumPy array of its bytes, which becomes its memory if it is an array."""
+        if self.kind != "numpy.ndarray":
+            return (bytes if self.kind == "bytes" else bytearray)(data.data)
+        found = data.view(_to_dtype(self.dtype))
+        return found.reshape(self.shape[::-1]).T if self.order == "F" else found.reshape(self.shape)
 
 
 class Refused(CheckpointError):
@@ -56,6 +80,36 @@ def pack(value: Any, path: str = "", *, allow_pickle: bool = False) -> object:
             return list(value)
         return [pack(each, f"{path}[{i}]", allow_pickle=allow_pickle) for i, each in enumerate(value)]
     return _tagged(value, path, allow_pickle)
+
+
+def check_size(packed: object, name: str) -> None:
+    """Refuse a value that would make the manifest, which every rank reads, too large.
+
+    Raises:
+        Refused: It takes more than LARGEST_VALUE bytes.
+    """
+    if isinstance(packed, list | dict) or (isinstance(packed, str) and len(packed) > LARGEST_VALUE):
+        size = _rough_size(packed)
+        if size > LARGEST_VALUE:
+            raise Refused(
+                name,
+                f"takes about {size >> 20} MiB as a plain value, and at most {LARGEST_VALUE >> 20} MiB may: keep it as "
+                "a NumPy array or a tensor, which are saved as bytes, or save less of it",
+            )
+
+
+def _rough_size(packed: object) -> int:
+    """Bytes of a packed value as JSON, about."""
+    if isinstance(packed, str):
+        return len(packed) + 3
+    if isinstance(packed, list):
+        first = type(packed[0]) if packed else None
+        if first in (int, float, bool, type(None)) and len(packed) > 100:
+            return 8 * len(packed)  # numbers, most likely: to look at each would take longer than to write them
+        return 2 + sum(map(_rough_size, packed))
+    if isinstance(packed, dict):
+        return 2 + sum(len(key) + 4 + _rough_size(value) for key, value in packed.items())
+    return 8
 
 
 def unpack(packed: Any, path: str = "", *, allow_pickle: bool = False) -> Any:
@@ -98,6 +152,8 @@ def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
         return {name: _base64(value)}
     if type(value) is complex:
         return {name: struct.pack(">dd", value.real, value.imag).hex()}
+    if type(value) is InPart:
+        return {"part": {"kind": value.kind, "dtype": value.dtype, "shape": list(value.shape), "order": value.order}}
     known = _of_numpy(value) or _of_torch(value)
     if known:
         return known
@@ -131,6 +187,8 @@ def _untagged(tag: str, content: Any, path: str, allow_pickle: bool) -> Any:
             return bytearray(base64.b64decode(content, validate=True))
         case "numpy.ndarray" | "numpy.scalar":
             return _to_numpy(tag, content)
+        case "part":
+            return InPart(content["kind"], content["dtype"], tuple(content["shape"]), content["order"])
         case "torch.dtype" | "torch.device" | "torch.Size":
             return _to_torch(tag, content)
         case "pickle":
@@ -152,21 +210,58 @@ def _of_numpy(value: Any) -> dict[str, object] | None:
     numpy = sys.modules.get("numpy")
     if numpy is None or not (type(value) is numpy.ndarray or isinstance(value, numpy.generic)):
         return None
-    if value.dtype.kind not in _PLAIN_KINDS:
+    if not is_plain_array(value):
         return None
     tag = "numpy.ndarray" if type(value) is numpy.ndarray else "numpy.scalar"
-    return {tag: {"dtype": value.dtype.str, "shape": list(value.shape), "data": _base64(value.tobytes())}}
+    return {tag: {"dtype": _from_dtype(value.dtype), "shape": list(value.shape), "data": _base64(value.tobytes())}}
 
 
 def _to_numpy(tag: str, content: dict[str, Any]) -> Any:
     import numpy
 
-    dtype = numpy.dtype(content["dtype"])
-    if dtype.kind not in _PLAIN_KINDS:
-        raise ValueError(f"no plain dtype: {dtype}")
+    dtype = _to_dtype(content["dtype"])
     # A copy, because an array over bytes could not be written to.
     array = numpy.frombuffer(base64.b64decode(content["data"], validate=True), dtype).reshape(content["shape"]).copy()
     return array if tag == "numpy.ndarray" else array[()]
+
+
+def is_plain_array(value: Any) -> bool:
+    """Whether the bytes of an array or a scalar of NumPy are the whole value; those of Python objects are not."""
+    return value.dtype.kind in _PLAIN_KINDS and not value.dtype.hasobject
+
+
+def describe_array(value: Any) -> InPart:
+    """Return what a plain array is, so that its bytes make it again."""
+    order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
+    return InPart("numpy.ndarray", _from_dtype(value.dtype), tuple(value.shape), order)
+
+
+def _from_dtype(dtype: Any) -> Any:
+    """The dtype as NumPy's own files have it: a text, or for records a list of fields."""
+    if dtype.names is None:
+        return dtype.str
+    import numpy
+
+    return json.loads(json.dumps(numpy.lib.format.dtype_to_descr(dtype)))
+
+
+def _to_dtype(described: Any) -> Any:
+    import numpy
+
+    dtype = numpy.lib.format.descr_to_dtype(_fields(described))
+    if dtype.kind not in _PLAIN_KINDS or dtype.hasobject:
+        raise ValueError(f"no plain dtype: {dtype}")
+    return dtype
+
+
+def _fields(described: Any) -> Any:
+    """JSON knows no tuples, of which NumPy wants a field to be one."""
+    if isinstance(described, str):
+        return described
+    found = []
+    for name, inner, *shape in described:
+        found.append((tuple(name) if isinstance(name, list) else name, _fields(inner), *map(tuple, shape)))
+    return found
 
 
 def _of_torch(value: Any) -> dict[str, object] | None:

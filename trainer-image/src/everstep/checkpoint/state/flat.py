@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,17 +12,20 @@ from torch import nn
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.bulk import is_bulk, to_tensor
 from everstep.checkpoint.state.kinds import Kind, PerRank, Stateful, dtype_name, is_tensor
 from everstep.checkpoint.state.memory import local, why_not_saved
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.plain import StatefulObject, Value
 from everstep.checkpoint.state.steps import has_hooked_steps
-from everstep.checkpoint.values import pack
+from everstep.checkpoint.values import check_size, pack
 
 __all__ = ["RANK", "Flat", "bind", "coming", "fingerprint", "flatten", "local", "of_optimizers"]
 
 RANK = "rank"
+
+_LARGEST_UNPLANNED = 16 << 20  # bytes of an array that is saved as a value when it has another size than was planned
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,31 @@ class Flat:
 
     tensors: dict[str, torch.Tensor]
     values: dict[str, object]
+    bulk: dict[str, Any] = field(default_factory=dict)  # arrays and bytes whose bytes are tensors here, as they are
+
+    def fitted(
+        self, planned: Mapping[str, tuple[Any, ...]], bulk: Collection[str], sign: Callable[[Any], Mapping[str, Any]]
+    ) -> Flat:
+        """Return the same state for a plan that was made when arrays had other sizes: they go as values this time.
+
+        A large one does not: for that, a new plan is worth its time.
+
+        Args:
+            planned: The signature that the plan was made for.
+            bulk: Names of its tensors that were bytes of arrays then.
+            sign: Makes a signature of tensors.
+        """
+        now = sign({name: self.tensors[name] for name in self.bulk})
+        others = {name for name in self.bulk if now[name] != planned.get(name)}
+        gone = {name for name in bulk if name not in self.bulk or name in others} & planned.keys()
+        if any(self.tensors[name].nbytes > _LARGEST_UNPLANNED for name in others):
+            return self
+        tensors = {name: tensor for name, tensor in self.tensors.items() if name not in others}
+        for name in gone:
+            dtype, shape, *_ = planned[name]
+            tensors[name] = torch.zeros(shape, dtype=dtype)
+        values = {**self.values, **{name: pack(self.bulk[name], name) for name in others}}
+        return Flat(tensors, values, {name: each for name, each in self.bulk.items() if name not in others})
 
 
 def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None, allow_pickle: bool = False) -> Flat:
@@ -41,17 +69,23 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
     """
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, object] = {}
+    bulk: dict[str, Any] = {}
     for kind in bind(objects, rank=rank, step=step):
         for name, leaf in kind.leaves():
             if name in tensors or name in values:
                 raise CheckpointError(f"{name}: two objects have a state of this name")
-            if not is_tensor(leaf):
+            if is_bulk(leaf):
+                tensors[name], described = to_tensor(leaf)
+                values[name] = pack(described)
+                bulk[name] = leaf
+            elif not is_tensor(leaf):
                 values[name] = pack(leaf, name, allow_pickle=allow_pickle)
+                check_size(values[name], name)
             elif why := why_not_saved(leaf):
                 raise CheckpointError(f"{name} {why}")
             else:
                 tensors[name] = leaf
-    return Flat(tensors, values)
+    return Flat(tensors, values, bulk)
 
 
 def coming(objects: Mapping[str, object], *, rank: int) -> dict[str, torch.Tensor]:

@@ -12,8 +12,9 @@ from everstep.checkpoint.casting import NO_CASTS, Casts
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Manifest, Tensor
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.bulk import from_tensor
 from everstep.checkpoint.state.memory import WHOLE, local, overlaps, why_not_saved
-from everstep.checkpoint.values import unpack
+from everstep.checkpoint.values import InPart, unpack
 
 __all__ = ["WHOLE", "Kind", "PerRank", "Saved", "StateMismatch", "Stateful", "Stepped", "local"]
 
@@ -107,7 +108,8 @@ class Saved:
     def nested(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The nested state: values from here, and `tensors` by their full names."""
         leaves: dict[str, Any] = {name: self.value(name) for name in self.values}
-        leaves.update({name: tensors[self.full(name)] for name in self.tensors})
+        for name in self.tensors:
+            leaves[name] = with_bytes(leaves.get(name), tensors[self.full(name)])
         return names.nest(leaves)
 
     def __bool__(self) -> bool:
@@ -144,6 +146,14 @@ class Kind(Protocol):
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         """Takes in the values, and the targets that are filled by now."""
         ...
+
+
+def with_bytes(value: Any, tensor: torch.Tensor) -> Any:
+    """What a tensor of a checkpoint is, where there is also a value of its name or None: the bytes of an array, or
+    nothing any more, because the array was saved as the value (see Flat.fitted)."""
+    if isinstance(value, InPart):
+        return from_tensor(tensor, value)
+    return tensor if value is None else value
 
 
 def is_tensor(value: object) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Tensor
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.kinds import Absent, Saved, filled_later, fresh, is_tensor, misfit
 from everstep.checkpoint.state.memory import fill_overlapping, local, overlaps
 
@@ -46,7 +47,7 @@ class Modules:
             if is_tensor(value):
                 yield full, value
             else:
-                yield from names.walk(value, is_tensor, full)
+                yield from names.walk(value, is_leaf, full)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}

@@ -18,6 +18,7 @@ from everstep.checkpoint.casting import Casts
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Tensor
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.kinds import (
     WHOLE,
     Absent,
@@ -27,6 +28,7 @@ from everstep.checkpoint.state.kinds import (
     fresh,
     is_tensor,
     misfit,
+    with_bytes,
 )
 from everstep.checkpoint.values import pack
 
@@ -91,13 +93,13 @@ class OptimizerObject:
                         yield names.join(self.prefix, name), param.detach()
 
     def _leaves(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        return ((each, detached(leaf)) for each, leaf in names.walk(value, is_tensor, names.join(self.prefix, name)))
+        return ((each, detached(leaf)) for each, leaf in names.walk(value, is_leaf, names.join(self.prefix, name)))
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         held = self._optimizer.state_dict()["state"]
         for place, (tensors, _) in enumerate(self._of_params(saved)):
-            live = dict(names.walk(held.get(place, {}), is_tensor))
+            live = dict(names.walk(held.get(place, {}), is_leaf))
             for name, tensor in tensors.items():
                 full = saved.full(names.join(_STATE, self._names[place], name))
                 made = self._target(self.params[place], name, tensor, live.get(name), saved.casts)
@@ -151,7 +153,8 @@ class OptimizerObject:
         for place, (of_param, values) in enumerate(self._of_params(saved)):
             leaves: dict[str, Any] = {name: saved.value(full) for name, full in values.items()}
             for name in of_param:
-                leaves[name] = tensors[saved.full(names.join(_STATE, self._names[place], name))]
+                tensor = tensors[saved.full(names.join(_STATE, self._names[place], name))]
+                leaves[name] = with_bytes(leaves.get(name), tensor)
             if leaves:
                 state[place] = names.nest(leaves)
         whole: dict[str, Any] = saved.below("more").nested(tensors) if saved.below("more") else {}

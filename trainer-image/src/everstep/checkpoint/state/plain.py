@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.kinds import (
     Saved,
     Stateful,
@@ -118,7 +119,7 @@ def _put_into(live: Any, loaded: Any) -> Any:
 
 
 def _leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
-    for name, leaf in names.walk(state, is_tensor, prefix):
+    for name, leaf in names.walk(state, is_leaf, prefix):
         yield name, detached(leaf)
 
 
@@ -127,7 +128,7 @@ def _targets(saved: Saved, state: Any, problems: list[str], *, whole: bool = Fal
 
     `whole`: the object is a tensor, so the bytes go into it and must fit.
     """
-    held = {name: leaf for name, leaf in names.walk(state, is_tensor) if is_tensor(leaf)}
+    held = {name: leaf for name, leaf in names.walk(state, is_leaf) if is_tensor(leaf)}
     found: dict[str, torch.Tensor] = {}
     for name, tensor in saved.tensors.items():
         mine = held.get(name)
