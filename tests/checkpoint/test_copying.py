@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.copying import copy
-from everstep.checkpoint.errors import Conflict, Damaged
+from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged
 from everstep.checkpoint.keys import HINT
 from everstep.checkpoint.store.base import Store, open_store
 from tests.checkpoint.builders import Training, is_good, key, load
+from tests.checkpoint.crash import Point
+from tests.checkpoint.processes import Process
+from tests.checkpoint.system_calls import Calls
 
 TRAINING = Training()
 
@@ -51,6 +59,59 @@ def test_another_checkpoint_of_the_same_name_is_left_alone(store: Store, tmp_pat
     with pytest.raises(Conflict):
         copy(source, store, key(5))
     assert is_good(Training(rows=8), load(store))
+
+
+def copies(answer: Callable[[Any], None], source: Path, target: Path, point: Point | None, number: int) -> None:
+    """A copy in a process of its own, which gets the signal at a point of its calls in the target."""
+    calls = Calls(target, point, number)
+    with suppress(CheckpointError):
+        copy(open_store(source), open_store(target), key(5))
+    answer(calls.seen)
+
+
+def whole(target: Path) -> bool:
+    """Whether a checkpoint is there; all of its data is, then."""
+    store = open_store(target)
+    for each in candidates(store):
+        verify(store, each)
+    return bool(candidates(store))
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["goes on", "killed"])
+def test_two_copies_of_one_checkpoint_into_one_place_leave_it_whole(tmp_path: Path, killed: bool) -> None:
+    source = tmp_path / "source"
+    TRAINING.save(open_store(source), key(5))
+    (tmp_path / "alone").mkdir()
+    steps = len(Process(copies, source, tmp_path / "alone", None, 0).calls())
+    for number in range(0, steps, 3 if killed else 1):
+        target = tmp_path / f"target-{number}"
+        target.mkdir()
+        first = Process(copies, source, target, Point(number, after=False), signal.SIGSTOP)
+        assert first.stops()
+        Process(copies, source, target, None, 0).calls()
+        assert whole(target), f"after the second one, while the first stands before its call {number}"
+        if killed:
+            first.kill()
+        else:
+            os.kill(first.pid, signal.SIGCONT)
+            first.calls()
+        assert whole(target), f"after both, the first of which stood before its call {number}"
+
+
+def test_of_two_checkpoints_of_one_key_only_one_is_copied(tmp_path: Path) -> None:
+    for name, rows in (("one", 40), ("other", 8)):
+        Training(rows=rows).save(open_store(tmp_path / name), key(5))
+    (tmp_path / "alone").mkdir()
+    steps = len(Process(copies, tmp_path / "one", tmp_path / "alone", None, 0).calls())
+    for number in range(0, steps, 3):
+        target = tmp_path / f"target-{number}"
+        target.mkdir()
+        first = Process(copies, tmp_path / "one", target, Point(number, after=False), signal.SIGSTOP)
+        assert first.stops()
+        Process(copies, tmp_path / "other", target, None, 0).calls()
+        os.kill(first.pid, signal.SIGCONT)
+        first.calls()
+        assert whole(target), f"the first stood before its call {number}"
 
 
 def test_the_hint_only_moves_forward(store: Store, tmp_path: Path) -> None:

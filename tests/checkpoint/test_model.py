@@ -40,6 +40,9 @@ class Mortal:
     def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
         self._change(lambda: self._store.put(name, data, size))
 
+    def put_whole(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+        self._change(lambda: self._store.put_whole(name, data, size))
+
     def put_if_absent(self, name: str, data: bytes) -> bool:
         first = [False]
         self._change(lambda: first.append(self._store.put_if_absent(name, data)))

@@ -8,6 +8,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from everstep.checkpoint.candidates import parse_manifest, read_chunk
+from everstep.checkpoint.checksum import DEFAULT, digest
 from everstep.checkpoint.errors import Conflict, Missing
 from everstep.checkpoint.format import HEADER, Chunk, Manifest
 from everstep.checkpoint.keys import HINT, Key
@@ -32,18 +33,33 @@ def copy(
         if target.read(key.manifest_name) == data:
             return False
         raise Conflict(key.manifest_name, f"is another checkpoint in {target.url}")
-    # Of a copy that died: no manifest speaks of it, and a name is written once.
-    target.delete([part.name for part in manifest.parts])
+    _claim(target, key, data)
+    # Nothing is removed first: another copy of the same may be under way, and commits what it finds under these names.
     pool = ThreadPoolExecutor(threads, thread_name_prefix="copy")
     try:
         for number, part in enumerate(manifest.parts):
-            target.put(part.name, _verified(source, manifest, number, pool, threads, on_bytes), part.size)
+            target.put_whole(part.name, _verified(source, manifest, number, pool, threads, on_bytes), part.size)
     finally:
         pool.shutdown(cancel_futures=True)
     if not target.put_if_absent(key.manifest_name, data) and target.read(key.manifest_name) != data:
         raise Conflict(key.manifest_name, f"was written by somebody else into {target.url}")
     _move_hint(target, key)
     return True
+
+
+def _claim(target: Store, key: Key, manifest: bytes) -> None:
+    """Of two checkpoints of one key, whose parts have the same names, only one is copied here.
+
+    Raises:
+        Conflict: The other one's copy was begun before.
+    """
+    name, own = f"{key.data_prefix}copy", digest(DEFAULT, manifest).encode()
+    if not target.put_if_absent(name, own) and target.read(name) != own:
+        raise Conflict(
+            key.manifest_name,
+            f"a copy of another checkpoint of this key was begun in {target.url}: copy to another place, or delete "
+            f"{key.data_prefix} there if nobody copies it any more",
+        )
 
 
 def _verified(

@@ -45,6 +45,13 @@ class Store(Protocol):
         """Write `size` bytes under a name that was never used; durable when this returns, with all its directories."""
         ...
 
+    def put_whole(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+        """Write like put(), but whole or not at all, whatever was there under this name.
+
+        For bytes that several may write at the same time, all of them the same: none takes away what another has put.
+        """
+        ...
+
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """Write a small object, atomically and durably. False: somebody was first, and nothing has changed."""
         ...

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import inspect
+import secrets
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
@@ -51,7 +52,22 @@ class ObjectStore:
         return self._url
 
     def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
-        path, what = self._path(name), f"write {name}"
+        self._put(name, self._path(name), data, size, is_own=True)
+
+    def put_whole(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+        path = self._path(name)
+        if isinstance(self._system, AsyncFileSystem):  # an object store: whole when it is closed, and replaced at once
+            self._put(name, path, data, size, is_own=False)
+            return
+        folder, _, last = path.rpartition("/")
+        new = f"{folder}/.new-{secrets.token_hex(8)}-{last}"
+        self._put(name, new, data, size, is_own=True)
+        with _errors(f"write {name}", self._url):
+            self._system.mv(new, path)
+
+    def _put(self, name: str, path: str, data: Iterable[bytes | memoryview], size: int, *, is_own: bool) -> None:
+        """`is_own`: nobody else writes there, so that what a failed call has left may be removed."""
+        what = f"write {name}"
         with _errors(what, self._url):
             self._make_folder(name)
             file = self._system.open(path, "wb")
@@ -64,8 +80,9 @@ class ObjectStore:
             # Closing would make an object of what there is; some backends have made one already.
             with suppress(Exception):
                 file.discard()
-            with suppress(Exception):
-                self._system.rm_file(path)
+            if is_own:
+                with suppress(Exception):
+                    self._system.rm_file(path)
             raise
         with _errors(what, self._url):
             file.close()

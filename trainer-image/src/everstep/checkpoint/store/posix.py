@@ -59,6 +59,20 @@ class PosixStore:
             self._write(path, data, size, durable=True)
             self._sync_folders(path.parent)
 
+    def put_whole(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+        path = self._path(name)
+        with _errors(f"write {name}", self.url):
+            self._make_folders(path.parent)
+            new = path.with_name(_TEMPORARY + secrets.token_hex(8))
+            self._write(new, data, size, durable=True)
+            try:
+                self._files.rename(new, path)
+            except BaseException:
+                with suppress(OSError):
+                    self._files.remove(new)
+                raise
+            self._sync_folders(path.parent)
+
     def put_if_absent(self, name: str, data: bytes) -> bool:
         path = self._path(name)
         with _errors(f"write {name}", self.url):

@@ -70,6 +70,9 @@ class S3Store:
         (whole_object,) = parts
         self._repeat(lambda: self._put(name, whole_object))
 
+    def put_whole(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+        self.put(name, data, size)  # objects are whole or not there, and a failed upload leaves what was there
+
     def put_if_absent(self, name: str, data: bytes) -> bool:
         writer = secrets.token_hex(16)
         doubtful = False
