@@ -60,3 +60,12 @@ def test_the_snippets_on_an_older_step_and_metadata_run(tmp_path: Path, monkeypa
         exec(snippet.replace("s3://bucket/run", str(store)), names)
     assert names["state"].step == 501
     assert names["state"].metadata == {"learning_rate": 0.5, "loss": 0.25}
+
+
+def test_the_snippets_on_other_libraries_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    ranks.save(PosixStore("run"), ranks.key(3), {"model": network("layer")})
+    for snippet in snippets("To other libraries and back"):
+        exec(snippet.replace("s3://bucket/", ""), {"torch": torch})
+    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert everstep.load("new").step == 7

@@ -41,7 +41,7 @@ def damage(folder: Path, key: Key) -> None:
 def test_help_names_every_command_and_the_exit_codes(everstep: Everstep) -> None:
     done = everstep("checkpoint", "--help")
     assert done.returncode == 0
-    for command in ("ls", "verify", "show", "diff", "prune", "copy", "publish", "restore"):
+    for command in ("ls", "verify", "show", "diff", "prune", "copy", "publish", "restore", "export", "import"):
         assert f"\n  {command} " in done.stdout
     assert "Exit codes: 0" in done.stdout
     assert "..." not in done.stdout.partition("Commands:")[2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from everstep.cli.checkpoint import app as checkpoint
+from everstep.cli.checkpoint_exchange import export, import_
 from everstep.cli.logs import logs
 from everstep.cli.pipeline import app as pipeline
 from everstep.cli.run import run
@@ -23,5 +24,7 @@ app = typer.Typer(
 )
 for command in (validate, run, status, logs, version):
     app.command()(command)
+checkpoint.command("export")(export)
+checkpoint.command("import")(import_)
 app.add_typer(checkpoint)
 app.add_typer(pipeline)

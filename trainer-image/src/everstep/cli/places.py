@@ -21,6 +21,8 @@ _EXTRAS = {
     "fsspec": "checkpoint",
     "xxhash": "checkpoint",
     "google_crc32c": "checkpoint",
+    "torch": "trainer",
+    "safetensors": "safetensors",
 }
 _KEY = re.compile(r"(?:(\d+)\.(\d+)-)?(\d+)", re.ASCII)
 

@@ -1,0 +1,230 @@
+"""Checkpoints go to other libraries and come back: each round trip is read by the foreign library itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+import torch.distributed as dist  # noqa: E402
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch import nn  # noqa: E402
+
+import everstep  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from everstep.checkpoint.exchange import exporting, importing  # noqa: E402
+from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.checkpoint.sessions import session  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def odd() -> dict[str, Any]:
+    torch.manual_seed(3)
+    return {
+        "a.weight": torch.rand(3, 5), "a.short": torch.rand(7).bfloat16(), "b.empty": torch.empty(0, 4),
+        "b.scalar": torch.tensor(4), "b.mask": torch.tensor([True, False]),
+    }  # fmt: skip
+
+
+class Odd(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    def __init__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        for name, tensor in state.items():
+            head, _, rest = name.partition(".")
+            if head not in dict(self.named_children()):
+                self.add_module(head, nn.Module())
+            getattr(self, head).register_buffer(rest, tensor)
+
+
+def network(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+
+def trained(seed: int = 0) -> dict[str, Any]:
+    model = network(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.125)
+    model(torch.rand(5, 6)).sum().backward()
+    optimizer.step()
+    return {"model": model, "optimizer": optimizer}
+
+
+def save(folder: Path, **objects: Any) -> Path:
+    ranks.save(PosixStore(folder), ranks.key(1), objects)
+    return folder
+
+
+def restored(folder: Path, **objects: Any) -> dict[str, Any]:
+    with session(folder.parent) as ckpt:
+        assert ckpt.store.url == str(folder)
+        ckpt.restore(**objects)
+    return objects
+
+
+def same(one: Any, other: Any) -> bool:
+    return ranks.same(dict(one), dict(other)) and all(each.dtype is other[name].dtype for name, each in one.items())
+
+
+def test_safetensors_reads_what_is_exported_and_it_is_imported_again(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    store = save(tmp_path / "one" / "store", model=Odd(odd()))
+    key = exporting.export_safetensors(store, tmp_path / "x.safetensors")
+    assert key.step == 1
+    assert same(load_file(tmp_path / "x.safetensors"), odd())
+    with pytest.raises(CheckpointError, match="is there already"):
+        exporting.export_safetensors(store, tmp_path / "x.safetensors")
+    exporting.export_safetensors(
+        store, tmp_path / "x.safetensors", replace=True, rename={"a.": "c."}, cast=torch.float16
+    )
+    again = load_file(tmp_path / "x.safetensors")
+    assert again["c.weight"].dtype is torch.float16
+    exporting.export_safetensors(store, tmp_path / "folder", max_shard_bytes=50)
+    assert len(list((tmp_path / "folder").glob("model-*-of-*.safetensors"))) > 1
+    importing.import_safetensors(tmp_path / "folder", tmp_path / "two" / "store", step=5)
+    fresh = Odd({name: torch.zeros_like(each) for name, each in odd().items()})
+    assert same(restored(tmp_path / "two" / "store", model=fresh)["model"].state_dict(), odd())
+    assert not [each for each in tmp_path.iterdir() if each.name.startswith(".everstep")]
+
+
+@pytest.mark.parametrize("limit", [exporting.SHARD_BYTES, 1000])
+def test_transformers_reads_what_is_exported(limit: int, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1)  # its head and embedding are tied
+    torch.manual_seed(1)
+    model = GPT2LMHeadModel(config).to(torch.bfloat16)
+    config.save_pretrained(tmp_path / "config")
+    store = save(tmp_path / "store", model=model)
+    exporting.export_safetensors(
+        store, tmp_path / "out", config=tmp_path / "config" / "config.json", max_shard_bytes=limit
+    )
+    assert (tmp_path / "out" / "model.safetensors.index.json").exists() == (limit == 1000)
+    found, report = GPT2LMHeadModel.from_pretrained(tmp_path / "out", output_loading_info=True, dtype=torch.bfloat16)
+    assert not report["missing_keys"]
+    assert not report["unexpected_keys"]
+    assert same(found.state_dict(), model.state_dict())
+    assert found.lm_head.weight is found.transformer.wte.weight
+
+
+def test_dcp_loads_what_is_exported_and_it_is_imported_again(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    objects = trained()
+    store = save(tmp_path / "one" / "store", **objects)
+    exporting.export_dcp(store, tmp_path / "dcp")
+    other = trained(seed=1)
+    model, optimizer = get_state_dict(other["model"], other["optimizer"])
+    state = {"model": model, "optimizer": optimizer}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    set_state_dict(
+        other["model"], other["optimizer"], model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    check_alike(other, objects)
+    importing.import_dcp(tmp_path / "dcp", tmp_path / "two" / "store", step=9)
+    check_alike(restored(tmp_path / "two" / "store", **trained(seed=2)), objects)
+
+
+def test_dcp_loads_what_is_exported_onto_ranks_that_shard(tmp_path: Path) -> None:
+    exporting.export_dcp(save(tmp_path / "store", **trained()), tmp_path / "dcp", only="model.*")
+    assert ranks.run(2, load_sharded_by_dcp, tmp_path / "dcp", tmp_path / "store") == [True, True]
+
+
+def load_sharded_by_dcp(rank: int, folder: Path, store: Path) -> bool:
+    model = sharded(network(1))
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=folder)
+    model.load_state_dict(state["model"])
+    found = {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in model.state_dict().items()}
+    return same(found, everstep.load(store, only="model")["model"])
+
+
+def check_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    assert same(ours["model"].state_dict(), theirs["model"].state_dict())
+    one, other = (each["optimizer"].state_dict() for each in (ours, theirs))
+    for number, state in other["state"].items():
+        assert ranks.same(one["state"][number], state)
+    assert one["param_groups"][0]["lr"] == other["param_groups"][0]["lr"] == 0.125
+
+
+def test_what_dcp_has_saved_from_ranks_that_shard_is_imported(tmp_path: Path) -> None:
+    ranks.run(2, save_sharded_by_dcp, tmp_path / "dcp")
+    importing.import_dcp(tmp_path / "dcp", tmp_path / "run" / "store")
+    found = restored(tmp_path / "run" / "store", model=network(1))["model"]
+    assert same(found.state_dict(), network().state_dict())
+
+
+def save_sharded_by_dcp(rank: int, folder: Path) -> None:
+    dcp.save({"model": sharded(network()).state_dict()}, checkpoint_id=folder)
+
+
+def sharded(model: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+    return model
+
+
+def test_what_ranks_that_shard_have_saved_is_exported_whole(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    ranks.run(2, save_sharded, tmp_path / "store")
+    exporting.export_safetensors(tmp_path / "store", tmp_path / "x.safetensors")
+    assert same(load_file(tmp_path / "x.safetensors"), network().state_dict())
+
+
+def save_sharded(rank: int, folder: Path) -> None:
+    ranks.save(PosixStore(folder), ranks.key(1), {"model": sharded(network())})
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_what_torch_has_saved_is_imported(named: bool, tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.named_parameters() if named else model.parameters(), lr=0.125)
+    model(torch.rand(5, 6)).sum().backward()
+    optimizer.step()
+    content = {"model_state_dict": model.state_dict(), "optimizer_state_dict": optimizer.state_dict(), "epoch": 3}
+    torch.save(content, tmp_path / "x.pt")
+    store = tmp_path / "run" / "store"
+    importing.import_torch(tmp_path / "x.pt", store, step=300, metadata={"from": "x.pt"})
+    other = nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 2))
+    objects = {"model": other, "optimizer": torch.optim.AdamW(other.parameters(), lr=0.5)}
+    check_alike(restored(store, **objects), {"model": model, "optimizer": optimizer})
+    loaded = everstep.load(store)
+    assert (loaded.step, loaded["epoch"], loaded.metadata) == (300, 3, {"from": "x.pt"})
+    torch.save(loaded["model"], tmp_path / "back.pt")
+    assert same(torch.load(tmp_path / "back.pt", weights_only=True), model.state_dict())
+
+
+def test_a_plain_state_dictionary_is_imported_under_a_name(tmp_path: Path) -> None:
+    torch.save(network().state_dict(), tmp_path / "x.pt")
+    importing.import_torch(tmp_path / "x.pt", tmp_path / "run" / "store", name="net")
+    assert same(everstep.load(tmp_path / "run" / "store")["net"], network().state_dict())
+    importing.import_torch(tmp_path / "x.pt", tmp_path / "run" / "store", step=2, name="net")
+    assert [each.step for each in everstep.list_checkpoints(tmp_path / "run" / "store")] == [2, 0]
+
+
+def test_what_cannot_be_imported_is_refused_with_the_reason(tmp_path: Path) -> None:
+    model = network()
+    optimizer = trained()["optimizer"]
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "numbered.pt")
+    with pytest.raises(CheckpointError, match="parameters have numbers, and the model has 9 tensors"):
+        importing.import_torch(tmp_path / "numbered.pt", tmp_path / "store")
+    torch.save(model, tmp_path / "pickled.pt")
+    with pytest.raises(CheckpointError, match="weights_only"):
+        importing.import_torch(tmp_path / "pickled.pt", tmp_path / "store")
+    with pytest.raises(CheckpointError, match=r"no file \.metadata"):
+        importing.import_dcp(tmp_path, tmp_path / "store")
+    assert not (tmp_path / "store").exists()
+
+
+def test_sizes_are_read_as_people_write_them() -> None:
+    assert exporting.parse_size("5GB") == 5 * 10**9
+    assert exporting.parse_size("1.5 MB") == 1_500_000
+    with pytest.raises(ValueError, match="is no size"):
+        exporting.parse_size("large")

@@ -1,0 +1,234 @@
+"""Checkpoints of other libraries become checkpoints in a store, which restore() and load() take as any other."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from everstep.checkpoint import attempts, commit
+from everstep.checkpoint.checksum import DEFAULT, digest
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.exchange.state_dicts import name_leaves, split_objects
+from everstep.checkpoint.format import (
+    CHUNK,
+    HEADER,
+    Chunk,
+    Key,
+    Manifest,
+    Part,
+    Shard,
+    Tensor,
+    aligned,
+    itemsize,
+    part_header,
+)
+from everstep.checkpoint.selection import Only, Rename, is_wanted, rename_leaves
+from everstep.checkpoint.state import names
+from everstep.checkpoint.state.flat import fingerprint
+from everstep.checkpoint.state.kinds import dtype_name
+from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.user_metadata import pack_metadata
+from everstep.checkpoint.values import pack
+
+Read = Callable[[], torch.Tensor]
+
+
+def import_torch(
+    path: str | os.PathLike[str],
+    uri: str | os.PathLike[str],
+    *,
+    step: int = 0,
+    name: str = "model",
+    only: Only | None = None,
+    rename: Rename | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Key:
+    """Import a file of torch.save(), read with `weights_only=True`: a state dictionary, or a dictionary of several.
+
+    Args:
+        path: The file.
+        uri: The store: a folder or a URL, as given to everstep.checkpointer(). Nothing else may be saving into it.
+        step: The number of trained steps that it stands for.
+        name: What the object is called if the file is one state dictionary, or has one under `state_dict`.
+        only: A glob or several of full names, as "model.*"; the rest is left out.
+        rename: Prefixes of full names and what takes their place, or a function (None: left out).
+        metadata: A JSON object that is kept with it; see save().
+        options: Of the store.
+
+    Returns:
+        The key of the checkpoint: the newest of the store, since it is that of a new attempt.
+
+    Raises:
+        CheckpointError: The file is none of torch.save(), or holds what cannot be imported.
+    """
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_map(path))
+    except (RuntimeError, EOFError, ValueError, _unpickling_error()) as error:
+        raise CheckpointError(f"{path} cannot be read with weights_only=True: {error}") from error
+    leaves = name_leaves(split_objects(loaded, name))
+    return _import(leaves, uri, step, only, rename, metadata, options)
+
+
+def import_dcp(
+    folder: str | os.PathLike[str],
+    uri: str | os.PathLike[str],
+    *,
+    step: int = 0,
+    name: str = "model",
+    only: Only | None = None,
+    rename: Rename | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Key:
+    """Import a folder of torch.distributed.checkpoint, whatever number of ranks has saved it, in this process alone.
+
+    DCP's own files are pickles: import only folders that you trust. Takes the memory of all that the folder holds.
+    Arguments, result and errors as import_torch().
+    """
+    from torch.distributed.checkpoint import FileSystemReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    if not (Path(folder) / ".metadata").is_file():
+        raise CheckpointError(f"{folder} is no folder of torch.distributed.checkpoint: it has no file .metadata")
+    loaded: dict[str, Any] = {}
+    _load_state_dict(loaded, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
+    return _import(name_leaves(split_objects(loaded, name)), uri, step, only, rename, metadata, options)
+
+
+def import_safetensors(
+    path: str | os.PathLike[str],
+    uri: str | os.PathLike[str],
+    *,
+    step: int = 0,
+    name: str = "model",
+    only: Only | None = None,
+    rename: Rename | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Key:
+    """Import a file of safetensors, or a folder of them as Hugging Face writes it, as one object's tensors.
+
+    Takes the memory of one tensor. Arguments, result and errors as import_torch().
+    """
+    from safetensors import safe_open
+
+    found = Path(path)
+    files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
+    if not files:
+        raise CheckpointError(f"{path} has no file *.safetensors")
+    leaves: dict[str, Any] = {}
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118 - it is no mapping
+                full = names.join(names.segment(name), names.of_module(key))
+                if full in leaves:
+                    raise CheckpointError(f"{key} is in two files of {path}: give one file, or remove those left over")
+                leaves[full] = _Lazy(file, key, opened.get_slice(key))
+    return _import(leaves, uri, step, only, rename, metadata, options)
+
+
+class _Lazy:
+    """A tensor of a file that is read when it is written."""
+
+    def __init__(self, file: Path, key: str, piece: Any) -> None:
+        from safetensors import safe_open
+
+        self.shape = tuple(piece.get_shape())
+        self._file, self._key = file, key
+        if 0 in self.shape or not self.shape:
+            with safe_open(file, framework="pt") as opened:
+                self.dtype = opened.get_tensor(key).dtype
+        else:
+            self.dtype = piece[tuple(slice(0, 1) for _ in self.shape)].dtype
+
+    def read(self) -> torch.Tensor:
+        from safetensors import safe_open
+
+        with safe_open(self._file, framework="pt") as opened:
+            found: torch.Tensor = opened.get_tensor(self._key)
+            return found
+
+
+def _import(
+    leaves: Mapping[str, Any],
+    uri: str | os.PathLike[str],
+    step: int,
+    only: Only | None,
+    rename: Rename | None,
+    metadata: Mapping[str, Any] | None,
+    options: Mapping[str, Any] | None,
+) -> Key:
+    wanted = rename_leaves({name: leaf for name, leaf in leaves.items() if is_wanted(name, only)}, rename)
+    tensors = {name: leaf for name, leaf in wanted.items() if isinstance(leaf, torch.Tensor | _Lazy)}
+    values = {name: pack(leaf, name) for name, leaf in wanted.items() if name not in tensors}
+    if not tensors and not values:
+        raise CheckpointError(f"nothing is left to import with only={only!r}")
+    values.update(pack_metadata(metadata or {}))
+    store = open_store(uri, **(options or {}))
+    key = Key(attempts.claim(store), step)
+    return write_checkpoint(store, key, dict(sorted(tensors.items())), dict(sorted(values.items()))).key
+
+
+def write_checkpoint(
+    store: Store, key: Key, tensors: Mapping[str, torch.Tensor | _Lazy], values: Mapping[str, object]
+) -> Manifest:
+    """Put whole tensors and packed values as one rank's checkpoint, and commit it. Conflict, StoreError."""
+    header = part_header(key, 0)
+    size = HEADER
+    for tensor in tensors.values():
+        size = aligned(size) + _nbytes(tensor)
+    part = Part(key.part_name(0), size, digest(DEFAULT, header))
+    chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
+    store.put(part.name, _body(header, tensors, chunks), size)
+    described = {name: _described(tensor, chunks[name]) for name, tensor in tensors.items()}
+    model = fingerprint((name, each.dtype, each.shape) for name, each in tensors.items())
+    manifest = Manifest(key, 1, 1, model, DEFAULT, time.time(), (part,), described, dict(values))
+    commit.announce(store, 0, manifest)
+    return commit.commit(store, key, 1, fenced=lambda: None, timeout=0)
+
+
+def _described(tensor: torch.Tensor | _Lazy, chunks: list[Chunk]) -> Tensor:
+    shape = tuple(tensor.shape)
+    shards = (Shard((0,) * len(shape), shape, tuple(chunks)),) if chunks else ()
+    return Tensor(dtype_name(tensor.dtype), shape, shards)
+
+
+def _nbytes(tensor: torch.Tensor | _Lazy) -> int:
+    return int(prod(tensor.shape)) * itemsize(dtype_name(tensor.dtype))
+
+
+def _body(
+    header: bytes, tensors: Mapping[str, torch.Tensor | _Lazy], chunks: dict[str, list[Chunk]]
+) -> Iterator[bytes | memoryview]:
+    yield header
+    at = len(header)
+    for name, tensor in tensors.items():
+        yield bytes(aligned(at) - at)
+        at = aligned(at)
+        whole = tensor.read() if isinstance(tensor, _Lazy) else tensor
+        data = memoryview(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        for start in range(0, len(data), CHUNK):
+            piece = data[start : start + CHUNK]
+            chunks[name].append(Chunk(0, at, len(piece), digest(DEFAULT, piece)))
+            yield piece
+            at += len(piece)
+
+
+def _can_map(path: str | os.PathLike[str]) -> bool:
+    import zipfile
+
+    return zipfile.is_zipfile(path)
+
+
+def _unpickling_error() -> type[Exception]:
+    import pickle
+
+    return pickle.UnpicklingError

@@ -1,0 +1,140 @@
+"""`everstep checkpoint export` and `import`: checkpoints in other libraries' files, and back."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from everstep.cli.checkpoint import Uri, Which
+
+
+class Format(StrEnum):
+    """Foreign formats."""
+
+    safetensors = "safetensors"
+    huggingface = "huggingface"
+    dcp = "dcp"
+    torch = "torch"
+
+
+Renames = Annotated[
+    list[str] | None,
+    typer.Option("--rename", metavar="OLD=NEW", help="A prefix of names and what takes its place. May be repeated."),
+]
+Name = Annotated[str, typer.Option("--object", metavar="NAME", help="The object, as the training script calls it.")]
+Only = Annotated[
+    list[str] | None,
+    typer.Option("--only", metavar="GLOB", help="Of full names, as 'model.*'. May be repeated. Default: everything."),
+]
+
+
+def export(
+    uri: Uri,
+    target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder, or a file that ends with .safetensors.")],
+    to: Annotated[Format, typer.Option("--to", help="safetensors and huggingface: one object; dcp: all of them.")],
+    key: Which = None,
+    name: Name = "model",
+    only: Only = None,
+    rename: Renames = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="TYPE", help="For floating tensors: bfloat16, float32 …")
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Of a file of safetensors in a folder.")
+    ] = "5GB",
+    config: Annotated[
+        Path | None, typer.Option("--config", metavar="FILE", help="A config.json that goes into the folder.")
+    ] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Put it in the place of what is there.")] = False,
+) -> None:
+    """Write a checkpoint for another library.
+
+    As a file of safetensors, as a folder that Hugging Face's from_pretrained() reads, or as one that
+    torch.distributed.checkpoint loads. Verified as it is read; there whole or not at all.
+    """
+    from everstep.checkpoint.exchange import exporting
+    from everstep.cli.errors import CliError
+    from everstep.cli.places import chosen, opened, said, short
+    from everstep.cli.terminal import stdout
+
+    if to is Format.torch:
+        raise CliError("--to torch is not there: load it with everstep.load() and save that with torch.save()", 2)
+    if to is Format.dcp and config is not None:
+        raise CliError("--config is for --to safetensors and huggingface", 2)
+    if to is not Format.dcp and only:
+        raise CliError("--only is for --to dcp: name one --object otherwise", 2)
+    if to is Format.huggingface and target.suffix == ".safetensors":
+        raise CliError(f"{target} is a file, and Hugging Face reads a folder: give one, or --to safetensors", 2)
+    try:
+        limit = exporting.parse_size(max_shard_size)
+    except ValueError as error:
+        raise CliError(f"--max-shard-size: {error}", 2) from error
+    cast, renames = _dtype(dtype), _renames(rename)
+    with said():
+        wanted = None if key is None else chosen(opened(uri), key)
+        if to is Format.dcp:
+            done = exporting.export_dcp(uri, target, step=wanted, only=only, rename=renames, cast=cast, replace=replace)
+        else:
+            done = exporting.export_safetensors(
+                uri, target, step=wanted, name=name, rename=renames, cast=cast, max_shard_bytes=limit, config=config,
+                replace=replace,
+            )  # fmt: skip
+    stdout().print(f"{short(done)} is exported to {target}")
+
+
+def import_(
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A file or a folder of another library.")],
+    uri: Uri,
+    from_: Annotated[Format, typer.Option("--from", help="torch: a file of torch.save(). dcp: only if you trust it.")],
+    step: Annotated[int, typer.Option("--step", min=0, help="The steps that it stands for.")] = 0,
+    name: Name = "model",
+    only: Only = None,
+    rename: Renames = None,
+) -> None:
+    """Make a checkpoint of another library's file.
+
+    restore() and load() take it as any other; it is the newest of its store.
+    """
+    from everstep.checkpoint.exchange import importing
+    from everstep.cli.places import said, short
+    from everstep.cli.terminal import stdout
+
+    readers = {
+        Format.torch: importing.import_torch,
+        Format.dcp: importing.import_dcp,
+        Format.safetensors: importing.import_safetensors,
+        Format.huggingface: importing.import_safetensors,
+    }
+    with said():
+        if not source.exists():
+            raise FileNotFoundError(f"there is no {source}")
+        key = readers[from_](source, uri, step=step, name=name, only=only, rename=_renames(rename))
+    stdout().print(f"{source} is imported as {short(key)}")
+
+
+def _renames(given: list[str] | None) -> dict[str, str] | None:
+    from everstep.cli.errors import CliError
+
+    found: dict[str, str] = {}
+    for each in given or ():
+        old, equals, new = each.partition("=")
+        if not equals:
+            raise CliError(f"--rename {each}: write it as OLD=NEW", 2)
+        found[old] = new
+    return found or None
+
+
+def _dtype(name: str | None) -> Any:
+    from everstep.cli.errors import CliError
+
+    if name is None:
+        return None
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise CliError(f"--dtype {name}: no type of torch is called so; give one as bfloat16, float16 or float32", 2)
+    return found
