@@ -174,12 +174,13 @@ def _import(
     values.update(pack_metadata(metadata or {}))
     store = open_store(uri, **(options or {}))
     key = Key(attempts.claim(store), step)
-    return write_checkpoint(store, key, dict(sorted(tensors.items())), dict(sorted(values.items()))).key
+    write_checkpoint(store, key, dict(sorted(tensors.items())), dict(sorted(values.items())))
+    return key
 
 
 def write_checkpoint(
     store: Store, key: Key, tensors: Mapping[str, torch.Tensor | _Lazy], values: Mapping[str, object]
-) -> Manifest:
+) -> None:
     """Put whole tensors and packed values as one rank's checkpoint, and commit it. Conflict, StoreError."""
     header = part_header(key, 0)
     size = HEADER
@@ -192,7 +193,7 @@ def write_checkpoint(
     model = fingerprint((name, each.dtype, each.shape) for name, each in tensors.items())
     manifest = Manifest(key, 1, 1, model, DEFAULT, time.time(), (part,), described, dict(values))
     commit.announce(store, 0, manifest)
-    return commit.commit(store, key, 1, fenced=lambda: None, timeout=0)
+    commit.commit(store, key, 1, fenced=lambda: None, timeout=0)
 
 
 def _described(tensor: torch.Tensor | _Lazy, chunks: list[Chunk]) -> Tensor:
