@@ -326,7 +326,7 @@ def test_a_file_that_is_large_for_the_machine_does_not_stay_in_memory(
     else:
         pytest.fail("none of ten large files was let go")
     assert (tmp_path / f"data/a/{step}/0.part").stat().st_size == 80 << 20
-    assert (tmp_path / "data/a/2/0.part").read_bytes() == b"".join(LARGE)
+    assert (tmp_path / f"data/a/{step}/0.part").read_bytes() == b"".join(LARGE)
 
 
 def test_an_error_of_the_disk_is_told_by_whoever_hears_of_it_first(
