@@ -90,3 +90,15 @@ def restore_in_another(rank: int, folder: Path) -> tuple[list[str], list[str], A
         restored = ckpt.restore(model=model, optimizer=optimizer, strict=False, **options)
     weight = model.state_dict()["0.weight"].full_tensor()
     return list(restored.missing), list(restored.unexpected), weight
+
+
+def test_arrays_are_found_under_another_name(tmp_path: Path) -> None:
+    np = pytest.importorskip("numpy")
+    with session(tmp_path) as ckpt:
+        ckpt.restore(old={"array": np.arange(5000.0), "more": 3})
+        ckpt.save(1)
+    found: dict[str, Any] = {"array": np.zeros(5000), "more": 0}
+    with session(tmp_path) as ckpt:
+        ckpt.restore(new=found, rename={"old.": "new."})
+    assert found["more"] == 3
+    assert (found["array"] == np.arange(5000.0)).all()

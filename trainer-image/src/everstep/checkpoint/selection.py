@@ -85,10 +85,9 @@ def rename_manifest(manifest: Manifest, rename: Rename | None) -> Manifest:
     """Return the same checkpoint with its tensors and values under their new names. CheckpointError as above."""
     if rename is None:
         return manifest
+    # All at once: an array is a tensor and a value of one name, and two others must not become that.
+    rename_leaves(dict.fromkeys([*manifest.tensors, *manifest.values]), rename)
     tensors, values = rename_leaves(manifest.tensors, rename), rename_leaves(manifest.values, rename)
-    both = tensors.keys() & values.keys()
-    if both:
-        raise CheckpointError(f"rename= gives a tensor and a value the same name {min(both)}: give each its own")
     return replace(manifest, tensors=dict(sorted(tensors.items())), values=dict(sorted(values.items())))
 
 
