@@ -32,11 +32,12 @@ def model(step: int) -> torch.nn.Linear:
     return made
 
 
-def train(rank: int, url: str, memory: Path, last: int) -> tuple[int, float, list[str]]:
+def train(rank: int, url: str, memory: Path, last: int, commit_timeout: float = 1800.0) -> tuple[int, float, list[str]]:
     """Goes on from the newest to step `last`, saving at each; where it began, what it found, and what failed."""
     os.environ.update(ENVIRONMENT)
     made, failed = model(-1), []
     options: dict[str, Any] = {"options": {"read_timeout": 1.0}, "memory": memory, "linger": 1.0, "timeout": 60.0}
+    options["commit_timeout"] = commit_timeout
     with everstep.checkpointer(url, every_steps=1, policy="wait", **options) as ckpt:
         ckpt.on("failed", lambda event: failed.append(event.why))
         start = ckpt.restore(model=made)
@@ -50,7 +51,7 @@ def train(rank: int, url: str, memory: Path, last: int) -> tuple[int, float, lis
 
 def train_until_it_is_told(rank: int, url: str, memory: Path, last: int) -> tuple[int, float, list[str]] | str:
     try:
-        return train(rank, url, memory, last)
+        return train(rank, url, memory, last, commit_timeout=20.0)
     except SaveFailed as error:
         return str(error)
 
@@ -105,3 +106,36 @@ def test_a_store_that_is_gone_ends_no_training_and_leaves_the_last_good_one(
     proxy.begin()
     third = run(2, train, url, tmp_path / "third", 6, timeout=120)
     assert [(start, found) for start, found, _ in third] == [(3, 3.0), (3, 3.0)]
+
+
+def saves_last_in_an_outage(rank: int, url: str, folder: Path) -> tuple[list[str], dict[str, Any]]:
+    os.environ.update(ENVIRONMENT)
+    failed: list[str] = []
+    options: dict[str, Any] = {"options": {"read_timeout": 1.0}, "memory": folder / "memory", "linger": 1.0}
+    with everstep.checkpointer(url, timeout=100.0, commit_timeout=200.0, **options) as ckpt:
+        ckpt.on("failed", lambda event: failed.append(event.why))
+        ckpt.on("stalled", lambda event: (folder / "it is known").touch() if "tried again" in event.why else None)
+        made = model(1)
+        ckpt.restore(model=made)
+        ckpt.save(1)
+        ckpt.wait()
+        (folder / "outage").touch()
+        ckpt.save(2)
+    return failed, ckpt.metrics()
+
+
+def test_a_store_that_is_unavailable_during_the_last_save_has_it_when_it_is_back(
+    s3_url: str, proxy: FaultProxy, tmp_path: Path
+) -> None:
+    def until_it_is_known(_: int, __: Request) -> Fault | None:
+        return Fault.RESET if (tmp_path / "outage").exists() and not (tmp_path / "it is known").exists() else None
+
+    proxy.begin(until_it_is_known)
+    for failed, metrics in run(2, saves_last_in_an_outage, through(proxy, s3_url), tmp_path, timeout=240):
+        assert failed == []
+        assert (metrics["saved"], metrics["failed"]) == (2, 0)
+    assert (tmp_path / "it is known").exists()
+    store = open_store(s3_url)
+    newest = candidates(store)[0]
+    assert newest.step == 2
+    verify(store, newest)

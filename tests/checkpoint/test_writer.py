@@ -6,6 +6,9 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +22,7 @@ from everstep.checkpoint.keys import Attempt
 from everstep.checkpoint.slots import Claim, Slots, State
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill
-from tests.checkpoint.writers import PATIENCE, SIZES, Site, until
+from tests.checkpoint.writers import PATIENCE, SIZES, Node, Site, until
 
 
 @pytest.fixture
@@ -368,3 +371,94 @@ def test_tokens_are_read_as_they_are_written() -> None:
     with pytest.raises(ValueError, match="not an attempt"):
         Config("s", {}, "1.2", 0, 1, 1, (0,))
     assert Attempt.parse(Config("s", {}, "0000000001.0000000002", 0, 1, 1, (0,)).attempt) == Attempt(1, 2)
+
+
+def test_the_only_whole_copy_stays_after_a_clean_end_and_is_stored_when_the_store_is_back(site: Site) -> None:
+    node = site.node()
+    store = Path(site.store.url)
+    store.write_text("not a folder")
+    node.save(key(10))
+    node.report("failed")
+    node.leave()
+    assert node.slots.whole()
+    store.unlink()
+    until(lambda: candidates(site.store) == [key(10)], "the writer has tried again")
+    assert site.good(key(10))
+    until(lambda: not node.runs, "nothing is left to do")
+    assert not node.directory.exists()
+
+
+def test_what_nobody_wants_is_not_tried_again(site: Site) -> None:
+    node = site.node(nodes=2, ranks=(0,))
+    node.save(key(10))
+    until(lambda: node.slots[0].state is State.STORED, "node 0 has written its part")
+    node.links[0].call("void", key=str(key(10)), why="rank 1 has other tensors")
+    node.report("failed")
+    node.leave()
+    until(lambda: not node.runs, "the writer has ended")
+    assert not node.directory.exists()
+    assert candidates(site.store) == []
+
+
+def test_an_attempt_commits_nothing_once_a_later_one_has(site: Site) -> None:
+    old = site.node()
+    old.save(key(10))
+    old.report("saved")
+    new_key = key(5, generation=2)
+    site.store.put_if_absent(new_key.manifest_name, b"committed by a run on another machine")
+    old.save(key(20))
+    assert old.report("failed")["why"].endswith("attempt 0000000000.0000000002 has taken over this store")
+    assert candidates(site.store) == [new_key, key(10)]
+
+
+def of_another_process(node: Node, local: int) -> subprocess.Popen[bytes]:
+    """A live process that takes part as this local rank."""
+    script = (
+        "import json, sys, time\n"
+        "from pathlib import Path\n"
+        "from everstep.checkpoint.control import Config, Link\n"
+        "link = Link.connect(Path(sys.argv[1]))\n"
+        "link.hello(Config(**json.loads(sys.argv[2])), int(sys.argv[3]))\n"
+        "print('there', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    config = json.dumps(vars(node.config), default=str)
+    command = [sys.executable, "-c", script, str(node.directory), config, str(local)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"there\n"
+    return process
+
+
+def test_a_run_whose_processes_are_alive_is_not_taken_over_and_they_are_named(site: Site) -> None:
+    node = site.node(linger=60.0)
+    node.die()
+    with of_another_process(node, 0) as process:
+        try:
+            for attempt in ("0000000000.0000000001", "0000000000.0000000002"):
+                with pytest.raises(CheckpointError, match=f"which is alive: process {process.pid}"):
+                    site.node(attempt=attempt)
+        finally:
+            process.kill()
+    # Killed, and not yet waited for a moment ago: a zombie has nothing any more.
+    new = site.node(attempt="0000000000.0000000002")
+    assert new.pid == node.pid
+    new.save(key(10, generation=2))
+    new.report("saved")
+
+
+def test_a_run_whose_processes_die_meanwhile_is_taken_over(site: Site) -> None:
+    node = site.node(linger=60.0)
+    node.die()
+    with of_another_process(node, 0) as process:
+        threading.Timer(1.0, process.kill).start()
+        new = site.node(attempt="0000000000.0000000002")
+    assert new.pid == node.pid
+
+
+def test_a_message_about_a_save_of_another_attempt_is_rejected(site: Site) -> None:
+    node = site.node(attempt="0000000000.0000000002")
+    for verb in ("begin", "filled", "void"):
+        with pytest.raises(CheckpointError, match="is not of attempt"):
+            node.links[0].call(verb, key=str(key(10)), why="")
+    assert [slot.state for slot in node.slots] == [State.EMPTY, State.EMPTY]

@@ -6,6 +6,7 @@ And what a store is called, so that memory which outlives a store that was delet
 from __future__ import annotations
 
 import secrets
+from collections.abc import Iterator
 from contextlib import suppress
 
 from everstep.checkpoint.errors import CheckpointError, Missing, StoreError
@@ -45,6 +46,15 @@ def run_of(store: Store, name: str = "") -> str:
         return store.read(RUN).decode()
 
 
+def find_successor(store: Store, attempt: Attempt) -> str | None:
+    """Return why `attempt` may not commit any more: a greater one has committed. None when there is none.
+
+    Its checkpoints would never be chosen, and retention after them would count them among the newest.
+    """
+    greater = [key.attempt for key in _committed(store) if key.attempt > attempt]
+    return f"attempt {max(greater)} has taken over this store" if greater else None
+
+
 def read_run(store: Store) -> str | None:
     """Return the name that run_of() gave the store, without giving it one.
 
@@ -71,10 +81,14 @@ def _greatest(store: Store) -> Attempt | None:
     for entry in store.list(ATTEMPTS):
         with suppress(ValueError):
             found.add(Attempt.parse(entry.name.removeprefix(ATTEMPTS)))
-    for entry in store.list(MANIFESTS):
-        with suppress(ValueError):
-            found.add(Key.of_manifest(entry.name).attempt)
+    found.update(key.attempt for key in _committed(store))
     for entry in store.list(DATA):
         with suppress(ValueError):
             found.add(Key.of_data(entry.name).attempt)
     return max(found, default=None)
+
+
+def _committed(store: Store) -> Iterator[Key]:
+    for entry in store.list(MANIFESTS):
+        with suppress(ValueError):
+            yield Key.of_manifest(entry.name)

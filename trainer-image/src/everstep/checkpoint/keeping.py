@@ -31,17 +31,20 @@ class Committed(CheckpointError):
 class Save:
     """One filled slot on its way. `left_behind`: another writer, or this one, may have begun to store it before.
 
-    `doing` is for messages; `told`: when somebody was told that it stalls.
+    `again`: it has failed before, and all have been told. `doing` is for messages; `told`: when somebody was told that
+    it stalls.
     """
 
-    def __init__(self, slot: Slot, claim: Claim, config: Config, *, left_behind: bool) -> None:
+    def __init__(self, slot: Slot, claim: Claim, config: Config, *, left_behind: bool, again: bool = False) -> None:
         self.slot = slot
         self.claim = claim
         self.config = config
         self.left_behind = left_behind
+        self.again = again
         self.progress = Progress()
         self.doing = "waiting for its turn"
         self.needs_slot = True
+        self.stored: Manifest | None = None  # this node's share, once it is durable
         self.committed = False
         self.told = 0.0
 
@@ -69,9 +72,11 @@ class Keeper:
         """Figures of the save once it is durable: `bytes` (on node 0 of all nodes), `seconds`, `at`."""
         began = time.monotonic()
         loop = asyncio.get_running_loop()
-        async with self._turn:
-            manifest = await loop.run_in_executor(self._saves, partial(self._store, save))
+        if save.stored is None:
+            async with self._turn:
+                save.stored = await loop.run_in_executor(self._saves, partial(self._store, save))
             save.needs_slot = False
+        manifest = save.stored
         if save.claim.node == 0:
             save.doing = "waiting for the other nodes"
             manifest = await loop.run_in_executor(self._saves, partial(self._commit, save))
@@ -120,7 +125,7 @@ class Keeper:
         path, key, store = save.config.fence, save.claim.key, self._at(save.config)
 
         def fenced() -> str | None:
-            why = attempts.replaced(store, save.config.run)
+            why = attempts.replaced(store, save.config.run) or attempts.find_successor(store, key.attempt)
             return why or (None if path is None else fence.fenced(key.attempt, Path(path)))
 
         return commit.commit(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -60,6 +61,7 @@ class Pilot:
 
     def __post_init__(self) -> None:
         self._pending: dict[int, Key] = {}  # saves whose end is not known yet, by number
+        self._retrying: set[int] = set()  # of these, rank 0: that wait until the store is back; nobody waits for them
         self._number = 0  # saves decided so far
         # The plan made before the first step will not do: that step gives most optimizers their state.
         self._planned = False
@@ -130,8 +132,17 @@ class Pilot:
                 self._follow(pause)
         if self._pending:
             raise SaveFailed(f"not in the store after {limit:g} s: {', '.join(map(str, self._pending.values()))}")
-        if self._failure is not None:
+        if self._failure is not None and not self._is_stored_now():
             raise SaveFailed(self._failure)
+
+    def _is_stored_now(self) -> bool:
+        """Whether the last save is in the store though it had failed: its writer goes on trying."""
+        config = self.node.config
+        with contextlib.suppress(CheckpointError):
+            return self._last is not None and any(
+                open_store(config.url, **config.options).list(self._last.manifest_name)
+            )
+        return False
 
     def _follow(self, timeout: float) -> None:
         """Another rank than 0 waits for its oldest save. When rank 0 is gone, the store knows how that ended."""
@@ -166,7 +177,7 @@ class Pilot:
         a rank that trains meanwhile would wait for this one, and could not say that its GPU has copied its part."""
         self._poll(0.0)
         self._read_notes()
-        if self._pending and (self.trigger.due(step, time.monotonic()) or self._asked or self._replan):
+        if self._in_the_way and (self.trigger.due(step, time.monotonic()) or self._asked or self._replan):
             return None
         return self._choose(step, ahead)
 
@@ -197,17 +208,23 @@ class Pilot:
     def _may_begin(self, step: int, due: bool) -> bool:
         if not self._is_new(step):
             return False
-        if not self._pending or (self.policy == "queue" and len(self._pending) < 2):
+        if not self._in_the_way or (self.policy == "queue" and len(self._in_the_way) < 2):
             return True
         if self.policy != "skip":
             self._finish_pending(at_most=0 if self.policy == "wait" else 1)
-            return len(self._pending) <= (0 if self.policy == "wait" else 1)
+            return len(self._in_the_way) <= (0 if self.policy == "wait" else 1)
         if due:
             self.metrics.skipped += 1
             self.trigger.start(step, time.monotonic())
-            waiting = next(iter(self._pending.values()))
+            waiting = self._in_the_way[0]
             self.events.emit(Event("stalled", waiting, "is still being stored: the next save is skipped"))
         return False
+
+    @property
+    def _in_the_way(self) -> list[Key]:
+        """Saves that a new one has to wait for: those that are being stored. One that waits for a store that is
+        unavailable would hold up all others with it; the newer one takes its place."""
+        return [key for number, key in self._pending.items() if number not in self._retrying]
 
     def _drop_what_is_too_late(self) -> None:
         """A save that was asked for waits for one that is being stored while training goes on; until its deadline."""
@@ -225,7 +242,7 @@ class Pilot:
         if not self.metrics.bandwidth:
             return None
         # What is being stored comes first.
-        return (1 + len(self._pending)) * self.saver.bytes / self.metrics.bandwidth + (self.trigger.cost or 0.0)
+        return (1 + len(self._in_the_way)) * self.saver.bytes / self.metrics.bandwidth + (self.trigger.cost or 0.0)
 
     def _is_new(self, step: int) -> bool:
         """Whether nothing was saved under this step or a later one; the same on all ranks. A second save under one key
@@ -237,9 +254,9 @@ class Pilot:
         seconds = self._seconds
         fits = deadline is None or seconds is None or seconds * _MARGIN <= deadline
         fits = fits and self._is_new(step)
-        if fits and self._pending:
+        if fits and self._in_the_way:
             self._finish_pending(self.commit_timeout if deadline is None else deadline)
-            fits = not self._pending and (deadline is None or time.monotonic() - began < deadline)
+            fits = not self._in_the_way and (deadline is None or time.monotonic() - began < deadline)
         told = {"saves": fits, "seconds": seconds, "replan": fits and self._replan}
         if fits:
             self._replan = False
@@ -249,7 +266,7 @@ class Pilot:
     def _finish_pending(self, timeout: float | None = None, at_most: int = 0) -> None:
         """Waits until no more than `at_most` saves are being stored."""
         until = time.monotonic() + (self.commit_timeout if timeout is None else timeout)
-        while len(self._pending) > at_most and (left := until - time.monotonic()) > 0:
+        while len(self._in_the_way) > at_most and (left := until - time.monotonic()) > 0:
             self.agreement.busy()  # others wait for a decision meanwhile, and a store may take its time
             self._poll(min(self._finish_copy() or _POLL, left))
             self._read_notes()
@@ -265,6 +282,9 @@ class Pilot:
                 continue
             if note["kind"] == "asked":
                 self._asked = (note["deadline"],)
+                continue
+            if note["kind"] == "retrying":
+                self._retrying.add(note["number"])
                 continue
             self._replan |= note["replan"]
             if note["number"] in self._pending:
@@ -336,6 +356,12 @@ class Pilot:
         number = next((number for number, pending in self._pending.items() if pending == key), None)
         if report["event"] == "stalled":
             self.events.emit(Event("stalled", key, report["why"], {"seconds": report["seconds"]}))
+        elif report["event"] == "retrying" and number is not None:
+            self.events.emit(Event("stalled", key, f"is tried again: {report['why']}", {"seconds": report["seconds"]}))
+            if self.agreement.leads:
+                self._retrying.add(number)
+            else:
+                self._note({"kind": "retrying", "number": number})
         elif report["event"] == "failed" and number is not None:
             if self.agreement.leads:
                 self._end(number, {"failed": report["why"]})
@@ -343,6 +369,10 @@ class Pilot:
                 self._note({"kind": "void", "number": number, "why": report["why"], "replan": False})
         elif report["event"] == "saved" and number is not None and self.agreement.leads:
             self._end(number, {"saved": report})
+        elif report["event"] == "saved" and key == self._last and self.agreement.leads:  # it had failed before
+            self._failure = None
+            self.metrics.saved += 1
+            self.events.emit(Event("saved", key))
         elif report["event"] == "uncopied":
             self.events.emit(Event("uncopied", key, report["why"]))
         elif report["event"] == "untidy":
@@ -353,6 +383,7 @@ class Pilot:
         if result is None or number not in self._pending:
             return
         key = self._pending.pop(number)
+        self._retrying.discard(number)
         if self.agreement.leads:
             self.board.leave(f"r/{number}", result)
         if "failed" in result:

@@ -128,6 +128,7 @@ class Checkpointer:
         self._restored: Key | None = None
         self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
         self._noted: dict[str, Any] = {}  # for the save that is being begun
+        self._has_restored = False
         self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a pilot
         board: Board = Shared.open(self._group, timeout) if self._group is not None else Alone()
         self._agreement = Agreement(board, self._topology.rank, timeout)
@@ -184,6 +185,7 @@ class Checkpointer:
                 run=run,
                 options=options,
             ).restore()
+        self._has_restored = True
         for key, why in restored.fell_back.items():
             self._metrics.fell_back += 1
             self._events.emit(Event("fell_back", Key.parse(key), why))
@@ -195,7 +197,25 @@ class Checkpointer:
         return restored
 
     def track(self, **objects: object) -> None:
-        """Names what is saved from here on, without looking for a checkpoint: see restore()."""
+        """Names what is saved from here on, without loading a checkpoint: see restore().
+
+        Raises:
+            CheckpointError: The store holds checkpoints, which later ones would soon have removed (see start_over), or
+                these objects cannot be saved here.
+        """
+        if self._pilot is None and not self._has_restored:
+            together(lambda: self._first(self._check_that_it_is_empty), self._group)
+        self.start_over(**objects)
+
+    def start_over(self, **objects: object) -> None:
+        """Names what is saved from here on, and leaves behind what the store holds.
+
+        Checkpoints of earlier attempts are chosen no more once this one has saved, and retention removes them as any
+        older ones, whatever their steps are.
+
+        Raises:
+            CheckpointError: These objects cannot be saved, or find no room in this node's memory.
+        """
         everything = self._with_generators(objects)
         if self._pilot is None:
             check_start(
@@ -366,6 +386,15 @@ class Checkpointer:
                 raise
         self.attempt = Attempt.parse(token)
         return node
+
+    def _check_that_it_is_empty(self) -> None:
+        newest = next(iter(candidates(self.store)), None)
+        if newest is not None:
+            raise CheckpointError(
+                f"{self.store.url} holds a checkpoint of step {newest.step} (attempt {newest.attempt}), and track() "
+                "would begin without it: call restore(…) with the same objects to go on from there, or start_over(…) "
+                f"to leave it behind; it is removed then when {self._settings['keep_last']} newer ones are saved"
+            )
 
     def _claim_attempt(self) -> tuple[str, str]:
         """The attempt, and what the store is called: empty when it cannot be asked now."""

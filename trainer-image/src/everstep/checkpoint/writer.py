@@ -24,7 +24,7 @@ from typing import Any
 
 from everstep.checkpoint import attempts, control, peer_copies, room
 from everstep.checkpoint.control import Config
-from everstep.checkpoint.errors import CheckpointError, RankLost
+from everstep.checkpoint.errors import CheckpointError, RankLost, StoreError
 from everstep.checkpoint.filling import Filling
 from everstep.checkpoint.idle_verifier import IdleVerifier
 from everstep.checkpoint.keeping import Committed, Keeper, Save
@@ -39,6 +39,7 @@ from everstep.checkpoint.store.base import open_store
 _log = logging.getLogger("everstep.checkpoint.writer")
 
 _NICE = 5
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until a save that failed is tried again
 _LEFT = "left before its part was copied"
 
 
@@ -56,6 +57,9 @@ class Writer:
         self._filling: Filling[asyncio.StreamWriter] = Filling()
         self._saves: dict[Key, Save] = {}
         self._newest: Key | None = None  # that was committed here
+        self._void: set[Key] = set()  # that nobody wants
+        self._failed: set[Key] = set()  # that are tried again now and then, while their slots hold them
+        self._pause, self._next_try = _FIRST_PAUSE, 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._reserving: asyncio.Future[None] | None = None
         self._verifier = IdleVerifier(directory)
@@ -364,6 +368,7 @@ class Writer:
 
     def _give_up(self, key: Key, why: str) -> None:
         """This save will not be complete: a slot that is being filled is free again, one that is stored is not."""
+        self._void.add(key)
         if key in self._saves:
             self._saves[key].progress.given_up = why
         if not self._filling.give_up(key, why):
@@ -374,8 +379,10 @@ class Writer:
                 slot.release()
         self._report({"event": "failed", "key": str(key), "why": why})
 
-    def _start(self, slot: Slot, claim: Claim, config: Config, *, left_behind: bool = False) -> None:
-        save = self._saves[claim.key] = Save(slot, claim, config, left_behind=left_behind)
+    def _start(
+        self, slot: Slot, claim: Claim, config: Config, *, left_behind: bool = False, again: bool = False
+    ) -> None:
+        save = self._saves[claim.key] = Save(slot, claim, config, left_behind=left_behind, again=again)
         task = asyncio.create_task(self._keep(save))
         self._tasks.add(task)
         task.add_done_callback(self._forget)
@@ -396,26 +403,76 @@ class Writer:
         self._changed.set()
 
     async def _keep(self, save: Save) -> None:
-        key = save.claim.key
+        key, why = save.claim.key, ""
         try:
             async with asyncio.timeout(save.config.commit_timeout):
-                result = await self._keeper.keep(save)
+                result = await self._keep_trying(save)
         except Committed:
-            pass
+            self._failed.discard(key)
         except TimeoutError:
-            save.progress.given_up = f"not stored in {save.config.commit_timeout:g} s, at last {save.doing}"
-            self._report({"event": "failed", "key": str(key), "why": save.progress.given_up})
+            why = save.progress.given_up = f"not stored in {save.config.commit_timeout:g} s, at last {save.doing}"
         except Exception as error:  # whatever a store does, the next save gets its chance
             _log.exception("%s was not saved", key)
-            self._report({"event": "failed", "key": str(key), "why": f"{error}" or repr(error)})
+            why = f"{error}" or repr(error)
         else:
+            self._failed.discard(key)
             self._report({"event": "saved" if save.committed else "put", "key": str(key), **result})
         finally:
             self._saves.pop(key, None)
-            self._idle_since = time.monotonic()
+            if not save.again:
+                self._idle_since = time.monotonic()
+        if why:
+            self._fail(save, why)
         if save.committed:
             self._newest = max(key, self._newest or key)
             await self._tidy(save)
+
+    async def _keep_trying(self, save: Save) -> dict[str, Any]:
+        """See Keeper.keep. A store that is unavailable is tried again, less and less often, until `commit_timeout`:
+        nobody else has the last save of a run."""
+        pause = _FIRST_PAUSE
+        while True:
+            try:
+                return await self._keeper.keep(save)
+            except StoreError as error:
+                if not error.may_pass or save.again:
+                    raise
+                why = f"{error}"
+            _log.info("%s is tried again in %g s: %s", save.claim.key, pause, why)
+            self._report({"event": "retrying", "key": str(save.claim.key), "why": why, "seconds": pause})
+            save.needs_slot, save.doing = False, f"waiting to try again after: {why}"
+            await asyncio.sleep(pause)
+            save.progress.step()
+            # From here to the first await nobody takes the slot.
+            if save.stored is None and save.slot.claimed() != save.claim:
+                raise CheckpointError(f"its slot was needed for a newer save ({why})")
+            if self._newest is not None and self._newest > save.claim.key:
+                raise CheckpointError(f"{self._newest} is newer, and in the store ({why})")
+            save.needs_slot, save.left_behind, pause = save.stored is None, True, min(2 * pause, _LONGEST_PAUSE)
+
+    def _fail(self, save: Save, why: str) -> None:
+        key = save.claim.key
+        if key not in self._void:
+            self._failed.add(key)
+        if save.again:
+            return
+        self._pause, self._next_try = _FIRST_PAUSE, time.monotonic() + _FIRST_PAUSE
+        self._report({"event": "failed", "key": str(key), "why": why})
+
+    def _left_to_save(self) -> list[tuple[Slot, Claim]]:
+        """What has failed, and no store has, nor anything newer: these slots may be the only whole copy of a run."""
+        found = [(slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key in self._failed]
+        return [each for each in found if self._newest is None or each[1].key > self._newest]
+
+    def _try_again(self) -> None:
+        """What has failed, now and then, for as long as this process is here: a store that was unavailable may be back,
+        and what was wrong with it may have been set right."""
+        if not self._failed or self._config is None or self._saves or time.monotonic() < self._next_try:
+            return
+        for slot, claim in self._left_to_save():
+            self._start(slot, claim, self._config, left_behind=True, again=True)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        self._next_try = time.monotonic() + self._pause
 
     async def _tidy(self, save: Save) -> None:
         try:
@@ -432,6 +489,7 @@ class Writer:
                 await asyncio.wait_for(self._changed.wait(), min(1.0, self._linger / 4))
             self._changed.clear()
             self._verifier.look(is_idle=not self._ranks and not self._tasks)
+            self._try_again()
             for key, save in self._saves.items():
                 quiet = time.monotonic() - max(save.progress.at, save.told)
                 if quiet > save.config.stall_after:
@@ -448,7 +506,7 @@ class Writer:
                 self._give_up(key, f"{self._newest} is newer, and its run has ended")
         if self._tasks:
             return False
-        if ended_well:
+        if ended_well and not self._left_to_save():
             self._slots.remove()
             return True
         if self._copier.busy:
