@@ -274,7 +274,7 @@ def test_a_process_with_1200_open_descriptors_saves_and_restores(folder: Path) -
 def killed_on_its_machine(rank: int, folder: Path) -> None:
     on_machine(rank, rank, folder)
     model = Model()
-    ckpt = session(folder)
+    ckpt = session(folder, linger=PATIENCE)
     ckpt.restore(model=model)
     model.at = 5
     ckpt.save(5)

@@ -39,7 +39,7 @@ class Pace:
         self.stride = 1  # steps from one call to the next
         self._seconds: float | None = None  # from one call to the next, without saves
         self._last: tuple[int, float] | None = None
-        self._calls = 1
+        self.calls = 1  # from one boundary to the next
 
     def tick(self, step: int, now: float) -> None:
         """A step was made."""
@@ -58,8 +58,8 @@ class Pace:
     def ahead(self) -> int:
         """How many steps after one boundary the next one is."""
         calls = 1 if self._seconds is None else int(PERIOD / max(self._seconds, 1e-9))
-        self._calls = max(1, min(calls, 2 * self._calls, MOST_CALLS))
-        return self._calls * self.stride
+        self.calls = max(1, min(calls, 2 * self.calls, MOST_CALLS))
+        return self.calls * self.stride
 
 
 Choose = Callable[[int, int], Decision]
@@ -127,8 +127,11 @@ class Agreement:
         return decided
 
     def _decide(self, step: int, choose: ChooseEarly) -> None:
+        calls = self._pace.calls
         self._made = choose(step, self._pace.ahead())
-        if self._made is not None:
+        if self._made is None:
+            self._pace.calls = calls  # the same boundary is asked about again: the next one is no farther for that
+        else:
             self._board.leave(f"d/{self._number}", asdict(self._made))
 
     def _pass(self) -> None:
