@@ -15,7 +15,7 @@ from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Manifest
-from everstep.checkpoint.keys import Key
+from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.persist import Mappings, Progress, store_again, store_slot, sum_slot
 from everstep.checkpoint.slots import Claim, Slot, Slots, State
 from everstep.checkpoint.store.base import Store, open_store
@@ -125,7 +125,9 @@ class Keeper:
         path, key, store = save.config.fence, save.claim.key, self._at(save.config)
 
         def fenced() -> str | None:
-            why = attempts.replaced(store, save.config.run) or attempts.find_successor(store, key.attempt)
+            # The run whose writer this is: it stores what an earlier attempt left behind, beside saves of its own.
+            ours = Attempt.parse(save.config.attempt)
+            why = attempts.replaced(store, save.config.run) or attempts.find_successor(store, ours)
             return why or (None if path is None else fence.fenced(key.attempt, Path(path)))
 
         return commit.commit(

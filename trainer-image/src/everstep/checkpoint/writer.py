@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import attempts, control, peer_copies, room
+from everstep.checkpoint.commit import Fenced
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, RankLost, StoreError
 from everstep.checkpoint.filling import Filling
@@ -214,6 +215,8 @@ class Writer:
         self._known.clear()
         self._gone.clear()
         self._filling = Filling()
+        for save in self._saves.values():
+            save.config = config
         # Connections of the earlier run stay open, and whoever still speaks there is told.
 
     def _before(self, writer: asyncio.StreamWriter, local: int) -> asyncio.StreamWriter | None:
@@ -414,6 +417,8 @@ class Writer:
         except Exception as error:  # whatever a store does, the next save gets its chance
             _log.exception("%s was not saved", key)
             why = f"{error}" or repr(error)
+            if isinstance(error, Fenced):  # that will not pass
+                self._void.add(key)
         else:
             self._failed.discard(key)
             self._report({"event": "saved" if save.committed else "put", "key": str(key), **result})
