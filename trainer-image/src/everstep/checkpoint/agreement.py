@@ -79,6 +79,7 @@ class Agreement:
         self._left: deque[int] = deque()  # rank 0: blocks of decisions that are on the board, and over for itself
         self._pace = Pace()
         self._made: Decision | None = None
+        self._ahead = 0  # steps to the boundary after the one that could not be decided about early
 
     @property
     def leads(self) -> bool:
@@ -127,8 +128,11 @@ class Agreement:
         return decided
 
     def _decide(self, step: int, choose: ChooseEarly) -> None:
-        self._made = choose(step, self._pace.ahead())
+        # Once for each boundary: each call allows twice as many steps as the last one did.
+        self._ahead = self._ahead or self._pace.ahead()
+        self._made = choose(step, self._ahead)
         if self._made is not None:
+            self._ahead = 0
             self._board.leave(f"d/{self._number}", asdict(self._made))
 
     def _pass(self) -> None:
