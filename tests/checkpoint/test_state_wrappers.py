@@ -1,0 +1,129 @@
+"""What training puts around a model, and what it trains beside it: each comes back, or is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E402
+
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from everstep.checkpoint.state.flat import flatten  # noqa: E402
+from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+WRAPPERS: dict[str, Any] = {
+    "bare": lambda model: model,
+    "compiled": torch.compile,
+    "DDP": DistributedDataParallel,
+    "compiled DDP": lambda model: torch.compile(DistributedDataParallel(model)),
+    "DDP of compiled": lambda model: DistributedDataParallel(torch.compile(model)),
+}
+
+
+def made(seed: int) -> tuple[Any, Any]:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.rand(5, 3)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saved_in_one_and_restored_in_each(rank: int, folder: Path, wrapper: str) -> list[str]:
+    """Names of the wrappers in which something differs from the bare model that was trained."""
+    bare, optimizer = made(1)
+    expected = flatten({"model": bare, "optimizer": optimizer}, rank=0)
+    store = PosixStore(folder / "store")
+    ranks.save(store, ranks.key(10), {"model": WRAPPERS[wrapper](bare), "optimizer": optimizer})
+    wrong = []
+    for name, wrap in WRAPPERS.items():
+        model, own = made(2)
+        ranks.restore(store, folder / "memory" / name.replace(" ", "-"), {"model": wrap(model), "optimizer": own})
+        found = flatten({"model": model, "optimizer": own}, rank=0)
+        if found.values != expected.values or not ranks.same(found.tensors, expected.tensors):
+            wrong.append(name)
+    return wrong
+
+
+@pytest.mark.parametrize("wrapper", list(WRAPPERS))
+def test_a_model_comes_back_whatever_wraps_it_and_in_which_order(tmp_path: Path, wrapper: str) -> None:
+    assert ranks.run(2, saved_in_one_and_restored_in_each, tmp_path, wrapper) == [[], []]
+
+
+def test_an_average_of_a_model_comes_back(tmp_path: Path) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        model, _ = made(seed)
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+        for _ in range(seed):
+            average.update_parameters(model)
+        return {"model": model, "ema": average}
+
+    before, after = make(1), make(2)
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), before)
+    ranks.restore(tmp_path / "store", tmp_path / "memory", after)
+    assert ranks.same(flatten(after, rank=0).tensors, flatten(before, rank=0).tensors)
+    assert int(after["ema"].n_averaged) == 1
+
+
+def test_scalers_and_schedulers_come_back(tmp_path: Path) -> None:
+    def make(steps: int) -> dict[str, Any]:
+        _, optimizer = made(1)
+        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**steps)
+        warmup = torch.optim.lr_scheduler.LinearLR(optimizer, total_iters=3)
+        cosine = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+        scheduler = torch.optim.lr_scheduler.SequentialLR(optimizer, [warmup, cosine], [3])
+        for _ in range(steps):
+            optimizer.step()
+            scheduler.step()
+        return {"optimizer": optimizer, "scaler": scaler, "scheduler": scheduler}
+
+    before, after = make(5), make(0)
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), before)
+    ranks.restore(tmp_path / "store", tmp_path / "memory", after)
+    for each in (before, after):
+        each["optimizer"].step()
+        each["scheduler"].step()
+    assert after["scheduler"].get_last_lr() == before["scheduler"].get_last_lr()
+    assert after["scaler"].state_dict() == before["scaler"].state_dict()
+
+
+class LowRank(nn.Module):  # type: ignore[misc]
+    """As adapters of low rank are: the weight is frozen, two small ones are trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(4, 4).requires_grad_(False)
+        self.down, self.up = nn.Linear(4, 1, bias=False), nn.Linear(1, 4, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.base(x) + self.up(self.down(x))
+
+
+@pytest.mark.parametrize("only_trained", [False, True], ids=["all in the optimizer", "trained ones in the optimizer"])
+def test_frozen_weights_come_back_with_those_that_are_trained(tmp_path: Path, only_trained: bool) -> None:
+    def make(seed: int) -> dict[str, Any]:
+        torch.manual_seed(seed)
+        model = LowRank()
+        optimizer = torch.optim.Adam([p for p in model.parameters() if p.requires_grad or not only_trained])
+        model(torch.rand(2, 4)).sum().backward()
+        optimizer.step()
+        return {"model": model, "optimizer": optimizer}
+
+    before, after = make(1), make(2)
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), before)
+    ranks.restore(tmp_path / "store", tmp_path / "memory", after)
+    assert ranks.same(flatten(after, rank=0).tensors, flatten(before, rank=0).tensors)
+
+
+def test_a_quantized_tensor_is_refused_with_advice() -> None:
+    with pytest.raises(CheckpointError, match=r"state\.q is a tensor that is quantized; save its int_repr"):
+        flatten({"state": {"q": torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8)}}, rank=0)
