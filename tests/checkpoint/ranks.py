@@ -120,7 +120,7 @@ def save(store: Store, key: Key, objects: dict[str, object]) -> Manifest:
     rank, world = own_rank(), world_size()
     group = dist.group.WORLD if world > 1 else None
     flat = flatten(objects, rank=rank, step=key.step)
-    plan = planning.make(lambda: flat.tensors, rank, group)
+    plan = planning.make(lambda: flat, rank, group)
     data = bytearray(plan.sizes[rank])
     data[:HEADER] = part_header(key, rank)
     tensors: dict[str, Tensor] = {}

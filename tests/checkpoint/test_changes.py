@@ -105,13 +105,13 @@ def saved(plan: planning.Plan, tensors: Any) -> dict[str, Any]:
 def test_a_save_takes_what_is_there_now(change: Callable[[Run], None]) -> None:
     run = Run()
     run.step()
-    plan = planning.make(lambda: flatten(run.objects(), rank=0).tensors, 0, None)
+    plan = planning.make(lambda: flatten(run.objects(), rank=0), 0, None)
     change(run)
-    tensors = flatten(run.objects(), rank=0).tensors
-    assert (planning.signature(tensors) != plan.signature) == (change in OTHER)
+    flat = flatten(run.objects(), rank=0)
+    assert (planning.signature(flat.tensors) != plan.signature) == (change in OTHER)
     if change in OTHER:
-        plan = planning.make(lambda: tensors, 0, None)
-    expected, found = run.expected(), saved(plan, tensors)
+        plan = planning.make(lambda: flat, 0, None)
+    expected, found = run.expected(), saved(plan, flat.tensors)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
         assert torch.equal(tensor, expected[name]), name
@@ -119,7 +119,7 @@ def test_a_save_takes_what_is_there_now(change: Callable[[Run], None]) -> None:
 
 def test_state_that_an_optimizer_makes_later_is_another_layout_and_values_are_those_of_now() -> None:
     run = Run()
-    plan = planning.make(lambda: flatten(run.objects(), rank=0).tensors, 0, None)
+    plan = planning.make(lambda: flatten(run.objects(), rank=0), 0, None)
     run.step()
     run.extra.update(note="b", count=(1, 2, 3))
     flat = flatten(run.objects(), rank=0)

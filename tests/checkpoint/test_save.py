@@ -47,9 +47,9 @@ def trained(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optim
 
 
 def plan_of(objects: dict[str, object], rank: int, world: int) -> tuple[Plan, dict[str, torch.Tensor]]:
-    tensors = flatten(objects, rank=rank).tensors
+    flat = flatten(objects, rank=rank)
     group = dist.group.WORLD if world > 1 else None
-    return planning.make(lambda: tensors, rank, group), tensors
+    return planning.make(lambda: flat, rank, group), flat.tensors
 
 
 def written(plan: Plan) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
@@ -132,7 +132,7 @@ def test_a_shard_that_is_the_whole_tensor_is_copied_from_its_own_memory(world: i
 
 
 def test_a_tensor_without_memory_of_its_own_is_refused_by_name() -> None:
-    with pytest.raises(CheckpointError, match="odd: a TwoTensor has no memory"):
+    with pytest.raises(CheckpointError, match="a TwoTensor, which has no memory"):
         flatten({"odd": TwoTensor(torch.ones(4), torch.ones(4))}, rank=0)
 
 
@@ -142,14 +142,14 @@ def disagreeing(rank: int, world: int) -> str:
         tensors["b"] = torch.ones(2).to_sparse()
     group = dist.group.WORLD
     with pytest.raises(CheckpointError) as caught:
-        planning.make(lambda: flatten(tensors, rank=rank).tensors, rank, group)
+        planning.make(lambda: flatten(tensors, rank=rank), rank, group)
     return str(caught.value)
 
 
 def test_a_rank_that_cannot_save_fails_the_plan_on_all() -> None:
     first, second = run(2, disagreeing, 2)
     assert first == second
-    assert "rank 1 cannot save its state: b: a tensor that is sparse" in first
+    assert "rank 1 cannot save its state: b is a tensor that is sparse" in first
 
 
 def test_a_part_begins_with_its_header_and_shards_are_aligned() -> None:

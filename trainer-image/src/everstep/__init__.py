@@ -2,6 +2,7 @@
 
 `everstep.progress(step, total=…, loss=…)` reports a step; `everstep.checkpointer(store, …)` saves and restores a run;
 `everstep.load(uri)`, `load_into(uri, model=model)`, `list_checkpoints(uri)` and `best(uri, metric)` only read.
+`FromRank(object)` and `PerRank(object)` say whose state is saved where ranks hold different ones.
 Everything else is in the submodules; importing this package imports nothing but the standard library.
 """
 
@@ -15,11 +16,15 @@ if TYPE_CHECKING:
     from everstep.checkpoint.load import load as load
     from everstep.checkpoint.load import load_into as load_into
     from everstep.checkpoint.session import Checkpointer as checkpointer
+    from everstep.checkpoint.state.kinds import FromRank as FromRank
+    from everstep.checkpoint.state.kinds import PerRank as PerRank
     from everstep.progress import progress as progress
 
-__all__ = ["best", "checkpointer", "list_checkpoints", "load", "load_into", "progress"]
+__all__ = ["FromRank", "PerRank", "best", "checkpointer", "list_checkpoints", "load", "load_into", "progress"]
 
 _WHERE = {
+    "FromRank": ("everstep.checkpoint.state.kinds", "FromRank"),
+    "PerRank": ("everstep.checkpoint.state.kinds", "PerRank"),
     "best": ("everstep.checkpoint.listing", "best"),
     "checkpointer": ("everstep.checkpoint.session", "Checkpointer"),
     "list_checkpoints": ("everstep.checkpoint.listing", "list_checkpoints"),

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from everstep.checkpoint.errors import RankLost
 
 T = TypeVar("T")
+
+_LOST = -1  # instead of a length: what follows are the ranks that were lost
 
 
 def gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
@@ -30,6 +34,80 @@ def tell(mine: T, group: dist.ProcessGroup | None) -> T:
         with _named():
             dist.broadcast_object_list(told, src=0, group=group)
     return told[0]
+
+
+def gather_bytes(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes] | None:
+    """Returns on rank 0 what each rank gave, in their order, and None on all others.
+
+    Unlike gather(), no rank but rank 0 holds what others gave, and nothing is padded. Rank 0 answers with
+    scatter_bytes(); where a rank is lost, it tells all others there.
+
+    Raises:
+        RankLost: On rank 0, with the ranks that are gone.
+    """
+    if group is None:
+        return [mine]
+    if dist.get_rank() != 0:
+        with _named():
+            _send(mine, len(mine), 0, group)
+        return None
+    found, lost = [mine], []
+    for rank in range(1, dist.get_world_size()):
+        try:
+            found.append(_receive(rank, group)[0])
+        except RuntimeError:
+            lost.append(rank)
+    if lost:
+        words = json.dumps(lost).encode()
+        for rank in range(1, dist.get_world_size()):
+            with contextlib.suppress(RuntimeError):
+                if rank not in lost:
+                    _send(words, _LOST - len(words), rank, group)
+        raise RankLost(lost, "left, or did not come in time")
+    return found
+
+
+def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | None) -> bytes:
+    """Returns what rank 0 gave to this rank. `messages`: one for each rank, on rank 0; None on the others.
+
+    Raises:
+        RankLost: Rank 0 is gone, or says that others are.
+    """
+    if group is None:
+        assert messages is not None
+        return messages[0]
+    if messages is None:
+        with _named():
+            answer, lost = _receive(0, group)
+        if lost:
+            raise RankLost(json.loads(answer), "left, or did not come in time")
+        return answer
+    lost_ranks = []
+    for rank in range(1, dist.get_world_size()):
+        try:
+            _send(messages[rank], len(messages[rank]), rank, group)
+        except RuntimeError:
+            lost_ranks.append(rank)
+    if lost_ranks:
+        raise RankLost(lost_ranks, "left, or did not come in time")
+    return messages[0]
+
+
+def _send(data: bytes, length: int, rank: int, group: dist.ProcessGroup) -> None:
+    dist.send(torch.tensor([length]), rank, group=group)
+    if data:
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=group)
+
+
+def _receive(rank: int, group: dist.ProcessGroup) -> tuple[bytes, bool]:
+    """What that rank sent, and whether it is a list of lost ranks."""
+    length = torch.zeros(1, dtype=torch.int64)
+    dist.recv(length, rank, group=group)
+    size = int(length)
+    data = torch.empty(size if size >= 0 else _LOST - size, dtype=torch.uint8)
+    if len(data):
+        dist.recv(data, rank, group=group)
+    return data.numpy().tobytes(), size < 0
 
 
 @contextlib.contextmanager

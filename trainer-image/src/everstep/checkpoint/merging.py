@@ -112,7 +112,7 @@ def _check_cover(name: str, tensor: Tensor) -> None:
         for shard in tensor.shards
         if 0 not in shard.sizes
     ]
-    found = _uneven(tensor.shape, boxes) if 0 not in tensor.shape else None
+    found = uneven_region(tensor.shape, boxes) if 0 not in tensor.shape else None
     if found is None:
         return
     region, count = found
@@ -121,7 +121,7 @@ def _check_cover(name: str, tensor: Tensor) -> None:
     raise Conflict(name, f"[{', '.join(f'{start}:{stop}' for start, stop in region)}] was written {count} times")
 
 
-def _uneven(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[Box, int] | None:
+def uneven_region(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[Box, int] | None:
     """A region that not exactly one box covers, and how many do.
 
     Cuts the first dimension where a box begins or ends; between two cuts the same boxes hold, and the question is that
@@ -136,7 +136,7 @@ def _uneven(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[Box, int] | N
         active = [box for box in active if box[0][1] > low]
         while waiting and waiting[-1][0][0] == low:
             active.append(waiting.pop())
-        found = _uneven(shape[1:], [box[1:] for box in active])
+        found = uneven_region(shape[1:], [box[1:] for box in active])
         if found:
             return ((low, high), *found[0]), found[1]
     return None

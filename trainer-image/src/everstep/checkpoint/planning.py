@@ -1,36 +1,39 @@
-"""Which rank writes what: torch.distributed.checkpoint's save planner, asked once and kept.
+"""Which rank writes what: agreed once by all ranks through rank 0, and kept until the state has another layout.
 
-Replicas are written once and spread over the ranks that have them, the largest first.
+Replicas are written once, by one of the ranks that have them, and are compared first: what is called the same must be
+the same. The messages and the sums are those of plan_coordinator.py and sharing.py; here is what needs torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, WriteItem
-from torch.distributed.tensor import DTensor
+import xxhash
 
-from everstep.checkpoint.collectives import gather, tell
+from everstep.checkpoint.collectives import gather_bytes, scatter_bytes
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import HEADER, aligned, itemsize
+from everstep.checkpoint.layouts import Claim, LayoutNames, RankLayout, span_of_box
+from everstep.checkpoint.plan_coordinator import PlanCoordinator, RankMessages
+from everstep.checkpoint.replicas import checksum_tensors
 from everstep.checkpoint.slots import Box
-from everstep.checkpoint.state.flat import fingerprint, local
+from everstep.checkpoint.state.flat import RANK, Flat, local
+from everstep.checkpoint.state.loaded import is_dtensor
 
 Signature = Mapping[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """One rank's share: `items[i]` goes to `boxes[i]` of its part. `sizes`: bytes of the parts of all ranks."""
+    """One rank's share: what goes to `boxes` of its part. `sizes`: bytes of the parts of all ranks."""
 
-    items: tuple[MetadataIndex, ...]
     boxes: tuple[Box, ...]
     sizes: tuple[int, ...]
     model: str
@@ -38,94 +41,147 @@ class Plan:
 
     def sources(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The local tensors to be copied, in the order of `boxes`; for a state whose signature is the plan's."""
-        return [local(tensors[index.fqn]) for index in self.items]
+        return [local(tensors[box.tensor]) for box in self.boxes]
 
 
-def signature(tensors: Mapping[str, torch.Tensor]) -> Signature:
-    """What a plan depends on: a state with another signature needs another plan."""
+def signature(tensors: Mapping[str, torch.Tensor], elsewhere: Collection[str] = ()) -> Signature:
+    """What a plan depends on: a state with another signature needs another plan. `elsewhere`: see Flat."""
     return {
-        name: (tensor.dtype, tensor.shape, tensor._spec if isinstance(tensor, DTensor) else None)
+        name: (tensor.dtype, tensor.shape, tensor._spec if is_dtensor(tensor) else None, name in elsewhere)
         for name, tensor in tensors.items()
     }
 
 
-def make(state: Callable[[], Mapping[str, torch.Tensor]], rank: int, group: dist.ProcessGroup | None) -> Plan:
-    """Collective over `group` (gloo; None for one process). CheckpointError, on all ranks alike, if any cannot plan;
-    RankLost."""
-    tensors: Mapping[str, torch.Tensor] = {}
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    mine: SavePlan | str
+def make(state: Callable[[], Flat], rank: int, group: dist.ProcessGroup | None, *, compare: bool = False) -> Plan:
+    """Returns this rank's plan. Collective over `group` (gloo; None for one process), whatever fails on a rank.
+
+    Args:
+        state: Makes the state that is to be saved.
+        compare: Whether the ranks see that replicas have the same bytes, and plain values the same content. That reads
+            all of the state once.
+
+    Raises:
+        CheckpointError: On all ranks alike, if any cannot plan, or replicas differ. Names ranks and tensors.
+        RankLost: A rank is gone.
+    """
+    coordinator = PlanCoordinator()
+    messages: RankMessages | None = None
     try:
-        tensors = state()
-        planner.set_up_planner(dict(tensors), None, is_coordinator=rank == 0)
-        mine = _sorted(planner.create_local_plan())
-        for tensor in tensors.values():
-            itemsize(_dtype(tensor))
+        flat = state()
+        pieces = list_boxes(flat, rank)
+        messages = RankMessages(_layout(pieces, rank), _checksum_values(flat, rank) if compare else {})
+        head = messages.head()
     except Exception as error:  # the others wait for this rank: it tells them instead
-        mine = f"rank {rank} cannot save its state: {error}"
-    plans = gather(mine, group)
-    told = tell(_global(planner, plans) if rank == 0 else "", group)
-    if isinstance(told, str):
-        raise CheckpointError(told)
-    shares, model = told
-    boxes = _boxes(shares[rank], tensors)
-    return Plan(
-        items=tuple(item.index for item in shares[rank]),
-        boxes=boxes,
-        sizes=tuple(_size(share) for share in shares),
-        model=model,
-        signature=signature(tensors),
+        head = RankMessages.failure(f"rank {rank} cannot save its state: {error}")
+    wanted = _consult(head, coordinator.ask, group)
+    answer = _consult(messages.details(wanted) if messages else b"", coordinator.share, group)
+    share = (messages or RankMessages(_layout([], rank), {})).share(answer)
+    plan = _plan(
+        [pieces[place] for place in share.writes], share.sizes, share.model, signature(flat.tensors, flat.elsewhere)
+    )
+    if compare:
+        try:
+            sums = RankMessages.sums(checksum_tensors([local(pieces[place].tensor) for place in share.compares]))
+        except Exception as error:
+            sums = RankMessages.failure(f"rank {rank} cannot read its state: {error}")
+        RankMessages.check(_consult(sums, coordinator.judge, group))
+    return plan
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a rank has of a tensor: the box at `offsets` of `sizes`; of nothing where a size is zero."""
+
+    name: str
+    tensor: torch.Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    claim: Claim
+
+    @property
+    def dtype(self) -> str:
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    @property
+    def bytes(self) -> int:
+        return prod(self.sizes) * itemsize(self.dtype)
+
+
+def list_boxes(flat: Flat, rank: int) -> list[Piece]:
+    """What this rank has of each tensor, in the order of the state. CheckpointError for what cannot be saved."""
+    own = f"{RANK}.{rank}."
+    known: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # an optimizer's state is cut as its parameters are
+    pieces = []
+    for name, tensor in flat.tensors.items():
+        shape = tuple(tensor.shape)
+        offsets, sizes = (0,) * len(shape), shape
+        if is_dtensor(tensor):
+            kind = (shape, id(tensor.device_mesh), tensor.placements)
+            if kind not in known:
+                known[kind] = _shard_of(name, tensor)
+            offsets, sizes = known[kind]
+        elif type(tensor).__name__ == "ShardedTensor":
+            raise CheckpointError(f"{name}: a ShardedTensor cannot be saved; use a DTensor (FSDP2)")
+        claim = Claim.OWN if name.startswith(own) else Claim.ELSEWHERE if name in flat.elsewhere else Claim.SHARED
+        if claim is Claim.OWN and sizes != shape:
+            raise CheckpointError(
+                f"{name}: a shard of a tensor that ranks hold together cannot be one rank's own; give the object "
+                "without PerRank"
+            )
+        pieces.append(Piece(name, tensor, shape, offsets, sizes, claim))
+        itemsize(pieces[-1].dtype)
+    return pieces
+
+
+def _shard_of(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh = tensor.device_mesh
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise CheckpointError(f"{name}: a partial sum cannot be saved; redistribute the DTensor first")
+    if mesh.get_coordinate() is None:
+        return (0,) * tensor.ndim, (0,) * tensor.ndim
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
+    held = local(tensor).shape
+    if tuple(held) != tuple(sizes):
+        raise CheckpointError(f"{name}: a shard has the shape {list(held)}, and its placements say {list(sizes)}")
+    return tuple(offsets), tuple(sizes)
+
+
+def _layout(pieces: Sequence[Piece], rank: int) -> RankLayout:
+    own = f"{RANK}.{rank}."
+    spans = [span_of_box(piece.shape, piece.offsets, piece.sizes) for piece in pieces]
+    return RankLayout(
+        LayoutNames(
+            tuple(piece.name.removeprefix(own) for piece in pieces),
+            tuple(piece.dtype for piece in pieces),
+            tuple(piece.shape for piece in pieces),
+            tuple(piece.claim for piece in pieces),
+        ),
+        np.array(spans, np.int64).reshape(-1, 2),
     )
 
 
-def _global(planner: DefaultSavePlanner, plans: Sequence[SavePlan | str]) -> tuple[list[list[WriteItem]], str] | str:
-    errors = [plan for plan in plans if isinstance(plan, str)]
-    if errors:
-        return "; ".join(errors)
-    try:
-        final, metadata = planner.create_global_plan([plan for plan in plans if isinstance(plan, SavePlan)])
-    except Exception as error:  # the other ranks wait
-        return f"the ranks' states do not fit together: {error}"
-    model = fingerprint(
-        (name, entry.properties.dtype, entry.size)
-        for name, entry in metadata.state_dict_metadata.items()
-        if hasattr(entry, "properties")
-    )
-    return [plan.items for plan in final], model
-
-
-def _sorted(plan: SavePlan) -> SavePlan:
-    """Largest first, as the planner gives each replica to whoever has least; without shards that have no element."""
-    items = [item for item in plan.items if item.tensor_data is not None and (_count(item) or not prod(_whole(item)))]
-    return replace(plan, items=sorted(items, key=_count, reverse=True))
-
-
-def _boxes(items: Sequence[WriteItem], tensors: Mapping[str, torch.Tensor]) -> tuple[Box, ...]:
+def _plan(pieces: Sequence[Piece], sizes: tuple[int, ...], model: str, own: Signature) -> Plan:
     boxes = []
     offset = HEADER
-    for item in items:
-        dtype = _dtype(tensors[item.index.fqn])
-        length = _count(item) * itemsize(dtype)
-        chunk = item.tensor_data.chunk
-        boxes.append(Box(item.index.fqn, dtype, _whole(item), tuple(chunk.offsets), tuple(chunk.sizes), offset, length))
-        offset = aligned(offset + length)
-    return tuple(boxes)
+    for piece in sorted(pieces, key=lambda each: -each.bytes):
+        boxes.append(Box(piece.name, piece.dtype, piece.shape, piece.offsets, piece.sizes, offset, piece.bytes))
+        offset = aligned(offset + piece.bytes)
+    return Plan(tuple(boxes), sizes, model, own)
 
 
-def _size(items: Sequence[WriteItem]) -> int:
-    size = HEADER
-    for item in items:
-        size = aligned(size) + _count(item) * item.tensor_data.properties.dtype.itemsize
-    return size
+def _consult(mine: bytes, decide: Callable[[Sequence[bytes]], list[bytes]], group: dist.ProcessGroup | None) -> bytes:
+    """What rank 0 answers this rank, after it has heard all of them."""
+    messages = gather_bytes(mine, group)
+    return scatter_bytes(decide(messages) if messages is not None else None, group)
 
 
-def _whole(item: WriteItem) -> tuple[int, ...]:
-    return tuple(item.tensor_data.size)
-
-
-def _count(item: WriteItem) -> int:
-    return prod(item.tensor_data.chunk.sizes)
-
-
-def _dtype(tensor: torch.Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _checksum_values(flat: Flat, rank: int) -> dict[str, str]:
+    own = f"{RANK}.{rank}."
+    return {
+        name: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
+        for name, value in flat.values.items()
+        if not name.startswith(own)
+    }

@@ -23,7 +23,7 @@ from everstep.checkpoint.slots import Record, Slot, Slots
 from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state.flat import Flat, coming, flatten, of_optimizers
-from everstep.checkpoint.state.kinds import PerRank
+from everstep.checkpoint.state.kinds import unwrap
 from everstep.checkpoint.state.steps import STEPS, has_hooked_steps
 from everstep.checkpoint.topology import Topology
 from everstep.checkpoint.user_metadata import pack_metadata
@@ -145,7 +145,7 @@ def check_start(
     Raises:
         CheckpointError: A value cannot be saved, the ranks' states do not fit together, or there is no room (NoRoom).
     """
-    plan = planning.make(lambda: _after_a_step(objects, topology.rank, how).tensors, topology.rank, group)
+    plan = planning.make(lambda: _after_a_step(objects, topology.rank, how), topology.rank, group)
     sizes = [plan.sizes[rank] for rank in topology.ranks]
     memory = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
     room.check(memory, Slots(directory).need(sizes, slots), slots)
@@ -182,14 +182,15 @@ class Saver:
 
     def prepare(self) -> None:
         """Plans and reserves memory, so that what cannot be saved is known before hours were trained. Collective."""
-        self._make_plan(self._after_a_step)
+        # Not compared: a script may make its replicas equal after this, and before its first step.
+        self._make_plan(self._after_a_step, compare=False)
 
     def take(self, key: Key, replan: bool) -> None:
         """Copies the state into a slot. Collective only with `replan`. Replan: the plan is not this state's."""
         if not self.finish_copy(COPY_TIMEOUT):  # the writer waits for that one, and nobody would announce it any more
             raise CheckpointError(f"the GPU's copy of an earlier step has not ended after {COPY_TIMEOUT:g} s")
         if replan or self._plan is None:
-            flat = self._make_plan(lambda: self._flat(key.step))
+            flat = self._make_plan(lambda: self._flat(key.step), compare=True)
             begun = self._node.tell("begin", key=str(key))
         else:
             begun = self._node.tell("begin", key=str(key))  # the writer looks for a slot while we look at our state
@@ -197,7 +198,7 @@ class Saver:
         assert self._plan is not None
         assert self._snapshots is not None
         flat = flat.fitted(self._plan.signature, self._bulk, planning.signature)
-        if planning.signature(flat.tensors) != self._plan.signature:
+        if planning.signature(flat.tensors, flat.elsewhere) != self._plan.signature:
             raise Replan("the state has other tensors, shapes or shards than the plan was made for")
         slot = self._slots[self._node.answer(begun, ALLOCATION_TIMEOUT)]
         self._snapshots.take(slot, key, flat.tensors, is_beside_training=STEPS.are_announced(self._optimizers()))
@@ -264,7 +265,7 @@ class Saver:
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """Those whose state may be copied beside training."""
-        every = [each.inner if isinstance(each, PerRank) else each for each in self._objects.values()]
+        every = [unwrap(each) for each in self._objects.values()]
         return [each for each in every if isinstance(each, torch.optim.Optimizer) and has_hooked_steps(each)]
 
     def _flat(self, step: int | None) -> Flat:
@@ -273,19 +274,19 @@ class Saver:
     def _after_a_step(self) -> Flat:
         return _after_a_step(self._objects, self._topology.rank, self._how)
 
-    def _make_plan(self, state: Callable[[], Flat]) -> Flat:
+    def _make_plan(self, state: Callable[[], Flat], *, compare: bool) -> Flat:
         topology = self._topology
         found: list[Flat] = []
 
-        def tensors() -> Mapping[str, torch.Tensor]:
+        def made() -> Flat:
             found.append(state())
-            return found[0].tensors
+            return found[0]
 
         # A rank whose state fails tells the others in the planning itself: they are waiting for it there.
         try:
-            plan = planning.make(tensors, topology.rank, self._group)
+            plan = planning.make(made, topology.rank, self._group, compare=compare)
         except RankLost as error:
-            raise RankLost(self._absent(), "left while ranks planned this save together") from error
+            raise RankLost(error.ranks or self._absent(), "left while ranks planned this save together") from error
         sizes = [[plan.sizes[rank] for rank in ranks] for ranks in (topology.ranks, self._node.kept)]
         why = self._node.call("reserve", ALLOCATION_TIMEOUT, sizes=sizes[0], kept=sizes[1])
         if why is not None:
@@ -314,4 +315,4 @@ class Saver:
 
 def _after_a_step(objects: Mapping[str, object], rank: int, how: How) -> Flat:
     flat = flatten(objects, rank=rank, step=None, allow_pickle=how.allow_pickle)
-    return Flat({**flat.tensors, **coming(objects, rank=rank)}, flat.values, flat.bulk)
+    return Flat({**flat.tensors, **coming(objects, rank=rank)}, flat.values, flat.bulk, flat.elsewhere)

@@ -50,7 +50,7 @@ class Snapshots:
         self._local = topology.local
         self._checksum = checksum
         self._staging = staging
-        self._steady = [index.fqn in steady for index in plan.items]
+        self._steady = [box.tensor in steady for box in plan.boxes]
         self._windows: dict[int, Window] = {}
 
     def take(

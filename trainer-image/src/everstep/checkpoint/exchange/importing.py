@@ -28,9 +28,9 @@ from everstep.checkpoint.format import (
     itemsize,
     part_header,
 )
+from everstep.checkpoint.plan_coordinator import fingerprint
 from everstep.checkpoint.selection import Only, Rename, is_wanted, rename_leaves
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.flat import fingerprint
 from everstep.checkpoint.state.kinds import dtype_name
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.user_metadata import pack_metadata
@@ -190,7 +190,7 @@ def write_checkpoint(
     chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
     store.put(part.name, _body(header, tensors, chunks), size)
     described = {name: _described(tensor, chunks[name]) for name, tensor in tensors.items()}
-    model = fingerprint((name, each.dtype, each.shape) for name, each in tensors.items())
+    model = fingerprint({name: (dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()})
     manifest = Manifest(key, 1, 1, model, DEFAULT, time.time(), (part,), described, dict(values))
     commit.announce(store, 0, manifest)
     commit.commit(store, key, 1, fenced=lambda: None, timeout=0)

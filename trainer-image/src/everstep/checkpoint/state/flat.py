@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import nn
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import is_bulk, to_tensor
-from everstep.checkpoint.state.kinds import Kind, PerRank, Stateful, dtype_name, is_tensor
+from everstep.checkpoint.state.kinds import FromRank, Kind, PerRank, Stateful, is_tensor, unwrap
+from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.memory import local, why_not_saved
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
@@ -21,7 +21,7 @@ from everstep.checkpoint.state.plain import StatefulObject, Value
 from everstep.checkpoint.state.steps import has_hooked_steps
 from everstep.checkpoint.values import check_size, pack
 
-__all__ = ["RANK", "Flat", "bind", "coming", "fingerprint", "flatten", "local", "of_optimizers"]
+__all__ = ["RANK", "Flat", "bind", "coming", "flatten", "local", "of_optimizers"]
 
 RANK = "rank"
 
@@ -30,11 +30,15 @@ _LARGEST_UNPLANNED = 16 << 20  # bytes of an array that is saved as a value when
 
 @dataclass(frozen=True)
 class Flat:
-    """Tensors (or DTensors), detached, on any device, sharing the objects' storage; values packed for the manifest."""
+    """Tensors (or DTensors), detached, on any device, sharing the objects' storage; values packed for the manifest.
+
+    `elsewhere`: names of tensors that another rank's are saved for: see FromRank, and DDP's buffers.
+    """
 
     tensors: dict[str, torch.Tensor]
     values: dict[str, object]
     bulk: dict[str, Any] = field(default_factory=dict)  # arrays and bytes whose bytes are tensors here, as they are
+    elsewhere: frozenset[str] = frozenset()
 
     def fitted(
         self, planned: Mapping[str, tuple[Any, ...]], bulk: Collection[str], sign: Callable[[Any], Mapping[str, Any]]
@@ -58,7 +62,8 @@ class Flat:
             dtype, shape, *_ = planned[name]
             tensors[name] = torch.zeros(shape, dtype=dtype)
         values = {**self.values, **{name: pack(self.bulk[name], name) for name in others}}
-        return Flat(tensors, values, {name: each for name, each in self.bulk.items() if name not in others})
+        kept = {name: each for name, each in self.bulk.items() if name not in others}
+        return Flat(tensors, values, kept, self.elsewhere)
 
 
 def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None, allow_pickle: bool = False) -> Flat:
@@ -70,10 +75,19 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, object] = {}
     bulk: dict[str, Any] = {}
+    elsewhere: set[str] = set()
+    sources = {names.segment(name): each.rank for name, each in objects.items() if isinstance(each, FromRank)}
     for kind in bind(objects, rank=rank, step=step):
+        follows = sources.get(kind.prefix, rank) != rank
+        if isinstance(kind, Modules) and not kind.prefix.startswith(f"{RANK}.") and kind.prefix not in sources:
+            elsewhere.update(kind.broadcast_from_others())
         for name, leaf in kind.leaves():
+            if follows and not is_dtensor(leaf):
+                elsewhere.add(name)
             if name in tensors or name in values:
                 raise CheckpointError(f"{name}: two objects have a state of this name")
+            if follows and not is_tensor(leaf):
+                continue
             if is_bulk(leaf):
                 tensors[name], described = to_tensor(leaf)
                 values[name] = pack(described)
@@ -85,7 +99,7 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
                 raise CheckpointError(f"{name} {why}")
             else:
                 tensors[name] = leaf
-    return Flat(tensors, values, bulk)
+    return Flat(tensors, values, bulk, frozenset(elsewhere & tensors.keys()))
 
 
 def coming(objects: Mapping[str, object], *, rank: int) -> dict[str, torch.Tensor]:
@@ -123,7 +137,7 @@ def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -
     optimizers: list[Kind] = []
     others: list[Kind] = []
     for name, each in objects.items():
-        inner = each.inner if isinstance(each, PerRank) else each
+        inner = unwrap(each)
         if name in modules:
             continue
         if isinstance(inner, torch.optim.Optimizer):
@@ -138,12 +152,6 @@ def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -
         else:
             others.append(Value(prefixes[name], inner))
     return [*modules.values(), *optimizers, *others]
-
-
-def fingerprint(tensors: Iterable[tuple[str, torch.dtype, Sequence[int]]]) -> str:
-    """A hash of what a model is: names, dtypes and whole shapes of its tensors, in any order."""
-    lines = sorted(f"{name} {dtype_name(dtype)} {list(shape)}" for name, dtype, shape in tensors)
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
 def _prefix(name: str, each: object, rank: int) -> str:
@@ -170,7 +178,7 @@ def _immutable(value: object) -> bool:
 
 
 def _modules(each: Any) -> Sequence[nn.Module]:
-    inner = each.inner if isinstance(each, PerRank) else each
+    inner = unwrap(each)
     if isinstance(inner, nn.Module):
         return [inner]
     if isinstance(inner, list | tuple) and inner and all(isinstance(one, nn.Module) for one in inner):

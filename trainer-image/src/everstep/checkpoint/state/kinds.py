@@ -61,6 +61,29 @@ class PerRank:
         self.inner = inner
 
 
+class FromRank:
+    """Wraps an object that ranks hold with different content, of which one rank's is saved and restored to all.
+
+    For what nobody keeps equal and one rank stands for: an average of the weights with its own running statistics, or
+    a model with BatchNorm whose gradients are summed by hand. What is sharded (DTensor) is saved from all ranks.
+
+    Args:
+        inner: The object; all ranks give theirs.
+        rank: Whose state it is.
+    """
+
+    def __init__(self, inner: object, rank: int = 0) -> None:
+        if rank < 0:
+            raise ValueError(f"FromRank takes the number of a rank, 0 or more, not {rank}")
+        self.inner = inner
+        self.rank = rank
+
+
+def unwrap(each: object) -> object:
+    """The object itself, without what says whose state is saved."""
+    return each.inner if isinstance(each, PerRank | FromRank) else each
+
+
 @runtime_checkable
 class Stepped(Protocol):
     """An object whose state follows from the number of trained steps, as a sampler's does."""

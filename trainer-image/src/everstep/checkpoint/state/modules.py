@@ -10,9 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Tensor
@@ -48,6 +50,15 @@ class Modules:
                 yield full, value
             else:
                 yield from names.walk(value, is_leaf, full)
+
+    def broadcast_from_others(self) -> Iterator[str]:
+        """Full names of the buffers that the next forward pass of a DDP gets from another rank, whatever is here."""
+        for module in self._modules:
+            wrapped = [(path, each) for path, each in module.named_modules() if isinstance(each, DDP)]
+            plain = unwrapped(module) if wrapped else str
+            for path, each in wrapped:
+                for name in _received_buffers(each):
+                    yield names.join(self.prefix, names.of_module(plain(f"{path}.{name}" if path else name)))
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -96,6 +107,23 @@ def _entries(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
     plain = unwrapped(module)
     for key, value in module.state_dict().items():
         yield key, names.of_module(plain(key)), value
+
+
+def _received_buffers(ddp: DDP) -> Iterator[str]:
+    """Names of the buffers that this rank gets from another one before the next forward pass."""
+    # A hook may do anything else with them, as take their mean: then none of them is the truth.
+    ignores = getattr(ddp, "_use_python_reducer", False) or getattr(ddp, "_delay_all_reduce_all_params", False)
+    if not ddp.broadcast_buffers or hasattr(ddp, "buffer_hook") or ignores:
+        return
+    group = ddp.process_group
+    # Within join() ranks may have no more data: DDP takes the last rank, which all of them agree on.
+    source = dist.get_world_size(group) - 1 if ddp._join_config.enable else 0
+    if dist.get_rank(group) == source:
+        return
+    sent = {id(each) for name, each in ddp.module.named_buffers() if name not in ddp.parameters_to_ignore}
+    for name, each in ddp.named_buffers(remove_duplicate=False):
+        if id(each) in sent:
+            yield name
 
 
 def unwrapped(module: nn.Module) -> Callable[[str], str]:
