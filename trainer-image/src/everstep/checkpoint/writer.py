@@ -415,6 +415,7 @@ class Writer:
             self._idle_since = time.monotonic()
         if save.committed:
             self._newest = max(key, self._newest or key)
+        if save.committed or (save.stored and save.claim.node != 0):
             await self._tidy(save)
 
     async def _tidy(self, save: Save) -> None:
