@@ -81,7 +81,8 @@ class Training:
 
     def commit(self, store: Store, key: Key, *, fenced: Callable[[], str | None] = lambda: None) -> Manifest:
         """What node 0 does when all have written."""
-        return commit.commit(store, key, self.world, fenced=fenced, timeout=0.0)
+        commit.commit(store, key, self.world, fenced=fenced, timeout=0.0)
+        return read_manifest(store, key)
 
     def save(self, store: Store, key: Key) -> Manifest:
         for rank in range(self.world):

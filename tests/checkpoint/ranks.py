@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint import planning, topology
+from everstep.checkpoint import commit, planning, topology
 from everstep.checkpoint.board import Alone, Board, Shared
 from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.format import HEADER, Chunk, Manifest, Part, Shard, Tensor, chunk_lengths, encode, part_header
+from everstep.checkpoint.format import HEADER, Chunk, Manifest, Part, Shard, Tensor, chunk_lengths, part_header
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.merging import merge
 from everstep.checkpoint.node_cache import NodeCache  # noqa: F401 - preloaded for the ranks
@@ -143,8 +143,9 @@ def save(store: Store, key: Key, objects: dict[str, object]) -> Manifest:
         every = [None] * world
         dist.all_gather_object(every, mine, group=group)
     manifest = merge(every)
+    commit.announce(store, rank, mine)
     if rank == 0:
-        store.put_if_absent(key.manifest_name, encode(manifest))
+        commit.commit(store, key, world, fenced=lambda: None, timeout=30)
     if group is not None:
         dist.barrier()
     return manifest

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import read_manifest, verify
+from everstep.checkpoint.candidates import read_index, read_manifest, verify
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import HEADER, Manifest
 from everstep.checkpoint.keys import HINT
@@ -88,6 +88,18 @@ def test_a_flipped_bit_of_a_manifest(folder: Path, training: Training, stride: i
     data = saved.store.read(name)
     for byte in range(0, len(data), stride):
         saved.check(name, flipped(data, byte * 8 + byte % 8))
+
+
+@thinned
+def test_a_node_manifest_that_is_flipped_cut_or_missing(folder: Path, stride: int) -> None:
+    saved = Saved(folder, Training(rows=1))
+    for node in read_index(saved.store, NEWEST).nodes:
+        data = saved.store.read(node.name)
+        for byte in range(0, len(data), stride):
+            saved.check(node.name, flipped(data, byte * 8 + byte % 8))
+        for size in range(0, len(data), 7 * stride):
+            saved.check(node.name, data[:size])
+        saved.check(node.name, None)
 
 
 @trainings

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 
+from everstep.checkpoint import commit
 from everstep.checkpoint.candidates import candidates, read_manifest, verify
 from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
 from everstep.checkpoint.format import encode
+from everstep.checkpoint.index import describe, encode_announcement
 from everstep.checkpoint.keys import HINT, Key
 from everstep.checkpoint.store.base import Entry, Store
 from everstep.checkpoint.store.posix import PosixStore
@@ -71,7 +73,9 @@ def test_a_manifest_that_does_not_cover_its_world_is_never_chosen(store: Store) 
     training.save(store, key(10))
     data, manifest = training.part(key(20), 0)
     store.put(key(20).part_name(0), [data], len(data))
-    store.replace(key(20).manifest_name, encode(replace(manifest, tensors={"own": manifest.tensors["own"]})))
+    alone = replace(manifest, tensors={"own": manifest.tensors["own"]})
+    commit.announce(store, 0, alone)
+    store.replace(key(20).manifest_name, encode_announcement(describe(alone, encode(alone), 0)))
     with pytest.raises(Damaged, match=r"is not whole: .* is of 2 ranks, and has no part of rank 1"):
         verify(store, key(20))
     assert load(store).key == key(10)

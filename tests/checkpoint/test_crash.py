@@ -56,7 +56,7 @@ def check_every_point(folder: Path, training: Training, first: bool) -> int:
     traces = [(node, count_calls(trial, node_task, training, key(20), node)) for node in (1, 0)]
     assert load(PosixStore(trial)).key == key(20)
     links = [number for number, name in enumerate(traces[1][1]) if name == "link"]
-    assert len(links) == 1
+    assert len(links) == 2  # its node manifest, and the commit
     for node, trace in traces:
         for point in points(len(trace)):
             store = copied(base, trial)
@@ -64,7 +64,7 @@ def check_every_point(folder: Path, training: Training, first: bool) -> int:
                 node_task(store, training, key(20), 1)
             killed(trial, node_task, training, key(20), node, point)
             loaded = load(store)
-            committed = node == 0 and (point.number, point.after) >= (links[0], True)
+            committed = node == 0 and (point.number, point.after) >= (links[1], True)
             assert loaded.key == (key(20) if committed else before), f"node {node}, {point}, {trace[point.number]}"
             assert loaded.key is None or is_good(training, loaded), f"node {node}, {point}"
             assert loaded.fell_back == ()
@@ -95,7 +95,7 @@ def test_retention_that_is_killed_at_any_call_loses_nothing(folder: Path) -> Non
         SMALL.save(PosixStore(base), key(step))
     copied(base, trial)
     trace = count_calls(trial, prune_task, SMALL, key(30), 0)
-    assert trace.count("remove") == 2 * 5  # of each two parts, two node manifests, one manifest
+    assert trace.count("remove") == 2 * 7  # of each two parts, two announcements, two node manifests, one index
     for point in points(len(trace)):
         store = copied(base, trial)
         killed(trial, prune_task, SMALL, key(30), 0, point)

@@ -167,7 +167,7 @@ def test_a_part_begins_with_one_page_that_says_whose_it_is() -> None:
     header = part_header(key(7), 3)
     assert len(header) == HEADER
     fields = json.loads(header.removeprefix(b"EVERSTEP").rstrip(b"\0"))
-    assert (fields["step"], fields["rank"], fields["format"]) == (7, 3, 1)
+    assert (fields["step"], fields["rank"], fields["format"]) == (7, 3, FORMAT)
 
 
 def test_shards_begin_at_multiples_of_64() -> None:

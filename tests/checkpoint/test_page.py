@@ -26,7 +26,7 @@ SIZES = {"uint8": 1, "bool": 1, "int64": 8, "float32": 4, "bfloat16": 2, "float6
 
 
 def newest(store: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The manifest and the tensors, row-major, of the newest checkpoint that verifies."""
+    """The index, with the values of all ranks, and the tensors, row-major, of the newest checkpoint that verifies."""
     found = []
     for path in (store / "manifests").iterdir():
         attempt, _, step = path.name.removesuffix(".json").partition("-")
@@ -41,40 +41,62 @@ def newest(store: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     raise LookupError("no checkpoint is good")
 
 
-def verified(store: Path, path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    first, second, end = path.read_bytes().split(b"\n")
+def opened(data: bytes) -> dict[str, Any]:
+    first, second, end = data.split(b"\n")
     algorithm, said = second.decode().split(" ")
-    check(end == b"" and SUMS[algorithm](first + b"\n") == said)
-    manifest = json.loads(first)
-    check(manifest["format"] == 1 and path.name == f"{manifest['attempt']}-{manifest['step']:012d}.json")
+    fields = json.loads(first)
+    check(end == b"" and SUMS[algorithm](first + b"\n") == said and fields["format"] == 2)
+    return dict(fields)
+
+
+def verified(store: Path, path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    index = opened(path.read_bytes())
+    check(path.name == f"{index['attempt']}-{index['step']:012d}.json")
+    check(sorted(rank for node in index["nodes"] for rank in node["ranks"]) == list(range(index["world"])))
+    tensors = {
+        name: bytearray(SIZES[tensor["dtype"]] * volume(tensor["shape"])) for name, tensor in index["tensors"].items()
+    }
+    seen: set[tuple[str, int]] = set()
+    for node in index["nodes"]:
+        data = (store / node["name"]).read_bytes()
+        check(len(data) == node["size"] and SUMS[index["checksum"]](data) == node["sum"])
+        manifest = opened(data)
+        check(len(manifest["parts"]) == len(node["ranks"]))
+        place_all(tensors, seen, store, manifest)
+        index["values"].update(manifest["values"])
+    for name, tensor in index["tensors"].items():
+        check(len([each for each in seen if each[0] == name]) == volume(tensor["shape"]))
+    return index, {name: bytes(data) for name, data in tensors.items()}
+
+
+def place_all(tensors: dict[str, bytearray], seen: set[tuple[str, int]], store: Path, manifest: dict[str, Any]) -> None:
+    """Verifies what one node wrote, and copies all of its shards."""
     sum_ = SUMS[manifest["checksum"]]
     parts = [(store / part["name"]).read_bytes() for part in manifest["parts"]]
     for part, data in zip(manifest["parts"], parts, strict=True):
         check(len(data) == part["size"] and sum_(data[:4096]) == part["header"])
-    tensors = {}
     for name, tensor in manifest["tensors"].items():
-        tensors[name] = bytearray(SIZES[tensor["dtype"]] * volume(tensor["shape"]))
-        seen = 0
         for shard in tensor["shards"]:
             raw = b""
-            for part, offset, length, said in shard["chunks"]:
-                chunk = parts[part][offset : offset + length]
+            for number, offset, length, said in shard["chunks"]:
+                chunk = parts[number][offset : offset + length]
                 check(sum_(chunk) == said)
                 raw += chunk
-            seen += place(tensors[name], raw, tensor["shape"], shard, SIZES[tensor["dtype"]])
-        check(seen == volume(tensor["shape"]))
-    return manifest, {name: bytes(data) for name, data in tensors.items()}
+            places = place(tensors[name], raw, tensor["shape"], shard, SIZES[tensor["dtype"]])
+            check(not seen & {(name, at) for at in places})
+            seen.update((name, at) for at in places)
 
 
-def place(into: bytearray, raw: bytes, shape: list[int], shard: dict[str, Any], size: int) -> int:
-    """Copies a shard's elements to where they belong; how many they are."""
-    count = volume(shard["sizes"])
+def place(into: bytearray, raw: bytes, shape: list[int], shard: dict[str, Any], size: int) -> list[int]:
+    """Copies a shard's elements to where they belong; the numbers of these places."""
+    places = []
     for number, index in enumerate(product(*map(range, shard["sizes"]))):
         at = 0
         for extent, offset, inside in zip(shape, shard["offsets"], index, strict=True):
             at = at * extent + offset + inside
         into[at * size : (at + 1) * size] = raw[number * size : (number + 1) * size]
-    return count
+        places.append(at)
+    return places
 
 
 def volume(sizes: list[int]) -> int:
@@ -158,5 +180,10 @@ def words() -> Iterator[str]:
     training, at = Training(rows=1), key()
     _, manifest = training.part(at, 0)
     from everstep.checkpoint.format import encode
+    from everstep.checkpoint.index import describe, encode_announcement
 
     yield from json.loads(encode(manifest).split(b"\n")[0])
+    index = json.loads(encode_announcement(describe(manifest, encode(manifest), 0)).split(b"\n")[0])
+    yield from index
+    yield from index["nodes"][0]
+    yield from index["tensors"]["own"]

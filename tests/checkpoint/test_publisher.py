@@ -12,6 +12,7 @@ from everstep.checkpoint import folder
 from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import Event
+from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.publisher import Publisher
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.store.posix import PosixStore
@@ -169,7 +170,8 @@ def test_what_was_committed_is_published_whatever_fails_after_that(
     watched: Path, tmp_path: Path, each: str | None
 ) -> None:
     told: list[Event] = []
-    store = Failing(tmp_path / "store", "data/")
+    first = Key(Attempt(0, 1), 0 if each is None else 1)
+    store = Failing(tmp_path / "store", first.part_name(0))
     publisher = Publisher(store, watched, quiet=0, each=each, keep_last=1, tell=told.append)
     for number in (1, 2):
         inner = watched if each is None else watched / f"checkpoint-{number}"

@@ -21,7 +21,7 @@ from torch import nn  # noqa: E402
 from everstep.checkpoint import slot_marks  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError, Denied, RankLost, RestoreFailed, StoreError  # noqa: E402
 from everstep.checkpoint.format import ALIGN, CHUNK, HEADER  # noqa: E402
-from everstep.checkpoint.keys import Key  # noqa: E402
+from everstep.checkpoint.keys import HINT, Key  # noqa: E402
 from everstep.checkpoint.leases import leases  # noqa: E402
 from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.rng import Rng  # noqa: E402
@@ -316,7 +316,8 @@ def test_what_is_in_the_nodes_memory_is_not_read_from_the_store(tmp_path: Path) 
     for key in (OLD, NEW):
         in_memory(tmp_path / "memory", tmp_path / "store", key)
     # The newest was never committed: the ranks died while it was stored.
-    (tmp_path / "store" / NEW.manifest_name).unlink()
+    for name in (NEW.manifest_name, HINT):
+        (tmp_path / "store" / name).unlink()
     store = Watched(tmp_path / "store")
     restored, fill = touched(store, tmp_path)
     assert (restored.key, restored.tier, fill) == (NEW, "memory", 20)

@@ -29,12 +29,24 @@ def steps(keys: list[Key]) -> list[int]:
 
 def test_the_last_ones_are_kept() -> None:
     keys = [key(step) for step in (10, 20, 30, 40)]
-    assert steps(plan(keys, (), {key(40)}, keep_last=2)) == [10, 20]
+    assert steps(plan(keys, (), {key(30), key(40)}, keep_last=2)) == [10, 20]
 
 
 def test_multiples_are_kept() -> None:
     keys = [key(step) for step in (50, 100, 150, 200, 250)]
     assert steps(plan(keys, (), {key(250)}, keep_last=1, keep_every=100)) == [50, 150]
+
+
+def test_of_a_multiple_whose_later_one_is_not_verified_both_are_kept() -> None:
+    keys = [key(100, 1), key(100, 2), key(150, 2)]
+    assert plan(keys, (), {key(100, 1), key(150, 2)}, keep_last=1, keep_every=100) == []
+
+
+def test_what_is_not_verified_counts_for_nothing() -> None:
+    """Three are to stay: the newest three are not all good, so an older good one stays as the third."""
+    keys = [key(step) for step in (10, 20, 30, 40, 50)]
+    assert steps(plan(keys, (), {key(20), key(30), key(50)}, keep_last=3)) == [10]
+    assert plan(keys, (), {key(30), key(50)}, keep_last=3) == []
 
 
 def test_of_a_multiple_that_two_attempts_saved_the_later_is_kept() -> None:
@@ -70,14 +82,15 @@ def test_whatever_goes_something_newer_and_verified_stays(
     good = verified & keys
     assert set(removed) <= keys - leased
     assert all(one < other for one, other in pairwise(removed))
-    assert all(each < max(good) for each in removed)
-    assert not removed or len(keys - set(removed)) >= keep_last
+    assert not removed or len(good - set(removed)) >= keep_last
+    newest = sorted(good)[-keep_last:]
+    assert all(each < newest[0] for each in removed)
 
 
 def test_pruned_checkpoints_leave_nothing(store: Store) -> None:
     for step in (10, 20, 30):
         training.save(store, key(step))
-    assert prune(store, {key(30)}, keep_last=2).removed == (key(10),)
+    assert prune(store, {key(20), key(30)}, keep_last=2).removed == (key(10),)
     assert candidates(store) == [key(30), key(20)]
     assert not list(store.list(key(10).data_prefix))
     assert is_good(training, load(store))
@@ -89,7 +102,7 @@ def test_what_another_version_wrote_is_not_removed(store: Store) -> None:
     store.replace(key(20).manifest_name, newer(store.read(key(20).manifest_name)))
     assert prune(store, {key(30)}, keep_last=1).removed == (key(10),)
     assert candidates(store) == [key(30), key(20)]
-    assert len(list(store.list(key(20).data_prefix))) == 4
+    assert len(list(store.list(key(20).data_prefix))) == 6
 
 
 def test_a_prune_that_died_is_finished_by_the_next(store: Store) -> None:

@@ -112,7 +112,7 @@ def test_show_tells_tensors_and_values(everstep: Everstep, run: Store) -> None:
     ]
     assert "rank.1.seed" in done.stdout
     manifest = json.loads(everstep("checkpoint", "show", "run", "--json").stdout)
-    assert (manifest["format"], manifest["step"]) == (1, 30)
+    assert (manifest["format"], manifest["step"]) == (2, 30)
 
 
 def test_diff_names_what_differs(everstep: Everstep, run: Store, tmp_path: Path) -> None:

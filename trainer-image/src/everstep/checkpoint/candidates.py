@@ -9,11 +9,19 @@ from threading import local
 from typing import Protocol
 
 from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, Missing, MissingRanks, UnknownFormat
-from everstep.checkpoint.format import HEADER, Chunk, Manifest, decode
+from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
+from everstep.checkpoint.format import HEADER, Chunk, Manifest
+from everstep.checkpoint.index import CheckpointIndex
 from everstep.checkpoint.keys import HINT, MANIFESTS, Key
-from everstep.checkpoint.merging import check_whole
+from everstep.checkpoint.manifests import assemble, read_index, read_manifest, read_node
 from everstep.checkpoint.store.base import Store
+
+__all__ = [
+    "OnBytes", "Readable", "candidates", "check", "read_chunk", "read_index", "read_manifest", "read_run", "verify",
+    "verify_node",
+]  # fmt: skip
+
+OnBytes = Callable[[int], None]  # with the bytes that have been verified since
 
 
 def candidates(store: Store) -> list[Key]:
@@ -28,7 +36,7 @@ def candidates(store: Store) -> list[Key]:
     hinted = _hinted(store)
     if hinted is not None and hinted not in keys:
         try:
-            keys.add(read_manifest(store, hinted).key)
+            keys.add(read_index(store, hinted).key)
         except UnknownFormat:
             keys.add(hinted)
         except (Missing, Damaged):
@@ -41,24 +49,6 @@ def _hinted(store: Store) -> Key | None:
         return Key.of_manifest(store.read(HINT).decode())
     except (Missing, ValueError):
         return None
-
-
-def read_manifest(store: Store, key: Key) -> Manifest:
-    """The manifest of `key`; Missing, UnknownFormat, or Damaged when it does not hold, is not whole or is another
-    checkpoint's."""
-    return parse_manifest(key, store.read(key.manifest_name))
-
-
-def parse_manifest(key: Key, data: bytes) -> Manifest:
-    """The same from the bytes of the object. UnknownFormat, Damaged."""
-    manifest = decode(data, key.manifest_name)
-    if manifest.key != key:
-        raise Damaged(key.manifest_name, f"is the manifest of another checkpoint, {manifest.key}")
-    try:
-        check_whole(manifest)
-    except (MissingRanks, Incomplete, Conflict) as error:
-        raise Damaged(key.manifest_name, f"is not whole: {error}") from error
-    return manifest
 
 
 class Readable(Protocol):
@@ -93,14 +83,42 @@ def check(manifest: Manifest, chunk: Chunk, data: memoryview) -> None:
         raise Damaged(name, f"bytes {chunk.offset} to {chunk.offset + chunk.length} are not those that were written")
 
 
-def verify(
-    store: Store, key: Key, *, threads: int = 4, on_bytes: Callable[[int], None] = lambda count: None
-) -> Manifest:
-    """Read all of a checkpoint and check every checksum; its manifest. Missing, Damaged.
+def verify(store: Store, key: Key, *, threads: int = 4, on_bytes: OnBytes = lambda count: None) -> Manifest:
+    """Read all of a checkpoint and check every checksum; takes `threads` times 8 MiB.
 
-    Takes `threads` times 8 MiB; `on_bytes` is called from the threads with the bytes that have been verified since.
+    Args:
+        store: Where it is.
+        key: Which one.
+        threads: Reads at a time.
+        on_bytes: Called from the threads with the bytes that have been verified since.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        Missing, Damaged: It is not good.
+        UnknownFormat: Another version of everstep wrote it.
     """
-    manifest = read_manifest(store, key)
+    index = read_index(store, key)
+    nodes = range(len(index.nodes))
+    return assemble(
+        index, {node: verify_node(store, index, node, threads=threads, on_bytes=on_bytes) for node in nodes}
+    )
+
+
+def verify_node(
+    store: Store,
+    index: CheckpointIndex,
+    node: int,
+    *,
+    threads: int = 4,
+    on_bytes: OnBytes = lambda count: None,
+) -> Manifest:
+    """Read back what one node of a checkpoint wrote; the same as verify() for its share alone. Raises Missing, Damaged.
+
+    The index may be what that node announced: then `node` is 0, whatever its number.
+    """
+    manifest = read_node(store, index, node)
     _check_sizes(store, manifest)
     chunks = _all_chunks(manifest)
     longest = max((chunk.length for chunk in chunks), default=0)

@@ -12,9 +12,16 @@ import time
 from collections.abc import Callable
 
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing, StoreError
-from everstep.checkpoint.format import Manifest, decode, encode
+from everstep.checkpoint.format import Manifest, encode
+from everstep.checkpoint.index import (
+    CheckpointIndex,
+    IndexMerger,
+    decode_announcement,
+    describe,
+    encode_announcement,
+    encode_index,
+)
 from everstep.checkpoint.keys import HINT, Key
-from everstep.checkpoint.merging import merge
 from everstep.checkpoint.store.base import Store
 
 _log = logging.getLogger("everstep.checkpoint.commit")
@@ -31,8 +38,15 @@ class Abandoned(CheckpointError):
 
 
 def announce(store: Store, node: int, manifest: Manifest) -> None:
-    """Tell the committer what this node wrote; all of its parts are in the store and durable."""
-    store.replace(manifest.key.node_name(node), encode(manifest))
+    """Store the manifest of a node and tell the committer; all of its parts are in the store and durable."""
+    data = encode(manifest)
+    announcement = describe(manifest, data, node)
+    (share,) = announcement.nodes
+    if not store.put_if_absent(share.name, data) and store.read(share.name) != data:
+        # Its name says what is in it: this is what a power loss has left of an earlier try.
+        store.delete([share.name])
+        store.put_if_absent(share.name, data)
+    store.replace(manifest.key.node_name(node), encode_announcement(announcement))
 
 
 def announced(store: Store, node: int, manifest: Manifest) -> bool:
@@ -42,9 +56,18 @@ def announced(store: Store, node: int, manifest: Manifest) -> bool:
         said = store.read(name)
     except Missing:
         return any(store.list(manifest.key.manifest_name))
-    if said != encode(manifest):
+    if said != encode_announcement(describe(manifest, encode(manifest), node)):
         raise Conflict(name, "was written by somebody else with the same attempt")
     return True
+
+
+def read_announcement(store: Store, key: Key, node: int) -> CheckpointIndex:
+    """Return what a node has announced: an index of its share alone. Raises Missing, Damaged, UnknownFormat."""
+    name = key.node_name(node)
+    announcement = decode_announcement(store.read(name), name)
+    if announcement.key != key or len(announcement.nodes) != 1:
+        raise Damaged(name, f"speaks of {announcement.key} and {len(announcement.nodes)} nodes")
+    return announcement
 
 
 def commit(
@@ -55,18 +78,18 @@ def commit(
     fenced: Callable[[], str | None],
     timeout: float,
     on_wait: Callable[[], None] = lambda: None,
-) -> Manifest:
-    """Wait at most `timeout` seconds for all nodes, then commit `key`; its manifest.
+) -> CheckpointIndex:
+    """Wait at most `timeout` seconds for all nodes, then commit `key`; its index.
 
     `fenced` says why this attempt may not publish, or None; it is asked last. `on_wait` is called while nodes are
     waited for and may raise. Errors: Abandoned, Fenced, StoreError; MissingRanks, Incomplete or Conflict when the nodes
     do not make a whole; UnknownFormat when one of them runs another version of everstep.
     """
-    merged = merge(_gather(store, key, nodes, timeout, on_wait))
+    merged = _gather(store, key, nodes, timeout, on_wait).merged()
     why = fenced()
     if why is not None:
         raise Fenced(f"{key} is not committed: {why}")
-    data = encode(merged)
+    data = encode_index(merged)
     # A commit whose answer was lost is our own; one with other bytes is a second writer with the same token.
     if not store.put_if_absent(key.manifest_name, data) and store.read(key.manifest_name) != data:
         raise Conflict(key.manifest_name, "is already committed, by somebody else with the same attempt")
@@ -77,32 +100,27 @@ def commit(
     return merged
 
 
-def _gather(store: Store, key: Key, nodes: int, timeout: float, on_wait: Callable[[], None]) -> list[Manifest]:
-    """What the nodes 0..nodes-1 have announced, in this order."""
+def _gather(store: Store, key: Key, nodes: int, timeout: float, on_wait: Callable[[], None]) -> IndexMerger:
+    """What the nodes 0..nodes-1 have announced."""
     deadline = time.monotonic() + timeout
     poll = _FIRST_POLL
-    missing = {key.node_name(node): "nothing" for node in range(nodes)}
-    found: dict[str, Manifest] = {}
+    missing = {key.node_name(node): (node, "nothing") for node in range(nodes)}
+    merger = IndexMerger(nodes)
     while True:
         # One listing for all nodes: a thousand reads of what is not there would keep a store busy.
         for name in sorted(missing.keys() & {entry.name for entry in store.list(key.data_prefix)}):
+            node = missing[name][0]
             try:
-                found[name] = _node_manifest(store, key, name)
+                merger.add(node, read_announcement(store, key, node))
                 del missing[name]
             except (Damaged, Missing) as error:
-                missing[name] = str(error)  # a store whose replace is not atomic shows it half for a moment
+                # A store whose replace is not atomic shows it half for a moment.
+                missing[name] = node, str(error)
         if not missing:
-            return [found[name] for name in sorted(found)]
+            return merger
         on_wait()
         if time.monotonic() >= deadline:
-            name, said = min(missing.items())
+            name, (_, said) = min(missing.items())
             raise Abandoned(f"{key}: {len(missing)} of {nodes} nodes are not done in {timeout:g} s; {name}: {said}")
         time.sleep(min(poll * random.uniform(0.5, 1.0), max(0.0, deadline - time.monotonic())))  # noqa: S311 (jitter)
         poll = min(poll * 1.5, _SLOWEST_POLL)
-
-
-def _node_manifest(store: Store, key: Key, name: str) -> Manifest:
-    manifest = decode(store.read(name), name)
-    if manifest.key != key:
-        raise Damaged(name, f"speaks of {manifest.key}")
-    return manifest

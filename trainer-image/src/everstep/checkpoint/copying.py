@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from everstep.checkpoint.candidates import parse_manifest, read_chunk
+from everstep.checkpoint.candidates import read_chunk
 from everstep.checkpoint.checksum import DEFAULT, digest
 from everstep.checkpoint.errors import Conflict, Missing
 from everstep.checkpoint.format import HEADER, Chunk, Manifest
 from everstep.checkpoint.keys import HINT, Key
+from everstep.checkpoint.manifests import parse_index, parse_node
 from everstep.checkpoint.store.base import Store
 
 
@@ -28,17 +29,25 @@ def copy(
     Damaged or Missing: the source is not good, and nothing was committed. Conflict: another checkpoint of this key.
     """
     data = source.read(key.manifest_name)
-    manifest = parse_manifest(key, data)
+    index = parse_index(key, data)
+    shares = []
+    for node, share in enumerate(index.nodes):
+        content = source.read(share.name)
+        shares.append((content, parse_node(index, node, content)))
     with suppress(Missing):
         if target.read(key.manifest_name) == data:
             return False
         raise Conflict(key.manifest_name, f"is another checkpoint in {target.url}")
     _claim(target, key, data)
-    # Nothing is removed first: another copy of the same may be under way, and commits what it finds under these names.
+    # Whatever was verified there before: not what comes now.
+    target.delete([entry.name for entry in target.list(key.mark_prefix)])
+    # No data is removed first: another copy of the same may be under way, and commits what it finds under these names.
     pool = ThreadPoolExecutor(threads, thread_name_prefix="copy")
     try:
-        for number, part in enumerate(manifest.parts):
-            target.put_whole(part.name, _verified(source, manifest, number, pool, threads, on_bytes), part.size)
+        for share, (content, manifest) in zip(index.nodes, shares, strict=True):
+            target.put_whole(share.name, [content], len(content))
+            for number, part in enumerate(manifest.parts):
+                target.put_whole(part.name, _verified(source, manifest, number, pool, threads, on_bytes), part.size)
     finally:
         pool.shutdown(cancel_futures=True)
     if not target.put_if_absent(key.manifest_name, data) and target.read(key.manifest_name) != data:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
@@ -13,6 +12,7 @@ import numpy.typing as npt
 
 from everstep.checkpoint.candidates import read_chunk
 from everstep.checkpoint.format import Manifest, Shard, Tensor, itemsize
+from everstep.checkpoint.lines import as_text, shortened
 from everstep.checkpoint.store.base import Store
 
 _NUMPY = {
@@ -54,22 +54,12 @@ def differences(
     for name in sorted(manifest.values.keys() | other.values.keys()):
         if name not in manifest.values or name not in other.values:
             yield Difference(name, f"only in the {'second' if name not in manifest.values else 'first'}")
-        elif _text(manifest.values[name]) != _text(other.values[name]):
-            yield Difference(name, f"{_short(manifest.values[name])} and {_short(other.values[name])}")
+        elif as_text(manifest.values[name]) != as_text(other.values[name]):
+            yield Difference(name, f"{shortened(manifest.values[name])} and {shortened(other.values[name])}")
 
 
 def _kind(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
-
-
-def _text(value: object) -> str:
-    # Not ==: for Python 1, 1.0 and True are equal.
-    return json.dumps(value, sort_keys=True)
-
-
-def _short(value: object) -> str:
-    text = _text(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _sums(tensor: Tensor) -> list[tuple[Any, ...]]:

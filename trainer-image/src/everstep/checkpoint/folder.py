@@ -122,7 +122,8 @@ def save(
     values = {VALUE: pack({"files": [asdict(file) for file in before.files], "empty": list(before.empty)})}
     manifest = Manifest(key, 1, 1, VALUE, DEFAULT, time.time(), (part,), tensors, values)
     commit.announce(store, 0, manifest)
-    return commit.commit(store, key, 1, fenced=fenced, timeout=0)
+    commit.commit(store, key, 1, fenced=fenced, timeout=0)
+    return manifest
 
 
 def restore(

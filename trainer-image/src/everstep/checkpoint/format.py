@@ -1,31 +1,30 @@
-"""What a manifest says and how it is written: one line of JSON and one line with its checksum.
+"""What a manifest says and how it is written: where every byte of a tensor is, and its checksums.
 
-Pure: no store, no clock. docs/checkpoints.md is the same for who writes a reader in another language.
+A node writes one of what it has stored; the index of the checkpoint (index.py) names these. Pure: no store, no clock.
+docs/checkpoints.md is the same for who writes a reader in another language.
 """
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from everstep.checkpoint.checksum import ALGORITHMS, DEFAULT, digest, width
-from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, UnknownFormat
+from everstep.checkpoint import lines
+from everstep.checkpoint.checksum import ALGORITHMS, DEFAULT, width
+from everstep.checkpoint.errors import Conflict, Damaged, Incomplete
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.lines import FORMAT, is_sum, number, numbers, text
 
 __all__ = [
     "ALIGN", "CHUNK", "FORMAT", "HEADER", "Attempt", "Chunk", "Conflict", "Damaged", "Incomplete", "Key", "Manifest",
     "Part", "Shard", "Tensor", "aligned", "chunk_lengths", "decode", "encode", "itemsize", "part_header",
 ]  # fmt: skip
 
-FORMAT = 1
 MAGIC = b"EVERSTEP"
 HEADER = 4096  # bytes before the first tensor of a part
 ALIGN = 64  # bytes; every shard begins at a multiple
 CHUNK = 8 << 20  # bytes at most
-
-_HEX = frozenset("0123456789abcdef")
 
 _ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
@@ -74,7 +73,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one node wrote (`nodes` is 1), or a whole checkpoint. `values` are packed (see values.py)."""
+    """What one node wrote (`nodes` is 1), or what several or all nodes of a checkpoint did (`nodes` are all of them).
+
+    `values` are packed (see values.py).
+    """
 
     key: Key
     world: int
@@ -114,14 +116,13 @@ def part_header(key: Key, rank: int, checksum: str = DEFAULT) -> bytes:
         "rank": rank,
         "checksum": checksum,
     }
-    return (MAGIC + _line(fields)).ljust(HEADER, b"\0")
+    return (MAGIC + lines.line(fields)).ljust(HEADER, b"\0")
 
 
 def encode(manifest: Manifest) -> bytes:
     """The bytes of the manifest; ValueError when it contradicts itself."""
     _check(manifest)
-    first = _line(_plain(manifest))
-    return first + f"{manifest.checksum} {digest(manifest.checksum, first)}\n".encode()
+    return lines.seal(_plain(manifest), manifest.checksum)
 
 
 def decode(data: bytes, name: str) -> Manifest:
@@ -135,45 +136,18 @@ def decode(data: bytes, name: str) -> Manifest:
         Damaged: These are not the bytes of a manifest.
         UnknownFormat: They are those of another version of everstep.
     """
-    first, newline, second = data.partition(b"\n")
-    algorithm = second.split(b" ")[0].decode("ascii", "replace")
-    if not newline or algorithm not in ALGORITHMS:
-        _check_format(first, name)  # a later one may have other checksums
-        raise Damaged(name, "is no manifest: its second line is missing or names no known checksum")
-    if second != f"{algorithm} {digest(algorithm, first + newline)}\n".encode():
-        raise Damaged(name, "its first line does not have the checksum that its second line says")
-    _check_format(first, name)
+    fields = lines.unseal(data, name)
     # From here on it is what somebody wrote; an error is a writer's mistake.
     try:
-        fields = json.loads(first)
-        if fields["format"] != FORMAT:
-            raise ValueError("it says no number of a format")
         manifest = _typed(fields)
         _check(manifest)
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(name, f"has a checksum that holds but no manifest of format {FORMAT}: {error!r}") from error
     return manifest
 
 
-def _check_format(first: bytes, name: str) -> None:
-    """UnknownFormat when the first line of a manifest says that it has another format."""
-    try:
-        fields = json.loads(first)
-        found = fields["format"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return
-    if type(found) is int and found != FORMAT:
-        raise UnknownFormat(name, found, FORMAT)
-
-
-def _line(fields: dict[str, Any]) -> bytes:
-    # Keys are sorted so that equal manifests are equal bytes, whoever writes them.
-    return json.dumps(fields, separators=(",", ":"), sort_keys=True, allow_nan=False).encode() + b"\n"
-
-
 def _plain(manifest: Manifest) -> dict[str, Any]:
     return {
-        "format": FORMAT,
         "attempt": str(manifest.key.attempt),
         "step": manifest.key.step,
         "world": manifest.world,
@@ -203,17 +177,15 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
 
 def _typed(fields: dict[str, Any]) -> Manifest:
     return Manifest(
-        key=Key(Attempt.parse(fields["attempt"]), _number(fields["step"])),
-        world=_number(fields["world"]),
-        nodes=_number(fields["nodes"]),
-        model=_text(fields["model"]),
-        checksum=_text(fields["checksum"]),
-        created=_seconds(fields["created"]),
-        parts=tuple(
-            Part(_text(each["name"]), _number(each["size"]), _text(each["header"])) for each in fields["parts"]
-        ),
+        key=Key(Attempt.parse(fields["attempt"]), number(fields["step"])),
+        world=number(fields["world"]),
+        nodes=number(fields["nodes"]),
+        model=text(fields["model"]),
+        checksum=text(fields["checksum"]),
+        created=lines.seconds(fields["created"]),
+        parts=tuple(Part(text(each["name"]), number(each["size"]), text(each["header"])) for each in fields["parts"]),
         tensors={
-            name: Tensor(_text(each["dtype"]), _numbers(each["shape"]), tuple(_shard(box) for box in each["shards"]))
+            name: Tensor(text(each["dtype"]), numbers(each["shape"]), tuple(_shard(box) for box in each["shards"]))
             for name, each in fields["tensors"].items()
         },
         values=dict(fields["values"].items()),
@@ -223,34 +195,9 @@ def _typed(fields: dict[str, Any]) -> Manifest:
 def _shard(fields: dict[str, Any]) -> Shard:
     chunks = []
     for *place, sum_ in fields["chunks"]:
-        part, offset, length = _numbers(place)
-        chunks.append(Chunk(part, offset, length, _text(sum_)))
-    return Shard(_numbers(fields["offsets"]), _numbers(fields["sizes"]), tuple(chunks))
-
-
-def _number(value: object) -> int:
-    if type(value) is not int or value < 0:
-        raise ValueError(f"not a number of something: {value!r}")
-    return value
-
-
-def _numbers(values: list[Any]) -> tuple[int, ...]:
-    for each in values:
-        if type(each) is not int or each < 0:
-            raise ValueError(f"not a number of something: {each!r}")
-    return tuple(values)
-
-
-def _seconds(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"not a time: {value!r}")
-    return float(value)
-
-
-def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise ValueError(f"not a text: {value!r}")
-    return value
+        part, offset, length = numbers(place)
+        chunks.append(Chunk(part, offset, length, text(sum_)))
+    return Shard(numbers(fields["offsets"]), numbers(fields["sizes"]), tuple(chunks))
 
 
 def _check(manifest: Manifest) -> None:
@@ -267,7 +214,7 @@ def _check(manifest: Manifest) -> None:
         inside = part.name.removeprefix(manifest.key.data_prefix)
         if inside == part.name or not inside or inside.startswith(".") or "/" in inside:
             raise ValueError(f"{part.name} is not a file of {manifest.key.data_prefix}")
-        if part.size < HEADER or not _is_sum(part.header, digits):
+        if part.size < HEADER or not is_sum(part.header, digits):
             raise ValueError(f"{part.name} has {part.size} bytes and a header with sum {part.header}")
     for name, tensor in manifest.tensors.items():
         _check_tensor(name, tensor, manifest.parts, digits)
@@ -284,11 +231,7 @@ def _check_tensor(name: str, tensor: Tensor, parts: tuple[Part, ...], digits: in
         if sum(chunk.length for chunk in shard.chunks) != prod(shard.sizes) * size:
             raise ValueError(f"the chunks of a shard of {name} have another size than the shard")
         for chunk in shard.chunks:
-            if not (0 <= chunk.part < len(parts) and 0 < chunk.length <= CHUNK and _is_sum(chunk.sum, digits)):
+            if not (0 <= chunk.part < len(parts) and 0 < chunk.length <= CHUNK and is_sum(chunk.sum, digits)):
                 raise ValueError(f"a chunk of {name} is not possible: {chunk}")
             if not HEADER <= chunk.offset <= parts[chunk.part].size - chunk.length:
                 raise ValueError(f"a chunk of {name} is outside of its part: {chunk}")
-
-
-def _is_sum(text: str, digits: int) -> bool:
-    return len(text) == digits and _HEX.issuperset(text)

@@ -1,4 +1,5 @@
-"""What the writer does with a filled slot: sum, store, commit on node 0, and remove what is not to be kept."""
+"""What the writer does with a filled slot: sum, store, commit on node 0; verify what this node stored, and on node 0
+remove what is not to be kept."""
 
 from __future__ import annotations
 
@@ -11,14 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import attempts, commit, fence, retention
-from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.candidates import candidates, verify_node
 from everstep.checkpoint.control import Config
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, Missing
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.manifests import read_index
 from everstep.checkpoint.persist import Mappings, Progress, store_again, store_slot, sum_slot
 from everstep.checkpoint.slots import Claim, Slot, Slots, State
 from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.verification import VerifiedCheckpoints, mark_node, unmarked
+
+_FIRST_POLL, _SLOWEST_POLL = 0.02, 2.0  # seconds
+_MARKS_PATIENCE = 30.0  # seconds
 
 
 class Committed(CheckpointError):
@@ -57,6 +63,7 @@ class Keeper:
         self._slots = slots
         self._on_whole = on_whole
         self._stores: dict[str, Store] = {}
+        self._verified: dict[str, VerifiedCheckpoints] = {}
         self._mappings = Mappings()
         # Two pools: work of the first waits for work of the second.
         self._saves = ThreadPoolExecutor(4, "save")
@@ -76,19 +83,20 @@ class Keeper:
             async with self._turn:
                 save.stored = await loop.run_in_executor(self._saves, partial(self._store, save))
             save.needs_slot = False
-        manifest = save.stored
+        size = sum(part.size for part in save.stored.parts)
         if save.claim.node == 0:
             save.doing = "waiting for the other nodes"
-            manifest = await loop.run_in_executor(self._saves, partial(self._commit, save))
+            size = await loop.run_in_executor(self._saves, partial(self._commit, save))
             save.committed = True
         return {
-            "bytes": sum(part.size for part in manifest.parts),
+            "bytes": size,
             "seconds": time.monotonic() - began,
             "at": time.time(),
         }
 
     async def tidy(self, save: Save) -> None:
-        """Retention after a commit: nothing goes before the new one was read back and found good.
+        """Read back what this node has stored and mark it as verified; on node 0, which has committed, wait for the
+        marks of the others and prune.
 
         It may take any time, but CheckpointError once nothing was read for `commit_timeout`. Of those that wait for an
         earlier one only the newest is done: it removes what the others would have.
@@ -99,10 +107,28 @@ class Keeper:
                 return
             if self._pruning is not None and not self._pruning.done():
                 raise CheckpointError("the store still hangs where an earlier checkpoint was read back from it")
-            progress = Progress()
-            prune = partial(self._prune, save, progress)
-            self._pruning = asyncio.get_running_loop().run_in_executor(self._reader, prune)
-            await _while_it_goes_on(self._pruning, progress, save.config.commit_timeout)
+            began = time.monotonic()
+            await self._read_back(save, self._verify)
+            if save.claim.node == 0:
+                # The others have begun to verify before the commit, and have about as much to read.
+                patience = _MARKS_PATIENCE + 3 * (time.monotonic() - began)
+                await self._read_back(save, partial(self._wait_for_marks, patience=patience))
+                await self._read_back(save, self._prune)
+
+    async def _read_back(self, save: Save, work: Callable[[Save, Progress], None]) -> None:
+        progress = Progress()
+        self._pruning = asyncio.get_running_loop().run_in_executor(self._reader, partial(work, save, progress))
+        await _while_it_goes_on(self._pruning, progress, save.config.commit_timeout)
+
+    def _wait_for_marks(self, save: Save, progress: Progress, *, patience: float) -> None:
+        """Until all nodes have verified what they stored, a newer save is there, or one of them seems to have died."""
+        store = self._at(save.config)
+        index = read_index(store, save.claim.key)
+        deadline, poll = time.monotonic() + patience, _FIRST_POLL
+        while unmarked(store, index) and save is self._to_tidy and time.monotonic() < deadline:
+            time.sleep(poll)
+            poll = min(poll * 1.5, _SLOWEST_POLL)
+            progress.step()
 
     def _store(self, save: Save) -> Manifest:
         slot, config = save.slot, save.config
@@ -121,7 +147,8 @@ class Keeper:
         """Whether it was committed; or so was a greater one of its attempt, and retention may have removed it."""
         return any(other >= key for other in candidates(self._at(config)) if other.attempt <= key.attempt)
 
-    def _commit(self, save: Save) -> Manifest:
+    def _commit(self, save: Save) -> int:
+        """Commits the save; the bytes of all nodes."""
         path, key, store = save.config.fence, save.claim.key, self._at(save.config)
 
         def fenced() -> str | None:
@@ -130,7 +157,7 @@ class Keeper:
             why = attempts.replaced(store, save.config.run) or attempts.find_successor(store, ours)
             return why or (None if path is None else fence.fenced(key.attempt, Path(path)))
 
-        return commit.commit(
+        index = commit.commit(
             store,
             key,
             save.claim.nodes,
@@ -138,13 +165,30 @@ class Keeper:
             timeout=save.config.commit_timeout,
             on_wait=save.progress.check,
         )
+        return index.bytes
+
+    def _verify(self, save: Save, progress: Progress) -> None:
+        store, key = self._at(save.config), save.claim.key
+        try:
+            announced = commit.read_announcement(store, key, save.claim.node)
+            verify_node(store, announced, 0, threads=2, on_bytes=lambda count: progress.step())
+        except Missing:
+            if save.committed or any(store.list(key.manifest_name)):
+                raise
+            return  # removed since, for a newer one
+        mark_node(store, announced, 0)
 
     def _prune(self, save: Save, progress: Progress) -> None:
-        config, store, key = save.config, self._at(save.config), save.claim.key
-        if not retention.plan(candidates(store), (), [key], config.keep_last, config.keep_every):
-            return  # then it need not be read back either
-        verify(store, key, threads=2, on_bytes=lambda count: progress.step())
-        retention.prune(store, [key], keep_last=config.keep_last, keep_every=config.keep_every)
+        config = save.config
+        if any(key.attempt > save.claim.key.attempt for key in candidates(self._at(config))):
+            return  # what stays is for that one to say: this writer was frozen, perhaps
+        found = self._verified.setdefault(config.url, VerifiedCheckpoints(self._at(config)))
+        retention.prune_verified(
+            found,
+            keep_last=config.keep_last,
+            keep_every=config.keep_every,
+            on_bytes=lambda count: progress.step(),
+        )
 
     def _at(self, config: Config) -> Store:
         if config.url not in self._stores:

@@ -78,6 +78,14 @@ class Key:
             raise ValueError(f"not the name of data: {name!r}")
         return cls.parse(f"{parts[1]}-{parts[2]}")
 
+    @classmethod
+    def of_mark(cls, name: str) -> Key:
+        """The key whose share the mark `name` says to be verified; ValueError for any other name."""
+        parts = name.split("/")
+        if len(parts) != 3 or f"{parts[0]}/" != VERIFIED:
+            raise ValueError(f"not the name of a mark: {name!r}")
+        return cls.parse(parts[1])
+
     @property
     def manifest_name(self) -> str:
         return f"{MANIFESTS}{self}.json"
@@ -89,5 +97,25 @@ class Key:
     def part_name(self, rank: int) -> str:
         return f"{self.data_prefix}{rank:05d}.part"
 
+    def rank_of(self, part_name: str) -> int:
+        """The rank whose part is called so; ValueError for any other name."""
+        number = part_name.removeprefix(self.data_prefix).removesuffix(".part")
+        if not (number.isdecimal() and number.isascii() and part_name == self.part_name(int(number))):
+            raise ValueError(f"not the name of a part of {self}: {part_name!r}")
+        return int(number)
+
     def node_name(self, node: int) -> str:
+        """What a node announces to the committer."""
         return f"{self.data_prefix}{node:05d}.json"
+
+    def node_manifest_name(self, node: int, sum_: str) -> str:
+        """What a node wrote: named by its content, so that it is written once."""
+        return f"{self.data_prefix}{node:05d}-{sum_}.json"
+
+    @property
+    def mark_prefix(self) -> str:
+        return f"{VERIFIED}{self}/"
+
+    def mark_name(self, node_manifest_name: str) -> str:
+        """That what this node manifest names was read back and found good."""
+        return f"{self.mark_prefix}{node_manifest_name.rpartition('/')[2].removesuffix('.json')}"

@@ -9,8 +9,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from everstep.checkpoint.candidates import candidates, read_manifest
-from everstep.checkpoint.errors import CheckpointError, Damaged, Missing
+from everstep.checkpoint.candidates import candidates, read_index
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, UnknownFormat
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.user_metadata import read_metadata
@@ -56,13 +56,13 @@ def list_checkpoints(
     found = []
     for key in candidates(store):
         try:
-            manifest = read_manifest(store, key)
-        except Damaged:
+            index = read_index(store, key)
+        except (Damaged, UnknownFormat):
             found.append(CheckpointInfo(key))
         except Missing:
             continue  # removed meanwhile
         else:
-            found.append(CheckpointInfo(key, manifest.created, read_metadata(manifest.values), True))
+            found.append(CheckpointInfo(key, index.created, read_metadata(index.values), True))
     return found
 
 

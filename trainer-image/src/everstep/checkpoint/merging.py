@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 
-from everstep.checkpoint.errors import Conflict, Incomplete, MissingRanks
+from everstep.checkpoint.coverage import check_cover, check_world
+from everstep.checkpoint.errors import Conflict
 from everstep.checkpoint.format import Chunk, Manifest, Part, Shard, Tensor
-
-Box = tuple[tuple[int, int], ...]  # (start, stop) for each dimension
+from everstep.checkpoint.lines import as_text, shortened
 
 
 def merge(node_manifests: Sequence[Manifest]) -> Manifest:
@@ -28,9 +26,9 @@ def merge(node_manifests: Sequence[Manifest]) -> Manifest:
 def check_whole(manifest: Manifest) -> None:
     """MissingRanks, Incomplete or Conflict unless each rank of its world has a part, nobody else has one, and every
     element of every tensor is in exactly one shard."""
-    _check_world(manifest)
+    check_world(manifest.key, manifest.world, [manifest.key.rank_of(part.name) for part in manifest.parts])
     for name, tensor in manifest.tensors.items():
-        _check_cover(name, tensor)
+        check_cover(name, tensor.shape, ((*shard.offsets, *shard.sizes) for shard in tensor.shards))
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
@@ -49,8 +47,10 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
                 raise Conflict(name, f"{one} for one writer, {other} for another")
             shards[name].extend(_moved(shard, len(parts)) for shard in tensor.shards)
         for name, value in manifest.values.items():
-            if name in values and _text(values[name]) != _text(value):
-                raise Conflict(name, f"two writers disagree about this value: {_short(values[name])}, {_short(value)}")
+            if name in values and as_text(values[name]) != as_text(value):
+                raise Conflict(
+                    name, f"two writers disagree about this value: {shortened(values[name])}, {shortened(value)}"
+                )
             values[name] = value
         parts.extend(manifest.parts)
     seen: set[str] = set()
@@ -70,16 +70,6 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
     )
 
 
-def _check_world(manifest: Manifest) -> None:
-    there = {part.name for part in manifest.parts}
-    missing = [rank for rank in range(manifest.world) if manifest.key.part_name(rank) not in there]
-    if missing:
-        raise MissingRanks(str(manifest.key), manifest.world, missing)
-    if len(manifest.parts) != manifest.world:
-        strange = min(there - {manifest.key.part_name(rank) for rank in range(manifest.world)})
-        raise Conflict(strange, f"is the part of no rank of a checkpoint of {manifest.world} ranks")
-
-
 def _check_same(first: Manifest, other: Manifest) -> None:
     for what in ("key", "world", "model", "checksum"):
         ours, theirs = getattr(first, what), getattr(other, what)
@@ -92,51 +82,3 @@ def _moved(shard: Shard, by: int) -> Shard:
     if not by:
         return shard
     return Shard(shard.offsets, shard.sizes, tuple(Chunk(c.part + by, c.offset, c.length, c.sum) for c in shard.chunks))
-
-
-def _text(value: object) -> str:
-    # Not ==: for Python 1, 1.0 and True are equal.
-    return json.dumps(value, sort_keys=True)
-
-
-def _short(value: object) -> str:
-    text = _text(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _check_cover(name: str, tensor: Tensor) -> None:
-    if len(tensor.shards) == 1 and tensor.shards[0].sizes == tensor.shape and not any(tensor.shards[0].offsets):
-        return  # most tensors
-    boxes = [
-        tuple((start, start + size) for start, size in zip(shard.offsets, shard.sizes, strict=True))
-        for shard in tensor.shards
-        if 0 not in shard.sizes
-    ]
-    found = uneven_region(tensor.shape, boxes) if 0 not in tensor.shape else None
-    if found is None:
-        return
-    region, count = found
-    if count == 0:
-        raise Incomplete(name, region)
-    raise Conflict(name, f"[{', '.join(f'{start}:{stop}' for start, stop in region)}] was written {count} times")
-
-
-def uneven_region(shape: tuple[int, ...], boxes: Sequence[Box]) -> tuple[Box, int] | None:
-    """A region that not exactly one box covers, and how many do.
-
-    Cuts the first dimension where a box begins or ends; between two cuts the same boxes hold, and the question is that
-    of the other dimensions.
-    """
-    if not shape:
-        return None if len(boxes) == 1 else ((), len(boxes))
-    cuts = sorted({0, shape[0], *(box[0][0] for box in boxes), *(box[0][1] for box in boxes)})
-    waiting = sorted(boxes, key=lambda box: box[0][0], reverse=True)
-    active: list[Box] = []
-    for low, high in pairwise(cuts):
-        active = [box for box in active if box[0][1] > low]
-        while waiting and waiting[-1][0][0] == low:
-            active.append(waiting.pop())
-        found = uneven_region(shape[1:], [box[1:] for box in active])
-        if found:
-            return ((low, high), *found[0]), found[1]
-    return None

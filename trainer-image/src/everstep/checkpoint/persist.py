@@ -12,7 +12,7 @@ from pathlib import Path
 from everstep.checkpoint.checksum import digest
 from everstep.checkpoint.commit import announce, announced
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, Part, Shard, Tensor, chunk_lengths
+from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, Part, Shard, Tensor, chunk_lengths, encode
 from everstep.checkpoint.merging import join
 from everstep.checkpoint.slots import Box, Record, Slot, Slots
 from everstep.checkpoint.store.base import Store
@@ -97,7 +97,9 @@ def store_again(
     if announced(store, node, manifest):
         return
     # Maybe torn, and nobody else has heard of them; a name in a store is written once.
-    store.delete([part.name for part in manifest.parts])
+    # A mark that they were verified is not of what is written now.
+    name = manifest.key.node_manifest_name(node, digest(manifest.checksum, encode(manifest)))
+    store.delete([manifest.key.mark_name(name), *(part.name for part in manifest.parts)])
     store_slot(store, slot, node, manifest, mappings, pool, progress)
 
 

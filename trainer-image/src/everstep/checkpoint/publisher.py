@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from everstep.checkpoint import attempts, fence, folder, retention
-from everstep.checkpoint.candidates import candidates, read_manifest, verify
+from everstep.checkpoint.candidates import candidates, read_manifest
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing, StoreError
 from everstep.checkpoint.events import Callback, Event
 from everstep.checkpoint.folder import Changed, Contents, NoFolder
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.verification import VerifiedCheckpoints, verify_and_mark
 
 _STEP = re.compile(r"(\d+)$", re.ASCII)
 
@@ -159,8 +160,8 @@ class Publisher:
 
     def _tidy(self, key: Key, keep_last: int) -> None:
         try:
-            verify(self.store, key)
-            retention.prune(self.store, [key], keep_last=keep_last)
+            verify_and_mark(self.store, key)
+            retention.prune_verified(VerifiedCheckpoints(self.store), keep_last=keep_last)
         except CheckpointError as error:  # the next one that is published removes the old ones too
             self.tell(Event("untidy", key, why=str(error)))
 

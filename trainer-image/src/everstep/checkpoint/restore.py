@@ -19,12 +19,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from everstep.checkpoint.candidates import Readable, parse_manifest, read_run
+from everstep.checkpoint.candidates import Readable, read_run
 from everstep.checkpoint.chunk_reads import THREADS, ChunkReader, Read
 from everstep.checkpoint.errors import CheckpointError, Damaged, RestoreFailed, StoreError, is_damage
 from everstep.checkpoint.format import Chunk, Manifest, decode, encode
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.loading import Chunks, Loading
+from everstep.checkpoint.manifests import parse_manifest, read_manifest
 from everstep.checkpoint.merging import merge
 from everstep.checkpoint.node_cache import NodeCache, pack, runs, share, units, unpack
 from everstep.checkpoint.part_files import PartFiles
@@ -239,12 +240,12 @@ class Restorer:
         """The node's leader gets the manifest, and holds the slots that the checkpoint is in, for all of the node."""
         cache.create()
         if not proposal.complete or self._topology.world > 1:  # else this rank has just made it
-            data = (
-                self._vote.read(name).encode()
-                if proposal.complete
-                else self._retry(lambda: self._store.read(key.manifest_name))
-            )
-            self._manifest = parse_manifest(key, data)
+            if proposal.complete:
+                data = self._vote.read(name).encode()
+                self._manifest = parse_manifest(key, data)
+            else:
+                self._manifest = self._retry(lambda: read_manifest(self._store, key))
+                data = encode(self._manifest)
             cache.leave("manifest", data)
         elif self._manifest is None or self._manifest.key != key:
             raise Damaged(key.manifest_name, "is the manifest of another checkpoint")

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and how the others go: never the newest one that was verified, never one that is read."""
+"""Which checkpoints are kept, and how the others go: never the newest that were verified, never one that is read."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
-from everstep.checkpoint.candidates import candidates, read_manifest
+from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
 from everstep.checkpoint.keys import DATA, LEASES, Key
 from everstep.checkpoint.leases import leases
+from everstep.checkpoint.manifests import read_index
 from everstep.checkpoint.store.base import Entry, Store
+from everstep.checkpoint.verification import OnBytes, VerifiedCheckpoints, marks
 
 SWEEP_AFTER = 24 * 3600.0  # seconds; longer than any save takes
 
@@ -33,23 +35,29 @@ def plan(
     keep_last: int,
     keep_every: int | None = None,
 ) -> list[Key]:
-    """What of the committed `keys` may go, smallest first.
+    """Return what of the committed `keys` may go, smallest first.
 
-    Nothing before something was verified after its commit, and only what is smaller than the newest of these: whatever
-    is greater may be damaged and does not count. Of the rest the greatest `keep_last` stay, counted from the newest
-    verified one, and of each step that is a multiple of `keep_every` the greatest.
+    Only verified ones count: the greatest `keep_last` of them stay, and whatever is greater than one of these, damaged
+    or not verified yet. Nothing goes while there are fewer. Of each step that is a multiple of `keep_every` the
+    greatest stays, and the greatest verified one.
+
+    Args:
+        keys: All that was committed.
+        leased: Those that somebody reads: they stay.
+        verified: Those that were read back and found good; at least the `keep_last` newest of them.
+        keep_last: How many verified ones stay.
+        keep_every: Steps that stay, as multiples of this.
     """
     if keep_last < 1:
         raise ValueError(f"keep_last is at least 1, not {keep_last}")
-    newest = max(set(verified) & set(keys), default=None)
-    if newest is None:
+    good = sorted(set(verified) & set(keys), reverse=True)
+    if len(good) < keep_last:
         return []
-    old = sorted((key for key in keys if key <= newest), reverse=True)
-    kept = {*old[:keep_last], *leased}
+    kept = set(leased)
     if keep_every is not None:
-        greatest = {key.step: key for key in reversed(old)}
-        kept |= {key for step, key in greatest.items() if step % keep_every == 0}
-    return [key for key in reversed(old) if key not in kept]
+        for some in (sorted(keys), reversed(good)):
+            kept |= {key for step, key in {key.step: key for key in some}.items() if step % keep_every == 0}
+    return [key for key in sorted(keys) if key < good[keep_last - 1] and key not in kept]
 
 
 def prune(
@@ -76,20 +84,21 @@ def prune(
         for key in plan(keys, {key for key, expires in held.values() if expires > now}, verified, keep_last, keep_every)
         if not _is_unknown(store, key)
     ]
+    marked = marks(store)
     for key in removed:
         store.delete([key.manifest_name])
-        store.delete([entry.name for entry in data.get(key, ())])
+        # Data before marks: what is half removed is nobody's, and the next call finds it by its data or its marks.
+        store.delete([entry.name for entry in (*data.get(key, ()), *marked.get(key, ()))])
     newest = max(set(verified) & set(keys), default=None)
-    leftovers = [
-        key
-        for key, entries in data.items()
-        if newest is not None
-        and key < newest
-        and key not in keys
-        and max(entry.modified for entry in entries) < now - sweep_after
-    ]
+    left: dict[Key, list[Entry]] = {}
+    for found in (data, marked):
+        for key, entries in found.items():
+            if newest is not None and key < newest and key not in keys:
+                left.setdefault(key, []).extend(entries)
+    old = now - sweep_after
+    leftovers = [key for key, entries in left.items() if max(entry.modified for entry in entries) < old]
     for key in leftovers:
-        store.delete([entry.name for entry in data[key]])
+        store.delete([entry.name for entry in left[key]])
     dead = [
         entry.name
         for entry in store.list(LEASES)
@@ -99,10 +108,29 @@ def prune(
     return Pruned(tuple(removed), tuple(sorted(leftovers)), store.sweep("", now - sweep_after) + len(dead))
 
 
+def prune_verified(
+    found: VerifiedCheckpoints,
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    on_bytes: OnBytes = lambda count: None,
+) -> Pruned:
+    """Find the verified checkpoints of a store and prune the others; nothing is read where nothing could go.
+
+    Raises:
+        StoreError: The store did not do it; what is left is found by the next call.
+    """
+    keys = candidates(found.store)
+    if not plan(keys, (), keys, keep_last, keep_every):
+        return Pruned()
+    verified = found.newest(keys, keep_last, on_bytes=on_bytes)
+    return prune(found.store, verified, keep_last=keep_last, keep_every=keep_every)
+
+
 def _is_unknown(store: Store, key: Key) -> bool:
     """Whether another version of everstep wrote this checkpoint: only that one can tell what may go."""
     try:
-        read_manifest(store, key)
+        read_index(store, key)
     except UnknownFormat:
         return True
     except (Missing, Damaged):

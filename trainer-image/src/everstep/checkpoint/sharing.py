@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from everstep.checkpoint.coverage import uneven_region
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import ALIGN, HEADER, itemsize
 from everstep.checkpoint.layouts import Claim, LayoutNames, box_of_span, extents_of
-from everstep.checkpoint.merging import uneven_region
 
 Ints = np.ndarray[Any, np.dtype[Any]]
 

@@ -430,6 +430,7 @@ class Writer:
             self._fail(save, why)
         if save.committed:
             self._newest = max(key, self._newest or key)
+        if save.committed or (save.stored and save.claim.node != 0):
             await self._tidy(save)
 
     async def _keep_trying(self, save: Save) -> dict[str, Any]:

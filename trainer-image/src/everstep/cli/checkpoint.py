@@ -30,13 +30,17 @@ Json = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 @app.command("ls")
 def ls(uri: Uri, as_json: Json = False) -> None:
-    """List what was committed, newest first. Only manifests are read and checked; `verify` reads everything."""
+    """List what was committed, newest first.
+
+    Only indexes are read and checked; `verify` reads everything. VERIFIED: all bytes were read back after the save.
+    """
     import json
     from concurrent.futures import ThreadPoolExecutor
 
-    from everstep.checkpoint.candidates import candidates, read_manifest
+    from everstep.checkpoint.candidates import candidates, read_index
     from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
     from everstep.checkpoint.keys import Key
+    from everstep.checkpoint.verification import VerifiedCheckpoints
     from everstep.cli.checkpoint_view import Row, row_json, table
     from everstep.cli.places import opened, said
     from everstep.cli.terminal import stderr, stdout
@@ -46,14 +50,16 @@ def ls(uri: Uri, as_json: Json = False) -> None:
 
         def row(key: Key) -> Row:
             try:
-                return Row(key, read_manifest(store, key))
+                return Row(key, read_index(store, key), is_verified=key in verified)
             except (Damaged, Missing) as error:
-                return Row(key, None, f"damaged: {error}")
+                return Row(key, None, why=f"damaged: {error}")
             except UnknownFormat as error:
-                return Row(key, None, f"unknown: {error}")
+                return Row(key, None, why=f"unknown: {error}")
 
+        keys = candidates(store)
+        verified = set(VerifiedCheckpoints(store).marked(keys))
         with ThreadPoolExecutor(8) as pool:
-            rows = list(pool.map(row, candidates(store)))
+            rows = list(pool.map(row, keys))
     if as_json:
         for each in rows:
             stdout().print(json.dumps(row_json(each)))
@@ -182,13 +188,13 @@ def prune(
 ) -> None:
     """Remove old checkpoints and what dead saves left behind.
 
-    The newest good one is looked for first, by reading it; it stays, and so does what somebody is reading.
+    Only verified ones count towards those that stay: what no run has verified yet is read first. What somebody is
+    reading stays too, and so does all that is newer than the last one that stays.
     """
     import time
 
     from everstep.checkpoint import candidates, leases, retention
-    from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
-    from everstep.cli.checkpoint_view import size
+    from everstep.checkpoint.verification import VerifiedCheckpoints
     from everstep.cli.errors import CliError
     from everstep.cli.places import NO, opened, said, short
     from everstep.cli.terminal import stderr, stdout
@@ -197,31 +203,31 @@ def prune(
     with said():
         store = opened(uri)
         keys = candidates.candidates(store)
-        good = None
-        for key in keys:
-            try:
-                manifest = candidates.read_manifest(store, key)
-                with transfer(f"verify {short(key)}", size(manifest)) as on_bytes:
-                    candidates.verify(store, key, threads=threads, on_bytes=on_bytes)
-                good = key
-                break
-            except (Damaged, Missing) as error:
-                stderr().print(f"{short(key)} is not good: {error}", style="red")
-            except UnknownFormat as error:
-                stderr().print(f"{short(key)} stays: {error}", style="yellow")
-        if good is None:
+        found = VerifiedCheckpoints(store, mark=not dry_run)
+        with transfer("verify", None) as on_bytes:
+            # The newest is read in any case: it was good once, and is to stay alone perhaps.
+            while verified := found.newest(keys, keep_last, threads=threads, on_bytes=on_bytes):
+                if found.still_holds(verified[0], threads=threads, on_bytes=on_bytes):
+                    break
+        for key, why in found.bad.items():
+            stderr().print(f"{short(key)} is not good: {why}", style="red")
+        for key, why in found.unknown.items():
+            stderr().print(f"{short(key)} stays: {why}", style="yellow")
+        if not verified:
             raise CliError(f"no checkpoint in {store.url} is good: nothing is removed", NO)
         if dry_run:
             held = {key for key, expires in leases.leases(store).values() if expires > time.time()}
-            for key in retention.plan(keys, held, [good], keep_last, keep_every):
+            for key in retention.plan(keys, held, verified, keep_last, keep_every):
                 stdout().print(f"{short(key)} would go")
             return
-        done = retention.prune(store, [good], keep_last=keep_last, keep_every=keep_every)
+        done = retention.prune(store, verified, keep_last=keep_last, keep_every=keep_every)
     for key in done.removed:
         stdout().print(f"{short(key)} is removed")
     for key in done.leftovers:
         stdout().print(f"{short(key)}, which was never committed, is removed")
-    stderr().print(f"{short(good)} is good and stays; {len(done.removed)} removed, {done.swept} leftovers swept.")
+    stderr().print(
+        f"{short(verified[0])} is good and stays; {len(done.removed)} removed, {done.swept} leftovers swept."
+    )
 
 
 @app.command("copy")

@@ -12,6 +12,7 @@ from typing import Any
 from rich.table import Table
 
 from everstep.checkpoint.format import Manifest, Tensor, itemsize
+from everstep.checkpoint.index import CheckpointIndex
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.user_metadata import read_metadata
 from everstep.cli.places import short
@@ -21,11 +22,12 @@ from everstep.cli.transfer import size_text
 
 @dataclass(frozen=True)
 class Row:
-    """A committed checkpoint: its manifest, or why that cannot be read, as "damaged: …" or "unknown: …"."""
+    """A committed checkpoint: its index, or why that cannot be read, as "damaged: …" or "unknown: …"."""
 
     key: Key
-    manifest: Manifest | None
+    index: CheckpointIndex | None
     why: str = ""
+    is_verified: bool = False
 
 
 def size(manifest: Manifest) -> int:
@@ -35,35 +37,36 @@ def size(manifest: Manifest) -> int:
 
 def table(rows: Iterable[Row]) -> Table:
     """One line for each checkpoint."""
-    found = _table("STEP", "ATTEMPT", "AGE", "SIZE", "RANKS", "TENSORS", "")
+    found = _table("STEP", "ATTEMPT", "AGE", "SIZE", "RANKS", "TENSORS", "VERIFIED", "")
     for row in rows:
         attempt = f"{row.key.attempt.epoch}.{row.key.attempt.generation}"
-        if row.manifest is None:
-            found.add_row(str(row.key.step), attempt, "", "", "", "", row.why, style="red")
+        if row.index is None:
+            found.add_row(str(row.key.step), attempt, "", "", "", "", "", row.why, style="red")
             continue
-        manifest = row.manifest
-        age = duration(max(0.0, time.time() - manifest.created))
-        tensors = str(len(manifest.tensors))
-        found.add_row(str(row.key.step), attempt, age, size_text(size(manifest)), str(manifest.world), tensors, "")
+        index = row.index
+        age = duration(max(0.0, time.time() - index.created))
+        numbers = size_text(index.bytes), str(index.world), str(len(index.tensors))
+        found.add_row(str(row.key.step), attempt, age, *numbers, "yes" if row.is_verified else "not yet", "")
     return found
 
 
 def row_json(row: Row) -> dict[str, Any]:
     """The same for programs: sizes in bytes, times in seconds since 1970."""
     found: dict[str, Any] = {"key": short(row.key), "step": row.key.step, "attempt": str(row.key.attempt)}
-    if row.manifest is None:
+    if row.index is None:
         kind, _, why = row.why.partition(": ")
         return {**found, kind: why}
-    manifest = row.manifest
+    index = row.index
     return {
         **found,
-        "created": manifest.created,
-        "bytes": size(manifest),
-        "world": manifest.world,
-        "nodes": manifest.nodes,
-        "model": manifest.model,
-        "tensors": len(manifest.tensors),
-        "metadata": read_metadata(manifest.values),
+        "created": index.created,
+        "bytes": index.bytes,
+        "world": index.world,
+        "nodes": len(index.nodes),
+        "model": index.model,
+        "tensors": len(index.tensors),
+        "verified": row.is_verified,
+        "metadata": read_metadata(index.values),
     }
 
 

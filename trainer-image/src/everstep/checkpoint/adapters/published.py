@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import attempts, fence, folder, retention, topology
 from everstep.checkpoint.adapters.background import BackgroundPublisher, clear_leftovers
-from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.collectives import gather, tell
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
 from everstep.checkpoint.events import Callback, Event, Events
@@ -26,6 +26,7 @@ from everstep.checkpoint.pilot import SaveFailed
 from everstep.checkpoint.restore import NoGoodCheckpoint
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.together import together
+from everstep.checkpoint.verification import VerifiedCheckpoints, verify_and_mark
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -134,8 +135,8 @@ class Published:
         details = {"bytes": size, "seconds": round(time.monotonic() - began, 3)}
         self._events.emit(Event("saved", manifest.key, details=details))
         try:
-            verify(self.store, manifest.key)
-            retention.prune(self.store, [manifest.key], keep_last=self._keep_last)
+            verify_and_mark(self.store, manifest.key)
+            retention.prune_verified(VerifiedCheckpoints(self.store), keep_last=self._keep_last)
         except CheckpointError as error:  # the next one that is published removes the old ones too
             _log.warning("older checkpoints were not removed: %s", error)
 
