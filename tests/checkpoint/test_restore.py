@@ -23,6 +23,7 @@ from everstep.checkpoint.errors import CheckpointError, Denied, RankLost, Restor
 from everstep.checkpoint.format import ALIGN, CHUNK, HEADER  # noqa: E402
 from everstep.checkpoint.keys import HINT, Key  # noqa: E402
 from everstep.checkpoint.leases import leases  # noqa: E402
+from everstep.checkpoint.manifests import read_manifest  # noqa: E402
 from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.rng import Rng  # noqa: E402
 from everstep.checkpoint.slots import Claim, Slots  # noqa: E402
@@ -110,6 +111,12 @@ def flip(path: Path, offset: int) -> None:
         file.write(bytes([byte ^ 1]))
 
 
+def weight_at(store: Path, key: Key) -> int:
+    """Where the model's weight begins in the part of rank 0; the generators' bytes lie there too."""
+    [shard] = read_manifest(PosixStore(store), key).tensors["model.weight"].shards
+    return shard.chunks[0].offset
+
+
 def touched(store: PosixStore, tmp_path: Path) -> tuple[Any, float]:
     """What a restore by one rank says, and what the model holds then."""
     made = model(-1)
@@ -121,7 +128,7 @@ def test_the_newest_is_loaded_and_a_bad_one_is_passed_over(tmp_path: Path) -> No
     save_both(tmp_path / "store")
     restored, fill = touched(store, tmp_path)
     assert (restored.key, restored.tier, restored.fell_back, fill) == (NEW, "store", {}, 20)
-    for offset, where in ((HEADER + 100, "tensor"), (20, "header")):
+    for offset, where in ((weight_at(tmp_path / "store", NEW) + 100, "tensor"), (20, "header")):
         flip(tmp_path / "store" / NEW.part_name(0), offset)
         restored, fill = touched(store, tmp_path)
         assert (restored.key, fill) == (OLD, 10), where
@@ -134,7 +141,7 @@ def test_the_newest_is_loaded_and_a_bad_one_is_passed_over(tmp_path: Path) -> No
 
 def test_where_nothing_is_good_nothing_is_touched_and_the_reasons_are_told(tmp_path: Path) -> None:
     save_both(tmp_path / "store")
-    flip(tmp_path / "store" / OLD.part_name(0), HEADER)
+    flip(tmp_path / "store" / OLD.part_name(0), weight_at(tmp_path / "store", OLD))
     (tmp_path / "store" / NEW.part_name(0)).unlink()
     made = model(-1)
     with pytest.raises(NoGoodCheckpoint) as caught:

@@ -7,6 +7,7 @@ box of a tensor of ours. Bytes are addressed as in the manifest, (part, offset),
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -20,7 +21,7 @@ from everstep.checkpoint.format import Chunk, Manifest, Shard, Tensor
 from everstep.checkpoint.placing import Box, Memory, read_whole
 from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.staging import Host
-from everstep.checkpoint.state.flat import RANK, bind
+from everstep.checkpoint.state.flat import RANK, bind, local
 from everstep.checkpoint.state.kinds import WHOLE, Absent, Kind, Saved
 from everstep.checkpoint.state.plain import Value
 
@@ -344,6 +345,7 @@ class Loading:
         new = {name for name, tensor in others.items() if tensor is not targets[name]}
         found += [replace(item, is_new=item.name in new) for item in resharded(others, manifest)] if others else []
         found = [item for item in found if prod(item.lengths)]
+        _check_filled({name: others.get(name, target) for name, target in targets.items()}, found)
         for item in found:
             if (item.name, item.shard) not in self._sources:
                 self._sources[item.name, item.shard] = _source(item.name, manifest.tensors[item.name], item.shard)
@@ -365,6 +367,16 @@ def _made(target: torch.Tensor) -> torch.Tensor:
     if target.is_contiguous():  # twenty times as fast as empty_like, which asks torch's Python for the strides
         return torch.empty(target.shape, dtype=target.dtype)
     return torch.empty_like(target, device="cpu")
+
+
+def _check_filled(targets: Mapping[str, torch.Tensor], items: Iterable[_Item]) -> None:
+    """Damaged when elements of a target would be left as they are: nothing of the checkpoint is read for them."""
+    filled: dict[str, int] = defaultdict(int)
+    for item in items:
+        filled[item.name] += prod(item.lengths)
+    for name, target in targets.items():
+        if filled[name] != local(target).numel():
+            raise Damaged(name, f"of {local(target).numel()} elements here the checkpoint has {filled[name]}")
 
 
 def _room(size: int) -> int:

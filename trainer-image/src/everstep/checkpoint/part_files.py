@@ -13,12 +13,30 @@ from pathlib import Path
 
 from everstep.checkpoint import slot_marks
 from everstep.checkpoint.errors import Damaged, StoreError
-from everstep.checkpoint.format import Manifest
+from everstep.checkpoint.format import Manifest, Part
+from everstep.checkpoint.keys import Key
 from everstep.checkpoint.peer_server import held
 from everstep.checkpoint.proposals import MEMORY, STORE
 from everstep.checkpoint.slots import Slot
 from everstep.checkpoint.store.base import LocalStore, ObjectReader, Store
 from everstep.checkpoint.store.reader import open_file
+
+
+def hold_slots(memory: Path, key: Key, stack: ExitStack) -> bytes:
+    """Hold the slots below `memory` that have something of a checkpoint until `stack` ends: nobody fills them anew.
+
+    Returns:
+        What PartFiles.adopt() needs to know, on every rank of the node.
+    """
+    rows = []
+    for slot, own in held(memory):
+        if own.key != key:
+            continue
+        stack.enter_context(slot.reading())
+        if slot.manifest() == own:  # else it was filled anew since
+            parts = [[part.name, part.size, part.header] for part in own.parts]
+            rows.append([str(slot.path), slot_marks.is_marked(slot, own), parts])
+    return json.dumps(rows).encode()
 
 
 class PartFiles:
@@ -31,37 +49,18 @@ class PartFiles:
         self._slots: dict[int, tuple[Slot, int]] = {}
         self._marked: set[int] = set()
 
-    def adopt(self, memory: Path, stack: ExitStack) -> bytes:
-        """Take the parts that are in the slots below `memory`, and hold these until `stack` ends.
-
-        Returns:
-            What adopt_as() needs to know on the other ranks of the node.
-        """
+    def adopt(self, message: bytes, stack: ExitStack) -> None:
+        """Take the parts that hold_slots() found on the node's leader, and hold their slots until `stack` ends."""
         numbers = {part.name: i for i, part in enumerate(self._manifest.parts)}
-        for slot, own in held(memory):
-            if own.key != self._manifest.key:
-                continue
+        for path, is_marked, parts in json.loads(message):
+            slot = Slot(Path(path))
             stack.enter_context(slot.reading())
-            if slot.manifest() != own:
-                continue  # filled anew since
-            marked = slot_marks.is_marked(slot, own)
-            for local, part in enumerate(own.parts):
+            for local, fields in enumerate(parts):
+                part = Part(*fields)
                 number = numbers.get(part.name)
                 if number is not None and number not in self._slots and self._manifest.parts[number] == part:
                     self._slots[number] = slot, local
-                    self._marked |= {number} if marked else set()
-        rows = [
-            [number, str(slot.path), local, number in self._marked] for number, (slot, local) in self._slots.items()
-        ]
-        return json.dumps(rows).encode()
-
-    def adopt_as(self, message: bytes, stack: ExitStack) -> None:
-        """Take the same parts as the node's leader, which holds their slots."""
-        for number, path, local, marked in json.loads(message):
-            slot = Slot(Path(path))
-            stack.enter_context(slot.reading())
-            self._slots[number] = slot, local
-            self._marked |= {number} if marked else set()
+                    self._marked |= {number} if is_marked else set()
 
     def leave_out(self, names: set[str]) -> None:
         """Parts of these names are read from elsewhere, unless they are in the node's memory."""

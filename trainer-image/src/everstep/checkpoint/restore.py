@@ -25,10 +25,11 @@ from everstep.checkpoint.errors import CheckpointError, Damaged, RestoreFailed, 
 from everstep.checkpoint.format import Chunk, Manifest, decode, encode
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.loading import Chunks, Loading
-from everstep.checkpoint.manifests import parse_manifest, read_manifest
+from everstep.checkpoint.manifests import parse_manifest
 from everstep.checkpoint.merging import merge
 from everstep.checkpoint.node_cache import NodeCache, pack, runs, share, units, unpack
-from everstep.checkpoint.part_files import PartFiles
+from everstep.checkpoint.node_manifests import NodeManifests
+from everstep.checkpoint.part_files import PartFiles, hold_slots
 from everstep.checkpoint.peer_link import Address
 from everstep.checkpoint.peer_parts import PeerParts
 from everstep.checkpoint.peer_server import held
@@ -163,11 +164,7 @@ class Restorer:
             cache = NodeCache(self._memory, name, shared=len(self._topology.ranks) > 1)
             if self._leads:
                 stack.callback(cache.remove)
-            self._together(lambda: self._fetch(key, proposal, name, cache, stack) if self._leads else None)
-            if self._topology.rank == 0:
-                self._vote.remove(name)  # as large as the manifest, and every node has it
-            manifest = self._manifest if self._leads else decode(cache.message("manifest"), key.manifest_name)
-            assert manifest is not None
+            manifest = self._manifest_of(key, proposal, name, cache, stack)
             if self._options.rename is not None:
                 saved = manifest
                 manifest = self._together(lambda: rename_manifest(saved, self._options.rename), local=True)
@@ -236,21 +233,36 @@ class Restorer:
         self._alive()
         time.sleep(seconds)
 
-    def _fetch(self, key: Key, proposal: Proposal, name: str, cache: NodeCache, stack: contextlib.ExitStack) -> None:
-        """The node's leader gets the manifest, and holds the slots that the checkpoint is in, for all of the node."""
-        cache.create()
-        if not proposal.complete or self._topology.world > 1:  # else this rank has just made it
-            if proposal.complete:
+    def _manifest_of(
+        self, key: Key, proposal: Proposal, name: str, cache: NodeCache, stack: contextlib.ExitStack
+    ) -> Manifest:
+        """The manifest of the checkpoint: all of it where the nodes hold it, else what this node needs of it."""
+        nodes = NodeManifests(key, cache, self._topology, lambda each: self._retry(lambda: self._store.read(each)))
+
+        def fetch() -> None:
+            cache.create()
+            cache.leave("slots", hold_slots(self._memory, key, stack) if self._offers(proposal) else b"[]")
+            if not proposal.complete:
+                nodes.fetch_index()
+            elif self._topology.world > 1:  # else this rank has just made it
                 data = self._vote.read(name).encode()
                 self._manifest = parse_manifest(key, data)
-            else:
-                self._manifest = self._retry(lambda: read_manifest(self._store, key))
-                data = encode(self._manifest)
-            cache.leave("manifest", data)
-        elif self._manifest is None or self._manifest.key != key:
-            raise Damaged(key.manifest_name, "is the manifest of another checkpoint")
-        files = PartFiles(self._manifest, self._store)
-        cache.leave("slots", files.adopt(self._memory, stack) if self._offers(proposal) else b"[]")
+                cache.leave("manifest", data)
+
+        self._together(lambda: fetch() if self._leads else None)
+        if self._topology.rank == 0:
+            self._vote.remove(name)  # as large as the manifest, and every node has it
+        if proposal.complete:
+            manifest = self._manifest if self._leads else decode(cache.message("manifest"), key.manifest_name)
+            assert manifest is not None
+            return manifest
+        index = nodes.index()
+        if len(index.nodes) > 1:
+            self._together(lambda: nodes.ask(index, self._objects, self._options))
+            self._together(lambda: nodes.fetch_share(index))
+        manifest = self._together(lambda: nodes.manifest(index), local=True)
+        assert isinstance(manifest, Manifest)
+        return manifest
 
     def _plan(
         self, manifest: Manifest, chunks: Chunks, files: PartFiles, cache: NodeCache, stack: contextlib.ExitStack
@@ -259,7 +271,7 @@ class Restorer:
         topology = self._topology
 
         def plan() -> Loading:
-            files.adopt_as(cache.message("slots"), stack)
+            files.adopt(cache.message("slots"), stack)
             found = Loading(
                 manifest,
                 self._objects,
