@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ torch = pytest.importorskip("torch")
 import everstep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
-from tests.checkpoint.sessions import Model, session  # noqa: E402
+from tests.checkpoint.sessions import Model, session, steps_in  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -79,3 +80,27 @@ def test_the_best_is_found_and_restored(tmp_path: Path) -> None:
         everstep.best(store, "accuracy")
     with pytest.raises(ValueError, match="best_mode is 'min' or 'max', not 'least'"):
         everstep.best(store, "loss", "least")  # type: ignore[arg-type]
+
+
+def test_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
+    losses = {1: 0.5, 2: 0.125, 3: float("nan"), 4: 0.25, 5: None, 6: 0.75, 7: 0.625}
+    save(tmp_path, losses, keep_last=2, keep_best=2)
+    settled(tmp_path, [2, 4, 6, 7])
+    save(tmp_path, {8: 0.0625, 9: 0.5}, keep_last=2, keep_best=1, best_mode="max")
+    settled(tmp_path, [6, 8, 9])
+
+
+def settled(folder: Path, expected: list[int]) -> None:
+    """Retention follows a save; the last one's is over soon."""
+    until = time.monotonic() + 120
+    while steps_in(folder) != expected:
+        assert time.monotonic() < until, steps_in(folder)
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "why"), [({"keep_best": 0}, "keep_best is"), ({"best_mode": "most"}, "best_mode is")]
+)
+def test_what_cannot_be_kept_is_said_at_the_start(options: Any, why: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=why):
+        session(tmp_path, **{"keep_best": 1, **options})

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from everstep.checkpoint import slots
 from everstep.checkpoint.errors import CheckpointError
@@ -54,6 +54,9 @@ class Config:
     slots: int = 2
     keep_last: int = 3
     keep_every: int | None = None
+    keep_best: int | None = None
+    best_metric: str = "loss"
+    best_mode: Literal["min", "max"] = "min"
     commit_timeout: float = 1800.0
     stall_after: float = 60.0
     fence: str | None = None

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import attempts, commit, fence, retention
+from everstep.checkpoint.best import KeepBest
 from everstep.checkpoint.candidates import candidates, verify_node
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, Missing
@@ -64,6 +65,7 @@ class Keeper:
         self._on_whole = on_whole
         self._stores: dict[str, Store] = {}
         self._verified: dict[str, VerifiedCheckpoints] = {}
+        self._keeps_best: dict[tuple[str, int, str, str], KeepBest] = {}
         self._mappings = Mappings()
         # Two pools: work of the first waits for work of the second.
         self._saves = ThreadPoolExecutor(4, "save")
@@ -187,8 +189,16 @@ class Keeper:
             found,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
+            keep_best=self._best(config),
             on_bytes=lambda count: progress.step(),
         )
+
+    def _best(self, config: Config) -> KeepBest | None:
+        if config.keep_best is None:
+            return None
+        # Kept, since it remembers what it has read.
+        made = KeepBest(config.keep_best, config.best_metric, config.best_mode)
+        return self._keeps_best.setdefault((config.url, made.count, made.metric, made.mode), made)
 
     def _at(self, config: Config) -> Store:
         if config.url not in self._stores:

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
+from everstep.checkpoint.best import Mode, rank_by_metric
 from everstep.checkpoint.candidates import candidates, read_index
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, UnknownFormat
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.user_metadata import read_metadata
-
-Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
@@ -93,22 +90,3 @@ def best(
             f"{', '.join(names) or 'no metadata at all'}: give it to save(step, metadata={{{metric!r}: …}})"
         )
     return ranked[0]
-
-
-def rank_by_metric(metadata: Iterable[tuple[Key, Mapping[str, Any]]], metric: str, mode: Mode) -> list[Key]:
-    """Return the keys that have a metric, the best first; of equals the newest first. NaN is none.
-
-    Raises:
-        ValueError: For a mode that is neither "min" nor "max".
-    """
-    if mode not in ("min", "max"):
-        raise ValueError(f"best_mode is 'min' or 'max', not {mode!r}")
-    sign = 1.0 if mode == "min" else -1.0
-    found: list[tuple[float, Key]] = []
-    for key, noted in metadata:
-        value = noted.get(metric)
-        with suppress(OverflowError):
-            if isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value):
-                found.append((sign * float(value), key))
-    newest_first = sorted(found, key=lambda each: each[1], reverse=True)
-    return [key for _, key in sorted(newest_first, key=lambda each: each[0])]

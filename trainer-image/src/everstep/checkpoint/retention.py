@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 
+from everstep.checkpoint.best import KeepBest
 from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
 from everstep.checkpoint.keys import DATA, LEASES, Key
@@ -66,24 +67,22 @@ def prune(
     *,
     keep_last: int,
     keep_every: int | None = None,
+    keep: Collection[Key] = (),
     sweep_after: float = SWEEP_AFTER,
     clock: Callable[[], float] = time.time,
 ) -> Pruned:
     """Remove what plan() gives, and what is older than `sweep_after` seconds and belongs to no checkpoint.
 
     The manifest goes before its data, so that what is half removed is not found. What a killed call leaves, the next
-    one removes.
+    one removes. `keep`: stays in any case.
     """
     # Data is listed before manifests: what is committed in between has its manifest in the second list.
     data = _data(store)
     keys = candidates(store)
     now = clock()
     held = leases(store)
-    removed = [
-        key
-        for key in plan(keys, {key for key, expires in held.values() if expires > now}, verified, keep_last, keep_every)
-        if not _is_unknown(store, key)
-    ]
+    stays = {key for key, expires in held.values() if expires > now} | set(keep)
+    removed = [key for key in plan(keys, stays, verified, keep_last, keep_every) if not _is_unknown(store, key)]
     marked = marks(store)
     for key in removed:
         store.delete([key.manifest_name])
@@ -113,6 +112,7 @@ def prune_verified(
     *,
     keep_last: int,
     keep_every: int | None = None,
+    keep_best: KeepBest | None = None,
     on_bytes: OnBytes = lambda count: None,
 ) -> Pruned:
     """Find the verified checkpoints of a store and prune the others; nothing is read where nothing could go.
@@ -121,10 +121,11 @@ def prune_verified(
         StoreError: The store did not do it; what is left is found by the next call.
     """
     keys = candidates(found.store)
-    if not plan(keys, (), keys, keep_last, keep_every):
+    best = set() if keep_best is None else keep_best.select(found, keys)
+    if not plan(keys, best, keys, keep_last, keep_every):
         return Pruned()
     verified = found.newest(keys, keep_last, on_bytes=on_bytes)
-    return prune(found.store, verified, keep_last=keep_last, keep_every=keep_every)
+    return prune(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=best)
 
 
 def _is_unknown(store: Store, key: Key) -> bool:

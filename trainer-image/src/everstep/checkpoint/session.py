@@ -16,6 +16,7 @@ from typing import Any, Literal, Self
 from everstep.checkpoint import attempts, checksum, fence, topology
 from everstep.checkpoint.agreement import Agreement
 from everstep.checkpoint.auto import Trigger, learned
+from everstep.checkpoint.best import KeepBest, Mode
 from everstep.checkpoint.board import Alone, Board, Shared
 from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.casting import Cast, Casts
@@ -54,6 +55,8 @@ class Checkpointer:
     every: seconds, "10m", or "auto" (by Young and Daly, from what saves cost and how often the run fails);
     every_steps: a number of steps; both may be given, with neither it is ten minutes.
     keep_last, keep_every: how many checkpoints stay, and each one whose step is a multiple of the latter.
+    keep_best: so many stay beside these, the best by the number `best_metric` of their metadata; best_mode: "min" or
+    "max".
     policy: what a save does that is due while one is still being stored: "skip" (it is taken when the next one is due),
     "wait" (training waits) or "queue" (it is taken into the other slot, and training waits where that is in use too).
     slots: copies in each node's memory; with one, no whole copy is there while a save is copied.
@@ -76,6 +79,9 @@ class Checkpointer:
         every_steps: int | None = None,
         keep_last: int = 3,
         keep_every: int | None = None,
+        keep_best: int | None = None,
+        best_metric: str = "loss",
+        best_mode: Mode = "min",
         policy: Policy = "skip",
         slots: int = 2,
         peers: Literal[0, 1] | None = None,
@@ -96,6 +102,8 @@ class Checkpointer:
             raise ValueError(f"there is at least one slot, not {slots}")
         if peers not in (None, 0, 1):
             raise ValueError(f"each node's slots are copied to 0 or 1 other nodes, not {peers}")
+        if keep_best is not None:
+            KeepBest(keep_best, best_metric, best_mode)  # ValueError
         self._trigger = Trigger.parse(every, every_steps, time_between_failures)
         self._events = Events()
         self._metrics = Metrics()
@@ -114,6 +122,9 @@ class Checkpointer:
             "slots": slots,
             "keep_last": keep_last,
             "keep_every": keep_every,
+            "keep_best": keep_best,
+            "best_metric": best_metric,
+            "best_mode": best_mode,
             "commit_timeout": commit_timeout,
             "stall_after": stall_after,
             "fence": str(fence.FENCE) if attempt is None and self._given is not None else None,

@@ -1,4 +1,7 @@
-"""What a user notes about a checkpoint beside its state: a small JSON object, in the manifest as one value."""
+"""What a user notes about a checkpoint beside its state: a small JSON object, in the manifest as one value, its text.
+
+The writer reads it for retention: this module must not import torch, nor what knows of it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.values import pack, unpack
 
 VALUE = "%metadata"  # no object's name can begin with a bare %
 LIMIT = 64 << 10  # bytes as JSON
@@ -35,16 +37,17 @@ def pack_metadata(metadata: Mapping[str, Any]) -> dict[str, object]:
         raise CheckpointError(
             f"metadata has {len(text)} bytes as JSON, and may have {LIMIT}: save what is large as state"
         )
-    return {VALUE: pack(plain, VALUE)}
+    return {VALUE: text}
 
 
 def read_metadata(values: Mapping[str, object]) -> dict[str, Any]:
     """Return what pack_metadata() was given; {} where there was none, or what is there cannot be read."""
-    if VALUE not in values:
+    text = values.get(VALUE)
+    if not isinstance(text, str):
         return {}
     try:
-        found = unpack(values[VALUE], VALUE)
-    except CheckpointError:
+        found = json.loads(text)
+    except ValueError:
         return {}
     return found if isinstance(found, dict) else {}
 
