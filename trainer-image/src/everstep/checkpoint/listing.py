@@ -13,14 +13,15 @@ from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Unknow
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.user_metadata import read_metadata
+from everstep.checkpoint.verification import VerifiedCheckpoints
 
 
 @dataclass(frozen=True)
 class CheckpointInfo:
     """A committed checkpoint. `created` in seconds since 1970; `metadata` as the user gave it to save().
 
-    `verified`: its manifest holds and covers every tensor, which is what a listing reads; its bytes are verified when
-    they are loaded, or by `everstep checkpoint verify`.
+    `verified`: every node has read back what it stored, and left its mark. One without may be good all the same, and
+    is verified when it is loaded, or by `everstep checkpoint verify`.
     """
 
     key: Key
@@ -51,7 +52,9 @@ def list_checkpoints(
     """
     store = open_store(uri, **(options or {})) if isinstance(uri, str | os.PathLike) else uri
     found = []
-    for key in candidates(store):
+    keys = candidates(store)
+    marked = set(VerifiedCheckpoints(store, mark=False).marked(keys))
+    for key in keys:
         try:
             index = read_index(store, key)
         except (Damaged, UnknownFormat):
@@ -59,7 +62,7 @@ def list_checkpoints(
         except Missing:
             continue  # removed meanwhile
         else:
-            found.append(CheckpointInfo(key, index.created, read_metadata(index.values), True))
+            found.append(CheckpointInfo(key, index.created, read_metadata(index.values), key in marked))
     return found
 
 
@@ -82,7 +85,7 @@ def best(
         CheckpointError: No checkpoint has the metric.
     """
     found = list_checkpoints(uri, options=options)
-    ranked = rank_by_metric(((each.key, each.metadata) for each in found if each.verified), metric, mode)
+    ranked = rank_by_metric(((each.key, each.metadata) for each in found), metric, mode)
     if not ranked:
         names = sorted({name for each in found for name in each.metadata})
         raise CheckpointError(
