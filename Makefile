@@ -5,7 +5,10 @@ UV ?= $(shell command -v uv || echo build/uv/bin/uv)
 RUN = $(UV) run --quiet
 # torch takes 5 GB: the tests that train live in an environment of their own.
 RUN_TORCH = UV_PROJECT_ENVIRONMENT=.venv-torch $(UV) run --quiet
-NARROW = not integration and not e2e and not chaos and not torch
+NARROW = not integration and not e2e and not chaos and not torch and not gpu
+# A Python that has torch already, in place of .venv-torch: `make test-gpu PYTHON=python3`.
+PYTHON ?=
+RUN_GPU = $(if $(PYTHON),PYTHONPATH=trainer-image/src:. $(PYTHON),$(RUN_TORCH) python)
 UNIT = -m "$(NARROW)"
 # Where compiled modules may not be kept, each process compiles a thousand of them anew: half of a run of the tests.
 export PYTHONDONTWRITEBYTECODE =
@@ -14,7 +17,7 @@ export PYTHONDONTWRITEBYTECODE =
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-.PHONY: demo test bench bench-checkpoint bench-pipeline lint types test-unit test-torch test-integration test-e2e test-chaos
+.PHONY: demo test test-gpu bench bench-gpu bench-checkpoint bench-pipeline lint types test-unit test-torch test-integration test-e2e test-chaos
 demo: venv ## from nothing to a trained model on a cluster on this machine
 	UV=$(UV) $(RUN) python -m e2e.demo
 
@@ -23,15 +26,19 @@ test: lint types test-unit test-torch test-integration test-e2e ## everything th
 lint: venv ## style, import directions
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) lint-imports
 
-types: venv ## mypy --strict
+types: venv venv-torch ## mypy --strict; what works on tensors once more with torch's own types
 	$(RUN) mypy
+	$(RUN_TORCH) mypy --config-file mypy-torch.ini
 
 # Two cores: a third worker fills the waits of the others, a fourth only imports everything once more.
 test-unit: venv ## seconds, no root, no cluster
 	$(RUN) pytest tests $(UNIT) -n 3 --dist worksteal -q
 
 test-torch: venv-torch ## the trainer library with real torch ranks, no root, no cluster
-	$(RUN_TORCH) pytest tests -m "torch and not chaos" -n 2 -q
+	$(RUN_TORCH) pytest tests -m "torch and not chaos and not gpu" -n 2 -q
+
+test-gpu: $(if $(PYTHON),,venv-torch) ## state on NVIDIA GPUs, for real; fails where there is none (PYTHON=python3: one that has torch)
+	$(RUN_GPU) -m tests.gpu $(ARGS)
 
 test-integration: venv ## the operator against a real API server, checkpoints on a real S3 server
 	$(RUN) pytest tests -m "integration and not chaos" -q
@@ -42,13 +49,16 @@ test-e2e: venv ## real pods on a real cluster, brought up if there is none
 test-chaos: venv venv-torch ## long random sweeps
 	$(RUN) pytest tests -m "hypothesis and $(NARROW)" --hypothesis-profile=long --timeout 1200 -n 2 -q
 	$(RUN) pytest e2e/scenarios tests -m "chaos and not torch" -q
-	$(RUN_TORCH) pytest tests -m "chaos and torch" -n 2 -q
+	$(RUN_TORCH) pytest tests -m "chaos and torch and not gpu" -n 2 -q
 
 bench: venv ## ratios against floors of the same run, build/bench/main.json
 	$(RUN) python -m benchmarks.main
 
 bench-checkpoint: venv-torch ## saving and restoring against plain copies, writes and reads, build/bench/checkpoint.json (ARGS="stall --size 1g": some)
 	$(RUN_TORCH) python -m benchmarks.checkpoint $(ARGS)
+
+bench-gpu: $(if $(PYTHON),,venv-torch) ## stall, restore and cost of training on a GPU against plain copies, build/bench/gpu.json (ARGS="--size 1000000000")
+	$(RUN_GPU) -m benchmarks.gpu $(ARGS)
 
 bench-pipeline: venv-torch ## pipelines against closed forms, torch's pipelines and other splits, build/bench/pipeline.json (ARGS="bubble memory": some)
 	$(RUN_TORCH) python -m benchmarks.pipeline $(ARGS)

@@ -486,6 +486,8 @@ class _Factories(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
         name = getattr(func, "__name__", "")
         if name == "is_pinned" and not isinstance(args[0], GpuTensor):
             return args[0].untyped_storage().data_ptr() in Runtime.current().pinned
+        if kwargs.get("pin_memory"):
+            return pinned(func(*args, **{**kwargs, "pin_memory": False}))
         if device is not None and torch.device(device).type == "cuda":
             result = on_gpu(func(*args, **{**kwargs, "device": "cpu"}), device)
             Runtime.current().stream_of(device).give(Work())

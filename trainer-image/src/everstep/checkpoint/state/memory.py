@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined,unused-ignore]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from everstep.checkpoint.errors import CheckpointError
