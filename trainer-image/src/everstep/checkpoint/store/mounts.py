@@ -21,7 +21,7 @@ def is_on_this_machine(folder: Path, mounts: Path = MOUNTS) -> bool:
     try:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
         resolved = folder.resolve()
-    except OSError:
+    except (OSError, RuntimeError):  # before Python 3.13 a loop of links is the latter
         return False
     found: tuple[int, str] | None = None
     for line in lines:
