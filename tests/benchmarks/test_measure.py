@@ -63,7 +63,7 @@ def test_rows_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
     measure.write([Row("a", "s", 1.0, {"ours": [3.0], "floor": [1.0]})], path)
     assert [(row["name"], row["ratio"]) for row in json.loads(path.read_text())] == [("a", 3.0), ("b", 0.5)]
     assert set(json.loads(path.read_text())[0]) == {
-        "name", "samples", "value", "unit", "floor", "ratio", "target", "pass",
+        "name", "samples", "value", "unit", "floor", "ratio", "target", "allowance", "pass",
     }  # fmt: skip
 
 

@@ -149,7 +149,7 @@ def test_every_fsync_is_needed(tmp_path: Path) -> None:
         return False
 
     targets = {target for record in small_run() if (target := synced(record))}
-    assert len(targets) == 16
+    assert len(targets) == 20
     assert [target for target in sorted(targets) if not loses(without(small_run(), target))] == []
 
 
@@ -164,8 +164,9 @@ def test_all_that_must_be_durable_is_synced() -> None:
     files = {record[1] for record in small_run() if record[0] == "sync"}
     parts = {f"{STORE}/{key(step).part_name(rank)}" for step in (10, 20) for rank in (0, 1)}
     assert parts < files
-    assert {name.rpartition("/")[0] for name in files - parts} == {f"{STORE}/manifests"}
-    assert len(files - parts) == 2
+    manifests = sorted(name.rpartition("/")[0] for name in files - parts)
+    node_manifests = [f"{STORE}/data/{attempt}/{step:012d}" for step in (10, 10, 20, 20)]
+    assert manifests == [*node_manifests, *[f"{STORE}/manifests"] * 2]
 
 
 # The disk itself

@@ -19,7 +19,6 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from everstep.checkpoint import slot_marks  # noqa: E402
-from everstep.checkpoint.candidates import read_manifest  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError, Denied, RankLost, RestoreFailed, StoreError  # noqa: E402
 from everstep.checkpoint.format import ALIGN, CHUNK, HEADER  # noqa: E402
 from everstep.checkpoint.keys import HINT, Key  # noqa: E402

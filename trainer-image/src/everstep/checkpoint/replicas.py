@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, cast
 
 import torch
 import xxhash
@@ -27,7 +28,7 @@ def checksum_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
                     buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=data.is_cuda)
                 target = buffer[: len(data)] if len(data) <= PIECE else torch.empty(len(data), dtype=torch.uint8)
                 data = target.copy_(data)
-            state.update(memoryview(data.numpy()))
+            state.update(memoryview(cast("Any", data.numpy())))
         found.append(state.intdigest())
     return found
 

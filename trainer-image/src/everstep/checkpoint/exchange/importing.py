@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -215,7 +215,7 @@ def _body(
         yield bytes(aligned(at) - at)
         at = aligned(at)
         whole = tensor.read() if isinstance(tensor, _Lazy) else tensor
-        data = memoryview(whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+        data = memoryview(cast("Any", whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
         for start in range(0, len(data), CHUNK):
             piece = data[start : start + CHUNK]
             chunks[name].append(Chunk(0, at, len(piece), digest(DEFAULT, piece)))
