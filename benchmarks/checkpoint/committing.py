@@ -1,4 +1,4 @@
-"""What a commit costs at many ranks: `python -m benchmarks.checkpoint.committing`, without torch and bytes of tensors.
+"""Measure a commit at many ranks: `python -m benchmarks.checkpoint.committing`, without torch and bytes of tensors.
 
 Nodes are simulated one after the other, each step in a process of its own, so that its memory can be told: a node
 announces what it wrote, node 0 commits what all have announced, and a rank of a restore reads the part that it needs.
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measured(options: Any) -> dict[str, float]:
-    """What this process took for one step."""
+    """The time and memory that this process took for one step."""
     from everstep.checkpoint.store.posix import PosixStore
 
     store = PosixStore(options.store)
@@ -87,7 +87,7 @@ def commit_all(store: Any, options: Any) -> dict[str, float]:
 
 
 def read_part(store: Any, options: Any) -> dict[str, float]:
-    """What the last rank of a restore needs on as many ranks: its shards, or every replica."""
+    """The shards that the last rank of a restore needs on as many ranks: its shards, or every replica."""
     from everstep.checkpoint.manifests import read_index, read_manifest
 
     index = read_index(store, the_key())
@@ -114,7 +114,7 @@ def the_key() -> Any:
 
 
 def node_manifest(options: Any, node: int) -> Any:
-    """What a node wrote: of sharded tensors one shard for each rank, of replicas those that its ranks were to write."""
+    """Make what a node wrote: one shard a rank of sharded tensors, of replicas those that its ranks were to write."""
     from everstep.checkpoint.format import HEADER, Chunk, Manifest, Part, Shard, Tensor
 
     world, size = options.nodes * options.ranks, ROWS * WIDTH * 4

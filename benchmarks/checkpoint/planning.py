@@ -18,7 +18,7 @@ from typing import Literal, get_args
 import numpy as np
 
 from benchmarks.interval import REPEATS, Interval
-from everstep.checkpoint.layouts import Claim, LayoutNames, RankLayout
+from everstep.checkpoint.layouts import LayoutNames, Ownership, RankLayout
 from everstep.checkpoint.plan_coordinator import PlanCoordinator, PlanShare, RankMessages
 
 Spread = Literal["ddp", "fsdp", "hsdp"]
@@ -29,8 +29,8 @@ _BLOCK = {"qkv": (3072, 1024), "out": (1024, 1024), "up": (4096, 1024), "down": 
 
 @dataclass(frozen=True)
 class Planned:
-    """What a simulated planning cost. `seconds` of processor time and `peak_bytes` are those of rank 0; `sent` are the
-    bytes of all messages to rank 0, `answered` those from it."""
+    """The cost of a simulated planning. `seconds` of processor time and `peak_bytes` are those of rank 0; `sent`
+    are the bytes of all messages to rank 0, `answered` those from it."""
 
     shares: tuple[PlanShare, ...]
     layouts: tuple[RankLayout, ...]
@@ -64,7 +64,7 @@ def tensors_of_model(count: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
 
 
 def layout_of_rank(spread: Spread, rank: int, world: int, count: int) -> RankLayout:
-    """What a rank holds of a model with so many tensors (a multiple of 20)."""
+    """Return what a rank holds of a model with so many tensors (a multiple of 20)."""
     names = _names_of_model(count)
     shards = {"ddp": 1, "fsdp": world, "hsdp": max(1, world // SHARD_REPLICAS)}[spread]
     rows = np.array([shape[0] if shape else 1 for shape in names.shapes])
@@ -80,7 +80,7 @@ def layout_of_rank(spread: Spread, rank: int, world: int, count: int) -> RankLay
 @lru_cache(maxsize=4)
 def _names_of_model(count: int) -> LayoutNames:
     names, dtypes, shapes = zip(*tensors_of_model(count), strict=True)
-    return LayoutNames(names, dtypes, shapes, (Claim.SHARED,) * len(names))
+    return LayoutNames(names, dtypes, shapes, (Ownership.SHARED,) * len(names))
 
 
 def plan_ranks(layouts: tuple[RankLayout, ...], *, trace: bool = False) -> Planned:

@@ -124,7 +124,7 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
 
 
 def verify(memory: Path) -> None:
-    """What the writer does while ranks are started again: marks the slots as verified."""
+    """Mark the slots as verified, as the writer does while ranks are started again."""
     for slot, manifest in held(memory):
         mark = slot_marks.verify_slot(slot, manifest)
         assert mark is not None, slot.path

@@ -168,7 +168,7 @@ def node_manifest(rank: int, shards: list[tuple[tuple[int, ...], tuple[int, ...]
 
 
 def newer(manifest: bytes) -> bytes:
-    """What a later version of everstep may write instead."""
+    """Return what a later version of everstep may write instead."""
     fields = json.loads(manifest.split(b"\n")[0]) | {"format": 77}
     first = json.dumps(fields).encode() + b"\n"
     return first + f"xxh3_64 {digest('xxh3_64', first)}\n".encode()

@@ -28,7 +28,7 @@ GARBAGE = 0x5A
 
 
 class CudaFailure(RuntimeError):
-    """What torch raises for an error of the CUDA runtime."""
+    """The error that torch raises for one of the CUDA runtime."""
 
 
 class Error(enum.IntEnum):
@@ -478,7 +478,7 @@ def pinned(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Factories(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
-    """What makes tensors on a device that is not there, and what plain tensors are asked."""
+    """The functions that make tensors on a device that is not there, and those that plain tensors are asked."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -497,7 +497,7 @@ class _Factories(TorchFunctionMode):  # type: ignore[misc,unused-ignore]
 
 @contextlib.contextmanager
 def own_steps() -> Iterator[steps.OptimizerSteps]:
-    """What is known of optimizers' steps, as in a new process."""
+    """Forget what is known of optimizers' steps, as a new process does."""
     fresh = steps.OptimizerSteps()
     with pytest.MonkeyPatch.context() as patch:
         for module in (steps, save):

@@ -24,7 +24,7 @@ def session(folder: Path, **options: Any) -> Checkpointer:
 
 
 def claim(ckpt: Checkpointer) -> Node:
-    """What the first step or save of a session does first: its node, with a writer."""
+    """Claim the node and its writer, as the first step or save of a session does."""
     return ckpt._claimed().node
 
 

@@ -33,7 +33,7 @@ Boxes = Sequence[tuple[tuple[int, ...], tuple[int, ...]]]  # offsets, sizes
 
 
 def node(ranks: Sequence[int], boxes: Boxes, shape: tuple[int, ...], world: int = 4) -> Manifest:
-    """What a node wrote that has these boxes of the tensor `w`."""
+    """Return what a node wrote that has these boxes of the tensor `w`."""
     shards = [
         Shard(offsets, sizes, (Chunk(0, HEADER, volume(sizes), "0" * 16),) if volume(sizes) else ())
         for offsets, sizes in boxes

@@ -188,7 +188,7 @@ class Worlds(RuleBasedStateMachine):
             mark_node(store, announced, 0)
 
     def _see(self) -> None:
-        """What has become a checkpoint, in whatever way."""
+        """Return what has become a checkpoint, in whatever way."""
         for key in set(candidates(self.store)) - self.good:
             with suppress(Damaged, Missing):
                 verify(self.store, key)

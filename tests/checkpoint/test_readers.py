@@ -40,7 +40,7 @@ HERE, ELSEWHERE = "memory", "memory elsewhere"
 
 
 def on(folder: Path, memory: str, *, inherits: bool) -> None:
-    """What the environment of a process says about its machine, and about the run that it belongs to."""
+    """Return what the environment of a process says about its machine, and about the run that it belongs to."""
     (folder / memory).mkdir(exist_ok=True)
     os.environ[MEMORY_VARIABLE] = str(folder / memory)
     for name in ("EVERSTEP_EPOCH", "EVERSTEP_GENERATION"):

@@ -455,7 +455,7 @@ def test_what_goes_into_new_tensors_is_read_once_and_what_objects_hold_twice(tmp
 
 
 def test_a_transposed_model_and_one_of_another_kind_of_memory_are_filled_bit_for_bit(tmp_path: Path) -> None:
-    """What cannot be read right into place goes through other memory; a chunk lies across its borders."""
+    """Tensors that cannot be read right into place go through other memory; a chunk lies across its borders."""
     whole = torch.arange(3_000_000, dtype=torch.float32).view(1500, 2000)
     ranks.save(PosixStore(tmp_path / "store"), NEW, {"state": {"whole": whole}})
     turned = torch.zeros(2000, 1500).t()

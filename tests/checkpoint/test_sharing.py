@@ -16,13 +16,15 @@ from hypothesis import strategies as st
 from benchmarks.checkpoint.planning import Planned, layout_of_rank, plan_ranks
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import HEADER, aligned, itemsize
-from everstep.checkpoint.layouts import Claim, LayoutNames, RankLayout, box_of_span, span_of_box
+from everstep.checkpoint.layouts import LayoutNames, Ownership, RankLayout, box_of_span, span_of_box
 from everstep.checkpoint.plan_coordinator import PlanCoordinator, RankMessages, fingerprint
 
-Held = tuple[str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], Claim]  # name, dtype, shape, offsets, sizes
+Held = tuple[
+    str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], Ownership
+]  # name, dtype, shape, offsets, sizes
 
 
-Written = tuple[str, str, tuple[int, ...], tuple[tuple[int, int], ...], Claim]  # name, dtype, shape, box
+Written = tuple[str, str, tuple[int, ...], tuple[tuple[int, int], ...], Ownership]  # name, dtype, shape, box
 
 
 def layout(held: Sequence[Held]) -> RankLayout:
@@ -36,7 +38,7 @@ def layout(held: Sequence[Held]) -> RankLayout:
     return RankLayout(names, np.array(spans, np.int64).reshape(-1, 2))
 
 
-def whole(name: str, *shape: int, dtype: str = "float32", claim: Claim = Claim.SHARED) -> Held:
+def whole(name: str, *shape: int, dtype: str = "float32", claim: Ownership = Ownership.SHARED) -> Held:
     return name, dtype, shape, (0,) * len(shape), shape, claim
 
 
@@ -47,7 +49,7 @@ def box(name: str, shape: tuple[int, ...], *ranges: tuple[int, int]) -> Held:
         shape,
         tuple(low for low, _ in ranges),
         tuple(high - low for low, high in ranges),
-        Claim.SHARED,
+        Ownership.SHARED,
     )
 
 
@@ -63,7 +65,7 @@ def cut(extent: int, count: int) -> list[tuple[int, int]]:
 
 @st.composite
 def spread_tensors(draw: Any) -> list[list[Held]]:
-    """Of each rank, what it holds of some tensors: all of them, rows, boxes of a grid, or shards with replicas."""
+    """Draw what each rank holds of some tensors: all of them, rows, boxes of a grid, or shards with replicas."""
     rows, columns = draw(st.sampled_from([(1, 1), (1, 2), (2, 2), (3, 2), (2, 3), (1, 5)]))
     ranks: list[list[Held]] = [[] for _ in range(rows * columns)]
     for number in range(draw(st.integers(1, 7))):
@@ -83,14 +85,14 @@ def spread_tensors(draw: Any) -> list[list[Held]]:
                     ranges[0] = cut(shape[0], columns)[j]
             if kind == "some" and rank not in some:
                 continue
-            claim = Claim.OWN if kind == "own" else Claim.SHARED
+            claim = Ownership.OWN if kind == "own" else Ownership.SHARED
             sizes = tuple(high - low for low, high in ranges)
             held.append((name, dtype, shape, tuple(low for low, _ in ranges), sizes, claim))
     return ranks
 
 
 def written(planned: Planned) -> list[list[Written]]:
-    """What each rank writes."""
+    """Return what each rank writes."""
     found = []
     for share, own in zip(planned.shares, planned.layouts, strict=True):
         names = own.tensors
@@ -111,16 +113,16 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(ranks: list[list[
     for rank, boxes in enumerate(written(planned)):
         size = HEADER
         for name, dtype, shape, ranges, claim in sorted(boxes, key=lambda each: -bytes_of(each)):
-            key = f"{rank} {name}" if claim is Claim.OWN else name
+            key = f"{rank} {name}" if claim is Ownership.OWN else name
             marks = counts.setdefault(key, np.zeros(shape, int))
             marks[tuple(slice(low, high) for low, high in ranges)] += 1
             size = aligned(size) + bytes_of((name, dtype, shape, ranges, claim))
         assert planned.shares[0].sizes[rank] == size
     for rank, held in enumerate(ranks):
         for name, _, shape, _, _, claim in held:
-            marks = counts.pop(f"{rank} {name}" if claim is Claim.OWN else name, None)
+            marks = counts.pop(f"{rank} {name}" if claim is Ownership.OWN else name, None)
             assert marks is None or (marks == 1).all(), name
-            assert marks is not None or claim is not Claim.OWN, name
+            assert marks is not None or claim is not Ownership.OWN, name
             counts.setdefault(name, np.ones(shape, int))
 
 
@@ -146,14 +148,14 @@ def test_replicas_are_spread_as_well_as_a_greedy_assignment_can(sizes: list[int]
 
 
 def test_what_few_ranks_hold_leaves_what_all_hold_to_the_others() -> None:
-    own = whole("rng", 100, claim=Claim.OWN)
+    own = whole("rng", 100, claim=Ownership.OWN)
     shared = [whole(f"t{i}", 10) for i in range(8)]
     first, second = written(plan([own, *shared], shared))
     assert ([name for name, *_ in first], len(second)) == (["rng"], 8)
 
 
 def test_a_tensor_that_is_to_come_from_one_rank_is_written_by_it_alone() -> None:
-    follower = whole("mean", 4, claim=Claim.ELSEWHERE)
+    follower = whole("mean", 4, claim=Ownership.ELSEWHERE)
     assert [[name for name, *_ in boxes] for boxes in written(plan([follower], [whole("mean", 4)], [follower]))] == [
         [], ["mean"], [],
     ]  # fmt: skip
@@ -166,7 +168,7 @@ def test_a_tensor_that_is_to_come_from_one_rank_is_written_by_it_alone() -> None
         ([[whole("w", 4, 4)], [box("w", (4, 4), (0, 4), (2, 4))]], [r"w\[0:4, 2:4\]", "rank 0 .* and rank 1 "]),
         ([[whole("w", 4)], [whole("w", 4)], [whole("w", 5)]], [r"\[4\] on rank 0 and .*\[5\] on rank 2", "PerRank"]),
         ([[whole("w", 4)], [whole("w", 4, dtype="bfloat16")]], ["float32 .* rank 0 and bfloat16 .* rank 1"]),
-        ([[whole("w", 4, claim=Claim.ELSEWHERE)]], ["w is held by no rank that could save it"]),
+        ([[whole("w", 4, claim=Ownership.ELSEWHERE)]], ["w is held by no rank that could save it"]),
     ],
     ids=["a gap", "an overlap", "another shape", "another type", "nobody's"],
 )
@@ -177,7 +179,7 @@ def test_ranks_that_do_not_fit_together_are_told_which_and_where(ranks: list[lis
 
 
 def refused(sums: list[list[int]], *ranks: Sequence[Held], values: Sequence[dict[str, str]] | None = None) -> str:
-    """What all ranks are told when their replicas have these checksums."""
+    """Return what all ranks are told when their replicas have these checksums."""
     coordinator = PlanCoordinator()
     given = values or [{}] * len(ranks)
     messages = [RankMessages(layout(held), each) for held, each in zip(ranks, given, strict=True)]
@@ -217,7 +219,7 @@ def test_plain_values_that_differ_are_refused_with_both_ranks() -> None:
 
 @pytest.mark.parametrize("spread", ["ddp", "fsdp", "hsdp"])
 def test_planning_for_512_ranks_stays_small_and_grows_as_the_ranks_do(spread: Any) -> None:
-    """Of 2,200 tensors each: at most 200 MB on rank 0; four times the ranks are four times the bytes, not sixteen."""
+    """2,200 tensors each take at most 200 MB on rank 0; four times the ranks are four times the bytes, not sixteen."""
     few = plan_ranks(tuple(layout_of_rank(spread, rank, 128, 2200) for rank in range(128)))
     many = plan_ranks(tuple(layout_of_rank(spread, rank, 512, 2200) for rank in range(512)), trace=True)
     assert many.peak_bytes < 200e6
@@ -240,6 +242,6 @@ def test_a_fingerprint_tells_models_apart_and_not_the_order_of_their_names() -> 
 
 
 def test_a_layout_comes_back_from_its_bytes() -> None:
-    names = layout([whole("a", 2, 3), whole("b", claim=Claim.OWN), whole("c", 0, 2)]).tensors
+    names = layout([whole("a", 2, 3), whole("b", claim=Ownership.OWN), whole("c", 0, 2)]).tensors
     assert LayoutNames.decode(names.encoded) == names
-    assert replace(names, claims=(Claim.SHARED,) * 3).encoded != names.encoded
+    assert replace(names, claims=(Ownership.SHARED,) * 3).encoded != names.encoded

@@ -1,4 +1,4 @@
-"""What the page on checkpoints shows runs as it stands there."""
+"""The code that the page on checkpoints shows runs as it stands there."""
 
 from __future__ import annotations
 

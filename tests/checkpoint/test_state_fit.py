@@ -1,4 +1,4 @@
-"""What was saved fits where it is restored: the same kind of optimizer, the same ties, containers of their kinds."""
+"""A saved state fits where it is restored: the same kind of optimizer, the same ties, containers of their kinds."""
 
 from __future__ import annotations
 

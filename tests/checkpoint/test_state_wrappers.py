@@ -1,4 +1,4 @@
-"""What training puts around a model, and what it trains beside it: each comes back, or is refused by name."""
+"""Wrappers of a model, and what is trained beside it: each comes back, or is refused by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What users note beside a checkpoint: it is small, it comes back, and the best by it is found and kept."""
+"""Metadata that users note beside a checkpoint: it is small, it comes back, and the best by it is found and kept."""
 
 from __future__ import annotations
 

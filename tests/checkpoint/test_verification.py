@@ -1,4 +1,4 @@
-"""What was read back has the marks of all its nodes, and only that counts where old checkpoints are removed."""
+"""A checkpoint that was read back has the marks of all its nodes; only that counts where old ones are removed."""
 
 from __future__ import annotations
 

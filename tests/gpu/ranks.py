@@ -1,4 +1,4 @@
-"""What each rank of a test does: in a module of its own, since ranks import it by its name."""
+"""The work of each rank of a test: in a module of its own, since ranks import it by its name."""
 
 from __future__ import annotations
 

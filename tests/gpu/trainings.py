@@ -1,4 +1,4 @@
-"""What is trained on a device, saved from it and compared bit for bit."""
+"""Models that are trained on a device, saved from it and compared bit for bit."""
 
 from __future__ import annotations
 

@@ -166,8 +166,8 @@ def _place(read: Read) -> tuple[int, int]:
 
 
 def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
-    """What one thread reads at a time: chunks of one part with nothing but padding between them, up to the bytes of the
-    largest chunk. Those of one chunk become one."""
+    """Yield what one thread reads at a time: chunks of one part with nothing but padding between them, up to the
+    bytes of the largest chunk. Those of one chunk become one."""
     run: list[Read] = []
     for read in reads:
         if run and _place(run[-1]) == _place(read):

@@ -100,7 +100,7 @@ def _send(data: bytes, length: int, rank: int, group: dist.ProcessGroup) -> None
 
 
 def _receive(rank: int, group: dist.ProcessGroup) -> tuple[bytes, bool]:
-    """What that rank sent, and whether it is a list of lost ranks."""
+    """Return what that rank sent, and whether it is a list of lost ranks."""
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, rank, group=group)
     size = int(length)

@@ -101,7 +101,7 @@ def commit(
 
 
 def _gather(store: Store, key: Key, nodes: int, timeout: float, on_wait: Callable[[], None]) -> IndexMerger:
-    """What the nodes 0..nodes-1 have announced."""
+    """Return what the nodes 0..nodes-1 have announced."""
     deadline = time.monotonic() + timeout
     poll = _FIRST_POLL
     missing = {key.node_name(node): (node, "nothing") for node in range(nodes)}

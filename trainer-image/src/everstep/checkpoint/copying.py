@@ -57,7 +57,7 @@ def copy(
 
 
 def _claim(target: Store, key: Key, manifest: bytes) -> None:
-    """Of two checkpoints of one key, whose parts have the same names, only one is copied here.
+    """Claim the key: of two checkpoints of one key, whose parts have the same names, only one is copied here.
 
     Raises:
         Conflict: The other one's copy was begun before.

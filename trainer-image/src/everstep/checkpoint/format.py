@@ -1,4 +1,4 @@
-"""What a manifest says and how it is written: where every byte of a tensor is, and its checksums.
+"""Manifests and how they are written: where every byte of a tensor is, and its checksums.
 
 A node writes one of what it has stored; the index of the checkpoint (index.py) names these. Pure: no store, no clock.
 docs/checkpoints.md is the same for who writes a reader in another language.
@@ -73,7 +73,8 @@ class Part:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one node wrote (`nodes` is 1), or what several or all nodes of a checkpoint did (`nodes` are all of them).
+    """The bytes that one node wrote (`nodes` is 1), or that several or all nodes of a checkpoint did (`nodes`: all of
+    them).
 
     `values` are packed (see values.py).
     """

@@ -1,4 +1,4 @@
-"""What the writer does with a filled slot: sum, store, commit on node 0; verify what this node stored, and on node 0
+"""The writer's work on a filled slot: sum, store, commit on node 0; verify what this node stored, and on node 0
 remove what is not to be kept."""
 
 from __future__ import annotations

@@ -105,11 +105,11 @@ class Key:
         return int(number)
 
     def node_name(self, node: int) -> str:
-        """What a node announces to the committer."""
+        """The name of what a node announces to the committer."""
         return f"{self.data_prefix}{node:05d}.json"
 
     def node_manifest_name(self, node: int, sum_: str) -> str:
-        """What a node wrote: named by its content, so that it is written once."""
+        """The name of a node manifest: by its content, so that it is written once."""
         return f"{self.data_prefix}{node:05d}-{sum_}.json"
 
     @property

@@ -1,4 +1,4 @@
-"""What a rank holds of a state, small enough to be sent: names once, and each box as two numbers.
+"""The layout of what a rank holds of a state, small enough to be sent: names once, and each box as two numbers.
 
 A box of a tensor is named by the row-major numbers of its first and its last element, so that arrays of integers say
 where all boxes of a rank are, in any number of dimensions.
@@ -23,7 +23,7 @@ from everstep.checkpoint.format import itemsize
 _FAST = 1  # zlib: most numbers are zeros, and a better compression takes longer than the network
 
 
-class Claim(IntEnum):
+class Ownership(IntEnum):
     """Who writes a tensor of a rank."""
 
     SHARED = 0  # one of the ranks that hold the same box
@@ -41,7 +41,7 @@ class LayoutNames:
     names: tuple[str, ...]
     dtypes: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
-    claims: tuple[Claim, ...]
+    claims: tuple[Ownership, ...]
 
     @cached_property
     def claim_codes(self) -> np.ndarray[Any, np.dtype[np.int8]]:
@@ -70,7 +70,7 @@ class LayoutNames:
     @classmethod
     def decode(cls, data: bytes) -> LayoutNames:
         names, kinds, numbers = json.loads(zlib.decompress(data))
-        made = [(dtype, tuple(shape), Claim(claim)) for dtype, shape, claim in kinds]
+        made = [(dtype, tuple(shape), Ownership(claim)) for dtype, shape, claim in kinds]
         return cls(
             tuple(names),
             tuple(made[number][0] for number in numbers),
@@ -81,7 +81,7 @@ class LayoutNames:
 
 @dataclass(frozen=True)
 class RankLayout:
-    """What one rank holds: for tensor i the elements from `spans[i][0]` to `spans[i][1]`, both included.
+    """The elements that one rank holds: for tensor i those elements from `spans[i][0]` to `spans[i][1]`, both included.
 
     Spans are int64, of shape (tensors, 2). Nothing is held where the last comes before the first.
     """

@@ -43,7 +43,7 @@ _EXTRA = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
 T = TypeVar("T")
 
 
-class Loaded(dict[str, Any]):
+class LoadedCheckpoint(dict[str, Any]):
     """The state of each object by its name, with what the checkpoint is: `key`, `step`, `metadata`, `created`.
 
     `fell_back`: newer checkpoints that are bad, with the reason.
@@ -69,7 +69,7 @@ def load(
     allow_pickle: bool = False,
     threads: int = 4,
     options: Mapping[str, Any] | None = None,
-) -> Loaded:
+) -> LoadedCheckpoint:
     """Read a checkpoint as state dictionaries, without a process group, beside any run.
 
     A module's state is flat, as its state_dict() is, whatever number of ranks has saved it; an optimizer's has its
@@ -118,7 +118,7 @@ def load(
         return _objects(rename_leaves(leaves, rename))
 
     objects, manifest, bad = _first_good(uri, options, step, read)
-    return Loaded(objects, manifest, bad)
+    return LoadedCheckpoint(objects, manifest, bad)
 
 
 def load_into(
@@ -225,7 +225,7 @@ def _first_good(
     step: int | Key | None,
     read: Callable[[Store, Manifest, _TriedLease], T],
 ) -> tuple[T, Manifest, dict[str, str]]:
-    """What `read` makes of the first checkpoint that is good, and why others before it are not."""
+    """Return what `read` makes of the first checkpoint that is good, and why others before it are not."""
     store = open_store(uri, **(options or {}))
     keys = select_keys(candidates(store), step, store.url)
     bad: dict[str, str] = {}
@@ -338,7 +338,7 @@ class _Box:
 
 
 class _Filling:
-    """What objects of one process take of a checkpoint. Making one touches no object; fill() does."""
+    """The tensors that objects of one process take of a checkpoint. Making one touches no object; fill() does."""
 
     def __init__(
         self, manifest: Manifest, objects: Mapping[str, object], casts: Casts, *, allow_pickle: bool, strict: bool

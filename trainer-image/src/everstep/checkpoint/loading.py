@@ -18,7 +18,7 @@ import torch
 from everstep.checkpoint.chunk_reads import Read
 from everstep.checkpoint.errors import CheckpointError, Damaged
 from everstep.checkpoint.format import Chunk, Manifest, Shard, Tensor
-from everstep.checkpoint.placing import Box, Memory, read_whole
+from everstep.checkpoint.placing import Memory, ShardBox, read_whole
 from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.staging import Host
 from everstep.checkpoint.state.flat import RANK, bind, local
@@ -90,9 +90,9 @@ class _Item:
     target: torch.Tensor
     is_new: bool = False  # the target is nobody's yet: what is read into it too early harms nobody
 
-    def box(self, tensor: Tensor) -> Box:
+    def box(self, tensor: Tensor) -> ShardBox:
         """The box in the shard as it was saved."""
-        return Box(tensor.shards[self.shard], tensor.dtype, self.offsets, self.lengths)
+        return ShardBox(tensor.shards[self.shard], tensor.dtype, self.offsets, self.lengths)
 
     def reads_into(self, tensor: Tensor, target: torch.Tensor) -> list[Read] | None:
         """Reads that bring the box right into `target`; None where that cannot be."""
@@ -253,7 +253,7 @@ class Loading:
         alive: Callable[[], None],
     ) -> None:
         direct: list[Read] = []
-        others: list[tuple[Box, torch.Tensor]] = []
+        others: list[tuple[ShardBox, torch.Tensor]] = []
         for item in items:
             tensor = manifest.tensors[item.name]
             target = self._tensors[item.name] if item.target.is_meta else item.target
@@ -313,7 +313,7 @@ class Loading:
         return saved
 
     def _read_beside(self, manifest: Manifest) -> None:
-        """What is to be cast is read into memory of its own, in the type that it was saved in."""
+        """Give what is to be cast memory of its own, in the type that it was saved in."""
         for name, target in self._tensors.items():
             dtype = getattr(torch, manifest.tensors[name].dtype)
             if not target.is_meta and target.dtype is not dtype:

@@ -16,7 +16,7 @@ from everstep.checkpoint.format import Chunk, Shard, itemsize
 _HUGE = 4 << 20  # bytes of memory from which pages of 2 MiB are asked for
 
 
-class Box:
+class ShardBox:
     """A box of a saved shard of `dtype`, by its offsets and lengths within the shard."""
 
     def __init__(self, shard: Shard, dtype: str, offsets: Sequence[int], lengths: Sequence[int]) -> None:

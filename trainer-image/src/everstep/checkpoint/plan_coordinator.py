@@ -37,7 +37,7 @@ class PlanShare:
 
 
 class RankMessages:
-    """What a rank says while it plans, as bytes.
+    """Encode what a rank says while it plans.
 
     Args:
         layout: What it holds.
@@ -92,7 +92,7 @@ class PlanCoordinator:
         self._failure = ""
 
     def ask(self, heads: Sequence[bytes]) -> list[bytes]:
-        """What each rank is to send: each thing comes from the first rank that has it."""
+        """Return what each rank is to send: each thing comes from the first rank that has it."""
         found = [pickle.loads(head) for head in heads]  # noqa: S301
         failures = [each for each in found if isinstance(each, str)]
         if failures:
@@ -108,7 +108,7 @@ class PlanCoordinator:
         return answers
 
     def share(self, details: Sequence[bytes]) -> list[bytes]:
-        """What each rank writes; the same words to all where there is no plan."""
+        """Return what each rank writes; the same words to all where there is no plan."""
         if not self._failure:
             try:
                 return self._planned(details)

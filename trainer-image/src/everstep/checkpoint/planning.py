@@ -20,7 +20,7 @@ import xxhash
 from everstep.checkpoint.collectives import gather_bytes, scatter_bytes
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import HEADER, aligned, itemsize
-from everstep.checkpoint.layouts import Claim, LayoutNames, RankLayout, span_of_box
+from everstep.checkpoint.layouts import LayoutNames, Ownership, RankLayout, span_of_box
 from everstep.checkpoint.plan_coordinator import PlanCoordinator, RankMessages
 from everstep.checkpoint.replicas import checksum_tensors
 from everstep.checkpoint.slots import Box
@@ -45,7 +45,7 @@ class Plan:
 
 
 def signature(tensors: Mapping[str, torch.Tensor], elsewhere: Collection[str] = ()) -> Signature:
-    """What a plan depends on: a state with another signature needs another plan. `elsewhere`: see Flat."""
+    """The properties that a plan depends on: a state with other ones needs another plan. `elsewhere`: see Flat."""
     return {
         name: (tensor.dtype, tensor.shape, tensor._spec if is_dtensor(tensor) else None, name in elsewhere)
         for name, tensor in tensors.items()
@@ -90,14 +90,14 @@ def make(state: Callable[[], Flat], rank: int, group: dist.ProcessGroup | None, 
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank has of a tensor: the box at `offsets` of `sizes`; of nothing where a size is zero."""
+    """The box that a rank has of a tensor at `offsets` of `sizes`; of nothing where a size is zero."""
 
     name: str
     tensor: torch.Tensor
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    claim: Claim
+    claim: Ownership
 
     @property
     def dtype(self) -> str:
@@ -109,7 +109,7 @@ class Piece:
 
 
 def list_boxes(flat: Flat, rank: int) -> list[Piece]:
-    """What this rank has of each tensor, in the order of the state. CheckpointError for what cannot be saved."""
+    """Return what this rank has of each tensor, in the order of the state. CheckpointError for what cannot be saved."""
     own = f"{RANK}.{rank}."
     known: dict[Any, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # an optimizer's state is cut as its parameters are
     pieces = []
@@ -123,8 +123,14 @@ def list_boxes(flat: Flat, rank: int) -> list[Piece]:
             offsets, sizes = known[kind]
         elif type(tensor).__name__ == "ShardedTensor":
             raise CheckpointError(f"{name}: a ShardedTensor cannot be saved; use a DTensor (FSDP2)")
-        claim = Claim.OWN if name.startswith(own) else Claim.ELSEWHERE if name in flat.elsewhere else Claim.SHARED
-        if claim is Claim.OWN and sizes != shape:
+        claim = (
+            Ownership.OWN
+            if name.startswith(own)
+            else Ownership.ELSEWHERE
+            if name in flat.elsewhere
+            else Ownership.SHARED
+        )
+        if claim is Ownership.OWN and sizes != shape:
             raise CheckpointError(
                 f"{name}: a shard of a tensor that ranks hold together cannot be one rank's own; give the object "
                 "without PerRank"
@@ -173,7 +179,7 @@ def _plan(pieces: Sequence[Piece], sizes: tuple[int, ...], model: str, own: Sign
 
 
 def _consult(mine: bytes, decide: Callable[[Sequence[bytes]], list[bytes]], group: dist.ProcessGroup | None) -> bytes:
-    """What rank 0 answers this rank, after it has heard all of them."""
+    """Return what rank 0 answers this rank, after it has heard all of them."""
     messages = gather_bytes(mine, group)
     return scatter_bytes(decide(messages) if messages is not None else None, group)
 

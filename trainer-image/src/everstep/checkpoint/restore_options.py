@@ -1,4 +1,4 @@
-"""What a restore is asked for, beside the objects: the same on all ranks."""
+"""Options of a restore, beside the objects: the same on all ranks."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ import xxhash
 from everstep.checkpoint.coverage import uneven_region
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import ALIGN, HEADER, itemsize
-from everstep.checkpoint.layouts import Claim, LayoutNames, box_of_span, extents_of
+from everstep.checkpoint.layouts import LayoutNames, Ownership, box_of_span, extents_of
 
 Ints = np.ndarray[Any, np.dtype[Any]]
 
@@ -69,7 +69,7 @@ def share_writes(groups: Sequence[LayoutGroup]) -> WriteShares:
     _check_cover(table, boxes, groups)
     world = sum(len(group.ranks) for group in groups)
     bytes_of = [_bytes_of(group) for group in groups]
-    own_places = [np.flatnonzero(group.tensors.claim_codes == Claim.OWN) for group in groups]
+    own_places = [np.flatnonzero(group.tensors.claim_codes == Ownership.OWN) for group in groups]
     loads = np.zeros(world, np.int64)
     for group, size, own in zip(groups, bytes_of, own_places, strict=True):
         loads[list(group.ranks)] += int(size[own].sum())
@@ -115,7 +115,7 @@ class _Table:
         for name, dtype, shape, claim in zip(
             tensors.names, tensors.dtypes, tensors.shapes, tensors.claims, strict=True
         ):
-            if claim is Claim.OWN:
+            if claim is Ownership.OWN:
                 self.kinds.setdefault(f"rank.*.{name}", (dtype, shape))
                 yield -1
                 continue
@@ -147,7 +147,7 @@ class _Boxes:
         for number, (group, ids) in enumerate(zip(groups, table.of_group, strict=True)):
             claims = group.tensors.claim_codes
             held = group.spans[:, 1] >= group.spans[:, 0]
-            place = np.flatnonzero((claims == Claim.SHARED) & (held | (numel[ids] == 0 if len(numel) else held)))
+            place = np.flatnonzero((claims == Ownership.SHARED) & (held | (numel[ids] == 0 if len(numel) else held)))
             tensors.append(ids[place])
             firsts.append(group.spans[place, 0])
             lasts.append(group.spans[place, 1])

@@ -74,13 +74,13 @@ def is_marked(slot: Slot, manifest: Manifest) -> bool:
 
 
 def remove_mark(slot: Slot) -> None:
-    """What the mark says was not so, or is so no longer."""
+    """Remove the mark: what it says was not so, or is so no longer."""
     with contextlib.suppress(OSError):
         (slot.path / VERIFIED).unlink()
 
 
 def _identity(slot: Slot, manifest: Manifest) -> bytes | None:
-    """What tells these files from any others; None when they cannot be told."""
+    """Return what tells these files from any others; None when they cannot be told."""
     try:
         parts = [slot.part(number).stat() for number in range(len(manifest.parts))]
         fields = {

@@ -1,4 +1,4 @@
-"""What a user notes about a checkpoint beside its state: a small JSON object, in the manifest as one value, its text.
+"""Metadata that a user notes about a checkpoint beside its state: a small JSON object, kept as one value, its text.
 
 The writer reads it for retention: this module must not import torch, nor what knows of it.
 """

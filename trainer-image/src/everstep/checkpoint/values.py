@@ -40,7 +40,7 @@ LARGEST_VALUE = 64 << 20  # bytes of one value in a manifest, which every rank r
 
 @dataclass(frozen=True)
 class InPart:
-    """What the bytes of the tensor of the same name are: `kind` is numpy.ndarray, bytes or bytearray.
+    """The type whose bytes are the tensor of the same name: `kind` is numpy.ndarray, bytes or bytearray.
 
     `order`: C, or F for an array whose bytes are those of its transpose.
     """

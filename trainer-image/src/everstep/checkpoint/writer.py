@@ -466,13 +466,13 @@ class Writer:
         self._report({"event": "failed", "key": str(key), "why": why})
 
     def _left_to_save(self) -> list[tuple[Slot, Claim]]:
-        """What has failed, and no store has, nor anything newer: these slots may be the only whole copy of a run."""
+        """Return saves that failed and are not in a store, nor anything newer: these may be the only whole copy of a run."""
         found = [(slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key in self._failed]
         return [each for each in found if self._newest is None or each[1].key > self._newest]
 
     def _try_again(self) -> None:
-        """What has failed, now and then, for as long as this process is here: a store that was unavailable may be back,
-        and what was wrong with it may have been set right."""
+        """Store again what has failed, now and then, for as long as this process is here: a store may be back, and what
+        was wrong with it may have been set right."""
         if not self._failed or self._config is None or self._saves or time.monotonic() < self._next_try:
             return
         for slot, claim in self._left_to_save():

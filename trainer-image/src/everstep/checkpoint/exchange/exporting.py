@@ -20,7 +20,7 @@ from everstep.checkpoint.casting import Cast
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import itemsize
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.load import Loaded, load
+from everstep.checkpoint.load import LoadedCheckpoint, load
 from everstep.checkpoint.selection import Only, Rename, rename_leaves
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import dtype_name
@@ -157,7 +157,7 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def _tensors(loaded: Loaded, name: str) -> dict[str, torch.Tensor]:
+def _tensors(loaded: LoadedCheckpoint, name: str) -> dict[str, torch.Tensor]:
     state = loaded[name]
     if isinstance(state, torch.Tensor):
         return {name: state}

@@ -172,8 +172,8 @@ class Kind(Protocol):
 
 
 def with_bytes(value: Any, tensor: torch.Tensor) -> Any:
-    """What a tensor of a checkpoint is, where there is also a value of its name or None: the bytes of an array, or
-    nothing any more, because the array was saved as the value (see Flat.fitted)."""
+    """Return what a tensor of a checkpoint is, where there is also a value of its name or None: the bytes of an array,
+    or nothing any more, because the array was saved as the value (see Flat.fitted)."""
     if isinstance(value, InPart):
         return from_tensor(tensor, value)
     return tensor if value is None else value
