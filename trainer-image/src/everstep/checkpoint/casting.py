@@ -19,8 +19,8 @@ def _alike(one: torch.dtype, other: torch.dtype) -> bool:
 
 @dataclass(frozen=True)
 class Casts:
-    """The types that `cast=` asks for. True: whatever the object has; a type: for all floating numbers; a mapping: by the
-    saved type."""
+    """The types that `cast=` asks for. True: whatever the object has; a type: for all floating numbers; a mapping: by
+    the saved type."""
 
     cast: Cast = None
 

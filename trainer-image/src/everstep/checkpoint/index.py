@@ -23,8 +23,8 @@ RANK_VALUES = "rank."  # values of this prefix are one rank's own, and stay in i
 
 @dataclass(frozen=True, slots=True)
 class NodeShare:
-    """A node's share of a checkpoint: the `name`, `size` in bytes and `sum` of its node manifest, the `bytes` of all its
-    parts together, and the `ranks` whose parts they are."""
+    """A node's share of a checkpoint: the `name`, `size` in bytes and `sum` of its node manifest, the `bytes` of all
+    its parts together, and the `ranks` whose parts they are."""
 
     name: str
     size: int

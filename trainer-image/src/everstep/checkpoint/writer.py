@@ -466,7 +466,7 @@ class Writer:
         self._report({"event": "failed", "key": str(key), "why": why})
 
     def _left_to_save(self) -> list[tuple[Slot, Claim]]:
-        """Return saves that failed and are not in a store, nor anything newer: these may be the only whole copy of a run."""
+        """Return saves that failed and are not in a store, nor anything newer: these may be the only copy of a run."""
         found = [(slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key in self._failed]
         return [each for each in found if self._newest is None or each[1].key > self._newest]
 
