@@ -205,6 +205,76 @@ def test_a_slot_that_is_being_read_is_left_alone(site: Site) -> None:
     assert node.begin(key(20)) == 1
 
 
+def test_the_first_save_of_a_run_waits_until_a_process_that_restores_has_read_its_slot(site: Site) -> None:
+    node = site.node()
+    node.save(key(10))
+    node.report("saved")
+    program = f"""
+from pathlib import Path
+from everstep.checkpoint.slots import Slots
+with Slots(Path({str(node.directory)!r}))[1].reading():
+    print("reads", flush=True)
+    input()
+"""
+    reader = subprocess.Popen([sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert reader.stdout is not None
+        assert reader.stdout.readline() == "reads\n"
+        begun = node.links[0].tell("begin", key=str(key(20)))
+        # The writer has answered this many by the time at which it has looked for a slot.
+        for _ in range(20):
+            node.links[1].call("ranks")
+        reader.communicate("it has read all")
+        assert node.links[0].answer(begun) == 1
+    finally:
+        reader.kill()
+        reader.wait()
+    node.save(key(20))
+    node.report("saved")
+
+
+def test_a_save_waits_for_the_slot_that_another_rank_still_fills(site: Site) -> None:
+    node = site.node()
+    node.save(key(10))
+    node.report("saved")
+    filled = node.begin(key(20))
+    node.fill(key(20), filled, 0)
+    begun = node.links[0].tell("begin", key=str(key(30)))
+    for _ in range(20):
+        node.links[1].call("ranks")
+    node.fill(key(20), filled, 1)
+    number = node.links[0].answer(begun)
+    assert number == node.links[1].call("begin", key=str(key(30)))
+    assert number != filled
+    for local in (0, 1):
+        node.fill(key(30), number, local)
+    until(lambda: site.store and key(30) in candidates(site.store), "both are stored")
+    assert site.good(key(30))
+
+
+@pytest.mark.parametrize("how", ["the older is void", "the newer is void", "its rank dies"])
+def test_a_save_that_waits_for_a_slot_hears_that_the_other_rank_gives_up(site: Site, how: str) -> None:
+    node = site.node()
+    node.save(key(10))
+    node.report("saved")
+    node.fill(key(20), node.begin(key(20)), 0)
+    begun = node.links[0].tell("begin", key=str(key(30)))
+    for _ in range(20):
+        node.links[1].call("ranks")
+    if how == "its rank dies":
+        node.links[1].close()
+        with pytest.raises(CheckpointError, match="rank 1 left"):
+            node.links[0].answer(begun)
+        return
+    older = how == "the older is void"
+    node.links[1].call("void", key=str(key(20 if older else 30)), why="its GPU failed")
+    if older:
+        assert node.links[0].answer(begun) == 1
+    else:
+        with pytest.raises(CheckpointError, match="was given up: its GPU failed"):
+            node.links[0].answer(begun)
+
+
 def test_a_save_finds_no_slot_while_both_are_needed(site: Site) -> None:
     node = site.node()
     node.begin(key(10))

@@ -91,6 +91,10 @@ class Full(StoreError):
         super().__init__(why, where, may_pass=True)
 
 
+class NoSlot(CheckpointError):
+    """No part of a node's memory can take a save now: it is filled, stored or read."""
+
+
 class RankLost(CheckpointError):
     """These ranks have died, or given no sign of life for too long; none is named where it is not known which."""
 

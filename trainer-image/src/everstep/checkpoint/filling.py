@@ -31,11 +31,19 @@ class Filling(Generic[C]):
 
     def begin(self, key: Key, local: int, connection: C, newest: Mapping[int, C]) -> None:
         """A rank begins a save. `newest`: connection of each rank. CheckpointError: it was given up."""
-        if key in self._void:
-            raise CheckpointError(f"{key} was given up: {self._void[key]}")
+        self.check(key)
         if key not in self._saves:
             self._saves[key] = _Save(dict(newest))
         self._saves[key].ranks[local] = connection
+
+    def check(self, key: Key) -> None:
+        """CheckpointError: this save was given up."""
+        if key in self._void:
+            raise CheckpointError(f"{key} was given up: {self._void[key]}")
+
+    def waits_for_others(self, local: int) -> bool:
+        """Whether this local rank is done with a save that others are still to fill."""
+        return any(local in save.done for save in self._saves.values())
 
     def fill(self, key: Key, local: int, count: int) -> bool:
         """A rank is done; whether all `count` are, which ends it here. CheckpointError: it was given up."""

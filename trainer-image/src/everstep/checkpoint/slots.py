@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import room
-from everstep.checkpoint.errors import CheckpointError, Damaged, UnknownFormat
+from everstep.checkpoint.errors import CheckpointError, Damaged, NoSlot, UnknownFormat
 from everstep.checkpoint.format import Manifest, decode, encode
 from everstep.checkpoint.keys import Key
 
@@ -122,13 +122,13 @@ class Slot:
     def claim(self, claim: Claim) -> None:
         """From here on the slot is this checkpoint's; what was in it is gone.
 
-        CheckpointError while somebody reads it: who holds reading() and finds it whole may rely on its bytes.
+        NoSlot while somebody reads it: who holds reading() and finds it whole may rely on its bytes.
         """
         with (self.path / "lock").open("a") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
-                raise CheckpointError(f"slot {self.number} is being read: it is not filled anew meanwhile") from error
+                raise NoSlot(f"slot {self.number} is being read: it is not filled anew meanwhile") from error
             for name in (VERIFIED, "whole", "slot.json", "stored"):
                 (self.path / name).unlink(missing_ok=True)
             _replace(self.path / "claim.json", {**vars(claim), "key": str(claim.key)})

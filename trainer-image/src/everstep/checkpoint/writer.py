@@ -25,7 +25,7 @@ from typing import Any
 from everstep.checkpoint import attempts, control, peer_copies, room
 from everstep.checkpoint.commit import Fenced
 from everstep.checkpoint.control import Config
-from everstep.checkpoint.errors import CheckpointError, RankLost, StoreError
+from everstep.checkpoint.errors import CheckpointError, NoSlot, RankLost, StoreError
 from everstep.checkpoint.filling import Filling
 from everstep.checkpoint.idle_verifier import IdleVerifier
 from everstep.checkpoint.keeping import Committed, Keeper, Save
@@ -41,6 +41,9 @@ _log = logging.getLogger("everstep.checkpoint.writer")
 
 _NICE = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until a save that failed is tried again
+# Seconds that a save waits for a slot: for GPUs that copy an earlier one, which give up sooner than this, and for
+# processes that began to restore from this memory before the run came.
+_FILL_TIMEOUT, _READ_TIMEOUT = 330.0, 10.0
 _LEFT = "left before its part was copied"
 
 
@@ -302,44 +305,51 @@ class Writer:
         return why
 
     async def _begin(self, key: Key, writer: asyncio.StreamWriter) -> int:
+        """The number of the slot for this save, as soon as one is free."""
         if self._reserving is not None:
             await asyncio.shield(self._reserving)
-        await self._wait_for_slot(key)
+        began = time.monotonic()
+        while True:
+            try:
+                return self._find_slot(key, writer)
+            except NoSlot:
+                if not self._comes_free(self._ranks[writer].local, time.monotonic() - began):
+                    raise
+            await asyncio.sleep(0.005)
+
+    def _find_slot(self, key: Key, writer: asyncio.StreamWriter) -> int:
+        """The slot that another rank has begun this save in, or one that is claimed for it now. NoSlot."""
         assert self._config is not None
-        local, ranks, run = self._ranks[writer].local, self._config.ranks, _identity(self._config)
+        rank, ranks, run = self._ranks[writer], self._config.ranks, _identity(self._config)
+        if rank.run != run:  # while it waited
+            raise CheckpointError(f"attempt {self._config.attempt} has taken over this node from {rank.run.attempt}")
+        self._filling.check(key)
         newest = {its.local: each for each, its in self._ranks.items() if its.run == run}
         for slot in self._slots:
             claim = slot.claimed()
             if claim is not None and claim.key == key:
                 if key not in self._filling:
                     raise CheckpointError(f"{key} was given up")
-                self._filling.begin(key, local, writer, newest)
+                self._filling.begin(key, rank.local, writer, newest)
                 return slot.number
         if absent := self._known - set(newest):
             raise RankLost([ranks[local] for local in sorted(absent)], _LEFT)
         slot = self._free()
-        self._filling.begin(key, local, writer, newest)
-        try:
-            slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
-        except CheckpointError as error:  # somebody reads it, who has come since it was looked at
-            self._filling.give_up(key, str(error))
-            raise
+        slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
+        self._filling.begin(key, rank.local, writer, newest)
         return slot.number
 
-    async def _wait_for_slot(self, key: Key) -> None:
-        """Until a slot is free or has this key already; not at all when no save is going to give one back.
+    def _comes_free(self, local: int, waited: float) -> bool:
+        """Whether a slot is going to be given back to a save that has waited for one so many seconds.
 
-        With two slots the newest whole copy is kept until the one after it, which is being summed, is whole.
+        With two slots the newest whole copy is kept until the one after it is whole: that may be summed now, or other
+        ranks' GPUs may still copy it. What this rank has not filled itself it never will: it is at a newer save.
         """
-        while all((claim := slot.claimed()) is None or claim.key != key for slot in self._slots):
-            try:
-                self._free()
-            except CheckpointError:
-                if not any(save.needs_slot for save in self._saves.values()):
-                    return
-                await asyncio.sleep(0.005)
-            else:
-                return
+        if any(save.needs_slot for save in self._saves.values()):  # at most for commit_timeout
+            return True
+        if self._filling.waits_for_others(local):
+            return waited < _FILL_TIMEOUT
+        return waited < _READ_TIMEOUT and any(slot.is_read for slot in self._slots)
 
     def _free(self) -> Slot:
         """The slot whose loss costs least; never the newest whole one where there is another."""
@@ -354,7 +364,7 @@ class Writer:
                 continue
             free.append((claim is not None, claim.key if claim else None, slot))
         if not free:
-            raise CheckpointError("every slot is in use: " + ", ".join(self._uses()))
+            raise NoSlot("every slot is in use: " + ", ".join(self._uses()))
         return min(free, key=lambda each: (each[0], str(each[1])))[2]
 
     def _uses(self) -> list[str]:
