@@ -24,7 +24,8 @@ def held() -> tuple[int, int]:
 
 def test_a_save_of_lightning_leaves_no_group_behind(tmp_path: Path) -> None:
     for before, first, last, after in ranks.run(2, save_often):
-        assert last == first, "each save has left something"
+        # Fewer: what an earlier part of the process had open has been closed meanwhile.
+        assert all(now <= then for now, then in zip(last, first, strict=True)), "each save has left something"
         assert after == before, "the end has left something"
 
 

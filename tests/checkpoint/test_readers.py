@@ -247,6 +247,8 @@ def reads_only(rank: int, folder: Path) -> tuple[int, str]:
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_store_that_may_only_be_read_is_restored(folder: Path, world: int) -> None:
     assert run(1, begins_to_save, folder, HERE, False) == ["saved"]
+    # The writer reads back what it stored, and marks that, after the run has ended.
+    until(lambda: len(list((folder / "store" / "verified").glob("*/*"))) == 1, "the mark of what was read back")
     before = sorted(path for path in (folder / "store").rglob("*"))
     assert run(world, reads_only, folder) == [(1, "store")] * world
     assert sorted(path for path in (folder / "store").rglob("*")) == before

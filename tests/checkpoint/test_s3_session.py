@@ -21,6 +21,7 @@ from everstep.checkpoint.store.base import open_store
 from tests.checkpoint.faults import Chooser, Fault, FaultProxy, Request
 from tests.checkpoint.ranks import run
 from tests.checkpoint.s3_server import BUCKET, ENVIRONMENT
+from tests.checkpoint.writers import until
 
 pytestmark = [pytest.mark.torch, pytest.mark.timeout(300)]
 
@@ -103,9 +104,15 @@ def test_a_store_that_is_gone_ends_no_training_and_leaves_the_last_good_one(
     proxy.begin(gone_after_the_first_commit)
     ends = run(2, train_until_it_is_told, url, tmp_path / "second", 5, timeout=240)
     assert all(isinstance(end, str) for end in ends), ends
+    store = open_store(s3_url)
+    newest = candidates(store)[0]
+    assert newest.step == 3
+    verify(store, newest)
     proxy.begin()
+    # The writer is still there, and stores what it has as soon as it can.
+    until(lambda: candidates(store)[0].step == 5, "step 5 in the store")
     third = run(2, train, url, tmp_path / "third", 6, timeout=120)
-    assert [(start, found) for start, found, _ in third] == [(3, 3.0), (3, 3.0)]
+    assert [(start, found) for start, found, _ in third] == [(5, 5.0), (5, 5.0)]
 
 
 def saves_last_in_an_outage(rank: int, url: str, folder: Path) -> tuple[list[str], dict[str, Any]]:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from everstep.checkpoint import slot_marks
-from everstep.checkpoint.errors import Damaged, StoreError
+from everstep.checkpoint.errors import Damaged, Missing, StoreError
 from everstep.checkpoint.format import Manifest, Part
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.peer_server import held
@@ -32,7 +32,8 @@ def hold_slots(memory: Path, key: Key, stack: ExitStack) -> bytes:
     for slot, own in held(memory):
         if own.key != key:
             continue
-        stack.enter_context(slot.reading())
+        with suppress(Missing):  # the writer of a run that has ended removes its slots
+            stack.enter_context(slot.reading())
         if slot.manifest() == own:  # else it was filled anew since
             parts = [[part.name, part.size, part.header] for part in own.parts]
             rows.append([str(slot.path), slot_marks.is_marked(slot, own), parts])
@@ -54,7 +55,10 @@ class PartFiles:
         numbers = {part.name: i for i, part in enumerate(self._manifest.parts)}
         for path, is_marked, parts in json.loads(message):
             slot = Slot(Path(path))
-            stack.enter_context(slot.reading())
+            try:
+                stack.enter_context(slot.reading())
+            except Missing:  # removed since: the bytes are read from where else they are
+                continue
             for local, fields in enumerate(parts):
                 part = Part(*fields)
                 number = numbers.get(part.name)

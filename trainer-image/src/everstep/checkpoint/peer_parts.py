@@ -89,7 +89,8 @@ class PeerParts:
 
     def _connect(self, number: int) -> Share:
         failures = []
-        for address in self._places[number]:
+        # No place at all: only this node's memory was to serve it, and its writer has removed that since.
+        for address in self._places[number] if number < len(self._places) else ():
             try:
                 found = Share(address, self._secret, self._key, number, self._decode)
             except PeerLost as error:

@@ -312,7 +312,12 @@ class Pilot:
         replan = replan or not self._planned  # alike on all ranks
         self._planned = True
         try:
-            self.saver.take(key, replan)
+            try:
+                self.saver.take(key, replan)
+            except Replan:
+                if self.saver.world > 1:
+                    raise  # the others have begun by the plan that was: all of them make another for the next save
+                self.saver.take(key, replan=True)
         except Exception as error:  # training goes on; the others are told that this save is void
             _log.exception("%s was not taken", key)
             # A plan that could not be made or does not fit is of no use to the next save either.

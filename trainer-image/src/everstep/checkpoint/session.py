@@ -425,15 +425,14 @@ class Checkpointer:
         return str(token), run
 
     def _check_goes_on(self, token: Attempt) -> None:
-        """CheckpointError when an older step was restored of what this very attempt has saved since."""
-        restored = self._restored
-        if restored is None:
-            return
-        newer = [key for key in candidates(self.store) if key.attempt == token and key.step > restored.step]
+        """CheckpointError when this very attempt has saved a later step than the one that training goes on from."""
+        start = 0 if self._restored is None else self._restored.step
+        newer = [key for key in candidates(self.store) if key.attempt == token and key.step > start]
         if newer:
+            began = "the run starts over" if self._restored is None else f"step {start} was restored"
             raise CheckpointError(
-                f"step {restored.step} was restored, and attempt {token} has saved step {newer[0].step} already: what "
-                "is saved now would be older. Go on as a later attempt: without attempt=, or with a greater generation"
+                f"{began}, and attempt {token} has saved step {newer[0].step} already: what is saved now would be "
+                "older. Go on as a later attempt: without attempt=, or with a greater generation"
             )
 
     def _first(self, make: Any) -> Any:

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import room
-from everstep.checkpoint.errors import CheckpointError, Damaged, NoSlot, UnknownFormat
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, NoSlot, UnknownFormat
 from everstep.checkpoint.format import Manifest, decode, encode
 from everstep.checkpoint.keys import Key
 
@@ -195,8 +195,16 @@ class Slot:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While this is held the slot is not filled anew; ends with the process too."""
-        with (self.path / "lock").open("a") as file:
+        """While this is held the slot is not filled anew; ends with the process too.
+
+        Raises:
+            Missing: The slot has been removed, as the writer of a run that has ended does.
+        """
+        try:
+            file = (self.path / "lock").open("a")
+        except FileNotFoundError:
+            raise Missing(str(self.path)) from None
+        with file:
             fcntl.flock(file, fcntl.LOCK_SH)
             yield
 

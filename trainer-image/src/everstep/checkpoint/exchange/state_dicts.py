@@ -11,6 +11,7 @@ import torch
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.flat import RANK
 from everstep.checkpoint.values import pack
 
 _SUFFIX = "_state_dict"
@@ -41,6 +42,11 @@ def split_objects(loaded: Any, name: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, each in loaded.items():
         plain = name if key == "state_dict" else str(key).removesuffix(_SUFFIX)
+        if plain == RANK:
+            raise CheckpointError(
+                f"what is called {RANK!r} in it cannot be imported: each rank's own state is saved under this name; "
+                "rename or remove it, or name what is wanted with only="
+            )
         if plain in found:
             raise CheckpointError(f"two objects in it are called {plain!r}: rename one of them before it is imported")
         found[plain] = each

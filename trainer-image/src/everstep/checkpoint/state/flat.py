@@ -173,8 +173,8 @@ def _unlike(optimizer: torch.optim.Optimizer, known: Mapping[int, tuple[str, str
 
 def _immutable(value: object) -> bool:
     if isinstance(value, tuple):
-        return all(map(_immutable, value))
-    return value is None or isinstance(value, int | float | complex | str | bytes)
+        return not value or any(map(_immutable, value))
+    return value is None or isinstance(value, int | float | complex | str | bytes | frozenset | range)
 
 
 def _modules(each: Any) -> Sequence[nn.Module]:

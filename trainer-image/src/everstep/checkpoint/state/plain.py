@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.kinds import (
@@ -84,7 +85,13 @@ class Value:
         elif is_tensor(self.value) and overlaps(self.value):
             fill_overlapping(self.value, loaded, self.prefix)
         else:
-            self.value = _put_into(self.value, loaded)
+            taken = _put_into(self.value, loaded)
+            if taken is not self.value:
+                shown = type(self.value).__name__
+                raise CheckpointError(
+                    f"{self.prefix}: the {shown} that was given cannot take in what was saved, which has another size "
+                    f"or kind ({type(loaded).__name__}); give it in a dictionary, as state={{{self.prefix!r}: …}}"
+                )
 
 
 def with_types_of(live: Any, loaded: Any) -> Any:
@@ -106,14 +113,56 @@ def with_types_of(live: Any, loaded: Any) -> Any:
 
 
 def _put_into(live: Any, loaded: Any) -> Any:
-    """The loaded value in the container that the script holds, where both are of one kind; else the loaded one."""
+    """Give what the script holds the loaded content: others, as an optimizer, may hold the same tensor or list.
+
+    Returns:
+        What the script holds, where it can take the content; else the loaded value.
+    """
+    if is_tensor(live) and is_tensor(loaded):
+        return _fill(live, loaded)
     if isinstance(live, MutableMapping) and isinstance(loaded, Mapping):
         typed = with_types_of(live, loaded)
+        content = {key: _put_into(live[key], each) if key in live else each for key, each in typed.items()}
         live.clear()
-        live.update(typed)
+        live.update(content)
+        return live
+    if isinstance(live, list | tuple) and isinstance(loaded, list | tuple) and len(live) == len(loaded):
+        elements = [_put_into(*pair) for pair in zip(live, with_types_of(live, loaded), strict=True)]
+        if isinstance(live, list):
+            live[:] = elements
+        elif any(one is not other for one, other in zip(live, elements, strict=True)):
+            return type(loaded)(elements) if type(loaded) in (list, tuple) else loaded
         return live
     if isinstance(live, list) and isinstance(loaded, list):
         live[:] = with_types_of(live, loaded)
+        return live
+    if isinstance(live, bytearray) and isinstance(loaded, bytearray):
+        live[:] = loaded
+        return live
+    if isinstance(live, set) and isinstance(loaded, set):
+        live.clear()
+        live |= loaded
+        return live
+    return _fill_array(live, loaded)
+
+
+def _fill(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+    """Copy into a tensor of the script, so that it stays the parameter that an optimizer holds; else the loaded one."""
+    if live is loaded or live.is_meta or (live.shape, live.dtype) != (loaded.shape, loaded.dtype):
+        return loaded
+    with torch.no_grad():
+        if overlaps(live):
+            fill_overlapping(live, loaded, "a tensor in a dictionary or list")
+        else:
+            live.copy_(loaded)
+    return live
+
+
+def _fill_array(live: Any, loaded: Any) -> Any:
+    """The same for arrays of NumPy, which this module does not import."""
+    fits = type(live) is type(loaded) and type(live).__module__ == "numpy" and hasattr(live, "flags")
+    if fits and live.flags.writeable and (live.shape, live.dtype) == (loaded.shape, loaded.dtype):
+        live[...] = loaded
         return live
     return loaded
 

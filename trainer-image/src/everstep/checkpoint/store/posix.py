@@ -266,7 +266,7 @@ def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if name and error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+        if name and error.errno == errno.ENOENT:
             raise Missing(f"{url}/{name}") from error
         why = f"could not {what}: {os.strerror(error.errno) if error.errno else error}"
         if error.errno in _NO_ROOM:
@@ -280,7 +280,7 @@ def _walk(folder: Path, *, enter: bool = True) -> Iterator[tuple[Path, os.stat_r
     """All files in a folder, and with `enter` below it; those that vanish meanwhile are left out."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
-    except (FileNotFoundError, NotADirectoryError):
+    except FileNotFoundError:
         return
     for entry in entries:
         path = Path(entry.path)

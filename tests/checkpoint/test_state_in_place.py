@@ -1,0 +1,117 @@
+"""Values that a script holds get their content back in place: whoever else holds them goes on with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from tests.checkpoint.sessions import session  # noqa: E402
+from tests.checkpoint.test_state_fit import moved  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def made(value: float) -> dict[str, Any]:
+    return {
+        "array": np.full(300, value),
+        "bytes": bytearray([int(value)] * 3000),
+        "set": {value},
+        "tuple": (torch.full((3,), value), torch.full((2, 2), value)),
+        "list": [torch.full((2,), value), {"deep": torch.full((4,), value)}, value],
+        "dict": {"parameter": nn.Parameter(torch.full((2,), value)), "deep": {"array": np.full(3, value)}},
+    }
+
+
+def test_each_kind_of_container_gets_its_content_back_in_place(tmp_path: Path) -> None:
+    live = made(2.0)
+    held = dict(live)
+    parameter, deep, listed = live["dict"]["parameter"], live["dict"]["deep"], live["list"][1]["deep"]
+    moved(tmp_path, made(7.0), live)
+    assert (live["array"] == 7.0).all()
+    assert live["bytes"] == bytearray([7] * 3000)
+    assert live["set"] == {7.0}
+    assert all((each == 7.0).all() for each in live["tuple"])
+    assert live["list"][2] == 7.0
+    assert all(live[name] is held[name] for name in live)
+    assert live["dict"]["parameter"] is parameter
+    assert parameter.requires_grad
+    assert (parameter == 7.0).all()
+    assert (deep["array"] == 7.0).all()
+    assert (listed == 7.0).all()
+
+
+def test_a_parameter_in_a_dictionary_goes_on_with_its_optimizer(tmp_path: Path) -> None:
+    def start() -> tuple[dict[str, Any], Any]:
+        extra = {"sigma": nn.Parameter(torch.ones(2))}
+        return extra, torch.optim.SGD(list(extra.values()), lr=0.1, momentum=0.9)
+
+    def train(extra: dict[str, Any], optimizer: Any, steps: int) -> list[float]:
+        losses = []
+        for _ in range(steps):
+            optimizer.zero_grad()
+            loss = (extra["sigma"] ** 2).sum()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    extra, optimizer = start()
+    straight = train(extra, optimizer, 6)
+    extra, optimizer = start()
+    train(extra, optimizer, 3)
+    fresh, of_fresh = start()
+    moved(tmp_path, {"extra": extra, "optimizer": optimizer}, {"extra": fresh, "optimizer": of_fresh})
+    assert train(fresh, of_fresh, 3) == straight[3:]
+
+
+@pytest.mark.parametrize("value", [(torch.ones(2), 3), frozenset({1}), ()], ids=["tuple", "frozenset", "empty"])
+def test_a_value_that_could_not_be_given_back_is_refused_at_the_start(tmp_path: Path, value: Any) -> None:
+    with session(tmp_path) as ckpt, pytest.raises(CheckpointError, match="stays what it is now"):
+        ckpt.track(value=value)
+
+
+def test_an_array_of_another_size_is_no_silent_restore(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="cannot take in what was saved"):
+        moved(tmp_path, {"array": np.ones(4)}, {"array": np.ones(5)})
+
+
+def test_a_state_that_grows_is_saved_at_every_step(tmp_path: Path) -> None:
+    """LBFGS keeps one more pair of tensors after each step."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2, history_size=20)
+    x, y = torch.rand(8, 3), torch.rand(8, 1)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = ((model(x) - y) ** 2).mean()
+        loss.backward()
+        return loss
+
+    with session(tmp_path, every_steps=1, policy="wait", keep_last=20) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        for step in range(1, 7):
+            optimizer.step(closure)
+            ckpt.step(step)
+        ckpt.wait()
+        metrics = ckpt.metrics()
+    assert (metrics["saved"], metrics["failed"]) == (6, 0)
+
+
+def test_a_run_that_starts_over_in_an_attempt_that_has_saved_is_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    with session(tmp_path, attempt=(1, 1)) as ckpt:
+        ckpt.track(model=model)
+        ckpt.save(5)
+    with session(tmp_path, attempt=(1, 1)) as ckpt:
+        ckpt.start_over(model=model)
+        with pytest.raises(CheckpointError, match=r"the run starts over, and attempt .* has saved step 5 already"):
+            ckpt.save(1)
