@@ -50,8 +50,8 @@ def test_a_save_outlives_one_fault_at_each_of_its_requests(
     direct, disturbed = opened(s3_url, tries=1), opened(disturbed_url, tries=3)
     TRAINING.save(disturbed, key(0))
     requests = requests_of(proxy, lambda: TRAINING.save(disturbed, key(1)))
-    # Of two nodes a part, a node manifest and an announcement; the listing of these, and both read; the index, the hint;
-    # and three that read the checkpoint again.
+    # Of two nodes a part, a node manifest and an announcement; the listing of these, and both read; the index, the
+    # hint; and three that read the checkpoint again.
     assert requests == 14
     for number in range(1, requests + 1):
         newest = key(1 + number)

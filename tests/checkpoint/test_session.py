@@ -239,9 +239,8 @@ def test_a_state_that_changes_its_layout_is_planned_again(folder: Path) -> None:
         state["b"] = torch.ones(100_000)
         for step in (2, 3, 4):
             ckpt.step(step)
-    assert [event.key.step for event in failures if event.key] == [2]
-    assert "other tensors" in failures[0].why
-    assert steps_in(folder) == [1, 3, 4]
+    assert failures == []
+    assert steps_in(folder) == [1, 2, 3, 4]
     assert "state.b" in verify(PosixStore(folder / "store"), candidates(PosixStore(folder / "store"))[0]).tensors
 
 

@@ -76,7 +76,9 @@ def train(
     sampler = Sampler(len(data), global_batch=BATCH, seed=3)
     losses: dict[int, str] = {}
     seen: dict[int, list[int]] = {}
-    with everstep.checkpointer(folder, memory=memory, every_steps=25, policy="wait", timeout=60.0, linger=5.0) as ckpt:
+    with everstep.checkpointer(
+        folder, memory=memory, every_steps=25, policy="wait", timeout=60.0, linger=120.0
+    ) as ckpt:
         start = ckpt.restore(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
         batches = loader(data, sampler, num_workers=1 if rank == 0 else 0)
         for step, batch in zip(range(start.step, stop), batches, strict=False):
