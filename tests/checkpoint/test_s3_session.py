@@ -106,7 +106,7 @@ def test_a_store_that_is_gone_ends_no_training_and_leaves_the_last_good_one(
     assert all(isinstance(end, str) for end in ends), ends
     store = open_store(s3_url)
     newest = candidates(store)[0]
-    assert newest.step == 3
+    assert 2 < newest.step < 5
     verify(store, newest)
     proxy.begin()
     # The writer is still there, and stores what it has as soon as it can.
