@@ -102,6 +102,28 @@ def test_two_copies_are_kept_and_the_oldest_goes_first(away: Away) -> None:
     assert away.kept == [key(30), key(20)]
 
 
+def test_a_copy_waits_until_a_process_that_restores_has_read_the_slot_that_it_needs(away: Away) -> None:
+    away.server.trust(SECRET, 1)
+    away.send(0, key(10))
+    slot, claim, manifest = away.whole(1, key(20))
+    kept = peer_copies.of(away.here)[0]
+    with closing(Link.connect(away.address, SECRET)) as link:
+        with kept.reading():
+            data = encode(manifest)
+            link.tell({"verb": "put", **vars(claim), "key": str(claim.key), "size": len(data)})
+            link.put(data)
+            link._peer.settimeout(0.5)
+            with pytest.raises(PeerLost, match="timed out"):
+                link.answer()
+            assert away.kept == [key(10)]
+            link._peer.settimeout(PATIENCE)
+        link.answer()
+        for local, part in enumerate(manifest.parts):
+            link.put(slot.part(local).read_bytes()[: part.size])
+        link.answer()
+    assert away.kept == [key(20)]
+
+
 def test_with_one_slot_one_copy_is_kept(away: Away) -> None:
     away.server.trust(SECRET, 1)
     for step in (10, 20):
@@ -156,7 +178,10 @@ def test_a_frozen_sender_does_not_hold_up_the_next_copy(away: Away) -> None:
         assert away.kept == [key(20)]
 
 
-def test_a_slot_that_another_node_reads_is_not_taken_for_a_new_copy(away: Away) -> None:
+def test_a_slot_that_another_node_reads_is_not_taken_for_a_new_copy(
+    away: Away, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peer_copies, "READ_TIMEOUT", 0.1)
     away.send(0, key(10))
     away.send(1, key(20))
     with closing(Share(away.address, SECRET, key(10), 1)):

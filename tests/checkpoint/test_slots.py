@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from everstep.checkpoint import room
 from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, Missing
 from everstep.checkpoint.persist import GivenUp, Mappings, Progress, sum_slot
 from everstep.checkpoint.room import NoRoom
-from everstep.checkpoint.slots import Claim, Slots, State, default_directory
+from everstep.checkpoint.slots import COPIES, Claim, Slot, Slots, State, default_directory
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill, layout
+from tests.checkpoint.writers import until
 
 SIZES = [20_000, 8_192]
 
@@ -106,6 +109,36 @@ def test_a_slot_that_is_read_is_seen_by_every_process(slots: Slots) -> None:
         assert slots[0].is_read
         assert not slots[1].is_read
     assert not slots[0].is_read
+
+
+@pytest.mark.parametrize("folder", ["0", "peer/0"], ids=["a slot", "another node's copy"])
+def test_slots_that_are_read_are_removed_after_that(slots: Slots, folder: str) -> None:
+    copies = Slots.create(slots.directory / COPIES, 2)
+    with Slot(slots.directory / folder).reading():
+        assert not slots.remove()
+        assert [slot.part(0).stat().st_size for slot in slots] == [SIZES[0], SIZES[0]]
+        assert len(list(copies)) == 2
+    assert slots.remove()
+    assert list(slots.directory.parent.iterdir()) == []
+
+
+def test_who_waited_for_a_slot_that_was_removed_meanwhile_is_told_so(slots: Slots) -> None:
+    with ExitStack() as lock, ThreadPoolExecutor(1) as pool:
+        assert slots[0].lock_out_readers(lock)
+        reads = pool.submit(lambda: slots[0].reading().__enter__())
+        waiter = f"{os.getpid()} "
+        until(lambda: f"-> FLOCK  ADVISORY  READ {waiter}" in Path("/proc/locks").read_text(), "the reader waits")
+        slots.directory.rename(slots.directory.with_name("gone"))
+        Slots.create(slots.directory, 2)[0].path.joinpath("lock").touch()  # of the next run
+        lock.close()
+        with pytest.raises(Missing):
+            reads.result()
+
+
+def test_what_a_process_that_died_was_removing_is_removed_by_the_next(slots: Slots) -> None:
+    slots.directory.rename(slots.directory.with_name(f".{slots.directory.name}.removed-123"))
+    slots.clear_removed()
+    assert list(slots.directory.parent.iterdir()) == []
 
 
 def test_a_sum_that_nobody_wants_any_more_ends(slots: Slots) -> None:

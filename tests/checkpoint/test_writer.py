@@ -233,6 +233,27 @@ with Slots(Path({str(node.directory)!r}))[1].reading():
     node.report("saved")
 
 
+@pytest.mark.parametrize("end", ["its reader ends", "its reader never ends"])
+def test_the_writer_of_a_run_that_has_ended_waits_for_who_reads_its_slots_but_not_for_ever(
+    site: Site, end: str
+) -> None:
+    node = site.node(linger=60.0 if end == "its reader ends" else 1.0)
+    node.save(key(10))
+    node.report("saved")
+    with node.slots[0].reading():
+        node.leave()
+        log = node.directory / control.LOG
+        if end == "its reader ends":
+            until(lambda: "still read" in log.read_text(), "the writer waits")
+            assert node.runs
+            assert node.slots[0].state is State.STORED
+        else:
+            until(lambda: not node.runs, "the writer gives the reader up")
+            assert not node.directory.exists()
+    until(lambda: not node.runs, "the writer has ended")
+    assert not node.directory.exists()
+
+
 def test_a_save_waits_for_the_slot_that_another_rank_still_fills(site: Site) -> None:
     node = site.node()
     node.save(key(10))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from everstep.checkpoint import slot_marks
@@ -19,7 +19,7 @@ from everstep.checkpoint.peer_server import held
 from everstep.checkpoint.proposals import MEMORY, STORE
 from everstep.checkpoint.slots import Slot
 from everstep.checkpoint.store.base import LocalStore, ObjectReader, Store
-from everstep.checkpoint.store.reader import open_file
+from everstep.checkpoint.store.reader import FileReader, open_file
 
 
 def hold_slots(memory: Path, key: Key, stack: ExitStack) -> bytes:
@@ -32,8 +32,10 @@ def hold_slots(memory: Path, key: Key, stack: ExitStack) -> bytes:
     for slot, own in held(memory):
         if own.key != key:
             continue
-        with suppress(Missing):  # the writer of a run that has ended removes its slots
+        try:
             stack.enter_context(slot.reading())
+        except Missing:  # removed just now, as the writer of a run that has ended does
+            continue
         if slot.manifest() == own:  # else it was filled anew since
             parts = [[part.name, part.size, part.header] for part in own.parts]
             rows.append([str(slot.path), slot_marks.is_marked(slot, own), parts])
@@ -47,24 +49,38 @@ class PartFiles:
         self._manifest = manifest
         self._store = store if isinstance(store, LocalStore) and store.is_local else None
         self._elsewhere: set[str] = set()
-        self._slots: dict[int, tuple[Slot, int]] = {}
+        self._slots: dict[int, tuple[Slot, FileReader]] = {}
         self._marked: set[int] = set()
 
     def adopt(self, message: bytes, stack: ExitStack) -> None:
-        """Take the parts that hold_slots() found on the node's leader, and hold their slots until `stack` ends."""
+        """Take the parts that hold_slots() found on the node's leader, and hold their slots until `stack` ends.
+
+        Their files stay open until then: what is verified can still be read into the objects, whoever removes them.
+
+        Raises:
+            Damaged: A slot is there no more, although it is held: one rank must not read elsewhere what the others of
+                its node, who share the work, read here.
+        """
         numbers = {part.name: i for i, part in enumerate(self._manifest.parts)}
         for path, is_marked, parts in json.loads(message):
             slot = Slot(Path(path))
-            try:
+            with self._expect_slot(slot):
                 stack.enter_context(slot.reading())
-            except Missing:  # removed since: the bytes are read from where else they are
-                continue
             for local, fields in enumerate(parts):
                 part = Part(*fields)
                 number = numbers.get(part.name)
                 if number is not None and number not in self._slots and self._manifest.parts[number] == part:
-                    self._slots[number] = slot, local
+                    with self._expect_slot(slot):
+                        file = stack.enter_context(open_file(slot.part(local), f"{part.name} in this node's memory"))
+                    self._slots[number] = slot, file
                     self._marked |= {number} if is_marked else set()
+
+    @contextmanager
+    def _expect_slot(self, slot: Slot) -> Iterator[None]:
+        try:
+            yield
+        except (Missing, FileNotFoundError) as error:
+            raise Damaged(str(slot.path), "was removed from this node's memory while it was held") from error
 
     def leave_out(self, names: set[str]) -> None:
         """Parts of these names are read from elsewhere, unless they are in the node's memory."""
@@ -102,11 +118,8 @@ class PartFiles:
             with self._store.open_object(name) as opened:
                 yield opened
             return
-        slot, local = self._slots[number]
+        slot, file = self._slots[number]
         try:
-            with open_file(slot.part(local), self.name(number)) as opened:
-                yield opened
-        except FileNotFoundError as error:
-            raise Damaged(name, "is not in this node's memory any more") from error
+            yield file
         except OSError as error:
-            raise StoreError(f"cannot be read: {error}", str(slot.part(local))) from error
+            raise StoreError(f"cannot be read: {error}", str(slot.path)) from error

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import mmap
 import threading
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from everstep.checkpoint import room
 from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.errors import CheckpointError, Damaged
+from everstep.checkpoint.errors import CheckpointError, Damaged, NoSlot
 from everstep.checkpoint.format import HEADER, Chunk, Manifest, decode
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.peer_link import TIMEOUT, Link
-from everstep.checkpoint.slots import Claim, Slot, Slots
+from everstep.checkpoint.slots import COPIES, READ_TIMEOUT, Claim, Slot, Slots
 
-FOLDER = "peer"
+_POLL = 0.02  # seconds
 
 
 class Refused(CheckpointError):
@@ -30,7 +31,7 @@ class Refused(CheckpointError):
 
 def of(directory: Path) -> Slots:
     """The copies that the node with this slots' directory keeps, there or not."""
-    return Slots(directory / FOLDER)
+    return Slots(directory / COPIES)
 
 
 class Copies:
@@ -80,8 +81,7 @@ class Copies:
         if need > 0:
             room.check(self._directory, need, copies=0, kept=count)
             self.reserve(sizes, count)
-        slot = self._free(whole)
-        slot.claim(claim)
+        slot = self._claim_slot(claim)
         try:
             link.tell({"ok": None})  # now the bytes
             chunks = _by_part(manifest)
@@ -93,13 +93,27 @@ class Copies:
                 slot.release()
             raise
 
-    def _free(self, whole: Sequence[tuple[Slot, Manifest]]) -> Slot:
-        slots = list(self._slots)
+    def _claim_slot(self, claim: Claim) -> Slot:
+        """Claim a slot for a copy, after waiting a while for processes that restore. Refused."""
+        until = time.monotonic() + READ_TIMEOUT
+        while True:
+            try:
+                slot = self._find_slot()
+                slot.claim(claim)
+            except NoSlot as error:
+                if time.monotonic() >= until:
+                    raise Refused(str(error)) from error
+                time.sleep(_POLL)
+            else:
+                return slot
+
+    def _find_slot(self) -> Slot:
+        slots, whole = list(self._slots), self._slots.whole()
         newest = whole[0][0].number if whole and len(slots) > 1 else None
         age = {slot.number: i + 1 for i, (slot, _) in enumerate(whole)}  # the oldest has the greatest
         free = [slot for slot in slots if slot.number != newest and not slot.is_read]
         if not free:
-            raise Refused("every copy here is being read")
+            raise NoSlot("every copy here is being read")
         # What is not whole first, then the oldest.
         return max(free, key=lambda slot: (slot.number not in age, age.get(slot.number, 0)))
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import peer_copies
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, Missing
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.peer_copies import Copies
@@ -168,7 +168,10 @@ class _Visit:
             claim = slot.claimed()
             if found.key != key or claim is None or claim.node != node:
                 continue
-            self._held.enter_context(slot.reading())
+            try:
+                self._held.enter_context(slot.reading())
+            except Missing:  # removed just now
+                continue
             if slot.manifest() != found:
                 continue
             for local in range(len(found.parts)):

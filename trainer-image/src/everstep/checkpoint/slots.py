@@ -10,7 +10,7 @@
       <slot>/whole               the same is complete (a name to look at without reading a manifest)
       <slot>/stored              the same is durable in the store
       <slot>/verified            its bytes were read again and found good, after its ranks had gone (slot_marks.py)
-      <slot>/lock                readers share it; a slot that is read is not filled anew
+      <slot>/lock                readers share it; a slot that is read is neither filled anew nor removed
       peer/<slot>/               the same of another node, whose copies are kept here (peer_copies.py)
       port                       where other nodes' writers reach ours
 
@@ -23,15 +23,17 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import errno
 import fcntl
 import functools
+import glob
 import hashlib
 import json
 import os
 import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,8 @@ from everstep.checkpoint.keys import Key
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - the node's own shared memory; the folder in it is ours alone
 VERIFIED = "verified"
+COPIES = "peer"
+READ_TIMEOUT = 10.0  # seconds that a save or a copy waits for a slot which processes that restore still read
 MEMORY_VARIABLE = "EVERSTEP_CHECKPOINT_MEMORY"
 
 
@@ -124,11 +128,9 @@ class Slot:
 
         NoSlot while somebody reads it: who holds reading() and finds it whole may rely on its bytes.
         """
-        with (self.path / "lock").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise NoSlot(f"slot {self.number} is being read: it is not filled anew meanwhile") from error
+        with ExitStack() as stack:
+            if not self.lock_out_readers(stack):
+                raise NoSlot(f"slot {self.number} is being read: it is not filled anew meanwhile")
             for name in (VERIFIED, "whole", "slot.json", "stored"):
                 (self.path / name).unlink(missing_ok=True)
             _replace(self.path / "claim.json", {**vars(claim), "key": str(claim.key)})
@@ -195,27 +197,39 @@ class Slot:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While this is held the slot is not filled anew; ends with the process too.
+        """While this is held the slot is neither filled anew nor removed; ends with the process too.
 
         Raises:
             Missing: The slot has been removed, as the writer of a run that has ended does.
         """
+        path = self.path / "lock"
         try:
-            file = (self.path / "lock").open("a")
+            file = path.open("a")
         except FileNotFoundError:
             raise Missing(str(self.path)) from None
         with file:
             fcntl.flock(file, fcntl.LOCK_SH)
+            try:
+                is_there = os.path.samestat(os.fstat(file.fileno()), path.stat())
+            except FileNotFoundError:
+                is_there = False
+            if not is_there:  # it was removed while we waited for the lock
+                raise Missing(str(self.path))
             yield
 
     @property
     def is_read(self) -> bool:
-        with (self.path / "lock").open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                return True
-        return False
+        with ExitStack() as stack:
+            return not self.lock_out_readers(stack)
+
+    def lock_out_readers(self, stack: ExitStack) -> bool:
+        """Let nobody begin to read the slot until `stack` ends; false, and nothing is locked, while it is read."""
+        file = stack.enter_context((self.path / "lock").open("a"))
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
 
 class Slots:
@@ -289,13 +303,50 @@ class Slots:
             for tensor, dtype, shape, offsets, sizes, offset, length in rows
         ]
 
-    def remove(self) -> None:
-        """Gives the memory back."""
-        # At once: a new writer that comes meanwhile makes a directory of its own, and loses nothing of it.
-        gone = self.directory.with_name(f".{self.directory.name}.{os.getpid()}")
-        with contextlib.suppress(OSError):
+    def remove(self, *, is_forced: bool = False) -> bool:
+        """Give the memory back, of copies for other nodes too, unless a process reads in it.
+
+        Args:
+            is_forced: Do so while a process reads. One that has its files open reads on (part_files.py), and the memory
+                is given back when it closes them.
+
+        Returns:
+            Whether it was given back; else all is as it was.
+        """
+        with ExitStack() as stack:
+            for slot in (*self, *Slots(self.directory / COPIES)):
+                with contextlib.suppress(FileNotFoundError):
+                    if not slot.lock_out_readers(stack) and not is_forced:
+                        return False
+            # At once: a new writer that comes meanwhile makes a directory of its own, and loses nothing of it.
+            with contextlib.suppress(OSError):
+                self._move_away()
+        self.clear_removed()
+        return True
+
+    def clear_removed(self) -> None:
+        """Finish what remove() began, here or in a process that died in the middle of it."""
+        beside = self.directory.parent.glob(f"{glob.escape(self._removed_prefix)}*")
+        for gone in (*beside, *self.directory.glob(f"{glob.escape(self._removed_prefix)}*")):
+            shutil.rmtree(gone, ignore_errors=True)
+
+    def _move_away(self) -> None:
+        gone = self.directory.with_name(f"{self._removed_prefix}{os.getpid()}")
+        try:
             self.directory.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        except OSError as error:
+            if error.errno not in (errno.EBUSY, errno.EXDEV, errno.EACCES):
+                raise
+            # A mount, or in a folder that is not ours: what is in it goes.
+            inside = self.directory / gone.name
+            inside.mkdir(mode=0o700)
+            for path in self.directory.iterdir():
+                if path != inside:
+                    path.rename(inside / path.name)
+
+    @property
+    def _removed_prefix(self) -> str:
+        return f".{self.directory.name}.removed-"
 
 
 def secure(directory: Path) -> None:

@@ -34,16 +34,15 @@ from everstep.checkpoint.liveness import ProcessIdentity
 from everstep.checkpoint.lock import lock
 from everstep.checkpoint.peer_copier import Copier
 from everstep.checkpoint.peer_server import PeerServer
-from everstep.checkpoint.slots import Claim, Slot, Slots, State
+from everstep.checkpoint.slots import READ_TIMEOUT, Claim, Slot, Slots, State
 from everstep.checkpoint.store.base import open_store
 
 _log = logging.getLogger("everstep.checkpoint.writer")
 
 _NICE = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until a save that failed is tried again
-# Seconds that a save waits for a slot: for GPUs that copy an earlier one, which give up sooner than this, and for
-# processes that began to restore from this memory before the run came.
-_FILL_TIMEOUT, _READ_TIMEOUT = 330.0, 10.0
+# Seconds that a save waits for a slot which GPUs still copy an earlier one into: they give up sooner than this.
+_FILL_TIMEOUT = 330.0
 _LEFT = "left before its part was copied"
 
 
@@ -74,6 +73,7 @@ class Writer:
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()  # it may be time to end
         self._told_to_end = False
+        self._removing_since: float | None = None  # processes that restore are waited for since then
 
     async def serve(self) -> None:
         """Until the ranks are gone for good and nothing is left to do."""
@@ -163,6 +163,7 @@ class Writer:
         if writer not in self._ranks:
             self._filling.join(local, writer, self._before(writer, local))
         self._ranks[writer] = _Rank(local, _process(writer), _identity(config))
+        self._removing_since = None
         self._known.add(local)
         self._gone.discard(local)
         self._copier.aim(config.keeper, config.secret)
@@ -349,7 +350,7 @@ class Writer:
             return True
         if self._filling.waits_for_others(local):
             return waited < _FILL_TIMEOUT
-        return waited < _READ_TIMEOUT and any(slot.is_read for slot in self._slots)
+        return waited < READ_TIMEOUT and any(slot.is_read for slot in self._slots)
 
     def _free(self) -> Slot:
         """The slot whose loss costs least; never the newest whole one where there is another."""
@@ -523,8 +524,7 @@ class Writer:
         if self._tasks:
             return False
         if ended_well and not self._left_to_save():
-            self._slots.remove()
-            return True
+            return self._remove_slots()
         if self._copier.busy:
             return False
         if self._told_to_end and not self._ranks:
@@ -533,8 +533,19 @@ class Writer:
             return False
         # Nobody came back. What is in the store too need not take memory from whoever is next on this node.
         if all(slot.state in (State.EMPTY, State.FILLING, State.STORED) for slot in self._slots):
-            self._slots.remove()
+            return self._remove_slots()
         return True
+
+    def _remove_slots(self) -> bool:
+        """Whether the memory was given back. A process that restores from it is waited for, as long as ranks are."""
+        now = time.monotonic()
+        since = self._removing_since or now
+        if self._slots.remove(is_forced=self._told_to_end or now - since >= self._linger):
+            return True
+        if self._removing_since is None:
+            _log.info("the slots are still read: they are removed after that, or in %g s", self._linger)
+            self._removing_since = now
+        return False
 
     def _report(self, report: dict[str, Any]) -> None:
         _log.info("%s", report)
@@ -586,6 +597,7 @@ def main() -> None:
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))  # training first
     unlock = lock(arguments.directory, arguments.patience)
+    Slots(arguments.directory).clear_removed()
     asyncio.run(_serve(arguments.directory, arguments.linger))
     unlock()
     sys.stderr.flush()
