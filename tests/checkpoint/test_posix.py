@@ -343,3 +343,12 @@ def test_an_error_of_the_disk_is_told_by_whoever_hears_of_it_first(
     with pytest.raises(StoreError, match="Input/output error"):
         PosixStore(tmp_path).put(PART, LARGE, 80 << 20)
     assert not everything(tmp_path)
+
+
+def test_a_folder_is_one_store_however_it_is_spelled(tmp_path: Path) -> None:
+    """Its slots, and so its writer, are found by the store's name."""
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    spellings = ["real", "link", "x/../real", "./real/"]
+    urls = {open_store(f"{tmp_path}/{each}").url for each in spellings}
+    urls |= {open_store(f"file://{host}{tmp_path}/{each}").url for each in spellings for host in ("", "localhost")}
+    assert urls == {str(tmp_path / "real")}

@@ -220,6 +220,39 @@ def test_a_save_that_is_asked_for_waits_for_an_earlier_one_while_training_goes_o
     assert len(steps_in(folder)) == 2
 
 
+@pytest.mark.parametrize("steps", [0, 30], ids=["before the first step", "after the last"])
+def test_a_save_that_is_asked_for_and_meets_no_boundary_is_told_at_the_end(folder: Path, steps: int) -> None:
+    model = Model()
+    told: list[str] = []
+    ckpt = session(folder, every="1h")
+    ckpt.on("failed", lambda event: told.append(event.why))
+    ckpt.track(model=model)
+    train(ckpt, model, steps)
+    ckpt.request()
+    with pytest.raises(SaveFailed, match=r"asked for by request\(\), and no step\(\).*call save\(step\)"):
+        ckpt.close()
+    assert len(told) == 1
+    assert steps_in(folder) == []
+
+
+def test_a_save_by_hand_after_it_was_asked_for_is_what_was_asked_for(folder: Path) -> None:
+    model = Model()
+    with session(folder, every="1h") as ckpt:
+        ckpt.track(model=model)
+        train(ckpt, model, 30)
+        ckpt.request()
+        ckpt.save(30)
+    assert steps_in(folder) == [30]
+
+
+def test_memory_may_be_named_from_where_the_script_is(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(folder)
+    with session(folder, memory="memory") as ckpt:
+        ckpt.track(model=Model())
+        ckpt.save(1)
+    assert steps_in(folder) == [1]
+
+
 def test_the_same_step_is_not_saved_twice(folder: Path) -> None:
     model = Model()
     with session(folder, every_steps=1) as ckpt:

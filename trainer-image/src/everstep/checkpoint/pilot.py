@@ -43,6 +43,26 @@ class Forecast:
     seconds: float | None
 
 
+def tell_unmet_request(events: Events, deadline: float | None, raises: bool) -> None:
+    """Tell that a save was asked for and neither a boundary nor save() came before the session ended.
+
+    Args:
+        events: Of the session.
+        deadline: Of the request, in seconds since 1970.
+        raises: Whether to raise too, unless the deadline is over.
+
+    Raises:
+        SaveFailed: The same words.
+    """
+    why = (
+        "a save was asked for by request(), and no step() that could take it came before the session ended: "
+        "call save(step) before the end"
+    )
+    events.emit(Event("failed", None, why))
+    if raises and (deadline is None or time.time() < deadline):
+        raise SaveFailed(why)
+
+
 @dataclass
 class Pilot:
     """One rank's session between its restore and its end. Single-threaded."""
@@ -72,6 +92,8 @@ class Pilot:
         self._asked: tuple[float | None] | None = None  # a save that somebody asked for, and its deadline
         self._replan = False
         self._wish: tuple[float | None] | None = None  # this rank's own request, not told yet
+        self._requested: tuple[int, float | None] | None = None  # the same until it is met: since which step, deadline
+        self._step = -1  # the last one that was made
         self._told = 0.0  # seconds that rank 0 had taken for a decision when that was told last
 
     @property
@@ -95,6 +117,7 @@ class Pilot:
 
     def step(self, step: int) -> None:
         """See Checkpointer.step."""
+        self._step = step
         self._finish_copy()
         if self._wish is not None:
             wish, self._wish = self._wish, None
@@ -117,7 +140,9 @@ class Pilot:
 
     def request(self, deadline: float | None) -> None:
         """See Checkpointer.request."""
-        self._wish = (None if deadline is None else time.time() + deadline,)
+        until = None if deadline is None else time.time() + deadline
+        self._requested = (self._step, until)
+        self._wish = (until,)
 
     def wait(self, timeout: float | None) -> None:
         """See Checkpointer.wait."""
@@ -162,12 +187,15 @@ class Pilot:
 
     def close(self, wait: bool) -> None:
         """The end of the session; without `wait` it is left at once, and the writer goes on alone."""
-        if not wait:
-            return
+        requested, self._requested = self._requested, None
         try:
-            self.wait(None)
+            if wait:
+                self.wait(None)
         finally:
-            self._say_goodbye()
+            if wait:
+                self._say_goodbye()
+            if requested is not None:
+                tell_unmet_request(self.events, requested[1], wait)
 
     # ---- rank 0's choices
 
@@ -232,6 +260,8 @@ class Pilot:
             return
         left, seconds = self._asked[0] - time.time(), self._seconds
         if (seconds or 0.0) * _MARGIN > left:
+            if self._requested is not None and self._requested[1] == self._asked[0]:
+                self._requested = None  # it is told here
             self._asked = None
             needs = "" if seconds is None else f": it would take {seconds:.3g} s"
             self._alarm(f"the save that was asked for cannot be stored in the {max(0.0, left):.3g} s left{needs}")
@@ -309,6 +339,8 @@ class Pilot:
         key = Key(self.attempt, step)
         self._number += 1
         self._pending[self._number] = self._last = key
+        if self._requested is not None and step >= self._requested[0]:
+            self._requested = None
         replan = replan or not self._planned  # alike on all ranks
         self._planned = True
         try:

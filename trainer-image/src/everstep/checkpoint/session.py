@@ -27,7 +27,7 @@ from everstep.checkpoint.events import Callback, Event, Events, Metrics
 from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
 from everstep.checkpoint.peers import meet, serve_reads
-from everstep.checkpoint.pilot import Forecast, Pilot, Policy, SaveFailed
+from everstep.checkpoint.pilot import Forecast, Pilot, Policy, SaveFailed, tell_unmet_request
 from everstep.checkpoint.restore import Restored, Restorer
 from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.rng import Rng
@@ -132,7 +132,8 @@ class Checkpointer:
         }
         self._keeps_copies = self._topology.nodes > 1 and peers != 0
         place = topology.find_place(self._topology, default_memory(), self._group)
-        self._directory = Path(memory) if memory is not None else default_directory(self.store.url, place)
+        # The writer works in another folder than we do.
+        self._directory = Path(memory).absolute() if memory is not None else default_directory(self.store.url, place)
         self._linger = linger
         self._node: Node | None = None
         self._objects: dict[str, object] | None = None
@@ -269,7 +270,11 @@ class Checkpointer:
             self._pilot.saver.before_change()
 
     def request(self, deadline: float | None = None) -> None:
-        """Asks for a save at the next boundary, for all ranks; any one rank may, also in a signal's handler."""
+        """Asks for a save at the next boundary, for all ranks; any one rank may, also in a signal's handler.
+
+        A boundary is a step(), about once a second. Where neither a boundary nor a save() comes any more, `failed` is
+        told at the end, and close() raises SaveFailed unless the deadline is over by then.
+        """
         if self._pilot is not None:
             self._pilot.request(deadline)
         else:  # one rank alone claims nothing
@@ -297,6 +302,10 @@ class Checkpointer:
             elif self._node is not None and wait:  # what was claimed is given back, though nothing was saved
                 with contextlib.suppress(CheckpointError):
                     self._node.call("bye")
+            if self._pilot is None and self._wish is not None:
+                wish, self._wish = self._wish, None
+                until = None if wish[0] is None else time.time() + wish[0] - time.monotonic()
+                tell_unmet_request(self._events, until, wait)
         finally:
             if self._pilot is not None:
                 self._pilot.saver.close()

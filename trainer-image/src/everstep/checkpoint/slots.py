@@ -101,7 +101,7 @@ class Record:
 
 def default_memory() -> Path:
     """The node's shared memory: /dev/shm, or what EVERSTEP_CHECKPOINT_MEMORY names."""
-    return Path(os.environ.get(MEMORY_VARIABLE) or MEMORY)
+    return Path(os.environ.get(MEMORY_VARIABLE) or MEMORY).absolute()
 
 
 def default_directory(url: str, place: int) -> Path:

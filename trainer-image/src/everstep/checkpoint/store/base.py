@@ -131,7 +131,9 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
     if not found or scheme == "file":
         from everstep.checkpoint.store.posix import PosixStore
 
-        return PosixStore(path if found else text, **options)
+        here = "localhost"  # RFC 8089
+        folder = path.removeprefix(here) if found and path.startswith(f"{here}/") else path if found else text
+        return PosixStore(folder, **options)
     if scheme == "s3":
         from everstep.checkpoint.store.s3 import S3Store
 

@@ -42,7 +42,8 @@ class PosixStore:
     """Objects are files under one folder, which is made when the first one is written."""
 
     def __init__(self, folder: str | os.PathLike[str], *, files: Files | None = None) -> None:
-        self._root = Path(folder).absolute()
+        # One folder has one name, however it is spelled: the slots of a store are found by it.
+        self._root = Path(os.path.realpath(folder))
         self._files = files or Files()
         self._anchored = False
         self._syncs_folders = True  # until the file system says that it does not
