@@ -141,7 +141,8 @@ def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -
         if name in modules:
             continue
         if isinstance(inner, torch.optim.Optimizer):
-            optimizers.append(OptimizerObject(prefixes[name], inner, _unlike(inner, known)))
+            own = names.join(RANK, str(rank), names.segment(name))
+            optimizers.append(OptimizerObject(prefixes[name], inner, _unlike(inner, known), own))
         elif isinstance(inner, Stateful):
             others.append(StatefulObject(prefixes[name], inner, step))
         elif _immutable(inner):

@@ -106,6 +106,7 @@ class Saved:
     values: Mapping[str, object]
     allow_pickle: bool = False
     casts: Casts = NO_CASTS
+    everything: Saved | None = None  # the whole of the checkpoint, where this is a part of it
 
     @classmethod
     def of(cls, manifest: Manifest, *, allow_pickle: bool = False, casts: Casts = NO_CASTS) -> Saved:
@@ -119,7 +120,12 @@ class Saved:
             _below(self.values, name),
             self.allow_pickle,
             self.casts,
+            self.everything or self,
         )
+
+    def at(self, full: str) -> Saved:
+        """The part of the checkpoint below a full name, as that under which one rank saves what is its own."""
+        return (self.everything or self).below(full)
 
     def full(self, name: str) -> str:
         return names.join(self.prefix, name)
@@ -127,6 +133,10 @@ class Saved:
     def value(self, name: str) -> Any:
         """The value of this name, unpacked. Refused when it cannot be."""
         return unpack(self.values[name], self.full(name), allow_pickle=self.allow_pickle)
+
+    def value_or(self, name: str, default: Any) -> Any:
+        """The same, or the default where there is none."""
+        return self.value(name) if name in self.values else default
 
     def nested(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The nested state: values from here, and `tensors` by their full names."""

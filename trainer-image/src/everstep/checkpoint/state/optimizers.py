@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from everstep.checkpoint.casting import Casts
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Tensor
-from everstep.checkpoint.state import names
+from everstep.checkpoint.state import names, shards
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.kinds import (
     WHOLE,
@@ -30,10 +31,15 @@ from everstep.checkpoint.state.kinds import (
     misfit,
     with_bytes,
 )
+from everstep.checkpoint.state.loaded import is_dtensor
+from everstep.checkpoint.state.memory import local
 from everstep.checkpoint.values import pack
 
 _STATE = "state"
 _GROUPS = "param_groups"  # of each parameter: which options it has
+_LAYOUT = "layout"  # of each parameter: how its state lies, where neither the parameter nor the shape tells
+_BOX = "box"  # of each parameter beside which a rank has state of its own: which elements the rank has
+_STATELESS = "stateless"  # of each parameter: that a rank without an element of it has no state for it
 _KIND = "kind"  # names of the optimizer's class and of those that it is derived from
 _OPTIONS = "options"  # by their own digest, so that ranks with other parameters never disagree
 
@@ -47,13 +53,34 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 _WRAPPED = ("optim", "optimizer", "_optimizer", "base_optimizer")  # where wrappers hold the optimizer that they wrap
 
 
+@dataclass
+class _ParamState:
+    """What a checkpoint has of one parameter's state: tensors by full names, with names below the parameter; by the
+    latter, values as where they are.
+
+    `layout`: how tensors lie, by names below. `is_left`: nothing is taken, because ranks without an element had none.
+    """
+
+    layout: Mapping[str, Any]
+    is_left: bool
+    tensors: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
+    values: dict[str, tuple[Saved, str]] = field(default_factory=dict)
+
+
 class OptimizerObject:
-    """An optimizer; `known` are the names of the parameters of all modules that were given with it, by identity."""
+    """An optimizer; `known` are the names of the parameters of all modules that were given with it, by identity.
+
+    `own`: the prefix of what this rank has for itself beside shards. Where it is the prefix of the object itself (see
+    PerRank), that is all of it, what is sharded too.
+    """
 
     exclusive = True
 
-    def __init__(self, prefix: str, optimizer: torch.optim.Optimizer, known: Mapping[int, str]) -> None:
+    def __init__(self, prefix: str, optimizer: torch.optim.Optimizer, known: Mapping[int, str], own: str) -> None:
         self.prefix = prefix
+        self._own = own
+        self._is_own = own == prefix
+        self._as_shards: set[str] = set()  # names of state that is given to the optimizer as plain tensors
         self._optimizer = optimizer
         self.params: list[torch.Tensor] = [each for group in optimizer.param_groups for each in group["params"]]
         # A parameter of no module is known by its place.
@@ -68,10 +95,7 @@ class OptimizerObject:
     def leaves(self) -> Iterator[tuple[str, Any]]:
         state = self._optimizer.state_dict()
         yield names.join(self.prefix, _KIND), kind_of(self._optimizer)
-        for place, own in state["state"].items():
-            if type(place) is not int:
-                raise CheckpointError(f"{self.prefix}: holds state under {place!r}, which is no parameter")
-            yield from self._leaves(names.join(_STATE, self._names[place]), own)
+        yield from self._leaves_of_params(state["state"])
         for group in state["param_groups"]:
             options = _options(group)
             digest = _digest(options)
@@ -90,19 +114,60 @@ class OptimizerObject:
                 if param.requires_grad and not self._optimizer.state.get(param):
                     for number in range(_per_parameter(group)):
                         name = names.join(_STATE, known[id(param)], "coming", str(number))
-                        yield names.join(self.prefix, name), param.detach()
+                        leaf = param.detach()
+                        yield names.join(self.prefix, name), local(leaf) if self._is_own else leaf
 
     def _leaves(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         return ((each, detached(leaf)) for each, leaf in names.walk(value, is_leaf, names.join(self.prefix, name)))
 
+    def _leaves_of_params(self, states: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+        every: list[tuple[int, str, Any]] = []
+        for place, own in states.items():
+            if type(place) is not int:
+                raise CheckpointError(f"{self.prefix}: holds state under {place!r}, which is no parameter")
+            every += [(place, below, detached(leaf)) for below, leaf in names.walk(own, is_leaf)]
+        verdicts = shards.judge_plain(
+            (self.params[place], below, leaf) for place, below, leaf in every if is_tensor(leaf) and below != _STEP
+        )
+        layouts: dict[int, dict[str, Any]] = defaultdict(dict)
+        for place, below, leaf in every:
+            param, prefix = self.params[place], self.prefix
+            if is_dtensor(param) and is_tensor(leaf):
+                said = shards.describe_leaf(param, leaf, verdicts.get(below), is_own=self._is_own)
+                if said is not None:
+                    layouts[place][below] = said
+                if self._is_own:
+                    leaf = local(leaf)
+                elif said == shards.SHARD:
+                    leaf = shards.as_shard(param, leaf)
+                elif said == shards.OWN:
+                    prefix = self._own
+            yield names.join(prefix, _STATE, self._names[place], below), leaf
+        yield from self._layouts(layouts, {place for place, _, _ in every})
+
+    def _layouts(self, layouts: Mapping[int, dict[str, Any]], held: Collection[int]) -> Iterator[tuple[str, Any]]:
+        """Values by which a fresh process knows how the state lies."""
+        for place, layout in layouts.items():
+            yield names.join(self.prefix, _LAYOUT, self._names[place]), layout
+        for place, param in enumerate(self.params):
+            if place in held:
+                if (self._is_own and is_dtensor(param)) or shards.OWN in layouts.get(place, {}).values():
+                    yield names.join(self._own, _BOX, self._names[place]), shards.describe_box(param)
+            elif held and is_dtensor(param) and not local(param).numel():
+                yield names.join(self.prefix, _STATELESS, self._names[place]), True
+
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         held = self._optimizer.state_dict()["state"]
-        for place, (tensors, _) in enumerate(self._of_params(saved)):
-            live = dict(names.walk(held.get(place, {}), is_leaf))
-            for name, tensor in tensors.items():
-                full = saved.full(names.join(_STATE, self._names[place], name))
-                made = self._target(self.params[place], name, tensor, live.get(name), saved.casts)
+        own = saved.at(self._own)
+        for place, state in enumerate(self._of_params(saved)):
+            live = {below: leaf for below, leaf in names.walk(held.get(place, {}), is_leaf) if is_tensor(leaf)}
+            why = self._why_elsewhere(state, own, place)
+            if why is not None:
+                problems.append(why)
+            for full, (below, tensor) in state.tensors.items():
+                is_own = self._is_own or full.startswith(f"{self._own}.")
+                made = self._target(place, below, tensor, live.get(below), saved.casts, state.layout, is_own=is_own)
                 if isinstance(made, str):
                     problems.append(f"{full} {made}")
                 else:
@@ -113,18 +178,56 @@ class OptimizerObject:
         self._check_options(saved, problems)
         return found
 
-    def _target(self, param: torch.Tensor, name: str, saved: Tensor, live: Any, casts: Casts) -> torch.Tensor | str:
-        if is_tensor(live):
+    def _why_elsewhere(self, state: _ParamState, own: Saved, place: int) -> str | None:
+        """Why what this rank kept for itself beside a parameter is not that which belongs beside it here."""
+        lies = [below for below, said in state.layout.items() if said == shards.OWN]
+        box = own.value_or(names.join(_BOX, self._names[place]), None)
+        is_of_shard = self._is_own and state.tensors and (box is not None or is_dtensor(self.params[place]))
+        if state.is_left or not (lies or is_of_shard):
+            return None
+        why = shards.why_elsewhere(self.params[place], box)
+        shown = names.join(self.prefix, _STATE, self._names[place], lies[0] if lies else "")
+        return None if why is None else f"{shown} {why}"
+
+    def _target(
+        self,
+        place: int,
+        below: str,
+        saved: Tensor,
+        live: torch.Tensor | None,
+        casts: Casts,
+        layout: Mapping[str, Any],
+        *,
+        is_own: bool,
+    ) -> torch.Tensor | str:
+        param, said = self.params[place], layout.get(below)
+        if live is not None:
+            if is_own:
+                live = local(live)
+            elif self._is_shard(param, saved, live.shape, below) and not is_dtensor(live):
+                self._as_shards.add(self._key(place, below))
+                live = shards.as_shard(param, live)
             return misfit(saved, live, casts) or filled_later(live)
-        if name == _STEP or saved.shape != tuple(param.shape):
-            if isinstance(param, DTensor) and saved.shape not in ((), (1,)):
-                return (
-                    "is not of its parameter's shape, and this optimizer has taken no step that would show its shards"
-                )
+        dtype = getattr(torch, saved.dtype)
+        if is_own or below == _STEP:
             return fresh(saved)
+        if is_dtensor(param) and said == shards.SHARD:
+            self._as_shards.add(self._key(place, below))
+            return shards.as_shard(param, torch.empty_like(local(param.detach()), dtype=dtype))
+        if is_dtensor(param) and isinstance(said, dict):
+            return shards.make_leaf(param, saved.shape, dtype, said)
+        if saved.shape != tuple(param.shape):
+            return shards.unknown_layout() if is_dtensor(param) and saved.shape not in ((), (1,)) else fresh(saved)
         if type(param) in WHOLE and param.is_cpu and param.is_contiguous():
             return fresh(saved)
-        return torch.empty_like(param, dtype=getattr(torch, saved.dtype), requires_grad=False)
+        return torch.empty_like(param, dtype=dtype, requires_grad=False)
+
+    def _is_shard(self, param: torch.Tensor, saved: Tensor, shape: torch.Size, below: str) -> bool:
+        """Whether a plain tensor beside a sharded parameter takes this rank's shard of a saved one."""
+        return below != _STEP and len(shape) > 0 and saved.shape == tuple(param.shape) and shape == local(param).shape
+
+    def _key(self, place: int, below: str) -> str:
+        return names.join(self._names[place], below)
 
     def _check_kind(self, saved: Saved, problems: list[str]) -> None:
         if _KIND not in saved.values:  # of an earlier version
@@ -150,11 +253,10 @@ class OptimizerObject:
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         state: dict[int, Any] = {}
-        for place, (of_param, values) in enumerate(self._of_params(saved)):
-            leaves: dict[str, Any] = {name: saved.value(full) for name, full in values.items()}
-            for name in of_param:
-                tensor = tensors[saved.full(names.join(_STATE, self._names[place], name))]
-                leaves[name] = with_bytes(leaves.get(name), tensor)
+        for place, found in enumerate(self._of_params(saved)):
+            leaves = {below: holder.value(name) for below, (holder, name) in found.values.items()}
+            for full, (below, _) in found.tensors.items():
+                leaves[below] = with_bytes(leaves.get(below), self._taken(place, below, tensors[full], found.layout))
             if leaves:
                 state[place] = names.nest(leaves)
         whole: dict[str, Any] = saved.below("more").nested(tensors) if saved.below("more") else {}
@@ -177,35 +279,53 @@ class OptimizerObject:
                 loaded[key] = _with_option(loaded.get(key), value)
         return {**loaded, "params": places}
 
+    def _taken(self, place: int, below: str, tensor: torch.Tensor, layout: Mapping[str, Any]) -> torch.Tensor:
+        """The tensor that the optimizer is to have, from the one that was filled."""
+        param, said = self.params[place], layout.get(below)
+        if self._key(place, below) in self._as_shards:
+            return local(tensor)
+        if self._is_own and is_dtensor(param) and isinstance(said, dict):
+            return shards.lay_out(param, tensor, said)
+        return tensor
+
     def _undo_casts(self, state: dict[int, Any]) -> None:
         """load_state_dict casts state to its parameter's dtype: 32 bits beside a parameter of 16 would lose half."""
         for place, own in state.items():
-            live = self._optimizer.state.get(self.params[place], {})
-            for key, value in own.items():
-                if key != _STEP and is_tensor(value) and value.dtype != live[key].dtype:
-                    live[key] = value
+            live = self._optimizer.state.get(self.params[place])
+            if live is not None:
+                live.update(
+                    {key: _uncast(live[key], each) for key, each in own.items() if key in live and key != _STEP}
+                )
 
     def _places(self, group: dict[str, Any]) -> list[int]:
         where = {id(each): i for i, each in enumerate(self.params)}
         return [where[id(each)] for each in group["params"]]
 
-    def _of_params(self, saved: Saved) -> list[tuple[dict[str, Tensor], dict[str, str]]]:
-        """For each parameter its saved tensors, and the names of its saved values, by their names below it."""
+    def _of_params(self, saved: Saved) -> list[_ParamState]:
+        """What the checkpoint has of each parameter's state."""
         places = {name: i for i, name in enumerate(self._names)}
-        found: list[tuple[dict[str, Tensor], dict[str, str]]] = [({}, {}) for _ in self._names]
-        for kind, leaves in enumerate((saved.tensors, saved.values)):
-            for full, leaf in leaves.items():
-                owner = full.removeprefix(f"{_STATE}.")
-                if owner == full:
+        found = [
+            _ParamState(
+                saved.value_or(names.join(_LAYOUT, name), {}),
+                is_left=names.join(_STATELESS, name) in saved.values and not local(param).numel(),
+            )
+            for name, param in zip(self._names, self.params, strict=True)
+        ]
+        for each in (saved,) if self._is_own else (saved, saved.at(self._own)):
+            for name in (*each.tensors, *each.values):
+                owner = name.removeprefix(f"{_STATE}.")
+                if owner == name:
                     continue
                 below = ""
                 while owner not in places and owner:
                     owner, _, last = owner.rpartition(".")
                     below = names.join(last, below)
-                if owner and kind == 0 and isinstance(leaf, Tensor):
-                    found[places[owner]][0][below] = leaf
-                elif owner:
-                    found[places[owner]][1][below] = full
+                if not owner or found[places[owner]].is_left:
+                    continue
+                if name in each.tensors:
+                    found[places[owner]].tensors[each.full(name)] = below, each.tensors[name]
+                if name in each.values:
+                    found[places[owner]].values[below] = each, name
         return found
 
 
@@ -231,6 +351,17 @@ def _same(one: str, other: str) -> bool:
     # A script is __main__ where it is run, and a module where it is imported.
     modules, qualified = zip(*(name.rpartition(".")[::2] for name in (one, other)), strict=True)
     return qualified[0] == qualified[1] and not {"__main__", "__mp_main__"}.isdisjoint(modules)
+
+
+def _uncast(live: Any, loaded: Any) -> Any:
+    """What load_state_dict has made of a loaded state, with the types that were loaded."""
+    if is_tensor(loaded):
+        return loaded.to(live.device) if is_tensor(live) and live.dtype != loaded.dtype else live
+    if isinstance(loaded, dict) and isinstance(live, dict):
+        return {key: _uncast(live.get(key), each) for key, each in loaded.items()}
+    if isinstance(loaded, list | tuple) and isinstance(live, list | tuple) and len(live) == len(loaded):
+        return type(loaded)([_uncast(*pair) for pair in zip(live, loaded, strict=True)])
+    return loaded  # torch takes text apart, as all that can be iterated
 
 
 def _within(optimizer: Any) -> torch.optim.Optimizer | None:

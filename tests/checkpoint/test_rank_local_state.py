@@ -1,0 +1,221 @@
+"""Optimizers of sharded parameters whose state is no DTensor of their shape: it comes back to fresh processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from everstep.checkpoint import planning
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.state.flat import flatten
+from everstep.checkpoint.state.kinds import PerRank, StateMismatch
+from everstep.checkpoint.state.memory import local
+from everstep.checkpoint.store.posix import PosixStore
+from tests.checkpoint import ranks
+
+pytestmark = pytest.mark.torch
+
+
+class OfShards(torch.optim.Optimizer):  # type: ignore[misc]
+    """Knows its own shards alone, and makes no state where it has no element of a parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr, "is_momentum_kept": True})
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                here = local(param)
+                if param.grad is not None and here.numel():
+                    state = self.state[param]
+                    here.sub_(self.direction(state, here, local(param.grad)), alpha=group["lr"])
+                    state["step"] = state.get("step", torch.tensor(0.0)) + 1
+
+    def direction(self, state: dict[str, Any], here: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Momentum(OfShards):
+    """Keeps momentum of the shape of its shard in 64 bits, its signs in 8, and text."""
+
+    def direction(self, state: dict[str, Any], here: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        if not state:
+            state["kept"] = [torch.zeros_like(here, dtype=torch.float64), torch.zeros_like(here, dtype=torch.uint8)]
+            state["rule"] = "heavy ball"
+        momentum, signs = state["kept"]
+        momentum.mul_(0.9).add_(grad / 3)
+        signs.copy_(momentum > 0)
+        return (momentum * (1 + signs)).to(here.dtype)
+
+
+class Factored(OfShards):
+    """Keeps averages of the rows and columns of its shard beside a momentum of its shape."""
+
+    def direction(self, state: dict[str, Any], here: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+        matrix = grad.reshape(len(grad), -1).square()
+        if not state:
+            state["row"], state["column"] = torch.zeros(matrix.shape[0]), torch.zeros(matrix.shape[1])
+            state["momentum"] = torch.zeros_like(here)
+        state["row"].lerp_(matrix.mean(1), 0.1)
+        state["column"].lerp_(matrix.mean(0), 0.1)
+        factor = (state["row"][:, None] + state["column"]).add(1e-6).rsqrt()
+        return state["momentum"].mul_(0.9).add_(grad * factor.reshape(grad.shape))
+
+
+class Scaled(OfShards):
+    """Keeps a number for its shard, which nobody can tell from one that all ranks have, and a sharded momentum."""
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Any = None) -> None:
+        for param in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            state = self.state[param]
+            if not state:
+                state["scale"], state["momentum"] = torch.tensor(1.0), torch.zeros_like(param)
+            state["scale"].add_(local(param.grad).square().sum())
+            state["momentum"].mul_(0.9).add_(param.grad)
+            local(param).sub_(local(state["momentum"]) / state["scale"], alpha=0.01)
+
+
+class OfMesh(torch.optim.Optimizer):  # type: ignore[misc]
+    """Keeps averages of the rows and columns of whole parameters: DTensors that are not of the parameter's shape."""
+
+    def __init__(self, params: Any, lr: float = 0.01) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()  # type: ignore[untyped-decorator]
+    def step(self, closure: Any = None) -> None:
+        for param in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
+            matrix = param.grad.reshape(param.shape[0], -1).square()
+            row, column = matrix.mean(1), matrix.mean(0)
+            column = column.redistribute(column.device_mesh, [dist.tensor.Replicate()])
+            state = self.state[param]
+            state["row"] = state["row"] * 0.9 + row if "row" in state else row
+            state["column"] = state["column"] * 0.9 + column if "column" in state else column
+            size = (1 + state["row"].sum() + state["column"].sum()).full_tensor()
+            param.sub_(param.grad * size.rsqrt() * 0.01)
+
+
+def make(kind: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model of weights and biases, of which two ranks have uneven shards, and one of them nothing of the last."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 1))
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (dist.get_world_size(),)))
+    weights = [each for each in model.parameters() if each.dim() == 2]
+    biases = [each for each in model.parameters() if each.dim() == 1]
+    return model, kind([{"params": biases, "lr": 0.02}, {"params": weights}])
+
+
+def train(rank: int, folder: Path, kind: Any, is_own: bool, first: int, last: int) -> list[bytes]:
+    """Trains the steps from `first` to `last` of a checkpoint and saves one; what this rank has of everything then."""
+    model, optimizer = make(kind)
+    objects: dict[str, object] = {"model": model, "optimizer": PerRank(optimizer) if is_own else optimizer}
+    if first:
+        assert ranks.restore(folder, folder / "memory", objects).step == first
+    for step in range(first, last):
+        model[0].bias.requires_grad_(step > 1)  # its state is made when others have some already
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank))
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ranks.save(PosixStore(folder), ranks.key(last), objects)
+    tensors = [*model.parameters(), *(each for _, own in sorted_state(optimizer) for each in own)]
+    return [repr(each).encode() if isinstance(each, str) else content(each) for each in tensors]
+
+
+def sorted_state(optimizer: torch.optim.Optimizer) -> list[tuple[int, list[Any]]]:
+    """The leaves of each parameter's state by its place, in an order of their own."""
+    flat = {
+        place: [leaf for _, each in sorted(own.items()) for leaf in (each if isinstance(each, list) else [each])]
+        for place, own in optimizer.state_dict()["state"].items()
+    }
+    return sorted(flat.items())
+
+
+def content(tensor: torch.Tensor) -> bytes:
+    here = local(tensor.detach())
+    return f"{type(tensor).__name__} {here.dtype} {list(here.shape)}".encode() + bytes(here.numpy().tobytes())
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_own"),
+    [(Momentum, False), (Factored, False), (OfMesh, False), (Scaled, True), (OfMesh, True)],
+)
+def test_state_that_is_not_sharded_as_its_parameters_comes_back_to_fresh_processes(
+    kind: Any, is_own: bool, tmp_path: Path
+) -> None:
+    straight = ranks.run(2, train, tmp_path / "straight", kind, is_own, 0, 6)
+    ranks.run(2, train, tmp_path / "resumed", kind, is_own, 0, 3)
+    assert ranks.run(2, train, tmp_path / "resumed", kind, is_own, 3, 6) == straight
+    assert straight[0] != straight[1]
+
+
+def gathered(rank: int, folder: Path, kind: Any) -> dict[str, Any]:
+    """All of the state that a fresh process is given, put together again."""
+    model, optimizer = make(kind)
+    ranks.restore(folder, folder / f"memory-{dist.get_world_size()}", {"model": model, "optimizer": optimizer})
+    found: dict[str, Any] = {}
+    for place, own in sorted_state(optimizer):
+        for number, each in enumerate(own):
+            if hasattr(each, "full_tensor"):
+                each = each.full_tensor()
+            found[f"{place}.{number}"] = each.tolist() if isinstance(each, torch.Tensor) else each
+    pieces: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pieces, found)
+    return {
+        key: [one for piece in pieces if key in piece for one in piece[key]] if is_list else value
+        for key, value in pieces[0].items()
+        for is_list in [isinstance(value, list) and kind is Momentum]
+    }
+
+
+@pytest.mark.parametrize("kind", [Momentum, OfMesh])
+def test_what_is_sharded_comes_back_on_another_number_of_ranks(kind: Any, tmp_path: Path) -> None:
+    ranks.run(2, train, tmp_path, kind, False, 0, 3)
+    two, three = ranks.run(2, gathered, tmp_path, kind), ranks.run(3, gathered, tmp_path, kind)
+    assert len(two[0]) >= 8
+    assert [two[0]] * 5 == [*two, *three]
+
+
+def refusal(rank: int, folder: Path, kind: Any) -> str:
+    try:
+        gathered(rank, folder, kind)
+    except StateMismatch as error:
+        return str(error)
+    return "restored"
+
+
+def test_what_each_rank_keeps_for_itself_is_refused_elsewhere_with_its_name_and_what_to_do(tmp_path: Path) -> None:
+    ranks.run(2, train, tmp_path, Factored, False, 0, 3)
+    for told in ranks.run(3, refusal, tmp_path, Factored):
+        assert "optimizer.state.0.bias.row is state that each rank keeps for its own shard" in told
+        assert "restore on as many ranks" in told
+        assert "or leave the optimizer out of restore()" in told
+        assert "[0:3, 0:6] of the parameter's [5, 6], and this rank has [0:2, 0:6]" in told
+
+
+def first_plan(rank: int, is_own: bool) -> str:
+    model, optimizer = make(Scaled)
+    model(torch.full((2, 6), rank + 1.0)).square().sum().backward()
+    optimizer.step()
+    objects = {"model": model, "optimizer": PerRank(optimizer) if is_own else optimizer}
+    try:
+        planning.make(lambda: flatten(objects, rank=rank), rank, dist.group.WORLD, compare=True)
+    except CheckpointError as error:
+        return str(error)
+    return "planned"
+
+
+def test_numbers_that_each_rank_keeps_for_itself_are_refused_at_the_first_save_with_advice() -> None:
+    for told in ranks.run(2, first_plan, False):
+        assert "optimizer.state." in told
+        assert "PerRank" in told
+    assert ranks.run(2, first_plan, True) == ["planned"] * 2
