@@ -140,10 +140,10 @@ def test_a_bad_folder_is_passed_over_by_all_ranks(tmp_path: Path) -> None:
         published.publish(write(tmp_path / f"out-{step}", str(step)), step)
         published.finish()
     newest, older = candidates(published.store)
-    part = tmp_path / "store" / newest.part_name(0)
+    (part,) = (tmp_path / "store").glob(f"{newest.data_prefix}*.part")
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     assert ranks.run(2, newest_of, tmp_path / "store", tmp_path / "restored") == ["1", "1"]
-    (tmp_path / "store" / older.part_name(0)).unlink()
+    next((tmp_path / "store").glob(f"{older.data_prefix}*.part")).unlink()
     with pytest.raises(NoGoodCheckpoint):
         published.newest(lambda key: tmp_path / "none")
 

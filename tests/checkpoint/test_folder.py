@@ -70,7 +70,7 @@ def test_the_newest_that_is_good_comes_back(tmp_path: Path, given: Path) -> None
     before = state(given)
     (given / "100%").write_bytes(b"later")
     folder.save(store, key(6), given)
-    part = tmp_path / "store" / key(6).part_name(0)
+    (part,) = (tmp_path / "store").glob(f"{key(6).data_prefix}*.part")
     data = bytearray(part.read_bytes())
     data[5000] ^= 1
     part.write_bytes(data)

@@ -132,15 +132,16 @@ def test_what_a_dead_publisher_has_published_is_not_published_again(
 
 
 class Failing(PosixStore):
-    """Fails once where a name that begins with `at` is put, before or `after` that, or read."""
+    """Fails once where a name that begins with `at` and ends so is put, before or `after` that, or read."""
 
-    def __init__(self, root: Path, at: str, *, after: bool = False) -> None:
+    def __init__(self, root: Path, at: str, ending: str = "", *, after: bool = False) -> None:
         super().__init__(str(root))
         self.at: str | None = at
+        self.ending = ending
         self.after = after
 
     def fail(self, name: str, *, after: bool = False) -> None:
-        if self.at is not None and name.startswith(self.at) and self.after is after:
+        if self.at is not None and name.startswith(self.at) and name.endswith(self.ending) and self.after is after:
             self.at = None
             raise StoreError("away", self.url, may_pass=True)
 
@@ -171,7 +172,7 @@ def test_what_was_committed_is_published_whatever_fails_after_that(
 ) -> None:
     told: list[Event] = []
     first = Key(Attempt(0, 1), 0 if each is None else 1)
-    store = Failing(tmp_path / "store", first.part_name(0))
+    store = Failing(tmp_path / "store", first.data_prefix, ".part")
     publisher = Publisher(store, watched, quiet=0, each=each, keep_last=1, tell=told.append)
     for number in (1, 2):
         inner = watched if each is None else watched / f"checkpoint-{number}"

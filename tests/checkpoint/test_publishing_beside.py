@@ -37,7 +37,7 @@ class HeldStore(PosixStore):
         self.gate, self.begun = threading.Event(), threading.Event()
         self.away = 0  # so many writes fail first
 
-    def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
+    def put_whole(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
         if self.away:
             self.away -= 1
             raise StoreError("503", name, may_pass=True)
@@ -48,7 +48,7 @@ class HeldStore(PosixStore):
                 self.begun.set()
                 assert self.gate.wait(PATIENCE)
 
-        super().put(name, held(), size)
+        super().put_whole(name, held(), size)
 
 
 def held_published(folder: Path, **options: Any) -> tuple[Published, HeldStore]:
@@ -127,6 +127,70 @@ def test_a_store_that_was_away_is_tried_again(tmp_path: Path, monkeypatch: pytes
     published.finish()
     assert steps(store) == [5]
     assert len(failures) == 1, "it is told once"
+
+
+def saved(published: Published, folder: Path, step: int, text: str) -> None:
+    path = folder / f"checkpoint-{step}"
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "model").write_text(text)
+    published.publish(path, step)
+
+
+def newest_text(published: Published, folder: Path) -> str:
+    found = published.newest(lambda key: folder / "back")
+    assert found is not None
+    return (found / "model").read_text()
+
+
+def test_a_step_that_is_reached_again_is_saved_as_that_of_a_later_attempt(tmp_path: Path) -> None:
+    published, keys = Published(tmp_path / "store", keep_last=9), []
+    published.on("saved", lambda event: keys.append(str(event.key)))
+    for text in ("first", "of a second training"):
+        saved(published, tmp_path / "out", 4, text)
+        published.finish()
+        assert newest_text(published, tmp_path) == text
+    saved(published, tmp_path / "out", 4, "after a restore")
+    published.finish()
+    assert newest_text(published, tmp_path) == "after a restore"
+    assert keys == sorted(set(keys)) == sorted(map(str, candidates(published.store)))
+
+
+def test_a_step_that_one_training_saves_twice_is_published_once_and_it_is_told(tmp_path: Path) -> None:
+    published, skipped = Published(tmp_path / "store"), []
+    published.on("skipped", lambda event: skipped.append(event.details["step"]))
+    seen = threading.Event()
+    published.on("saved", lambda event: seen.set())
+    saved(published, tmp_path / "out", 4, "first")
+    assert seen.wait(PATIENCE)
+    saved(published, tmp_path / "out", 4, "once more")
+    published.finish()
+    assert skipped == [4]
+    assert newest_text(published, tmp_path) == "first"
+
+
+def test_where_the_attempt_was_given_a_step_that_is_reached_again_is_an_error_that_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("EVERSTEP_EPOCH", "0")
+    monkeypatch.setenv("EVERSTEP_GENERATION", "3")
+    published = Published(tmp_path / "store")
+    saved(published, tmp_path / "out", 4, "first")
+    published.finish()
+    saved(published, tmp_path / "out", 4, "of a second training")
+    with pytest.raises(SaveFailed, match=f"committed by process {os.getpid()} on .* Start the job anew"):
+        published.finish()
+
+
+def test_a_publisher_whose_store_a_later_attempt_has_taken_over_commits_nothing(tmp_path: Path) -> None:
+    old, new = Published(tmp_path / "store"), Published(tmp_path / "store")
+    for published in (old, new):
+        saved(published, tmp_path / "out", 4, "4")
+        published.finish()
+    old._training.attempt = candidates(old.store)[-1].attempt
+    saved(old, tmp_path / "out", 8, "8")
+    with pytest.raises(SaveFailed, match="has taken over this store"):
+        old.finish()
+    assert steps(PosixStore(tmp_path / "store")) == [4, 4]
 
 
 def test_a_kill_in_the_middle_loses_nothing_that_was_complete(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -81,6 +82,80 @@ def test_what_has_its_marks_is_not_read_again(store: Store, monkeypatch: pytest.
 
     monkeypatch.setattr(store, "read_into", refuse)
     assert prune_verified(VerifiedCheckpoints(store), keep_last=2).removed == (key(10),)
+
+
+def remove(store: Store, name: str) -> None:
+    store.delete([name])
+
+
+def cut(store: Store, name: str) -> None:
+    store.replace(name, store.read(name)[:-1])
+
+
+@pytest.mark.parametrize("harm", [remove, cut])
+@pytest.mark.parametrize("what", ["part", "node manifest", "index"])
+def test_what_lost_something_after_its_marks_does_not_count(
+    store: Store, harm: Callable[[Store, str], None], what: str
+) -> None:
+    for step in (10, 20, 30, 40):
+        TRAINING.save(store, key(step))
+        verify_and_mark(store, key(step))
+    names = {
+        "part": key(40).part_name(1),
+        "node manifest": read_index(store, key(40)).nodes[1].name,
+        "index": key(40).manifest_name,
+    }
+    found = VerifiedCheckpoints(store)
+    assert len(found.marked(candidates(store))) == 4  # what was read of them then is not believed for ever
+    harm(store, names[what])
+    assert prune_verified(found, keep_last=2).removed == (key(10),)
+    assert marked(store) == [30, 20]
+    assert found.newest(candidates(store), 2) == [key(30), key(20)]
+
+
+def test_where_something_was_lost_all_that_counts_is_read_again(store: Store) -> None:
+    for step in (10, 20, 30, 40):
+        TRAINING.save(store, key(step))
+        verify_and_mark(store, key(step))
+    remove(store, key(40).part_name(1))
+    spoil(store, key(20).part_name(0))  # as large as it was
+    found = VerifiedCheckpoints(store)
+    assert prune_verified(found, keep_last=2).removed == ()
+    assert set(found.bad) == {key(40), key(20)}
+    assert marked(store) == [30, 10]
+
+
+def test_a_person_who_prunes_has_all_that_counts_read_again(store: Store) -> None:
+    for step in (10, 20, 30, 40):
+        TRAINING.save(store, key(step))
+        verify_and_mark(store, key(step))
+    spoil(store, key(30).part_name(0))
+    found = VerifiedCheckpoints(store, believe_marks=False)
+    assert prune_verified(found, keep_last=2).removed == (key(10),)
+    assert set(found.bad) == {key(30)}
+    assert candidates(store) == [key(40), key(30), key(20)]
+
+
+@pytest.mark.parametrize("believe_marks", [True, False])
+def test_of_a_multiple_the_one_that_stays_alone_is_good(store: Store, believe_marks: bool) -> None:
+    keys = [key(100, 1), key(100, 2), key(150, 2), key(170, 2)]
+    for each in keys:
+        TRAINING.save(store, each)
+        verify_and_mark(store, each)
+    remove(store, key(100, 2).part_name(1))
+    found = VerifiedCheckpoints(store, believe_marks=believe_marks)
+    assert prune_verified(found, keep_last=1, keep_every=100).removed == (key(150, 2),)
+
+
+def test_what_another_prune_has_removed_meanwhile_is_not_called_damaged(store: Store) -> None:
+    for step in (10, 20, 30):
+        TRAINING.save(store, key(step))
+        verify_and_mark(store, key(step))
+    keys, found = candidates(store), VerifiedCheckpoints(store)
+    assert found.marked(keys) == keys
+    prune(store, [key(30)], keep_last=1)
+    assert found.newest(keys, 2) == [key(30)]
+    assert found.bad == {}
 
 
 def test_where_nothing_could_go_nothing_is_read(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ import pytest
 from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.verification import verify_and_mark
 from tests.checkpoint.builders import Training, key
 from tests.cli.command import Done
 
@@ -145,6 +146,16 @@ def test_prune_keeps_the_newest_good_one(everstep: Everstep, run: Store, tmp_pat
     done = everstep("checkpoint", "prune", "run", "--keep-last", "1")
     assert done.returncode == 3
     assert "nothing is removed" in done.stderr
+
+
+def test_prune_believes_no_mark(everstep: Everstep, run: Store, tmp_path: Path) -> None:
+    for step in (10, 20, 30):
+        verify_and_mark(run, key(step))
+    damage(tmp_path / "run", key(20))
+    done = everstep("checkpoint", "prune", "run", "--keep-last", "2")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert "0.1-20 is not good" in done.stderr
+    assert candidates(run) == [key(30), key(20), key(10)]
 
 
 def test_copy_takes_all_or_one(everstep: Everstep, run: Store, tmp_path: Path) -> None:

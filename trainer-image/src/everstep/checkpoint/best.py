@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any, Literal
 
 from everstep.checkpoint.candidates import read_index
@@ -56,10 +57,10 @@ class KeepBest:
         What is not verified may be damaged, and what has no mark may be good: neither takes another's place.
         """
         noted = {key: self._read(found, key) for key in keys}
-        kept: set[Key] = set()
-        for some in (noted, dict.fromkeys(found.marked(noted))):
-            kept.update(rank_by_metric([(key, noted[key]) for key in some], self.metric, self.mode)[: self.count])
-        return kept
+        kept = set(rank_by_metric(noted.items(), self.metric, self.mode)[: self.count])
+        marked = [(key, noted[key]) for key in found.marked(noted)]
+        whole = (key for key in rank_by_metric(marked, self.metric, self.mode) if found.is_whole(key))
+        return kept | set(islice(whole, self.count))
 
     def _read(self, found: VerifiedCheckpoints, key: Key) -> Mapping[str, Any]:
         if key not in self._noted:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from threading import local
@@ -11,14 +11,14 @@ from typing import Protocol
 from everstep.checkpoint.checksum import digest
 from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
 from everstep.checkpoint.format import HEADER, Chunk, Manifest
-from everstep.checkpoint.index import CheckpointIndex
+from everstep.checkpoint.index import CheckpointIndex, NodeShare
 from everstep.checkpoint.keys import HINT, MANIFESTS, Key
 from everstep.checkpoint.manifests import assemble, read_index, read_manifest, read_node
 from everstep.checkpoint.store.base import Store
 
 __all__ = [
-    "OnBytes", "Readable", "candidates", "check", "read_chunk", "read_index", "read_manifest", "read_run", "verify",
-    "verify_node",
+    "OnBytes", "Readable", "candidates", "check", "check_present", "each_candidate", "is_committed",
+    "read_chunk", "read_index", "read_manifest", "read_run", "verify", "verify_node",
 ]  # fmt: skip
 
 OnBytes = Callable[[int], None]  # with the bytes that have been verified since
@@ -42,6 +42,17 @@ def candidates(store: Store) -> list[Key]:
         except (Missing, Damaged):
             pass
     return sorted(keys, reverse=True)
+
+
+def each_candidate(store: Store) -> Iterator[Key]:
+    """Yield what was committed, the greatest first, and list it anew before each: while one is read others come and go.
+
+    Each is given once, and only while it is there.
+    """
+    given: set[Key] = set()
+    while (key := next((each for each in candidates(store) if each not in given), None)) is not None:
+        given.add(key)
+        yield key
 
 
 def _hinted(store: Store) -> Key | None:
@@ -119,7 +130,7 @@ def verify_node(
     The index may be what that node announced: then `node` is 0, whatever its number.
     """
     manifest = read_node(store, index, node)
-    _check_sizes(store, manifest)
+    _check_sizes(store, manifest, _sizes(store, manifest.key))
     chunks = _all_chunks(manifest)
     longest = max((chunk.length for chunk in chunks), default=0)
     own = local()
@@ -140,13 +151,45 @@ def verify_node(
     return manifest
 
 
-def _check_sizes(store: Store, manifest: Manifest) -> None:
-    sizes = {entry.name: entry.size for entry in store.list(manifest.key.data_prefix)}
+def is_committed(store: Store, key: Key) -> bool:
+    """Tell whether a checkpoint is listed, good or not: one that is not was removed, and that is no damage."""
+    return any(entry.name == key.manifest_name for entry in store.list(key.manifest_name))
+
+
+def check_present(store: Store, key: Key, shares: Sequence[NodeShare]) -> None:
+    """See that every file of a checkpoint is there and as large as it was written, by one listing. Nothing is read.
+
+    Args:
+        store: Where it is.
+        key: Which one.
+        shares: The nodes of its index.
+
+    Raises:
+        Missing, Damaged: A file is not there, or has another size.
+        UnknownFormat: Another version of everstep wrote it.
+    """
+    sizes = _sizes(store, key)
+    for node, share in enumerate(shares):
+        found = [sizes.get(key.part_name(rank)) for rank in share.ranks]
+        seen = None if None in found else sum(size or 0 for size in found)
+        if sizes.get(share.name) != share.size or seen != share.bytes:
+            # What is wrong, or whether parts are called by their writers, the node manifest says.
+            _check_sizes(store, read_node(store, read_index(store, key), node), sizes)
+
+
+def _sizes(store: Store, key: Key) -> dict[str, int]:
+    return {entry.name: entry.size for entry in store.list(key.data_prefix)}
+
+
+def _check_sizes(store: Store, manifest: Manifest, sizes: Mapping[str, int]) -> None:
+    """See that every part of a manifest is there and as large as it was written. Raises Missing, Damaged."""
     for part in manifest.parts:
-        if part.name not in sizes:
-            raise Missing(f"{store.url}/{part.name}")
-        if sizes[part.name] != part.size:
-            raise Damaged(part.name, f"has {sizes[part.name]} bytes, {part.size} were written")
+        size = sizes.get(part.name, 0)
+        if size < part.size:
+            # A network mount may show an old list for a while; who opens a file gets what is there.
+            store.read_into(part.name, part.size - 1, memoryview(bytearray(1)))
+        elif size > part.size:
+            raise Damaged(part.name, f"has {size} bytes, {part.size} were written")
 
 
 def _all_chunks(manifest: Manifest) -> list[Chunk]:

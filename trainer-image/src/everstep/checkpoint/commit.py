@@ -39,13 +39,7 @@ class Abandoned(CheckpointError):
 
 def announce(store: Store, node: int, manifest: Manifest) -> None:
     """Store the manifest of a node and tell the committer; all of its parts are in the store and durable."""
-    data = encode(manifest)
-    announcement = describe(manifest, data, node)
-    (share,) = announcement.nodes
-    if not store.put_if_absent(share.name, data) and store.read(share.name) != data:
-        # Its name says what is in it: this is what a power loss has left of an earlier try.
-        store.delete([share.name])
-        store.put_if_absent(share.name, data)
+    announcement = _put_node_manifest(store, node, manifest)
     store.replace(manifest.key.node_name(node), encode_announcement(announcement))
 
 
@@ -93,11 +87,62 @@ def commit(
     # A commit whose answer was lost is our own; one with other bytes is a second writer with the same token.
     if not store.put_if_absent(key.manifest_name, data) and store.read(key.manifest_name) != data:
         raise Conflict(key.manifest_name, "is already committed, by somebody else with the same attempt")
+    _move_hint(store, key)
+    return merged
+
+
+def commit_alone(store: Store, manifest: Manifest, *, fenced: Callable[[], str | None]) -> CheckpointIndex:
+    """Commit what one process wrote, which is all of a checkpoint, and is durable.
+
+    Nothing is announced: an announcement has the same name whoever makes it, and the commit of one process would be of
+    what another one has announced. So whatever is committed is all of one process's.
+
+    Args:
+        store: Where its part is.
+        manifest: Of a world of one, whose part has a name of this process alone.
+        fenced: Says why this attempt may not publish, or None; it is asked last.
+
+    Returns:
+        The index that was committed.
+
+    Raises:
+        Conflict: Another process's checkpoint of this key is committed; nothing of this one ever will be.
+        Fenced: This attempt may not publish.
+        StoreError: It may be committed, or not.
+    """
+    key = manifest.key
+    merger = IndexMerger(1)
+    merger.add(0, _put_node_manifest(store, 0, manifest))
+    merged = merger.merged()
+    why = fenced()
+    if why is not None:
+        raise Fenced(f"{key} is not committed: {why}")
+    data = encode_index(merged)
+    store.put_if_absent(key.manifest_name, data)
+    # Read in any case: where a store cannot create exclusively, two may believe to have been first.
+    if store.read(key.manifest_name) != data:
+        raise Conflict(key.manifest_name, "is already committed, by somebody else with the same attempt")
+    _move_hint(store, key)
+    return merged
+
+
+def _put_node_manifest(store: Store, node: int, manifest: Manifest) -> CheckpointIndex:
+    """Store what a node wrote; an index of its share alone."""
+    data = encode(manifest)
+    announcement = describe(manifest, data, node)
+    (share,) = announcement.nodes
+    if not store.put_if_absent(share.name, data) and store.read(share.name) != data:
+        # Its name says what is in it: this is what a power loss has left of an earlier try.
+        store.delete([share.name])
+        store.put_if_absent(share.name, data)
+    return announcement
+
+
+def _move_hint(store: Store, key: Key) -> None:
     try:
         store.replace(HINT, key.manifest_name.encode())
     except StoreError as error:
         _log.warning("%s is committed; the hint is not moved: %s", key, error)
-    return merged
 
 
 def _gather(store: Store, key: Key, nodes: int, timeout: float, on_wait: Callable[[], None]) -> IndexMerger:

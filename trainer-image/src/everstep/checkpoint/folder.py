@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
-from everstep.checkpoint import commit, unfinished
+from everstep.checkpoint import unfinished
 from everstep.checkpoint.candidates import candidates, read_chunk, read_manifest
-from everstep.checkpoint.checksum import DEFAULT, digest
-from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
-from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Key, Manifest, Part, Shard, Tensor, aligned, part_header
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing
+from everstep.checkpoint.format import CHUNK, Chunk, Key, Manifest, Tensor
+from everstep.checkpoint.publication import WholeTensor, write_checkpoint
 from everstep.checkpoint.state.names import join, segment
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.values import Refused, pack, unpack
@@ -85,6 +85,13 @@ class Contents:
             raise Damaged(manifest.key.manifest_name, f"does not say how its files lay: {error!r}") from error
 
 
+def holds(manifest: Manifest, contents: Contents) -> bool:
+    """Tell whether a checkpoint is of a folder with exactly these contents."""
+    with suppress(NoFolder, Damaged):
+        return Contents.in_manifest(manifest) == contents
+    return False
+
+
 def save(
     store: Store,
     key: Key,
@@ -96,34 +103,30 @@ def save(
 ) -> Manifest:
     """Put a folder (as `contents`, if given) and commit it as `key`.
 
-    May be tried again after an error. Changed; Conflict if `key` is committed already; StoreError, Fenced.
+    May be tried again after an error, and by several processes at the same time: one of them commits all of its own.
+
+    Raises:
+        Changed: Somebody wrote into the folder meanwhile.
+        Conflict: `key` is committed already; it says by whom.
+        Fenced: This attempt may not publish.
+        StoreError: The store did not do it, or nobody can tell.
     """
     before = Contents.of(folder) if contents is None else contents
-    chunks: dict[str, list[Chunk]] = {file.path: [] for file in before.files}
-    header = part_header(key, 0)
-    part = Part(key.part_name(0), _size(before), digest(DEFAULT, header))
-    if any(store.list(key.manifest_name)):
-        raise Conflict(key.manifest_name, "is already committed")
-    # Of an earlier try: no manifest speaks of it, and a name is written once.
-    store.delete([part.name])
-    try:
-        store.put(part.name, _body(folder, before, header, chunks, on_bytes), part.size)
-        if Contents.of(folder) != before:
-            raise Changed(f"{folder} was written to while it was read")
-    except (Changed, FileNotFoundError) as error:
-        store.delete([part.name])
-        raise Changed(str(error)) from error
     tensors = {
-        _tensor(file.path): Tensor(
-            "uint8", (file.size,), (Shard((0,), (file.size,), tuple(chunks[file.path])),) if file.size else ()
-        )
+        _tensor(file.path): WholeTensor("uint8", (file.size,), file.size, partial(_read, folder, file, on_bytes))
         for file in before.files
     }
     values = {VALUE: pack({"files": [asdict(file) for file in before.files], "empty": list(before.empty)})}
-    manifest = Manifest(key, 1, 1, VALUE, DEFAULT, time.time(), (part,), tensors, values)
-    commit.announce(store, 0, manifest)
-    commit.commit(store, key, 1, fenced=fenced, timeout=0)
-    return manifest
+
+    def check() -> None:
+        try:
+            unchanged = Contents.of(folder) == before
+        except FileNotFoundError as error:
+            raise Changed(f"{folder} was written to while it was read: {error}") from error
+        if not unchanged:
+            raise Changed(f"{folder} was written to while it was read")
+
+    return write_checkpoint(store, key, tensors, values, model=VALUE, content=repr(before), check=check, fenced=fenced)
 
 
 def restore(
@@ -174,31 +177,17 @@ def _tensor(path: str) -> str:
     return join("file", segment(path))
 
 
-def _size(contents: Contents) -> int:
-    end = HEADER
-    for file in contents.files:
-        end = aligned(end) + file.size
-    return end
-
-
-def _body(
-    folder: Path, contents: Contents, header: bytes, chunks: dict[str, list[Chunk]], on_bytes: Callable[[int], None]
-) -> Iterator[bytes]:
-    yield header
-    at = len(header)
-    for file in contents.files:
-        yield bytes(aligned(at) - at)
-        at = aligned(at)
-        end = at + file.size
-        with _reading(folder / file.path) as opened:
-            while at < end:
-                data = opened.read(min(CHUNK, end - at))
-                if not data:
-                    raise Changed(f"{folder / file.path} became shorter while it was read")
-                chunks[file.path].append(Chunk(0, at, len(data), digest(DEFAULT, data)))
-                yield data
-                at += len(data)
-                on_bytes(len(data))
+def _read(folder: Path, file: File, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
+    path = folder / file.path
+    left = file.size
+    with _reading(path) as opened:
+        while left:
+            data = opened.read(min(CHUNK, left))
+            if not data:
+                raise Changed(f"{path} became shorter while it was read")
+            yield data
+            left -= len(data)
+            on_bytes(len(data))
 
 
 @contextmanager

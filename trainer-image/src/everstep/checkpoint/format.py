@@ -6,6 +6,7 @@ docs/checkpoints.md is the same for who writes a reader in another language.
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -18,13 +19,15 @@ from everstep.checkpoint.lines import FORMAT, is_sum, number, numbers, text
 
 __all__ = [
     "ALIGN", "CHUNK", "FORMAT", "HEADER", "Attempt", "Chunk", "Conflict", "Damaged", "Incomplete", "Key", "Manifest",
-    "Part", "Shard", "Tensor", "aligned", "chunk_lengths", "decode", "encode", "itemsize", "part_header",
+    "Part", "Shard", "Tensor", "aligned", "chunk_lengths", "decode", "encode", "itemsize", "part_header", "writer_of",
 ]  # fmt: skip
 
 MAGIC = b"EVERSTEP"
 HEADER = 4096  # bytes before the first tensor of a part
 ALIGN = 64  # bytes; every shard begins at a multiple
 CHUNK = 8 << 20  # bytes at most
+
+_WRITER = 300  # characters at most of whose a part is; in JSON up to twelve bytes each
 
 _ITEMSIZE = {
     "bool": 1, "uint8": 1, "int8": 1, "uint16": 2, "int16": 2, "uint32": 4, "int32": 4, "uint64": 8, "int64": 8,
@@ -108,16 +111,25 @@ def chunk_lengths(size: int) -> list[int]:
     return [min(CHUNK, size - start) for start in range(0, size, CHUNK)]
 
 
-def part_header(key: Key, rank: int, checksum: str = DEFAULT) -> bytes:
-    """The first HEADER bytes of a part: enough to tell what a stray file is."""
+def part_header(key: Key, rank: int, checksum: str = DEFAULT, *, writer: str = "") -> bytes:
+    """The first HEADER bytes of a part: enough to tell what a stray file is, and whose where `writer` says so."""
     fields = {
         "format": FORMAT,
         "attempt": str(key.attempt),
         "step": key.step,
         "rank": rank,
         "checksum": checksum,
+        **({"writer": writer[:_WRITER]} if writer else {}),
     }
     return (MAGIC + lines.line(fields)).ljust(HEADER, b"\0")
+
+
+def writer_of(header: bytes) -> str:
+    """Return who wrote a part, by its first HEADER bytes; an empty text where they do not say so."""
+    try:
+        return lines.text(json.loads(header.removeprefix(MAGIC).partition(b"\n")[0])["writer"])
+    except (ValueError, KeyError, TypeError):
+        return ""
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -127,16 +139,7 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes, name: str) -> Manifest:
-    """Return the manifest that encode() gave `data`.
-
-    Args:
-        data: The bytes of the object.
-        name: What the object is called in messages.
-
-    Raises:
-        Damaged: These are not the bytes of a manifest.
-        UnknownFormat: They are those of another version of everstep.
-    """
+    """Return the manifest that encode() gave `data`; arguments and errors as lines.unseal() has them."""
     fields = lines.unseal(data, name)
     # From here on it is what somebody wrote; an error is a writer's mistake.
     try:

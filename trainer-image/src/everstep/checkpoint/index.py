@@ -192,16 +192,7 @@ def encode_announcement(announced: CheckpointIndex) -> bytes:
 
 
 def decode_index(data: bytes, name: str) -> CheckpointIndex:
-    """Return the index that encode_index() gave `data`.
-
-    Args:
-        data: The bytes of the object.
-        name: What the object is called in messages.
-
-    Raises:
-        Damaged: These are no bytes of an index, or not of a whole checkpoint.
-        UnknownFormat: They are those of another version of everstep.
-    """
+    """Return the index that encode_index() gave `data`, of a whole checkpoint. Raises Damaged, UnknownFormat."""
     index = decode_announcement(data, name)
     try:
         check_complete(index)

@@ -16,6 +16,7 @@ RUN = "run"
 
 _ATTEMPT = re.compile(r"(\d{10})\.(\d{10})", re.ASCII)
 _KEY = re.compile(r"(\d{10}\.\d{10})-(\d{12})", re.ASCII)
+_PART = re.compile(r"(\d{5,})(?:-[0-9a-f]{1,64})?\.part", re.ASCII)
 
 
 @dataclass(frozen=True, order=True)
@@ -94,15 +95,16 @@ class Key:
     def data_prefix(self) -> str:
         return f"{DATA}{self.attempt}/{self.step:012d}/"
 
-    def part_name(self, rank: int) -> str:
-        return f"{self.data_prefix}{rank:05d}.part"
+    def part_name(self, rank: int, writer: str = "") -> str:
+        """Return the name of a rank's part; `writer`, in hex digits, where several may write the same checkpoint."""
+        return f"{self.data_prefix}{rank:05d}{f'-{writer}' if writer else ''}.part"
 
     def rank_of(self, part_name: str) -> int:
-        """The rank whose part is called so; ValueError for any other name."""
-        number = part_name.removeprefix(self.data_prefix).removesuffix(".part")
-        if not (number.isdecimal() and number.isascii() and part_name == self.part_name(int(number))):
+        """The rank whose part is called so, whoever wrote it; ValueError for any other name."""
+        found = _PART.fullmatch(part_name.removeprefix(self.data_prefix))
+        if not (found and part_name.startswith(f"{self.data_prefix}{int(found[1]):05d}")):
             raise ValueError(f"not the name of a part of {self}: {part_name!r}")
-        return int(number)
+        return int(found[1])
 
     def node_name(self, node: int) -> str:
         """The name of what a node announces to the committer."""

@@ -84,7 +84,7 @@ def parse_node(index: CheckpointIndex, node: int, data: bytes) -> Manifest:
     for what in ("key", "world", "model", "checksum"):
         if getattr(manifest, what) != getattr(index, what):
             raise Damaged(share.name, f"has another {what} than the index of its checkpoint")
-    if sorted(part.name for part in manifest.parts) != sorted(map(index.key.part_name, share.ranks)):
+    if _ranks(manifest) != sorted(share.ranks):
         raise Damaged(share.name, f"has other parts than those of ranks {share.ranks}")
     held = {name: [box[1:] for box in tensor.boxes if box[0] == node] for name, tensor in index.tensors.items()}
     for name, boxes in held.items():
@@ -97,6 +97,14 @@ def parse_node(index: CheckpointIndex, node: int, data: bytes) -> Manifest:
     if not manifest.tensors.keys() <= held.keys():
         raise Damaged(share.name, "has a tensor that the index of its checkpoint does not name")
     return manifest
+
+
+def _ranks(manifest: Manifest) -> list[int] | None:
+    """The ranks whose parts these are, in order; None where one has another name."""
+    try:
+        return sorted(manifest.key.rank_of(part.name) for part in manifest.parts)
+    except ValueError:
+        return None
 
 
 def assemble(index: CheckpointIndex, manifests: Mapping[int, Manifest]) -> Manifest:

@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from everstep.checkpoint import attempts, fence, folder, retention
 from everstep.checkpoint.candidates import candidates, read_manifest
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing, StoreError
 from everstep.checkpoint.events import Callback, Event
-from everstep.checkpoint.folder import Changed, Contents, NoFolder
+from everstep.checkpoint.folder import Changed, Contents
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.publication import may_not_publish
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.verification import VerifiedCheckpoints, verify_and_mark
 
@@ -69,7 +71,7 @@ class Publisher:
                     # What lay there before is what this run began with: published, or removed since.
                     known = (step_of(path) or 0) <= self._newest
                 else:
-                    known = newest is not None and _holds(newest, contents)
+                    known = newest is not None and folder.holds(newest, contents)
                 if known:
                     self._published[path] = contents
 
@@ -98,12 +100,11 @@ class Publisher:
             except (Changed, FileNotFoundError):
                 # It is being written, or was removed: it is looked at again.
                 self._seen.pop(path, None)
-            except Conflict:
-                if self.each is None:
-                    raise
+            except Conflict as error:
                 # What was complete first is this step's state; the others still get theirs.
                 self._published[path] = contents
-                self.tell(Event("failed", self._key(path), why=f"{path} has changed after it was published"))
+                why = f"{path} has other content than what was published: {error}, and a step is published once"
+                self.tell(Event("failed", self._key(path), why=why))
             except StoreError as error:
                 if not error.may_pass:
                     raise
@@ -136,15 +137,9 @@ class Publisher:
         return now - since >= self.quiet
 
     def _publish(self, path: Path, contents: Contents) -> Manifest:
-        key = self._key(path)
         began = time.monotonic()
-        try:
-            manifest = folder.save(self.store, key, path, contents=contents, fenced=lambda: fence.fenced(key.attempt))
-        except Conflict:
-            manifest = read_manifest(self.store, key)
-            if not _holds(manifest, contents):
-                raise
-            # Our own, of a try whose answer was lost.
+        manifest = self._save(path, contents)
+        key = manifest.key
         self._published[path] = contents
         self._newest = max(self._newest, key.step)
         size = sum(file.size for file in contents.files)
@@ -152,6 +147,21 @@ class Publisher:
         if self.keep_last is not None:
             self._tidy(key, self.keep_last)
         return manifest
+
+    def _save(self, path: Path, contents: Contents) -> Manifest:
+        """Commit the folder, where steps are counted as the first one that is free. Conflict: its step is not."""
+        while True:
+            key = self._key(path)
+            fenced = partial(may_not_publish, self.store, key)
+            try:
+                return folder.save(self.store, key, path, contents=contents, fenced=fenced)
+            except Conflict:
+                manifest = read_manifest(self.store, key)
+                if folder.holds(manifest, contents):
+                    return manifest  # our own, of a try whose answer was lost, or that of another publisher beside us
+                if self.each is not None:
+                    raise
+                self._newest = key.step
 
     def _key(self, path: Path) -> Key:
         if self._attempt is None:
@@ -168,12 +178,6 @@ class Publisher:
 
 def _marker(contents: Contents, name: str) -> folder.File | None:
     return next((file for file in contents.files if file.path == name), None)
-
-
-def _holds(manifest: Manifest, contents: Contents) -> bool:
-    with suppress(NoFolder, Damaged):
-        return Contents.in_manifest(manifest) == contents
-    return False
 
 
 def _newest_good(store: Store) -> Manifest | None:
@@ -193,5 +197,5 @@ def publish(
     if step is None:
         newest = _newest_good(store)
         step = newest.key.step + 1 if newest else 0
-    attempt = fence.given() or attempts.claim(store)
-    return folder.save(store, Key(attempt, step), path, fenced=lambda: fence.fenced(attempt), on_bytes=on_bytes)
+    key = Key(fence.given() or attempts.claim(store), step)
+    return folder.save(store, key, path, fenced=partial(may_not_publish, store, key), on_bytes=on_bytes)

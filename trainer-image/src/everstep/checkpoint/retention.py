@@ -61,6 +61,42 @@ def plan(
     return [key for key in sorted(keys) if key < good[keep_last - 1] and key not in kept]
 
 
+def plan_known(
+    store: Store,
+    keys: Collection[Key],
+    leased: Collection[Key],
+    verified: Collection[Key],
+    keep_last: int,
+    keep_every: int | None = None,
+) -> list[Key]:
+    """Return what plan() gives without what another version of everstep wrote: only that one can tell what may go."""
+    return [key for key in plan(keys, leased, verified, keep_last, keep_every) if not _is_unknown(store, key)]
+
+
+def find_kept(
+    found: VerifiedCheckpoints,
+    keys: Collection[Key],
+    *,
+    keep_last: int,
+    keep_every: int | None = None,
+    on_bytes: OnBytes = lambda count: None,
+) -> list[Key]:
+    """Return the verified checkpoints for whose sake others may go, the greatest first: what plan() needs to know.
+
+    These are the `keep_last` newest; and of a multiple of `keep_every` that several attempts have saved, the greatest.
+    """
+    kept = set(found.newest(keys, keep_last, on_bytes=on_bytes))
+    if keep_every is not None:
+        several: dict[int, list[Key]] = defaultdict(list)
+        for key in keys:
+            if key.step % keep_every == 0:
+                several[key.step].append(key)
+        for own in several.values():
+            if len(own) > 1:
+                kept.update(found.newest(own, 1, on_bytes=on_bytes))
+    return sorted(kept, reverse=True)
+
+
 def prune(
     store: Store,
     verified: Collection[Key],
@@ -82,7 +118,7 @@ def prune(
     now = clock()
     held = leases(store)
     stays = {key for key, expires in held.values() if expires > now} | set(keep)
-    removed = [key for key in plan(keys, stays, verified, keep_last, keep_every) if not _is_unknown(store, key)]
+    removed = plan_known(store, keys, stays, verified, keep_last, keep_every)
     marked = marks(store)
     for key in removed:
         store.delete([key.manifest_name])
@@ -117,6 +153,9 @@ def prune_verified(
 ) -> Pruned:
     """Find the verified checkpoints of a store and prune the others; nothing is read where nothing could go.
 
+    A mark is believed as far as the files are there, as large as they were: see VerifiedCheckpoints. A person who has
+    time has all of them read again, by `believe_marks=False`.
+
     Raises:
         StoreError: The store did not do it; what is left is found by the next call.
     """
@@ -124,7 +163,7 @@ def prune_verified(
     best = set() if keep_best is None else keep_best.select(found, keys)
     if not plan(keys, best, keys, keep_last, keep_every):
         return Pruned()
-    verified = found.newest(keys, keep_last, on_bytes=on_bytes)
+    verified = find_kept(found, keys, keep_last=keep_last, keep_every=keep_every, on_bytes=on_bytes)
     return prune(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=best)
 
 

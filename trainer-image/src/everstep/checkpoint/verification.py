@@ -8,15 +8,16 @@ manifest that was verified. One that is missing, because its writer died, is mad
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from everstep.checkpoint.candidates import OnBytes, verify, verify_node
-from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
-from everstep.checkpoint.index import CheckpointIndex
+from everstep.checkpoint.candidates import OnBytes, check_present, is_committed, verify, verify_node
+from everstep.checkpoint.checksum import DEFAULT, digest
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, UnknownFormat, is_damage
+from everstep.checkpoint.index import CheckpointIndex, NodeShare
 from everstep.checkpoint.keys import VERIFIED, Key
-from everstep.checkpoint.manifests import read_index
+from everstep.checkpoint.manifests import parse_index, read_index
 from everstep.checkpoint.store.base import Entry, Store
 
 __all__ = ["OnBytes", "VerifiedCheckpoints", "mark_name", "mark_node", "marks", "unmarked", "verify_and_mark"]
@@ -38,6 +39,13 @@ def unmarked(store: Store, index: CheckpointIndex) -> list[int]:
     return [node for node in range(len(index.nodes)) if mark_name(index, node) not in there]
 
 
+def mark_all(store: Store, key: Key) -> None:
+    """Leave the marks that are missing of a checkpoint that was verified."""
+    index = read_index(store, key)
+    for node in unmarked(store, index):
+        mark_node(store, index, node)
+
+
 def verify_and_mark(
     store: Store, key: Key, *, mark: bool = True, threads: int = 4, on_bytes: OnBytes = lambda count: None
 ) -> None:
@@ -53,15 +61,21 @@ def verify_and_mark(
 class VerifiedCheckpoints:
     """Finds the newest verified checkpoints of a store; remembers what it has read of them.
 
+    A mark says that a checkpoint was good once. Before one is counted as kept it is seen that its files are still
+    there, as large as they were; and with `believe_marks` false all of its bytes are read again.
+
     `mark`: what is verified is marked. `bad`: those that did not verify when they were asked for, with the reason;
     `unknown`: those of another version of everstep, which only that one can verify.
     """
 
     store: Store
     mark: bool = True
+    believe_marks: bool = True
+    threads: int = 2
     bad: dict[Key, str] = field(default_factory=dict)
     unknown: dict[Key, str] = field(default_factory=dict)
-    _marks: dict[Key, frozenset[str]] = field(default_factory=dict)
+    _known: dict[Key, tuple[str, tuple[NodeShare, ...]]] = field(default_factory=dict)
+    _read: set[Key] = field(default_factory=set)
 
     def marked(self, keys: Iterable[Key], count: int | None = None) -> list[Key]:
         """Return those of these keys, greatest first, whose shares all have their marks; the first `count` of them."""
@@ -74,55 +88,95 @@ class VerifiedCheckpoints:
                 found.append(key)
         return found
 
-    def newest(
-        self, keys: Iterable[Key], count: int, *, threads: int = 2, on_bytes: OnBytes = lambda count: None
-    ) -> list[Key]:
+    def newest(self, keys: Iterable[Key], count: int, *, on_bytes: OnBytes = lambda count: None) -> list[Key]:
         """Return the `count` greatest of these keys that are verified, or as many as there are.
 
-        Where too few have their marks, others are read back, the greatest first, and marked or passed over.
+        Where too few have their marks, others are read back, the greatest first, and marked or passed over. Where
+        something of one that has its marks is missing, whatever took it may have taken more: all that count are read.
         """
         keys = sorted(keys, reverse=True)
-        found = self.marked(keys, count)
+        read: set[Key] = set()
+        is_alarmed = False
+        while True:
+            found = self.marked(keys, count) if self.believe_marks else []
+            lost = {key for key in found if not self.is_whole(key)}
+            is_alarmed = is_alarmed or bool(lost)
+            if is_alarmed:
+                unread = set(found) - lost - read
+                lost |= {key for key in unread if not self.still_holds(key, on_bytes=on_bytes)}
+                read |= unread
+            if not lost:
+                break
+            keys = [key for key in keys if key not in lost]
         for key in keys:
             if len(found) >= count:
                 break
-            if key not in found and self._verify(key, threads, on_bytes):
+            if key not in found and self._verify(key, on_bytes):
                 found.append(key)
         return sorted(found, reverse=True)
 
-    def still_holds(self, key: Key, *, threads: int = 2, on_bytes: OnBytes = lambda count: None) -> bool:
-        """Read a checkpoint again, whatever marks it has; they are removed when it is no longer good."""
-        try:
-            verify(self.store, key, threads=threads, on_bytes=on_bytes)
-        except (Missing, Damaged) as error:
-            self.bad[key] = str(error)
+    def is_whole(self, key: Key) -> bool:
+        """Tell whether the files of a checkpoint are there, as large as they were; it loses its marks when not."""
+
+        def look() -> None:
+            data = self.store.read(key.manifest_name)
+            sum_ = digest(DEFAULT, data)
+            if self._known.get(key, ("", ()))[0] != sum_:
+                self._known[key] = sum_, parse_index(key, data).nodes
+            check_present(self.store, key, self._known[key][1])
+
+        return self._holds(key, look)
+
+    def still_holds(self, key: Key, *, on_bytes: OnBytes = lambda count: None) -> bool:
+        """Read a checkpoint, whatever marks it has; they are removed when it is no longer good."""
+        return self._holds(key, lambda: verify(self.store, key, threads=self.threads, on_bytes=on_bytes))
+
+    def _verify(self, key: Key, on_bytes: OnBytes) -> bool:
+        def read() -> None:
+            if self.believe_marks:
+                verify_and_mark(self.store, key, mark=self.mark, threads=self.threads, on_bytes=on_bytes)
+                check_present(self.store, key, read_index(self.store, key).nodes)
+                return
+            verify(self.store, key, threads=self.threads, on_bytes=on_bytes)
             if self.mark:
-                self.store.delete([entry.name for entry in self.store.list(key.mark_prefix)])
-            return False
-        return True
+                mark_all(self.store, key)
+            self._read.add(key)  # what is asked for again in the same pass was read a moment ago
 
-    def _needed(self, key: Key) -> frozenset[str]:
-        """The names of the marks of a checkpoint; one that nobody has where it cannot be told."""
-        if key not in self._marks:
-            try:
-                index = read_index(self.store, key)
-            except (Missing, Damaged, UnknownFormat):
-                return frozenset({""})
-            self._marks[key] = frozenset(mark_name(index, node) for node in range(len(index.nodes)))
-        return self._marks[key]
+        return key in self._read or self._holds(key, read)
 
-    def _verify(self, key: Key, threads: int, on_bytes: OnBytes) -> bool:
-        if key in self.bad:
+    def _holds(self, key: Key, check: Callable[[], object]) -> bool:
+        """Whether a checkpoint passes; notes why not."""
+        if key in self.bad or key in self.unknown:
             return False
         try:
-            verify_and_mark(self.store, key, mark=self.mark, threads=threads, on_bytes=on_bytes)
+            check()
         except UnknownFormat as error:
             self.unknown[key] = str(error)
-        except (Missing, Damaged) as error:
-            self.bad[key] = str(error)
+        except CheckpointError as error:
+            self._fail(key, error)
         else:
             return True
         return False
+
+    def _fail(self, key: Key, error: CheckpointError) -> None:
+        """Note why a checkpoint does not count. Raises what says nothing about it: that the store is unavailable."""
+        if not is_damage(error):
+            raise error
+        if not is_committed(self.store, key):
+            return  # another one has removed it since
+        self.bad[key] = str(error)
+        if self.mark:
+            self.store.delete([entry.name for entry in self.store.list(key.mark_prefix)])
+
+    def _needed(self, key: Key) -> frozenset[str]:
+        """The names of the marks of a checkpoint; one that nobody has where it cannot be told."""
+        if key not in self._known:
+            try:
+                data = self.store.read(key.manifest_name)
+                self._known[key] = digest(DEFAULT, data), parse_index(key, data).nodes
+            except (Missing, Damaged, UnknownFormat):
+                return frozenset({""})
+        return frozenset(key.mark_name(share.name) for share in self._known[key][1])
 
 
 def marks(store: Store) -> dict[Key, list[Entry]]:

@@ -188,8 +188,8 @@ def prune(
 ) -> None:
     """Remove old checkpoints and what dead saves left behind.
 
-    Only verified ones count towards those that stay: what no run has verified yet is read first. What somebody is
-    reading stays too, and so does all that is newer than the last one that stays.
+    Only good ones count towards those that stay: all bytes of them are read first, whoever verified them before. What
+    somebody is reading stays too, and so does all that is newer than the last one that stays.
     """
     import time
 
@@ -203,12 +203,10 @@ def prune(
     with said():
         store = opened(uri)
         keys = candidates.candidates(store)
-        found = VerifiedCheckpoints(store, mark=not dry_run)
+        # What was verified once may have been damaged since, and is to stay alone perhaps.
+        found = VerifiedCheckpoints(store, mark=not dry_run, believe_marks=False, threads=threads)
         with transfer("verify", None) as on_bytes:
-            # The newest is read in any case: it was good once, and is to stay alone perhaps.
-            while verified := found.newest(keys, keep_last, threads=threads, on_bytes=on_bytes):
-                if found.still_holds(verified[0], threads=threads, on_bytes=on_bytes):
-                    break
+            verified = retention.find_kept(found, keys, keep_last=keep_last, keep_every=keep_every, on_bytes=on_bytes)
         for key, why in found.bad.items():
             stderr().print(f"{short(key)} is not good: {why}", style="red")
         for key, why in found.unknown.items():
@@ -217,7 +215,7 @@ def prune(
             raise CliError(f"no checkpoint in {store.url} is good: nothing is removed", NO)
         if dry_run:
             held = {key for key, expires in leases.leases(store).values() if expires > time.time()}
-            for key in retention.plan(keys, held, verified, keep_last, keep_every):
+            for key in retention.plan_known(store, keys, held, verified, keep_last, keep_every):
                 stdout().print(f"{short(key)} would go")
             return
         done = retention.prune(store, verified, keep_last=keep_last, keep_every=keep_every)

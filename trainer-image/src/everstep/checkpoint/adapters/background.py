@@ -30,26 +30,24 @@ _AT_EXIT_SECONDS = 60.0  # of a process that ends without finish(): its training
 _RETRY_SECONDS = (1.0, 60.0)  # before the second try, and at most
 
 
+Publish = Callable[[Path, int], None]
+
+
 @dataclass
 class _Publication:
-    """A folder of ours that is to be published as `step`; `held` removes it."""
+    """A folder of ours that `publish` is to store as `step`; `held` removes it."""
 
     path: Path
     step: int
+    publish: Publish
     held: ExitStack
 
 
 class BackgroundPublisher:
-    """Publishes folders by `publish(path, step)` in a thread beside training."""
+    """Publishes folders in a thread beside training."""
 
-    def __init__(self, publish: Callable[[Path, int], None], emit: Callable[[Event], None]) -> None:
-        """
-        Args:
-            publish: Stores one folder; its CheckpointError is told as the event `failed`, and tried again where it may
-                pass, until a newer folder waits.
-            emit: Told about what fails or is skipped; called from the thread.
-        """
-        self._publish = publish
+    def __init__(self, emit: Callable[[Event], None]) -> None:
+        """`emit`: told about what fails or is skipped; called from the thread."""
         self._emit = emit
         self._changed = threading.Condition()
         self._waiting: _Publication | None = None
@@ -59,18 +57,20 @@ class BackgroundPublisher:
         self._ends_at: float | None = None  # no try is begun after it
         self._failure = ""  # why the last folder is not in the store
 
-    def submit(self, path: Path, step: int) -> None:
+    def submit(self, path: Path, step: int, publish: Publish) -> None:
         """Have a complete folder published; returns at once. One that waits already gives way to this one.
 
         Args:
             path: May be deleted by its owner from now on, but not written into.
             step: Number of trained steps that it holds.
+            publish: Stores it, in the thread, given a folder and the step. Its CheckpointError is told as the event
+                `failed`, and it is tried again where that may pass, until a newer folder waits.
 
         Raises:
             CheckpointError: The folder cannot be linked or copied to a place beside it.
         """
         held = _hold(path)
-        publication = _Publication(held[0], step, held[1])
+        publication = _Publication(held[0], step, publish, held[1])
         with self._changed:
             replaced, self._waiting = self._waiting, publication
             self._ends_at = None
@@ -134,7 +134,7 @@ class BackgroundPublisher:
         while True:
             failure, passes = "", False
             try:
-                self._publish(publication.path, publication.step)
+                publication.publish(publication.path, publication.step)
             except Exception as error:  # whatever it is, training goes on, and its end is told
                 failure = f"step {publication.step} was not published: {error}"
                 passes = isinstance(error, StoreError) and error.may_pass

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -15,14 +16,16 @@ import torch.distributed as dist
 
 from everstep.checkpoint import attempts, fence, folder, retention, topology
 from everstep.checkpoint.adapters.background import BackgroundPublisher, clear_leftovers
-from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.candidates import candidates, read_manifest
 from everstep.checkpoint.collectives import gather, tell
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
 from everstep.checkpoint.events import Callback, Event, Events
 from everstep.checkpoint.folder import NoFolder
+from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.pilot import SaveFailed
+from everstep.checkpoint.publication import may_not_publish
 from everstep.checkpoint.restore import NoGoodCheckpoint
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.together import together
@@ -35,6 +38,15 @@ _AGAIN = 0.2
 _COLLECTIVE_SECONDS = 1800.0  # as torch's own groups
 
 
+@dataclass
+class _Training:
+    """What is saved between two restores or ends: steps that come one after the other, under one attempt."""
+
+    attempt: Attempt | None = None
+    submitted: int = -1
+    saved: int = -1
+
+
 class Published:
     """A store of folders, for a run of any number of ranks; `keep_last` as in everstep.checkpointer."""
 
@@ -43,10 +55,10 @@ class Published:
         self.store: Store = open_store(store)
         self._keep_last = keep_last
         self._finish_timeout = finish_timeout
-        self._attempt: Attempt | None = None
+        self._training = _Training()
         self._group: dist.ProcessGroup | None = None
         self._events = Events()
-        self._background = BackgroundPublisher(self._publish, self._events.emit)
+        self._background = BackgroundPublisher(self._events.emit)
 
     def on(self, event: str, callback: Callback) -> None:
         """Call back with each event of this name; `saved`, `failed` and `skipped` come from another thread."""
@@ -78,10 +90,14 @@ class Published:
         """By one rank: have the folder committed as this step's checkpoint, beside training.
 
         The folder may be deleted when this returns, but not written into. What fails is an event and ends no training:
-        see finish().
+        see finish(). A step that is reached again, after a restore or by a training that begins anew, is saved as a
+        later attempt, where nobody gave this run its attempt; else that is an error.
         """
+        if step < self._training.submitted:
+            self._training = _Training()
+        self._training.submitted = step
         try:
-            self._background.submit(path, step)
+            self._background.submit(path, step, partial(self._publish, self._training))
         except CheckpointError as error:
             self._events.emit(Event("failed", details={"step": step}, why=str(error)))
 
@@ -93,6 +109,7 @@ class Published:
         underway = sys.exc_info()[1]
         group, self._group = self._group, None
         close_host_group(group)
+        self._training = _Training()
         try:
             self._background.finish(self._finish_timeout)
         except SaveFailed as error:
@@ -116,21 +133,19 @@ class Published:
                 return None
             why = _failures(partial(self._fetch, key, into(key)) if place.local == 0 else lambda: None, group)
             if not why:
+                self._training = _Training()
                 self._events.emit(Event("restored", key))
                 return into(key)
             self._events.emit(Event("fell_back", key, why))
             bad[str(key)] = why
 
-    def _publish(self, path: Path, step: int) -> None:
-        """In the thread beside training. One that is there already stays."""
-        if self._attempt is None:
-            self._attempt = fence.given() or attempts.claim(self.store)
-        attempt, began = self._attempt, time.monotonic()
-        try:
-            manifest = folder.save(self.store, Key(attempt, step), path, fenced=lambda: fence.fenced(attempt))
-        except Conflict as error:
-            _log.debug("step %s is not published again: %s", step, error)
+    def _publish(self, training: _Training, path: Path, step: int) -> None:
+        """In the thread beside training."""
+        began = time.monotonic()
+        manifest = self._save(training, path, step)
+        if manifest is None:
             return
+        training.saved = step
         size = sum(part.size for part in manifest.parts)
         details = {"bytes": size, "seconds": round(time.monotonic() - began, 3)}
         self._events.emit(Event("saved", manifest.key, details=details))
@@ -139,6 +154,31 @@ class Published:
             retention.prune_verified(VerifiedCheckpoints(self.store), keep_last=self._keep_last)
         except CheckpointError as error:  # the next one that is published removes the old ones too
             _log.warning("older checkpoints were not removed: %s", error)
+
+    def _save(self, training: _Training, path: Path, step: int) -> Manifest | None:
+        """Commit the folder; its manifest, or None where this training has saved the step already."""
+        given = fence.given()
+        while True:
+            if training.attempt is None:
+                training.attempt = given or attempts.claim(self.store)
+            key = Key(training.attempt, step)
+            try:
+                return folder.save(self.store, key, path, fenced=partial(may_not_publish, self.store, key))
+            except Conflict as error:
+                committed = read_manifest(self.store, key)
+                if folder.holds(committed, folder.Contents.of(path)):
+                    return committed  # by a try of ours whose answer was lost
+                if step == training.saved:
+                    why = "this training has saved the step before; what it saves of it again is not published"
+                    self._events.emit(Event("skipped", key, why, {"step": step}))
+                    return None
+                if given is not None:
+                    raise CheckpointError(
+                        f"{error}, with other content: this run was given attempt {given}, and has reached the step "
+                        "again. Start the job anew, which gives it a later attempt, or give this training a store of "
+                        "its own"
+                    ) from error
+                training.attempt = None
 
     def _all(self) -> dist.ProcessGroup | None:
         """All ranks, on the CPU; None for one process. Collective."""

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from everstep.checkpoint import attempts, commit
-from everstep.checkpoint.checksum import DEFAULT, digest
+from everstep.checkpoint import attempts
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.exchange.state_dicts import name_leaves, split_objects
-from everstep.checkpoint.format import (
-    CHUNK,
-    HEADER,
-    Chunk,
-    Key,
-    Manifest,
-    Part,
-    Shard,
-    Tensor,
-    aligned,
-    itemsize,
-    part_header,
-)
+from everstep.checkpoint.format import CHUNK, Key, itemsize
 from everstep.checkpoint.plan_coordinator import fingerprint
+from everstep.checkpoint.publication import WholeTensor, write_checkpoint
 from everstep.checkpoint.selection import Only, Rename, is_wanted, rename_leaves
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import dtype_name
-from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.store.base import open_store
 from everstep.checkpoint.user_metadata import pack_metadata
 from everstep.checkpoint.values import pack
-
-Read = Callable[[], torch.Tensor]
 
 
 def import_torch(
@@ -172,55 +158,39 @@ def _import(
     if not tensors and not values:
         raise CheckpointError(f"nothing is left to import with only={only!r}")
     values.update(pack_metadata(metadata or {}))
+    written = {name: _whole(name, tensor) for name, tensor in sorted(tensors.items())}
+    model = fingerprint({name: (each.dtype, each.shape) for name, each in written.items()})
     store = open_store(uri, **(options or {}))
     key = Key(attempts.claim(store), step)
-    write_checkpoint(store, key, dict(sorted(tensors.items())), dict(sorted(values.items())))
+    write_checkpoint(store, key, written, dict(sorted(values.items())), model=model)
     return key
 
 
-def write_checkpoint(
-    store: Store, key: Key, tensors: Mapping[str, torch.Tensor | _Lazy], values: Mapping[str, object]
-) -> None:
-    """Put whole tensors and packed values as one rank's checkpoint, and commit it. Conflict, StoreError."""
-    header = part_header(key, 0)
-    size = HEADER
-    for tensor in tensors.values():
-        size = aligned(size) + _nbytes(tensor)
-    part = Part(key.part_name(0), size, digest(DEFAULT, header))
-    chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
-    store.put(part.name, _body(header, tensors, chunks), size)
-    described = {name: _described(tensor, chunks[name]) for name, tensor in tensors.items()}
-    model = fingerprint({name: (dtype_name(each.dtype), tuple(each.shape)) for name, each in tensors.items()})
-    manifest = Manifest(key, 1, 1, model, DEFAULT, time.time(), (part,), described, dict(values))
-    commit.announce(store, 0, manifest)
-    commit.commit(store, key, 1, fenced=lambda: None, timeout=0)
+def _whole(name: str, tensor: torch.Tensor | _Lazy) -> WholeTensor:
+    """A tensor as it is written. CheckpointError when a checkpoint cannot hold it."""
+    dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+    if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_quantized):
+        kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")
+        raise CheckpointError(
+            f"{name} is a {kind} tensor of {dtype}, and a checkpoint holds dense ones: make it dense (to_dense(), "
+            "dequantize()) before it is saved, or leave it out with only= or rename="
+        )
+    try:
+        size = prod(shape) * itemsize(dtype)
+    except ValueError as error:
+        raise CheckpointError(
+            f"{name} has the type {dtype}, which a checkpoint does not hold: convert it before it is saved, or leave "
+            "it out with only= or rename="
+        ) from error
+    return WholeTensor(dtype, shape, size, partial(_read, tensor))
 
 
-def _described(tensor: torch.Tensor | _Lazy, chunks: list[Chunk]) -> Tensor:
-    shape = tuple(tensor.shape)
-    shards = (Shard((0,) * len(shape), shape, tuple(chunks)),) if chunks else ()
-    return Tensor(dtype_name(tensor.dtype), shape, shards)
-
-
-def _nbytes(tensor: torch.Tensor | _Lazy) -> int:
-    return int(prod(tensor.shape)) * itemsize(dtype_name(tensor.dtype))
-
-
-def _body(
-    header: bytes, tensors: Mapping[str, torch.Tensor | _Lazy], chunks: dict[str, list[Chunk]]
-) -> Iterator[bytes | memoryview]:
-    yield header
-    at = len(header)
-    for name, tensor in tensors.items():
-        yield bytes(aligned(at) - at)
-        at = aligned(at)
-        whole = tensor.read() if isinstance(tensor, _Lazy) else tensor
-        data = memoryview(cast("Any", whole.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()))
-        for start in range(0, len(data), CHUNK):
-            piece = data[start : start + CHUNK]
-            chunks[name].append(Chunk(0, at, len(piece), digest(DEFAULT, piece)))
-            yield piece
-            at += len(piece)
+def _read(tensor: torch.Tensor | _Lazy) -> Iterator[memoryview]:
+    whole = tensor.read() if isinstance(tensor, _Lazy) else tensor
+    plain = whole.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    data = memoryview(cast("Any", plain.view(torch.uint8).numpy()))
+    for start in range(0, len(data), CHUNK):
+        yield data[start : start + CHUNK]
 
 
 def _can_map(path: str | os.PathLike[str]) -> bool:
