@@ -69,8 +69,10 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
         length = part.stat().st_size
         buffer = stack.enter_context(floors.buffer(length))
 
-        def restore(tier: str, place: Path, topology: Topology, vote: Vote, peers: Peers | None = None) -> float:
-            into = objects if tier == "memory" else state.started(objects)
+        def restore(
+            tier: str, place: Path, topology: Topology, vote: Vote, peers: Peers | None = None, *, anew: bool = True
+        ) -> float:
+            into = state.started(objects) if anew else objects
             restorer = Restorer(into, ckpt.store, topology, vote, place, peers=peers)
             slots._decoded.cache_clear()  # a new process has read no manifest yet
             began = time.perf_counter()
@@ -82,8 +84,8 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
         def read() -> float:
             return floors.read(part, buffer)
 
-        def from_store() -> float:
-            return restore("store", nothing, ALONE, Vote(Alone(), 0, 1))
+        def from_store(*, anew: bool = True) -> float:
+            return restore("store", nothing, ALONE, Vote(Alone(), 0, 1), anew=anew)
 
         def cold(arm: Callable[[], float]) -> Callable[[], float]:
             def measured() -> float:
@@ -96,13 +98,13 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
 
         arms: dict[str, tuple[Callable[[], float], Callable[[], float]]] = {
             "restore-cold": (cold(from_store), cold(read)),
-            "restore-warm": (from_store, read),
+            "restore-warm": (lambda: from_store(anew=False), read),
             "restore-warm-anew": (from_store, lambda: floors.read_anew(part, length)),
         }
         sources = state.tensors(objects)
         verify(memory)
         arms["restore-node"] = (
-            lambda: restore("memory", memory, ALONE, Vote(Alone(), 0, 1)),
+            lambda: restore("memory", memory, ALONE, Vote(Alone(), 0, 1), anew=False),
             lambda: floors.copy(buffer, sources),
         )
         if "restore-peer" in wanted:
@@ -112,7 +114,7 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
             offer = mine(memory, Topology(1, 2, 1, 2, (1,))) or {}
             peers = Peers(SECRET, (ends.writer, ends.writer), 1, ())
             arms["restore-peer"] = (
-                lambda: restore("peer", nothing, Topology(0, 1, 0, 2, (0,)), _Vote(offer), peers),
+                lambda: restore("peer", nothing, Topology(0, 1, 0, 2, (0,)), _Vote(offer), peers, anew=False),
                 lambda: floors.receive(ends.plain, buffer, length),
             )
         for kind, (ours, floor) in arms.items():
