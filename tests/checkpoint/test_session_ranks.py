@@ -106,25 +106,43 @@ def test_two_ranks_save_together_on_one_node_or_two(folder: Path, nodes: int) ->
     assert {f"rank.{rank}.rng" for rank in (0, 1)} <= {".".join(name.split(".")[:3]) for name in manifest.values}
 
 
-def one_cannot(rank: int, folder: Path) -> list[str]:
-    """Rank 1's state changes once, between two saves."""
+def grows(rank: int, folder: Path, grow: list[int], cannot: list[int]) -> list[str]:
+    """The state gets another tensor between two saves, or something that cannot be saved for the next one alone."""
     state: dict[str, Any] = {"common": torch.ones(8)}
     failed: list[str] = []
     with session(folder, policy="wait", every_steps=1, keep_last=10) as ckpt:
         ckpt.on("failed", lambda event: failed.append(f"{event.key.step} {event.why}" if event.key else ""))
         ckpt.track(state=state)
         for step in range(1, 5):
-            if rank == 1 and step == 2:
-                state["own"] = torch.ones(3)
+            if step == 2 and rank in grow:
+                state["new"] = torch.ones(3)
+            if step == 2 and rank in cannot:
+                state["bad"] = object()
             dist.barrier()
             ckpt.step(step)
+            state.pop("bad", None)
     return failed
 
 
-def test_one_rank_that_cannot_voids_the_save_for_all_and_the_next_is_planned_anew(folder: Path) -> None:
-    for failed in run(2, one_cannot, folder):
+@pytest.mark.parametrize("grow", [[0, 1], [1], [0]], ids=["on both ranks", "on rank 1", "on rank 0"])
+def test_a_state_that_grows_is_saved_at_every_step_by_a_plan_that_all_ranks_make_anew(
+    folder: Path, grow: list[int]
+) -> None:
+    assert run(2, grows, folder, grow, []) == [[], []]
+    assert steps_in(folder) == [1, 2, 3, 4]
+    store = PosixStore(folder / "store")
+    found = ["state.new" in verify(store, key).tensors for key in sorted(candidates(store))]
+    assert found == [False, True, True, True]
+
+
+@pytest.mark.parametrize("grow", [[], [0]], ids=["as the other's is", "while the other's grows"])
+def test_one_rank_whose_state_cannot_be_saved_voids_the_save_for_all_and_the_next_is_good(
+    folder: Path, grow: list[int]
+) -> None:
+    for failed in run(2, grows, folder, grow, [1]):
         assert len(failed) == 1
-        assert failed[0].startswith("2 the state has other tensors")
+        assert failed[0].startswith("2 ")
+        assert "state.bad" in failed[0]
     assert steps_in(folder) == [1, 3, 4]
 
 

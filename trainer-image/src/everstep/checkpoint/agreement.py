@@ -1,5 +1,8 @@
 """All ranks save at the same step, and none of them waits for the others at any other.
 
+At a save they tell each other whether the plan still is that of their states (ask_all), so that it is made anew by all
+or by none.
+
 Decisions are numbered. Decision *i* is made by rank 0 one step before its boundary and left on the board; every rank
 reads it when it reaches the boundary, and learns there which step the next boundary is (about a second of steps later).
 """
@@ -13,12 +16,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from everstep.checkpoint.board import AgreementLost, Board
+from everstep.checkpoint.errors import CheckpointError
 
 PERIOD = 1.0  # seconds between two boundaries
 MOST_CALLS = 100  # between two boundaries: a run that slows down suddenly still asks soon
 
 _LOOK = 30.0
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds, while rank 0 waits for the other ranks
 _BLOCK = 32  # decisions that are taken from the board at a time
+
+
+class NotAsked(CheckpointError):
+    """Not all ranks have come to a save."""
 
 
 @dataclass(frozen=True)
@@ -125,6 +134,49 @@ class Agreement:
         decided = decide()
         self._board.leave(name, decided)
         return decided
+
+    def ask_all(self, number: int, says: bool, waiting: Waiting, find_reason: Callable[[], str | None]) -> bool:
+        """Whether any rank says so; all ranks ask at the same save, and hear the same.
+
+        Args:
+            number: Of the save.
+            says: This rank's word.
+            waiting: See arrive().
+            find_reason: On rank 0, while it waits for the others: why it need not wait any more, None while it must.
+
+        Raises:
+            NotAsked: Not all ranks have come; all that have, or come later, hear the same reason.
+            AgreementLost: Rank 0 is gone.
+        """
+        name = f"a/{number}"
+        if says:
+            self._board.count(f"{name}/yes", 1)
+        said = self._board.count(f"{name}/said", 1)
+        if not self.leads:
+            verdict = self._await(name, waiting)
+        else:
+            why = self._wait_for_all(name, said, find_reason)
+            verdict = {"why": why, "yes": self._board.count(f"{name}/yes") > 0}
+            self._board.leave(name, verdict)
+            for over in (f"{name}/yes", f"{name}/said", *([] if why else [f"a/{number - 1}"])):  # all are beyond that
+                self._board.remove(over)
+        if verdict["why"]:
+            raise NotAsked(verdict["why"])
+        return bool(verdict["yes"])
+
+    def _wait_for_all(self, name: str, said: int, find_reason: Callable[[], str | None]) -> str | None:
+        began, pause = time.monotonic(), _FIRST_PAUSE
+        while said < self._board.ranks:
+            if (why := find_reason()) is not None:
+                return why
+            if (waited := time.monotonic() - began) > self._patience:
+                missing = self._board.ranks - said
+                return f"{missing} of {self._board.ranks} ranks have not come to this save in {waited:.3g} s"
+            self.busy()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            said = self._board.count(f"{name}/said")
+        return None
 
     def _decide(self, step: int, choose: ChooseEarly) -> None:
         calls = self._pace.calls

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
-from everstep.checkpoint.agreement import Agreement, Decision
+from everstep.checkpoint.agreement import Agreement, Decision, NotAsked
 from everstep.checkpoint.auto import Trigger
 from everstep.checkpoint.board import AgreementLost, Board
 from everstep.checkpoint.control import WriterLost
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Event, Events, Metrics
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.save import Node, Replan, Saver
+from everstep.checkpoint.save import Node, Saver
 from everstep.checkpoint.store.base import open_store
 
 _log = logging.getLogger("everstep.checkpoint")
@@ -344,19 +344,46 @@ class Pilot:
         replan = replan or not self._planned  # alike on all ranks
         self._planned = True
         try:
-            try:
-                self.saver.take(key, replan)
-            except Replan:
-                if self.saver.world > 1:
-                    raise  # the others have begun by the plan that was: all of them make another for the next save
-                self.saver.take(key, replan=True)
+            replan = replan or self._has_outgrown_plan(key)
+            self.saver.take(key, replan)
         except Exception as error:  # training goes on; the others are told that this save is void
             _log.exception("%s was not taken", key)
-            # A plan that could not be made or does not fit is of no use to the next save either.
-            self._void(key, f"{error}", replan or isinstance(error, Replan))
+            self._void(key, f"{error}", replan)  # a plan that could not be made is of no use to the next save either
         took = time.perf_counter() - began
         self.metrics.stalled(took)
         self.trigger.cost = self.metrics.stalls[-1] if self.metrics.stalls else took
+
+    def _has_outgrown_plan(self, key: Key) -> bool:
+        """Begin a save by the plan that is there; whether the state of any rank has grown out of it since.
+
+        All ranks make a new plan then, also one that cannot take its state: it tells the others while they plan.
+        """
+        number, fits, failure = self._number, True, None
+        try:
+            fits = self.saver.begin(key)
+        except Exception as error:
+            failure = error
+            self._void(key, f"{error}", replan=False)  # before all have come: who comes need not wait for the others
+        try:
+            has_outgrown = self.agreement.ask_all(
+                number, not fits, self._waiting_for_ranks, lambda: self._find_end(number)
+            )
+        except NotAsked as error:
+            raise failure or error from error
+        if failure is not None and not has_outgrown:
+            raise failure
+        return has_outgrown
+
+    def _find_end(self, number: int) -> str | None:
+        """Rank 0, while it waits for the others at a save: why that has failed by now, so that they will not come."""
+        self._poll(0.0)
+        self._read_notes()
+        return None if number in self._pending else self._failure or "it has failed"
+
+    def _waiting_for_ranks(self, seconds: float) -> float:
+        """Another rank than 0, at a save: what its own writer says is passed on to rank 0, which may wait for it."""
+        self._poll(0.0)
+        return _POLL
 
     def _finish_copy(self, timeout_seconds: float = 0.0) -> float | None:
         """Announces what a GPU has copied by now; how long to wait until the next look, None when nothing is copied.

@@ -36,10 +36,6 @@ _AGAIN = 10.0  # seconds between two tries to find a lost writer
 _SEEN = 1.0  # seconds that a writer may take to see that a rank is gone
 
 
-class Replan(CheckpointError):
-    """The layout of this rank's state is not the planned one."""
-
-
 class Node:
     """This rank's connection to its node's writer, made again when the writer is lost."""
 
@@ -169,6 +165,7 @@ class Saver:
         self._staging: Staging | None = None
         self._snapshots: Snapshots | None = None
         self._copying: tuple[Slot, Record] | None = None
+        self._begun: tuple[Slot, Flat] | None = None
         self.note: Callable[[int], Mapping[str, Any]] = lambda step: {}  # a user's metadata for a step
 
     @property
@@ -185,22 +182,28 @@ class Saver:
         # Not compared: a script may make its replicas equal after this, and before its first step.
         self._make_plan(self._after_a_step, compare=False)
 
+    def begin(self, key: Key) -> bool:
+        """Begin a save by the plan that is there; whether it still is the plan of this state. take() goes on."""
+        assert self._plan is not None
+        self._begun = None
+        self._finish_earlier()
+        begun = self._node.tell("begin", key=str(key))  # the writer looks for a slot while we look at our state
+        flat = self._flat(key.step).fitted(self._plan.signature, self._bulk, planning.signature)
+        self._begun = (self._slots[self._node.answer(begun, ALLOCATION_TIMEOUT)], flat)
+        return planning.signature(flat.tensors, flat.elsewhere) == self._plan.signature
+
     def take(self, key: Key, replan: bool) -> None:
-        """Copies the state into a slot. Collective only with `replan`. Replan: the plan is not this state's."""
-        if not self.finish_copy(COPY_TIMEOUT):  # the writer waits for that one, and nobody would announce it any more
-            raise CheckpointError(f"the GPU's copy of an earlier step has not ended after {COPY_TIMEOUT:g} s")
+        """Copies the state into a slot. Collective only with `replan`; without it begin() was called before."""
         if replan or self._plan is None:
-            flat = self._make_plan(lambda: self._flat(key.step), compare=True)
-            begun = self._node.tell("begin", key=str(key))
+            flat = self._make_plan(lambda: self._flat_after_copy(key.step), compare=True)
+            slot = self._slots[self._node.call("begin", ALLOCATION_TIMEOUT, key=str(key))]
         else:
-            begun = self._node.tell("begin", key=str(key))  # the writer looks for a slot while we look at our state
-            flat = self._flat(key.step)
+            assert self._begun is not None
+            slot, flat = self._begun
+        self._begun = None
         assert self._plan is not None
         assert self._snapshots is not None
         flat = flat.fitted(self._plan.signature, self._bulk, planning.signature)
-        if planning.signature(flat.tensors, flat.elsewhere) != self._plan.signature:
-            raise Replan("the state has other tensors, shapes or shards than the plan was made for")
-        slot = self._slots[self._node.answer(begun, ALLOCATION_TIMEOUT)]
         self._snapshots.take(slot, key, flat.tensors, is_beside_training=STEPS.are_announced(self._optimizers()))
         record = Record(
             key=key,
@@ -267,6 +270,15 @@ class Saver:
         """Those whose state may be copied beside training."""
         every = [unwrap(each) for each in self._objects.values()]
         return [each for each in every if isinstance(each, torch.optim.Optimizer) and has_hooked_steps(each)]
+
+    def _finish_earlier(self) -> None:
+        if not self.finish_copy(COPY_TIMEOUT):  # the writer waits for that one, and nobody would announce it any more
+            raise CheckpointError(f"the GPU's copy of an earlier step has not ended after {COPY_TIMEOUT:g} s")
+
+    def _flat_after_copy(self, step: int) -> Flat:
+        """Where this fails while ranks plan together, the others are told: they wait for this rank there."""
+        self._finish_earlier()
+        return self._flat(step)
 
     def _flat(self, step: int | None) -> Flat:
         return flatten(self._objects, rank=self._topology.rank, step=step, allow_pickle=self._how.allow_pickle)
