@@ -165,3 +165,18 @@ def test_a_run_in_the_folder_of_a_later_one_is_refused(store: Store) -> None:
     attempts.check(store, Attempt(3, 2))
     with pytest.raises(attempts.Superseded, match=r"belongs to attempt 0000000003\.0000000002"):
         attempts.check(store, Attempt(1, 5))
+
+
+def test_an_attempt_that_was_given_is_one_runs(store: Store) -> None:
+    """A launcher may start ranks again on the machines that are left, and a pod may be placed on another one."""
+    token = Attempt(1, 1)
+    attempts.hold(store, token, attempts.RunIdentity("", ("a", "b")))
+    attempts.hold(store, token, attempts.RunIdentity("", ("b", "c")))
+    with pytest.raises(attempts.AttemptTaken, match=r"on 1 machine.s. c, was given the same one"):
+        attempts.hold(store, token, attempts.RunIdentity("", ("c",)))
+    later = Attempt(1, 2)
+    attempts.hold(store, later, attempts.RunIdentity("job", ("a",)))
+    attempts.hold(store, later, attempts.RunIdentity("job", ("z",)))
+    with pytest.raises(attempts.AttemptTaken, match="is that of a run job job on"):
+        attempts.hold(store, later, attempts.RunIdentity("other", ("a",)))
+    assert attempts.claim(store) == Attempt(1, 3)

@@ -23,7 +23,7 @@ import everstep
 from everstep.checkpoint import control
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keys import ATTEMPTS
+from everstep.checkpoint.keys import ATTEMPTS, Attempt
 from everstep.checkpoint.save import Node
 from everstep.checkpoint.session import Checkpointer, SaveFailed
 from everstep.checkpoint.slots import MEMORY_VARIABLE, Slots, State
@@ -224,7 +224,8 @@ def test_readers_use_up_no_attempt_of_the_next_generation(folder: Path) -> None:
     assert not (folder / "store").exists()  # they have written nothing
     for generation in (1, 2):
         run(1, restores_and_ends, folder, generation)
-        assert list(on_disk.list(ATTEMPTS)) == []
+        claimed = [Attempt.parse(entry.name.removeprefix(ATTEMPTS)) for entry in on_disk.list(ATTEMPTS)]
+        assert sorted(claimed) == [Attempt(0, each + 1) for each in range(generation)]
 
 
 def reads_only(rank: int, folder: Path) -> tuple[int, str]:

@@ -16,7 +16,7 @@ pytest.importorskip("torch")
 import torch
 
 from everstep.checkpoint import control
-from everstep.checkpoint.attempts import Superseded
+from everstep.checkpoint.attempts import AttemptTaken, Superseded
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Event
@@ -357,6 +357,20 @@ def test_an_older_attempt_is_refused(folder: Path) -> None:
         assert ckpt.restore(model=Model()).step == 1  # to read is no attempt
         with pytest.raises(Superseded, match=r"belongs to attempt 0000000002\.0000000001"):
             ckpt.save(2)
+
+
+def test_a_second_job_with_the_same_attempt_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator gives every job (1, 1) at first; ranks of one job that are started again save on."""
+    for job, step in (("one", 1), ("other", 2), ("one", 3)):
+        monkeypatch.setenv("EVERSTEP_JOB", job)
+        with session(folder, attempt=(1, 1), memory=folder / f"memory of {job}") as ckpt:
+            assert ckpt.restore(model=Model()).step == min(step - 1, 1), "to read is no attempt"
+            if job == "other":
+                with pytest.raises(AttemptTaken, match=r"of a run job one on .* this run, job other on"):
+                    ckpt.save(step)
+            else:
+                ckpt.save(step)
+    assert steps_in(folder) == [1, 3]
 
 
 def test_a_callback_that_raises_ends_nothing(folder: Path) -> None:

@@ -5,17 +5,75 @@ And what a store is called, so that memory which outlives a store that was delet
 
 from __future__ import annotations
 
+import json
 import secrets
+import socket
 from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from everstep.checkpoint.errors import CheckpointError, Missing, StoreError
 from everstep.checkpoint.keys import ATTEMPTS, DATA, MANIFESTS, RUN, Attempt, Key
 from everstep.checkpoint.store.base import Store
 
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
 
 class Superseded(CheckpointError):
     """The store holds checkpoints of a later attempt: nothing that this one saves would ever be chosen."""
+
+
+class AttemptTaken(CheckpointError):
+    """Another run has claimed the very attempt that was given to this one."""
+
+
+@dataclass(frozen=True)
+class RunIdentity:
+    """Who claims an attempt. `job`: its name, empty where none is known; `machines`: boot ids of its machines."""
+
+    job: str
+    machines: tuple[str, ...]
+
+    def is_same_run(self, other: RunIdentity) -> bool:
+        """Whether both may be one run: of the same job or, where that is not known, with a machine in common. A
+        launcher that starts ranks again on the machines that are left begins no other run."""
+        if self.job and other.job:
+            return self.job == other.job
+        return bool({*self.machines} & {*other.machines})
+
+    def __str__(self) -> str:
+        return f"{f'job {self.job} ' if self.job else ''}on {len(self.machines)} machine(s) {', '.join(self.machines)}"
+
+
+def identify_machine() -> str:
+    """The machine since its boot, alike in all of its containers; the host's name where the kernel does not say."""
+    with suppress(OSError):
+        return _BOOT.read_text().strip()
+    return socket.gethostname()
+
+
+def hold(store: Store, attempt: Attempt, identity: RunIdentity) -> None:
+    """Claim an attempt that was given to this run, or see that it was this run that has claimed it.
+
+    Raises:
+        AttemptTaken: It was another one: both would save under the same names.
+        StoreError: The store cannot be asked.
+    """
+    name = f"{ATTEMPTS}{attempt}"
+    if store.put_if_absent(name, json.dumps(asdict(identity)).encode()):
+        return
+    try:
+        fields = json.loads(store.read(name))
+        first = RunIdentity(str(fields["job"]), tuple(map(str, fields["machines"])))
+    except (ValueError, KeyError, TypeError):
+        return  # claimed by who says nothing about itself, as a run does whose attempts are counted
+    if not first.is_same_run(identity):
+        raise AttemptTaken(
+            f"attempt {attempt} of {store.url} is that of a run {first}; this run, {identity}, was given the same one. "
+            "Give each run a store of its own. If the other one has ended and this one is to go on from it, start this "
+            "one as a later attempt: a greater generation, or without attempt="
+        )
 
 
 def claim(store: Store) -> Attempt:

@@ -20,7 +20,7 @@ from everstep.checkpoint.best import KeepBest, Mode
 from everstep.checkpoint.board import Alone, Board, Shared
 from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.casting import Cast, Casts
-from everstep.checkpoint.collectives import tell
+from everstep.checkpoint.collectives import gather, tell
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import Callback, Event, Events, Metrics
@@ -381,7 +381,9 @@ class Checkpointer:
 
     def _claim(self) -> Node:
         """Takes the attempt, this node's writer and its slots for this run. Collective."""
-        claimed = together(lambda: self._first(self._claim_attempt), self._group)
+        machines = dict.fromkeys(gather(attempts.identify_machine(), self._group))
+        identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(machines))
+        claimed = together(lambda: self._first(lambda: self._claim_attempt(identity)), self._group)
         (token, run), secret = tell((claimed, secrets.token_hex(32)), self._group)
         config = Config(
             url=self.store.url,
@@ -416,7 +418,7 @@ class Checkpointer:
                 f"to leave it behind; it is removed then when {self._settings['keep_last']} newer ones are saved"
             )
 
-    def _claim_attempt(self) -> tuple[str, str]:
+    def _claim_attempt(self, identity: attempts.RunIdentity) -> tuple[str, str]:
         """The attempt, and what the store is called: empty when it cannot be asked now."""
         token = self._given
         if self._trigger.auto and self._time_between_failures is None:
@@ -426,6 +428,7 @@ class Checkpointer:
         run = ""
         try:
             attempts.check(self.store, token)
+            attempts.hold(self.store, token, identity)
             self._check_goes_on(token)
             run = attempts.run_of(self.store)
         except StoreError as error:
