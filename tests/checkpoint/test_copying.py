@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint.candidates import candidates, verify
-from everstep.checkpoint.copying import copy
+from everstep.checkpoint.candidates import candidates, read_index, verify
+from everstep.checkpoint.copying import CopyOutcome, copy
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged
 from everstep.checkpoint.keys import HINT
 from everstep.checkpoint.store.base import Store, open_store
+from everstep.checkpoint.verification import unmarked, verify_and_mark
 from tests.checkpoint.builders import Training, is_good, key, load
 from tests.checkpoint.crash import Point
 from tests.checkpoint.processes import Process
@@ -28,13 +29,13 @@ def test_a_copy_is_the_same_checkpoint(store: Store, tmp_path: Path) -> None:
     source = open_store(tmp_path / "source")
     TRAINING.save(source, key(5))
     seen: list[int] = []
-    assert copy(source, store, key(5), on_bytes=seen.append)
+    assert copy(source, store, key(5), on_bytes=seen.append) is CopyOutcome.COPIED
     assert verify(store, key(5)) == verify(source, key(5))
     assert is_good(TRAINING, load(store))
     for rank in range(2):
         assert store.read(key(5).part_name(rank)) == source.read(key(5).part_name(rank))
     assert sum(seen) > 0
-    assert not copy(source, store, key(5))
+    assert copy(source, store, key(5)) is CopyOutcome.PRESENT
 
 
 def test_a_damaged_checkpoint_is_not_copied(store: Store, tmp_path: Path) -> None:
@@ -48,8 +49,26 @@ def test_a_damaged_checkpoint_is_not_copied(store: Store, tmp_path: Path) -> Non
         copy(source, store, key(5))
     assert candidates(store) == []
     part.write_bytes(bytes(data[:-100]) + bytes([data[-100] ^ 1]) + bytes(data[-99:]))
-    assert copy(source, store, key(5))
+    assert copy(source, store, key(5)) is CopyOutcome.COPIED
     assert is_good(TRAINING, load(store))
+
+
+@pytest.mark.parametrize("what", ["bytes", "part", "node manifest"])
+def test_a_copy_that_was_damaged_is_made_whole(store: Store, tmp_path: Path, what: str) -> None:
+    source = open_store(tmp_path / "source")
+    manifest = TRAINING.save(source, key(5))
+    copy(source, store, key(5))
+    verify_and_mark(store, key(5))
+    part, node = manifest.parts[1].name, read_index(source, key(5)).nodes[1].name
+    if what == "bytes":
+        store.replace(part, store.read(part)[:-1] + b"?")
+    else:
+        store.delete([part if what == "part" else node])
+    assert copy(source, store, key(5)) is CopyOutcome.REPAIRED
+    assert is_good(TRAINING, load(store))
+    assert unmarked(store, read_index(store, key(5))) == [0, 1], "what is there now was not read back yet"
+    source.delete([part])
+    assert copy(source, store, key(5)) is CopyOutcome.PRESENT, "a copy is good whatever became of its source"
 
 
 def test_another_checkpoint_of_the_same_name_is_left_alone(store: Store, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from torch import nn  # noqa: E402
 import everstep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.exchange import exporting, importing  # noqa: E402
+from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
@@ -150,6 +151,60 @@ def check_alike(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     for number, state in other["state"].items():
         assert ranks.same(one["state"][number], state)
     assert one["param_groups"][0]["lr"] == other["param_groups"][0]["lr"] == 0.125
+
+
+def test_a_damaged_checkpoint_is_neither_exported_nor_told_shapes_of(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    store = PosixStore(tmp_path / "store")
+    for generation in (1, 2, 3):
+        ranks.save(store, ranks.key(1, generation), {"model": network(generation)})
+    bad, flipped = (tmp_path / "store" / ranks.key(1, generation).part_name(0) for generation in (3, 2))
+    bad.unlink()
+    data = bytearray(flipped.read_bytes())
+    data[4096] ^= 1
+    flipped.write_bytes(data)
+    assert everstep.load(store.url, map_location="meta").key == ranks.key(1, 2), "whose files are all there"
+    for step in (None, 1):
+        key = exporting.export_safetensors(store.url, tmp_path / "out", step=step, max_shard_bytes=50, replace=True)
+        assert key == ranks.key(1, 1)
+        found = {
+            name: each for file in (tmp_path / "out").glob("*.safetensors") for name, each in load_file(file).items()
+        }
+        assert same(found, network(1).state_dict())
+    with pytest.raises(NoGoodCheckpoint):
+        exporting.export_safetensors(store.url, tmp_path / "x.safetensors", step=ranks.key(1, 2))
+    assert {each.name for each in tmp_path.iterdir()} == {"store", "out"}
+
+
+def test_an_export_leaves_a_link_and_replaces_what_it_leads_to(tmp_path: Path) -> None:
+    store = save(tmp_path / "store", model=network())
+    (tmp_path / "large").mkdir()
+    (tmp_path / "out").symlink_to("large")
+    exporting.export_safetensors(store, tmp_path / "out", replace=True)
+    assert (tmp_path / "out").is_symlink()
+    assert {each.name for each in tmp_path.iterdir()} == {"store", "large", "out"}
+    assert (tmp_path / "large" / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("dtype", ["complex128", "float4_e2m1fn_x2"])
+def test_a_type_that_a_format_does_not_hold_is_named(dtype: str, tmp_path: Path) -> None:
+    tensor = torch.zeros(16, dtype=torch.uint8).view(getattr(torch, dtype))
+    store = save(tmp_path / "store", model=Odd({"a.odd": tensor, "a.plain": torch.ones(2)}))
+    with pytest.raises(
+        CheckpointError, match=rf"a\.odd has the type {dtype}, which safetensors does not hold: leave it"
+    ):
+        exporting.export_safetensors(store, tmp_path / "x.safetensors")
+    exporting.export_safetensors(store, tmp_path / "x.safetensors", rename=lambda name: None if "odd" in name else name)
+
+
+def test_a_tensor_that_a_checkpoint_does_not_hold_is_named(tmp_path: Path) -> None:
+    torch.save({"a": torch.eye(2).to_sparse()}, tmp_path / "sparse.pt")
+    with pytest.raises(CheckpointError, match=r"model\.a is a sparse_coo tensor of float32"):
+        importing.import_torch(tmp_path / "sparse.pt", tmp_path / "store")
+    torch.save({"a": torch.ones(2, dtype=torch.complex64).conj()}, tmp_path / "conj.pt")
+    importing.import_torch(tmp_path / "conj.pt", tmp_path / "store")
+    assert same(everstep.load(tmp_path / "store")["model"], {"a": torch.ones(2, dtype=torch.complex64)})
 
 
 def test_what_dcp_has_saved_from_ranks_that_shard_is_imported(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from everstep.checkpoint import folder, unfinished
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
 from everstep.checkpoint.folder import Changed, Contents, NoFolder
+from everstep.checkpoint.selection import NoSuchStep
 from everstep.checkpoint.store.base import Store, open_store
 from tests.checkpoint.builders import Training, key
 
@@ -80,7 +81,7 @@ def test_the_newest_that_is_good_comes_back(tmp_path: Path, given: Path) -> None
     assert len(bad) == 1
     assert str(key(6)) in bad[0]
     with pytest.raises(Damaged):
-        folder.restore(store, tmp_path / "other", key=key(6))
+        folder.restore(store, tmp_path / "other", step=key(6))
     assert not (tmp_path / "other").exists()
 
 
@@ -197,3 +198,32 @@ def test_other_checkpoints_are_told_apart(store: Store, tmp_path: Path) -> None:
     with pytest.raises(NoFolder, match="checkpointer"):
         folder.restore(store, tmp_path / "back")
     assert not (tmp_path / "back").exists()
+
+
+def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, given: Path) -> None:
+    store = open_store(tmp_path / "store")
+    folder.save(store, key(5), given)
+    (tmp_path / "large").mkdir()
+    (tmp_path / "large" / "old").write_text("old")
+    for name, leads in (("there", tmp_path / "large"), ("dangling", tmp_path / "later")):
+        (tmp_path / name).symlink_to(leads)
+        folder.restore(store, tmp_path / name, replace=True)
+        assert (tmp_path / name).readlink() == leads
+        assert state(leads) == state(given)
+
+
+def test_of_a_step_the_greatest_attempt_that_is_good_comes_back(tmp_path: Path, given: Path) -> None:
+    store = open_store(tmp_path / "store")
+    for generation in (1, 2, 3):
+        (given / "100%").write_text(str(generation))
+        folder.save(store, key(5, generation), given)
+    # A part that became a folder is damage too, and no error of the store.
+    (part,) = (tmp_path / "store").glob(f"{key(5, 3).data_prefix}*.part")
+    part.unlink()
+    part.mkdir()
+    manifest, bad = folder.restore(store, tmp_path / "back", step=5)
+    assert manifest.key == key(5, 2)
+    assert (tmp_path / "back" / "100%").read_text() == "2"
+    assert [each.partition(":")[0] for each in bad] == [str(key(5, 3))]
+    with pytest.raises(NoSuchStep, match="no checkpoint of step 6"):
+        folder.restore(store, tmp_path / "other", step=6)

@@ -345,6 +345,30 @@ def test_an_error_of_the_disk_is_told_by_whoever_hears_of_it_first(
     assert not everything(tmp_path)
 
 
+def test_a_file_url_is_read_as_the_standard_says(tmp_path: Path) -> None:
+    for url in (f"file://{tmp_path}/a%20b/%25", f"file://localhost{tmp_path}/a%20b/%25"):
+        assert open_store(url).url == f"{tmp_path}/a b/%"
+    for url in ("file://elsewhere/path", "file://path"):
+        with pytest.raises(
+            ValueError, match="as a machine, and only folders of this one can be opened: write file:///"
+        ):
+            open_store(url)
+
+
+def read_piece(store: PosixStore, name: str) -> None:
+    store.read_into(name, 0, memoryview(bytearray(1)))
+
+
+@pytest.mark.parametrize("read", [PosixStore.read, read_piece])
+def test_a_folder_in_the_place_of_an_object_is_damage(tmp_path: Path, read: Any) -> None:
+    (tmp_path / PART).mkdir(parents=True)
+    with pytest.raises(Damaged, match="is a folder, and was written as a file"):
+        read(PosixStore(tmp_path), PART)
+    (tmp_path / "data" / "b").touch()
+    with pytest.raises(Missing):
+        read(PosixStore(tmp_path), "data/b/1/00000.part")
+
+
 def test_a_folder_is_one_store_however_it_is_spelled(tmp_path: Path) -> None:
     """Its slots, and so its writer, are found by the store's name."""
     (tmp_path / "link").symlink_to(tmp_path / "real")

@@ -47,7 +47,7 @@ def read_committed(store: Path, into: Path) -> str:
     found = open_store(store)
     for each in candidates(found):
         verify(found, each)
-        folder.restore(found, into, key=each, replace=True)
+        folder.restore(found, into, step=each, replace=True)
         return (into / "model").read_text()[:6].strip()
     return ""
 

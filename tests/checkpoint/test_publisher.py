@@ -90,6 +90,43 @@ def test_a_marker_says_nothing_of_what_was_written_after_it(store: Store, watche
     assert restored(store, tmp_path / "back") == {"model": "2", "DONE": "2"}
 
 
+def test_a_marker_that_stays_too_old_is_told_once(store: Store, watched: Path) -> None:
+    told: list[Event] = []
+    clock = Clock()
+    publisher = Publisher(store, watched, marker="DONE", quiet=5, clock=clock, tell=told.append)
+    (watched / "DONE").write_text("1")
+    (watched / "model").write_text("1")
+    os.utime(watched / "DONE", ns=(1, 1))
+    for _ in range(3):
+        assert publisher.poll() == []
+        clock.now += 4
+    assert publisher.poll() == []
+    why = f"{watched / 'model'} was changed after DONE: write that anew when all else is written"
+    assert [(event.name, event.why) for event in told] == [("failed", why)]
+    (watched / "DONE").write_text("2")
+    assert len(publisher.poll()) == 1
+
+
+def test_what_was_never_published_is_when_a_publisher_begins_unless_it_is_older(store: Store, watched: Path) -> None:
+    """As after a publisher that was not there for a while, or where a run began anew beside what was left."""
+
+    def write(step: int, at: int) -> None:
+        (watched / f"checkpoint-{step}").mkdir()
+        (watched / f"checkpoint-{step}" / "model").write_text(str(step))
+        os.utime(watched / f"checkpoint-{step}" / "model", ns=(at, at))
+
+    write(1000, at=10**18)
+    assert len(Publisher(store, watched, quiet=0, each="checkpoint-*").poll()) == 1
+    write(500, at=10**18 - 1)  # published and removed since, perhaps
+    write(600, at=10**18 + 1)
+    write(1500, at=10**18 + 2)
+    told: list[Event] = []
+    again = Publisher(store, watched, quiet=0, each="checkpoint-*", tell=told.append)
+    assert [manifest.key.step for manifest in again.poll()] == [600, 1500]
+    assert [event.name for event in told] == ["skipped", "saved", "saved"]
+    assert "checkpoint-500 is older than" in told[0].why
+
+
 def test_folders_with_steps_are_published_in_their_order(store: Store, watched: Path, tmp_path: Path) -> None:
     publisher = Publisher(store, watched, each="checkpoint-*", marker="state.json")
     for step in (1000, 500):
@@ -212,7 +249,7 @@ def test_a_folder_that_changes_after_all_does_not_keep_the_next_from_being_publi
     assert len(publisher.poll()) == 1
     assert [event.name for event in told] == ["saved", "failed", "saved"]
     assert told[1].key == told[0].key
-    folder.restore(store, tmp_path / "back", key=told[0].key)
+    folder.restore(store, tmp_path / "back", step=told[0].key)
     assert (tmp_path / "back" / "model").read_text() == "1"
 
 

@@ -11,8 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import everstep  # noqa: E402
-from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError, UnknownFormat  # noqa: E402
+from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.checkpoint.builders import newer  # noqa: E402
 from tests.checkpoint.sessions import Model, session, steps_in  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -84,6 +86,21 @@ def test_the_best_is_found_and_restored(tmp_path: Path) -> None:
         everstep.best(store, "accuracy")
     with pytest.raises(ValueError, match="best_mode is 'min' or 'max', not 'least'"):
         everstep.best(store, "loss", "least")  # type: ignore[arg-type]
+
+
+def test_what_another_version_wrote_is_listed_and_nothing_else_is_called_the_best(tmp_path: Path) -> None:
+    save(tmp_path, {1: 0.5, 2: 0.25})
+    store = PosixStore(tmp_path / "store")
+    newest, older = everstep.list_checkpoints(store)
+    store.replace(newest.key.manifest_name, newer(store.read(newest.key.manifest_name)))
+    unknown, known = everstep.list_checkpoints(store)
+    assert "has format 77" in unknown.unknown
+    assert (unknown.key, known) == (newest.key, older)
+    with pytest.raises(UnknownFormat, match="has format 77"):
+        everstep.best(store, "loss")
+    store.replace(newest.key.manifest_name, b"{")
+    assert "is no manifest" in everstep.list_checkpoints(store)[0].damaged
+    assert everstep.best(store, "loss").step == 1
 
 
 def test_the_best_stay_beside_the_newest(tmp_path: Path) -> None:

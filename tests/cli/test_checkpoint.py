@@ -164,7 +164,27 @@ def test_copy_takes_all_or_one(everstep: Everstep, run: Store, tmp_path: Path) -
     assert everstep("checkpoint", "copy", "run", "all", "--all").returncode == 0
     assert candidates(open_store(tmp_path / "all")) == candidates(run)
     again = everstep("checkpoint", "copy", "run", "one", "--key", "20")
-    assert (again.returncode, "was there before" in again.stdout) == (0, True)
+    assert (again.returncode, "was there before, and is good" in again.stdout) == (0, True)
+    damage(tmp_path / "one", key(20))
+    again = everstep("checkpoint", "copy", "run", "one", "--key", "20")
+    assert (again.returncode, "was not good, and is now" in again.stdout) == (0, True)
+    assert everstep("checkpoint", "verify", "one").returncode == 0
+
+
+def test_of_a_step_the_greatest_attempt_that_is_good_is_taken(everstep: Everstep, run: Store, tmp_path: Path) -> None:
+    Training().save(run, key(20, 2))
+    damage(tmp_path / "run", key(20, 2))
+    done = everstep("checkpoint", "verify", "run", "--key", "20")
+    assert (done.returncode, done.stdout.split(",")[0]) == (3, "0.1-20 is good")
+    assert "0.2-20 is not good" in done.stderr
+    done = everstep("checkpoint", "copy", "run", "one", "--key", "20")
+    assert done.returncode == 0, done.stderr
+    assert "0.2-20 is passed over" in done.stderr
+    assert candidates(open_store(tmp_path / "one")) == [key(20)]
+    done = everstep("checkpoint", "copy", "run", "two", "--key", "0.2-20")
+    assert done.returncode == 3
+    (tmp_path / "run" / key(20, 2).manifest_name).write_text("{")
+    assert "checkpoint  0.1-20" in everstep("checkpoint", "show", "run", "--key", "20").stdout
 
 
 def test_a_folder_is_published_and_restored(everstep: Everstep, tmp_path: Path) -> None:

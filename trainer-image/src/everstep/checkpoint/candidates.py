@@ -58,7 +58,7 @@ def each_candidate(store: Store) -> Iterator[Key]:
 def _hinted(store: Store) -> Key | None:
     try:
         return Key.of_manifest(store.read(HINT).decode())
-    except (Missing, ValueError):
+    except (Missing, Damaged, ValueError):
         return None
 
 

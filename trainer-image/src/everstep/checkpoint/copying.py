@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import enum
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from everstep.checkpoint.candidates import read_chunk
+from everstep.checkpoint.candidates import OnBytes, read_chunk, verify_node
 from everstep.checkpoint.checksum import DEFAULT, digest
-from everstep.checkpoint.errors import Conflict, Missing
+from everstep.checkpoint.errors import CheckpointError, Conflict, Missing, is_damage
 from everstep.checkpoint.format import HEADER, Chunk, Manifest
+from everstep.checkpoint.index import CheckpointIndex
 from everstep.checkpoint.keys import HINT, Key
+from everstep.checkpoint.leases import reading
 from everstep.checkpoint.manifests import parse_index, parse_node
 from everstep.checkpoint.store.base import Store
+
+
+class CopyOutcome(enum.Enum):
+    """What a copy came to: `COPIED`: it is in the target now. `PRESENT`: it was, and every byte of it is good.
+    `REPAIRED`: it was, and what was damaged or missing there was written again."""
+
+    COPIED = enum.auto()
+    PRESENT = enum.auto()
+    REPAIRED = enum.auto()
 
 
 def copy(
@@ -23,37 +35,90 @@ def copy(
     *,
     threads: int = 4,
     on_bytes: Callable[[int], None] = lambda count: None,
-) -> bool:
-    """True: `key` is in `target` now; False: it was there before. Takes `threads` times 8 MiB and what `target` takes.
+) -> CopyOutcome:
+    """Copy a checkpoint, or verify and repair the copy that is there.
 
-    Damaged or Missing: the source is not good, and nothing was committed. Conflict: another checkpoint of this key.
+    Takes `threads` times 8 MiB, and what `target` takes.
+
+    Args:
+        source: Where it is; it is held there by a lease.
+        target: Where it is to be.
+        key: Which one.
+        threads: Reads at a time.
+        on_bytes: Called with the bytes that were read since, from any thread.
+
+    Raises:
+        Damaged, Missing: The source is not good, and nothing was committed.
+        Removed: Retention has removed it from the source.
+        Conflict: Another checkpoint of this key is in the target.
     """
-    data = source.read(key.manifest_name)
-    index = parse_index(key, data)
-    shares = []
-    for node, share in enumerate(index.nodes):
-        content = source.read(share.name)
-        shares.append((content, parse_node(index, node, content)))
+    with reading(source, key) as lease:
+
+        def advance(count: int) -> None:
+            lease.renew()
+            on_bytes(count)
+
+        data = source.read(key.manifest_name)
+        index = parse_index(key, data)
+        is_there = _is_there(target, key, data)
+        if is_there:
+            bad = [node for node in range(len(index.nodes)) if not _is_good(target, index, node, threads, advance)]
+            if not bad:
+                return CopyOutcome.PRESENT
+        else:
+            bad = list(range(len(index.nodes)))
+            _claim(target, key, data)
+        # Whatever was verified there before: not what comes now.
+        target.delete([entry.name for entry in target.list(key.mark_prefix)])
+        _copy_shares(source, target, index, bad, threads, advance)
+    if is_there:
+        return CopyOutcome.REPAIRED
+    if not target.put_if_absent(key.manifest_name, data) and target.read(key.manifest_name) != data:
+        raise Conflict(key.manifest_name, f"was written by somebody else into {target.url}")
+    _move_hint(target, key)
+    return CopyOutcome.COPIED
+
+
+def _is_there(target: Store, key: Key, data: bytes) -> bool:
+    """Whether the target has this very index. Conflict when it has another one."""
     with suppress(Missing):
         if target.read(key.manifest_name) == data:
-            return False
-        raise Conflict(key.manifest_name, f"is another checkpoint in {target.url}")
-    _claim(target, key, data)
-    # Whatever was verified there before: not what comes now.
-    target.delete([entry.name for entry in target.list(key.mark_prefix)])
-    # No data is removed first: another copy of the same may be under way, and commits what it finds under these names.
+            return True
+        raise Conflict(
+            key.manifest_name,
+            f"is another checkpoint in {target.url}, or a damaged copy of this one: copy to another place, or remove "
+            "it there if `everstep checkpoint ls` calls it damaged",
+        )
+    return False
+
+
+def _is_good(target: Store, index: CheckpointIndex, node: int, threads: int, on_bytes: OnBytes) -> bool:
+    try:
+        verify_node(target, index, node, threads=threads, on_bytes=on_bytes)
+    except CheckpointError as error:
+        if not is_damage(error):
+            raise
+        return False
+    return True
+
+
+def _copy_shares(
+    source: Store, target: Store, index: CheckpointIndex, nodes: Sequence[int], threads: int, on_bytes: OnBytes
+) -> None:
+    """Write what these nodes have stored: whole files, the same whoever writes them.
+
+    No data is removed first: another copy of the same may be under way, and commits what it finds under these names.
+    """
+    contents = {node: source.read(index.nodes[node].name) for node in nodes}
+    manifests = {node: parse_node(index, node, content) for node, content in contents.items()}
     pool = ThreadPoolExecutor(threads, thread_name_prefix="copy")
     try:
-        for share, (content, manifest) in zip(index.nodes, shares, strict=True):
-            target.put_whole(share.name, [content], len(content))
+        for node, manifest in manifests.items():
+            target.put_whole(index.nodes[node].name, [contents[node]], len(contents[node]))
             for number, part in enumerate(manifest.parts):
                 target.put_whole(part.name, _verified(source, manifest, number, pool, threads, on_bytes), part.size)
     finally:
         pool.shutdown(cancel_futures=True)
-    if not target.put_if_absent(key.manifest_name, data) and target.read(key.manifest_name) != data:
-        raise Conflict(key.manifest_name, f"was written by somebody else into {target.url}")
-    _move_hint(target, key)
-    return True
 
 
 def _claim(target: Store, key: Key, manifest: bytes) -> None:

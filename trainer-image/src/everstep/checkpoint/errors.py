@@ -80,6 +80,14 @@ class Missing(StoreError):
         super().__init__("there is no such object", where)
 
 
+class Removed(CheckpointError):
+    """The checkpoint `name` was removed while it was read, or just before: that is no damage."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"{name} was removed while it was read: its store keeps newer ones; take one of these")
+        self.name = name
+
+
 class Denied(StoreError):
     """The store does not let this user do it. Who may read the object may find it good: that is no damage."""
 

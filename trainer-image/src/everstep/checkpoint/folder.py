@@ -17,10 +17,12 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from everstep.checkpoint import unfinished
-from everstep.checkpoint.candidates import candidates, read_chunk, read_manifest
-from everstep.checkpoint.errors import CheckpointError, Damaged, Missing
+from everstep.checkpoint.candidates import candidates, each_candidate, read_chunk, read_manifest
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Removed, is_damage
 from everstep.checkpoint.format import CHUNK, Chunk, Key, Manifest, Tensor
+from everstep.checkpoint.leases import ReadLease, reading
 from everstep.checkpoint.publication import WholeTensor, write_checkpoint
+from everstep.checkpoint.selection import is_meant, select_keys
 from everstep.checkpoint.state.names import join, segment
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.values import Refused, pack, unpack
@@ -52,6 +54,11 @@ class Contents:
 
     files: tuple[File, ...]
     empty: tuple[str, ...] = ()
+
+    @property
+    def changed(self) -> int:
+        """When a file was last written to, in nanoseconds since 1970; 0 where there is none."""
+        return max((file.modified for file in self.files), default=0)
 
     @classmethod
     def of(cls, folder: Path) -> Contents:
@@ -85,11 +92,18 @@ class Contents:
             raise Damaged(manifest.key.manifest_name, f"does not say how its files lay: {error!r}") from error
 
 
-def holds(manifest: Manifest, contents: Contents) -> bool:
+def holds(manifest: Manifest | None, contents: Contents) -> bool:
     """Tell whether a checkpoint is of a folder with exactly these contents."""
     with suppress(NoFolder, Damaged):
-        return Contents.in_manifest(manifest) == contents
+        return manifest is not None and Contents.in_manifest(manifest) == contents
     return False
+
+
+def changed(manifest: Manifest) -> int:
+    """Return when the folder of a checkpoint was last written to, in nanoseconds since 1970, or when it was saved."""
+    with suppress(NoFolder, Damaged):
+        return Contents.in_manifest(manifest).changed
+    return int(manifest.created * 1e9)
 
 
 def save(
@@ -133,40 +147,73 @@ def restore(
     store: Store,
     into: Path,
     *,
-    key: Key | None = None,
+    step: int | Key | None = None,
     replace: bool = False,
     threads: int = 4,
     on_start: Callable[[Manifest], None] = lambda manifest: None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> tuple[Manifest, list[str]]:
-    """Make `into` what was saved as `key`, or as the newest that is good; the manifest, and why not newer ones.
+    """Make `into` what was saved, as the newest that is good; the manifest, and why not newer ones.
 
-    `into` must not exist, or be empty, unless it may be replaced: it is renamed into place when all is verified. With
-    `replace`, several nodes may do so in one shared place: each puts all of it there, and the last one's stays.
-    Missing when nothing was ever saved; Damaged or NoFolder when nothing, or not `key`, can be restored.
+    `into` must not exist, or be empty, unless it may be replaced: it is renamed into place when all is verified. A link
+    stays, and what it leads to is made. With `replace`, several nodes may do so in one shared place: each puts all of
+    it there, and the last one's stays.
+
+    Args:
+        store: Where it is. A lease keeps retention from it, where the store may be written.
+        into: The folder.
+        step: Exactly this step, of the greatest attempt that has it and is good; or a key.
+        replace: Put it in the place of what is there.
+        threads: Reads at a time.
+        on_start: Called with the manifest of each one that is tried.
+        on_bytes: Called with the bytes that were read since, from any thread.
+
+    Raises:
+        Missing: Nothing was ever saved.
+        NoSuchStep: Nothing of this step was.
+        Damaged, NoFolder: None of what was saved can be restored.
+        Removed: What was meant has been removed meanwhile.
     """
-    into = into.absolute()
+    into = into.resolve()
     if into.exists() and not replace and (not into.is_dir() or any(into.iterdir())):
         raise CheckpointError(
             f"{into} is there and not empty: restore to another place, or say that it may be replaced"
         )
     into.parent.mkdir(parents=True, exist_ok=True)
     unfinished.clear(into)
+    if step is not None:
+        select_keys(candidates(store), step, store.url)
     bad: list[str] = []
-    for each in [key] if key else candidates(store):
+    removed: Removed | None = None
+    for each in each_candidate(store):
+        if not is_meant(each, step):
+            continue
         with unfinished.beside(into) as place:
             try:
-                manifest = read_manifest(store, each)
-                on_start(manifest)
-                _fill(store, manifest, place / "new", threads, on_bytes)
-            except (Damaged, Missing) as error:
+                with reading(store, each) as lease:
+                    manifest = read_manifest(store, each)
+                    on_start(manifest)
+                    _fill(store, manifest, place / "new", threads, _both(on_bytes, lease))
+            except Removed as error:
+                removed = error
+            except CheckpointError as error:
+                if not is_damage(error):
+                    raise
                 bad.append(f"{each}: {error}")
             else:
                 unfinished.put(place / "new", into, replace=replace)
                 return manifest, bad
-    if not bad:
-        raise Missing(f"{store.url}/manifests")
-    raise Damaged(store.url, f"no checkpoint is good. {'; '.join(bad)}")
+    if bad:
+        raise Damaged(store.url, f"no checkpoint is good. {'; '.join(bad)}")
+    raise removed or Missing(f"{store.url}/manifests")
+
+
+def _both(on_bytes: Callable[[int], None], lease: ReadLease) -> Callable[[int], None]:
+    def advance(count: int) -> None:
+        lease.renew()
+        on_bytes(count)
+
+    return advance
 
 
 def _raise(error: OSError) -> None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import json
 import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
-from everstep.checkpoint.errors import Missing
+from everstep.checkpoint.candidates import is_committed
+from everstep.checkpoint.errors import CheckpointError, Missing, Removed, StoreError, is_damage
 from everstep.checkpoint.keys import LEASES, Attempt, Key
 from everstep.checkpoint.store.base import Store
 
@@ -51,6 +53,52 @@ def lease(store: Store, key: Key, seconds: float = SECONDS) -> Iterator[Lease]:
     held = Lease(store, key, seconds)
     try:
         yield held
+    finally:
+        held.release()
+
+
+class ReadLease:
+    """A lease where the store may be written; who may not write reads all the same. Any thread may renew it."""
+
+    def __init__(self, store: Store, key: Key) -> None:
+        self._lock = threading.Lock()
+        self._lease: Lease | None = None
+        with suppress(StoreError):
+            self._lease = Lease(store, key)
+
+    def renew(self) -> None:
+        """Hold it for longer, when half of its time is over: for every chunk that is read."""
+        if self._lease is None or self._lease.expires - time.time() > SECONDS / 2:
+            return
+        with self._lock, suppress(StoreError):
+            if self._lease.expires - time.time() <= SECONDS / 2:
+                self._lease.renew()
+
+    def release(self) -> None:
+        """Let it go; where that fails it expires by itself."""
+        if self._lease is not None:
+            with suppress(StoreError):
+                self._lease.release()
+
+
+@contextmanager
+def reading(store: Store, key: Key) -> Iterator[ReadLease]:
+    """Hold a checkpoint while it is read, so that retention leaves it alone. Take it before its index is read.
+
+    Args:
+        store: Where it is; it may be one that can only be read.
+        key: Which one.
+
+    Raises:
+        Removed: Instead of what the block raised about damage, where the checkpoint is not there any more.
+    """
+    held = ReadLease(store, key)
+    try:
+        yield held
+    except CheckpointError as error:
+        if is_damage(error) and not is_committed(store, key):
+            raise Removed(key.manifest_name) from error
+        raise
     finally:
         held.release()
 

@@ -22,12 +22,16 @@ class CheckpointInfo:
 
     `verified`: every node has read back what it stored, and left its mark. One without may be good all the same, and
     is verified when it is loaded, or by `everstep checkpoint verify`.
+    `damaged`, `unknown`: why nothing else is known of it: its index does not hold, or another version of everstep wrote
+    it, for which it may be good.
     """
 
     key: Key
     created: float = 0.0
     metadata: dict[str, Any] = field(default_factory=dict)
     verified: bool = False
+    damaged: str = ""
+    unknown: str = ""
 
     @property
     def step(self) -> int:
@@ -57,8 +61,10 @@ def list_checkpoints(
     for key in keys:
         try:
             index = read_index(store, key)
-        except (Damaged, UnknownFormat):
-            found.append(CheckpointInfo(key))
+        except UnknownFormat as error:
+            found.append(CheckpointInfo(key, unknown=str(error)))
+        except Damaged as error:
+            found.append(CheckpointInfo(key, damaged=str(error)))
         except Missing:
             continue  # removed meanwhile
         else:
@@ -82,9 +88,14 @@ def best(
         options: Of the store.
 
     Raises:
+        UnknownFormat: One is of another version of everstep: it may be the best, and nothing else is taken for it.
         CheckpointError: No checkpoint has the metric.
     """
-    found = list_checkpoints(uri, options=options)
+    store = open_store(uri, **(options or {})) if isinstance(uri, str | os.PathLike) else uri
+    found = list_checkpoints(store)
+    for each in found:
+        if each.unknown:
+            read_index(store, each.key)  # raises what it says
     ranked = rank_by_metric(((each.key, each.metadata) for each in found), metric, mode)
     if not ranked:
         names = sorted({name for each in found for name in each.metadata})

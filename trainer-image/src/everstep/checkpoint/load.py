@@ -6,7 +6,6 @@ that evaluates may run in the environment of a live job, on its machine or on an
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -17,15 +16,15 @@ from typing import Any, TypeVar
 
 import torch
 
-from everstep.checkpoint.candidates import candidates, read_manifest
+from everstep.checkpoint.candidates import candidates, check_present, each_candidate, read_index, read_manifest
 from everstep.checkpoint.casting import Cast, Casts
-from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, StoreError
+from everstep.checkpoint.errors import CheckpointError, Damaged, Removed, StoreError, is_damage
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.leases import SECONDS, Lease
+from everstep.checkpoint.leases import ReadLease, reading
 from everstep.checkpoint.loading import resharded
 from everstep.checkpoint.restore import NoGoodCheckpoint, Restored
-from everstep.checkpoint.selection import Only, Rename, is_wanted, rename_leaves, rename_manifest, select_keys
+from everstep.checkpoint.selection import Only, Rename, is_meant, is_wanted, rename_leaves, rename_manifest, select_keys
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.flat import RANK, bind
 from everstep.checkpoint.state.kinds import WHOLE, Absent, Kind, Saved, StateMismatch, with_bytes
@@ -82,7 +81,8 @@ def load(
         step: Exactly this step, of the greatest attempt that has it and is good; or a key, as best() returns. By
             default the newest that is good.
         only: A glob or several, of full names: "model.*". Nothing else is read.
-        map_location: The device of the tensors, by default main memory; "meta" for names, types and shapes alone.
+        map_location: The device of the tensors, by default main memory; "meta" for names, types and shapes alone, of
+            the newest whose files are all there, as large as they were written.
         rename: Prefixes of full names and what takes their place, or a function from name to name (None: left out).
         cast: A type for all floating tensors, or a mapping from saved types to others.
         allow_pickle: Unpickle values that were saved so. Only for stores that you trust.
@@ -100,13 +100,16 @@ def load(
     casts = Casts(cast)
     casts.result(torch.float32)  # cast=True is an error before anything is read
 
-    def read(store: Store, manifest: Manifest, lease: _TriedLease) -> dict[str, Any]:
+    def read(store: Store, manifest: Manifest, lease: ReadLease) -> dict[str, Any]:
         wanted_tensors = {name: name for name in manifest.tensors if is_wanted(name, only)}
         wanted_values = {
             name: each for name, each in manifest.values.items() if name != VALUE and is_wanted(name, only)
         }
         if only is not None and not wanted_tensors and not wanted_values:
             raise _NothingWanted(f"nothing in checkpoint {manifest.key} is called {only!r}; {_tops(manifest)}")
+        if map_location is not None and torch.device(map_location).type == "meta":
+            # Not a byte is read; but what lacks a file is no checkpoint to tell shapes of.
+            check_present(store, manifest.key, read_index(store, manifest.key).nodes)
         leaves: dict[str, Any] = {}
         with TensorReader(store, manifest, threads=threads) as reader:
             for name in wanted_tensors:
@@ -164,7 +167,7 @@ def load_into(
     began = time.monotonic()
     count = 0
 
-    def read(store: Store, manifest: Manifest, lease: _TriedLease) -> Restored:
+    def read(store: Store, manifest: Manifest, lease: ReadLease) -> Restored:
         nonlocal count
         renamed = rename_manifest(manifest, rename)
         filling = _Filling(renamed, objects, Casts(cast), allow_pickle=allow_pickle, strict=strict)
@@ -199,44 +202,31 @@ class _NothingWanted(CheckpointError):
     """The checkpoint has nothing of the names that were asked for."""
 
 
-class _TriedLease:
-    """A lease where the store may be written; a reader that may not write reads all the same."""
-
-    def __init__(self, store: Store, key: Key) -> None:
-        self._lease: Lease | None = None
-        with contextlib.suppress(StoreError):
-            self._lease = Lease(store, key)
-
-    def renew(self) -> None:
-        """When half of it is over."""
-        if self._lease is not None and self._lease.expires - time.time() < SECONDS / 2:
-            with contextlib.suppress(StoreError):
-                self._lease.renew()
-
-    def close(self) -> None:
-        if self._lease is not None:
-            with contextlib.suppress(StoreError):  # it expires by itself
-                self._lease.release()
-
-
 def _first_good(
     uri: str | os.PathLike[str],
     options: Mapping[str, Any] | None,
     step: int | Key | None,
-    read: Callable[[Store, Manifest, _TriedLease], T],
+    read: Callable[[Store, Manifest, ReadLease], T],
 ) -> tuple[T, Manifest, dict[str, str]]:
     """Return what `read` makes of the first checkpoint that is good, and why others before it are not."""
     store = open_store(uri, **(options or {}))
-    keys = select_keys(candidates(store), step, store.url)
+    if step is not None:
+        select_keys(candidates(store), step, store.url)
     bad: dict[str, str] = {}
-    for key in keys:
-        with contextlib.closing(_TriedLease(store, key)) as lease:
-            try:
+    for key in each_candidate(store):
+        if not is_meant(key, step):
+            continue
+        try:
+            with reading(store, key) as lease:
                 manifest = read_manifest(store, key)
                 return read(store, manifest, lease), manifest, bad
-            except (Damaged, Missing) as error:
-                _log.warning("checkpoint %s is passed over: %s", key, error)
-                bad[str(key)] = str(error)
+        except Removed as error:
+            _log.info("%s", error)
+        except CheckpointError as error:
+            if not is_damage(error):
+                raise
+            _log.warning("checkpoint %s is passed over: %s", key, error)
+            bad[str(key)] = str(error)
     if bad:
         raise NoGoodCheckpoint(bad)
     raise CheckpointError(f"there are no checkpoints in {store.url}: nothing was saved there, or it is another place")

@@ -42,7 +42,8 @@ class Publisher:
     `marker`: a file in a folder that is written last, anew for each checkpoint, and best removed before anything else
     is written; without it a folder is complete after `quiet` seconds without a change. `keep_last`: older ones are
     removed once a new one is verified; None: never.
-    Events: `saved`; `failed`, with a key where it is not tried again; `untidy`: it is published, but could not be
+    Events: `saved`; `failed`, with a key where it is not tried again; `skipped`: it lay there when this began, and is
+    too old; `untidy`: it is published, but could not be
     verified, or older ones not be removed.
     """
 
@@ -59,6 +60,7 @@ class Publisher:
     _newest: int = -1
     _published: dict[Path, Contents] = field(default_factory=dict)
     _seen: dict[Path, tuple[Contents, float]] = field(default_factory=dict)
+    _told: Contents | None = None  # of which it was said that its marker is too old
 
     def __post_init__(self) -> None:
         newest = _newest_good(self.store)
@@ -67,13 +69,27 @@ class Publisher:
         for path in self._folders():
             with suppress(FileNotFoundError):
                 contents = Contents.of(path)
-                if self.each is not None:
-                    # What lay there before is what this run began with: published, or removed since.
-                    known = (step_of(path) or 0) <= self._newest
-                else:
-                    known = newest is not None and folder.holds(newest, contents)
-                if known:
+                if newest is not None and self._is_known(path, contents, newest):
                     self._published[path] = contents
+
+    def _is_known(self, path: Path, contents: Contents, newest: Manifest) -> bool:
+        """Whether a folder that was there before this publisher is published, or is not to be any more.
+
+        What is older than what was published last, and of no greater step, would become the newest by being published
+        now. It may have been published and removed since; where it is not in the store, that is told.
+        """
+        if self.each is None:
+            return folder.holds(newest, contents)
+        step = step_of(path) or 0
+        committed = (_manifest(self.store, key) for key in candidates(self.store) if key.step == step)
+        if any(folder.holds(each, contents) for each in committed):
+            return True
+        if step > newest.key.step or contents.changed > folder.changed(newest):
+            return False
+        if contents.files:
+            why = f"{path} is older than {newest.key}, the newest checkpoint in the store, and would take its place"
+            self.tell(Event("skipped", why=why))
+        return True
 
     def run(self, stop: threading.Event, every: float = 1.0) -> None:
         """Look `every` so many seconds until `stop` is set; then publish what is complete or becomes so in time."""
@@ -128,7 +144,17 @@ class Publisher:
             if written is None or (before is not None and written == _marker(before, self.marker)):
                 return False
             # In a folder that is used again and again, a marker that is older than a file is that of an earlier save.
-            return self.each is not None or written.modified >= max(file.modified for file in contents.files)
+            newer = next((file for file in contents.files if file.modified > written.modified), None)
+            if self.each is not None or newer is None:
+                return True
+            if self._is_quiet(path, contents) and contents != self._told:
+                self._told = contents
+                why = f"{path / newer.path} was changed after {self.marker}: write that anew when all else is written"
+                self.tell(Event("failed", why=why))
+            return False
+        return self._is_quiet(path, contents)
+
+    def _is_quiet(self, path: Path, contents: Contents) -> bool:
         known, since = self._seen.get(path, (None, 0.0))
         now = self.clock()
         if known != contents:
@@ -180,11 +206,17 @@ def _marker(contents: Contents, name: str) -> folder.File | None:
     return next((file for file in contents.files if file.path == name), None)
 
 
+def _manifest(store: Store, key: Key) -> Manifest | None:
+    with suppress(Missing, Damaged):
+        return read_manifest(store, key)
+    return None
+
+
 def _newest_good(store: Store) -> Manifest | None:
     """The newest checkpoint whose manifest holds: enough to know what this folder was."""
     for key in candidates(store):
-        with suppress(Missing, Damaged):
-            return read_manifest(store, key)
+        if (found := _manifest(store, key)) is not None:
+            return found
     return None
 
 

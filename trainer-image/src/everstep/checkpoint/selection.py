@@ -42,10 +42,15 @@ def select_keys(keys: Collection[Key], step: int | Key | None, where: str) -> li
     Raises:
         NoSuchStep: None of them is of this step.
     """
-    found = [key for key in keys if step is None or key == step or key.step == step]
+    found = [key for key in keys if is_meant(key, step)]
     if step is not None and not found:
         raise NoSuchStep(where, step.step if isinstance(step, Key) else step, (key.step for key in keys))
     return sorted(found, reverse=True)
+
+
+def is_meant(key: Key, step: int | Key | None) -> bool:
+    """Tell whether a checkpoint is one that a step, a key or nothing stands for."""
+    return step is None or key == step or key.step == step
 
 
 def is_wanted(name: str, only: Only | None) -> bool:

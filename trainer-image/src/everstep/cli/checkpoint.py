@@ -76,28 +76,43 @@ def verify(
     every: Annotated[bool, typer.Option("--all", help="All checkpoints, not the newest only.")] = False,
     threads: Threads = 4,
 ) -> None:
-    """Read every byte and check every checksum. Ends with 3 if anything that was asked for is not good."""
-    from everstep.checkpoint import candidates
-    from everstep.checkpoint.errors import Damaged, Missing
-    from everstep.cli.checkpoint_view import size
-    from everstep.cli.places import NO, chosen, opened, said, short
-    from everstep.cli.terminal import stderr, stdout
-    from everstep.cli.transfer import size_text, transfer
+    """Read every byte and check every checksum. Ends with 3 if anything that was asked for is not good.
 
-    bad = 0
+    A step (500) is that of every attempt. A later version's checkpoint is none that can be called good here. Each is
+    held while it is read; what a run removes meanwhile is told, and counts for nothing.
+    """
+    from everstep.checkpoint import candidates
+    from everstep.checkpoint.errors import CheckpointError, Removed, UnknownFormat, is_damage
+    from everstep.checkpoint.leases import reading
+    from everstep.cli.checkpoint_view import size
+    from everstep.cli.places import NO, matching, opened, said, short
+    from everstep.cli.terminal import stderr, stdout
+    from everstep.cli.transfer import advancing, size_text, transfer
+
+    bad = read = 0
     with said():
         store = opened(uri)
-        newest = chosen(store, key)
-        for each in candidates.candidates(store) if every else [newest]:
+        wanted = matching(store, None if every else key)
+        only_newest = key is None and not every
+        for each in candidates.each_candidate(store) if only_newest else wanted:
             try:
-                manifest = candidates.read_manifest(store, each)
-                with transfer(f"verify {short(each)}", size(manifest)) as on_bytes:
-                    candidates.verify(store, each, threads=threads, on_bytes=on_bytes)
+                with reading(store, each) as lease:
+                    manifest = candidates.read_manifest(store, each)
+                    with transfer(f"verify {short(each)}", size(manifest)) as on_bytes:
+                        candidates.verify(store, each, threads=threads, on_bytes=advancing(lease.renew, on_bytes))
                 stdout().print(f"{short(each)} is good, {size_text(size(manifest))}")
-            except (Damaged, Missing) as error:
+            except Removed as error:
+                stderr().print(f"{short(each)}: {error}", style="yellow")
+                continue
+            except CheckpointError as error:
+                if not (is_damage(error) or isinstance(error, UnknownFormat)):
+                    raise
                 bad += 1
                 stderr().print(f"{short(each)} is not good: {error}", style="red")
-    if bad:
+            read += 1
+            if only_newest:
+                break
+    if bad or not read:
         raise typer.Exit(NO)
 
 
@@ -114,17 +129,15 @@ def show(
 
     Tensors with type, shape and size; with --values the plain values too.
     """
-    from everstep.checkpoint.candidates import read_manifest
     from everstep.cli.checkpoint_view import summary, tensors, values
     from everstep.cli.places import chosen, opened, said
     from everstep.cli.terminal import stdout
 
     with said():
         store = opened(uri)
-        found = chosen(store, key)
-        manifest = read_manifest(store, found)
+        manifest = chosen(store, key)
         if as_json:
-            stdout().print(store.read(found.manifest_name).split(b"\n")[0].decode())
+            stdout().print(store.read(manifest.key.manifest_name).split(b"\n")[0].decode())
             return
     out = stdout()
     out.print(summary(manifest))
@@ -151,12 +164,12 @@ def diff(
 
     However they are sharded: by names, types, shapes, elements and plain values. Ends with 3 if they differ.
     """
-    from everstep.checkpoint.candidates import read_manifest
     from everstep.checkpoint.difference import differences
+    from everstep.checkpoint.leases import reading
     from everstep.cli.errors import CliError
     from everstep.cli.places import NO, chosen, opened, said, short
     from everstep.cli.terminal import stderr, stdout
-    from everstep.cli.transfer import transfer
+    from everstep.cli.transfer import advancing, transfer
 
     if other is None and other_key is None:
         raise CliError("compare with what? Give another store, or --other-key", 2)
@@ -164,11 +177,15 @@ def diff(
     with said():
         store = opened(uri)
         second = store if other is None else opened(other)
-        ours = chosen(store, key)
-        theirs = chosen(second, other_key or key)
-        pairs = (store, read_manifest(store, ours)), (second, read_manifest(second, theirs))
-        with transfer(f"compare {short(ours)} and {short(theirs)}", None) as on_bytes:
-            for each in differences(*pairs, on_bytes=on_bytes):
+        pairs = (store, chosen(store, key)), (second, chosen(second, other_key or key))
+        ours, theirs = (manifest.key for _, manifest in pairs)
+        with (
+            reading(store, ours) as lease,
+            reading(second, theirs) as other_lease,
+            transfer(f"compare {short(ours)} and {short(theirs)}", None) as on_bytes,
+        ):
+            advance = advancing(lease.renew, advancing(other_lease.renew, on_bytes))
+            for each in differences(*pairs, on_bytes=advance):
                 count += 1
                 stdout().print(f"{each.name}: {each.what}")
     if count:
@@ -236,21 +253,46 @@ def copy(
     every: Annotated[bool, typer.Option("--all", help="All checkpoints, oldest first.")] = False,
     threads: Threads = 4,
 ) -> None:
-    """Copy a checkpoint into another store. Every byte is verified on its way; a copy that dies is no checkpoint."""
+    """Copy a checkpoint into another store. Every byte is verified on its way; a copy that dies is no checkpoint.
+
+    What is there already is verified, and written again where it is not good.
+    """
     from everstep.checkpoint import candidates, copying
+    from everstep.checkpoint.copying import CopyOutcome
+    from everstep.checkpoint.errors import CheckpointError, Conflict, Removed, is_damage
     from everstep.cli.checkpoint_view import size
-    from everstep.cli.places import chosen, opened, said, short
-    from everstep.cli.terminal import stdout
+    from everstep.cli.places import matching, opened, said, short
+    from everstep.cli.terminal import stderr, stdout
     from everstep.cli.transfer import transfer
 
+    words = {
+        CopyOutcome.COPIED: "is copied to",
+        CopyOutcome.PRESENT: "was there before, and is good, in",
+        CopyOutcome.REPAIRED: "was there before, was not good, and is now, in",
+    }
     with said():
         source, into = opened(uri), opened(target)
-        newest = chosen(source, key)
-        for each in sorted(candidates.candidates(source)) if every else [newest]:
-            total = size(candidates.read_manifest(source, each))
-            with transfer(f"copy {short(each)}", total) as on_bytes:
-                new = copying.copy(source, into, each, threads=threads, on_bytes=on_bytes)
-            stdout().print(f"{short(each)} {'is copied to' if new else 'was there before in'} {into.url}")
+        found = matching(source, None if every else key)
+        if every:
+            found.reverse()
+        elif key is None:
+            del found[1:]
+        for each in found:
+            try:
+                total = size(candidates.read_manifest(source, each))
+                with transfer(f"copy {short(each)}", total) as on_bytes:
+                    outcome = copying.copy(source, into, each, threads=threads, on_bytes=on_bytes)
+            except CheckpointError as error:
+                # Of all, what a run removes meanwhile is none; of a step, a later attempt's may be damaged.
+                is_gone = isinstance(error, Removed) or not candidates.is_committed(source, each)
+                is_bad = is_damage(error) and not isinstance(error, Conflict)
+                if not (is_gone if every else is_bad and each != found[-1]):
+                    raise
+                stderr().print(f"{short(each)} is passed over: {error}", style="yellow")
+                continue
+            stdout().print(f"{short(each)} {words[outcome]} {into.url}")
+            if not every:
+                break
 
 
 @app.command("publish")
@@ -303,6 +345,8 @@ def publish(
             stdout().print(f"{folder} is published as {short(event.key)}")
         elif event.name == "untidy":
             stderr().print(f"older ones were not removed: {event.why}", style="yellow")
+        elif event.name == "skipped":
+            stderr().print(f"not published: {event.why}", style="yellow")
         else:
             again = "" if event.key else " yet, it is tried again"
             stderr().print(f"not published{again}: {event.why}", style="yellow")
@@ -344,7 +388,7 @@ def restore(
     from everstep.checkpoint import folder as folders
     from everstep.checkpoint.format import Manifest
     from everstep.cli.checkpoint_view import size
-    from everstep.cli.places import chosen, opened, said, short
+    from everstep.cli.places import opened, said, short, step_or_key
     from everstep.cli.terminal import stderr, stdout
     from everstep.cli.transfer import transfer
 
@@ -353,7 +397,7 @@ def restore(
         if if_any and not candidates.candidates(store):
             stderr().print(f"Nothing was saved in {store.url} yet.")
             return
-        wanted = None if key is None else chosen(store, key)
+        wanted = step_or_key(store, key) if key else None
         advance = [lambda count: None]
 
         def begin(manifest: Manifest) -> None:
@@ -363,7 +407,7 @@ def restore(
         manifest, bad = folders.restore(
             store,
             folder,
-            key=wanted,
+            step=wanted,
             replace=replace,
             threads=threads,
             on_start=begin,

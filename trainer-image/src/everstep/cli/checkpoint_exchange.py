@@ -57,7 +57,7 @@ def export(
     """
     from everstep.checkpoint.exchange import exporting
     from everstep.cli.errors import CliError
-    from everstep.cli.places import chosen, opened, said, short
+    from everstep.cli.places import opened, said, short, step_or_key
     from everstep.cli.terminal import stdout
 
     if to is Format.torch:
@@ -74,7 +74,7 @@ def export(
         raise CliError(f"--max-shard-size: {error}", 2) from error
     cast, renames = _dtype(dtype), _renames(rename)
     with said():
-        wanted = None if key is None else chosen(opened(uri), key)
+        wanted = step_or_key(opened(uri), key)
         if to is Format.dcp:
             done = exporting.export_dcp(uri, target, step=wanted, only=only, rename=renames, cast=cast, replace=replace)
         else:

@@ -8,8 +8,10 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from everstep.cli.errors import CliError
+from everstep.cli.terminal import stderr
 
 if TYPE_CHECKING:
+    from everstep.checkpoint.format import Manifest
     from everstep.checkpoint.keys import Key
     from everstep.checkpoint.store.base import Store
 
@@ -30,11 +32,11 @@ _KEY = re.compile(r"(?:(\d+)\.(\d+)-)?(\d+)", re.ASCII)
 @contextmanager
 def said() -> Iterator[None]:
     """Errors of checkpoints and stores become those of a command, with what to do where that is known."""
-    from everstep.checkpoint.errors import CheckpointError, Damaged, Full, Missing, StoreError
+    from everstep.checkpoint.errors import CheckpointError, Damaged, Full, Missing, Removed, StoreError
 
     try:
         yield
-    except (Damaged, Missing) as error:
+    except (Damaged, Missing, Removed) as error:
         raise CliError(str(error), NO) from error
     except Full as error:
         raise CliError(
@@ -68,20 +70,43 @@ def short(key: Key) -> str:
     return f"{key.attempt.epoch}.{key.attempt.generation}-{key.step}"
 
 
-def chosen(store: Store, wanted: str | None) -> Key:
-    """The checkpoint that is meant: `500`, `2.3-500`, or the newest that was committed. CliError if there is none."""
+def matching(store: Store, wanted: str | None) -> list[Key]:
+    """What is meant, the greatest first: by `500` that step of every attempt, by `2.3-500` one, by nothing all that was
+    committed. CliError if there is none."""
     from everstep.checkpoint.candidates import candidates
 
     keys = candidates(store)
     if not keys:
         raise CliError(f"there are no checkpoints in {store.url}", NO)
-    if wanted is None:
-        return keys[0]
-    found = next((key for key in keys if _matcher(wanted)(key)), None)
-    if found is None:
+    found = keys if wanted is None else list(filter(_matcher(wanted), keys))
+    if not found:
         there = ", ".join(short(key) for key in keys[:8])
         raise CliError(f"there is no checkpoint {wanted} in {store.url}; there are {there}", NO)
     return found
+
+
+def chosen(store: Store, wanted: str | None) -> Manifest:
+    """The manifest of what is meant, where that is several the first whose manifest can be read. CliError."""
+    from everstep.checkpoint.candidates import read_manifest
+    from everstep.checkpoint.errors import CheckpointError, is_damage
+
+    found = matching(store, wanted)
+    for key in found[:-1] if wanted is not None else ():
+        try:
+            return read_manifest(store, key)
+        except CheckpointError as error:
+            if not is_damage(error):
+                raise
+            stderr().print(f"{short(key)} is passed over: {error}", style="yellow")
+    return read_manifest(store, found[0 if wanted is None else -1])
+
+
+def step_or_key(store: Store, wanted: str | None) -> int | Key | None:
+    """What is meant as load() takes it: a step is that of the greatest attempt that has it and is good. CliError."""
+    if wanted is None:
+        return None
+    found = matching(store, wanted)
+    return found[0] if "-" in wanted else found[0].step
 
 
 def _matcher(text: str) -> Callable[[Key], bool]:

@@ -33,6 +33,16 @@ def transfer(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
         yield lambda count: progress.advance(task, count)
 
 
+def advancing(renew: Callable[[], None], on_bytes: Callable[[int], None]) -> Callable[[int], None]:
+    """A function that is told how many bytes more are read, and holds what is read for longer."""
+
+    def advance(count: int) -> None:
+        renew()
+        on_bytes(count)
+
+    return advance
+
+
 def size_text(count: float) -> str:
     """1023 B, 1.0 KiB, 3.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):

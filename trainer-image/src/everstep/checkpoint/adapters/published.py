@@ -18,7 +18,7 @@ from everstep.checkpoint import attempts, fence, folder, retention, topology
 from everstep.checkpoint.adapters.background import BackgroundPublisher, clear_leftovers
 from everstep.checkpoint.candidates import candidates, read_manifest
 from everstep.checkpoint.collectives import gather, tell
-from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
+from everstep.checkpoint.errors import CheckpointError, Conflict, Removed, is_damage
 from everstep.checkpoint.events import Callback, Event, Events
 from everstep.checkpoint.folder import NoFolder
 from everstep.checkpoint.format import Manifest
@@ -27,6 +27,7 @@ from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.pilot import SaveFailed
 from everstep.checkpoint.publication import may_not_publish
 from everstep.checkpoint.restore import NoGoodCheckpoint
+from everstep.checkpoint.selection import NoSuchStep
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.together import together
 from everstep.checkpoint.verification import VerifiedCheckpoints, verify_and_mark
@@ -189,8 +190,12 @@ class Published:
     def _fetch(self, key: Key, into: Path) -> str | None:
         try:
             clear_leftovers(into.parent)
-            folder.restore(self.store, into, key=key, replace=True)
-        except (Damaged, Missing, NoFolder) as error:
+            folder.restore(self.store, into, step=key, replace=True)
+        except (NoFolder, NoSuchStep, Removed) as error:
+            return str(error)
+        except CheckpointError as error:
+            if not is_damage(error):
+                raise
             return str(error)
         return None
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from glob import escape
 from math import prod
 from pathlib import Path
@@ -16,14 +18,20 @@ from typing import Any
 
 import torch
 
+from everstep.checkpoint.candidates import candidates, each_candidate, is_committed
 from everstep.checkpoint.casting import Cast
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import itemsize
 from everstep.checkpoint.keys import Key
+from everstep.checkpoint.leases import ReadLease, reading
 from everstep.checkpoint.load import LoadedCheckpoint, load
-from everstep.checkpoint.selection import Only, Rename, rename_leaves
+from everstep.checkpoint.restore import NoGoodCheckpoint
+from everstep.checkpoint.selection import NoSuchStep, Only, Rename, is_meant, rename_leaves, select_keys
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import dtype_name
+from everstep.checkpoint.store.base import open_store
+
+_log = logging.getLogger("everstep.checkpoint")
 
 SHARD_BYTES = 5 * 10**9  # as large a file as transformers wrote for years, and as many tools expect
 
@@ -71,39 +79,120 @@ def export_safetensors(
     from safetensors.torch import save_file
 
     path = Path(target)
-    shapes = load(uri, step=step, only=name, map_location="meta", cast=cast, options=options)
-    key, tensors = shapes.key, _tensors(shapes, name)
-    called = rename_leaves({each: each for each in tensors}, rename)  # new names, and the saved ones
-    single = path.suffix == ".safetensors"
-    if single and config is not None:
+    is_file = path.suffix == ".safetensors"
+    if is_file and config is not None:
         raise CheckpointError(f"{path} is a file: a config.json belongs into a folder; give a folder as the target")
+
+    def write(key: Key, lease: ReadLease) -> None:
+        plan = _plan_files(uri, key, name, rename, cast, None if is_file else max_shard_bytes, options)
+        with _put(path, replace) as place:
+            if not is_file:
+                place.mkdir()
+            for file, tensors in plan.read_files():
+                lease.renew()
+                save_file(tensors, place if is_file else place / file, metadata={"format": "pt"})
+            if len(plan.files) > 1:
+                (place / "model.safetensors.index.json").write_text(plan.index())
+            if config is not None:
+                shutil.copyfile(config, place / "config.json")
+
+    return _write_first_good(uri, options, step, write)
+
+
+@dataclass(frozen=True)
+class _Files:
+    """The files of an export: the new names of each, `called` the saved ones, `sizes` in bytes."""
+
+    files: dict[str, list[str]]
+    called: Mapping[str, str]
+    sizes: Mapping[str, int]
+    read: Callable[[list[str]], dict[str, torch.Tensor]]
+
+    def read_files(self) -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
+        """Yield each file's name and its tensors by their new names."""
+        for file, new_names in self.files.items():
+            saved = self.read([self.called[new] for new in new_names]) if new_names else {}
+            # Tied tensors have memory of their own each, once they are loaded: safetensors refuses a shared one.
+            yield file, {new: saved[self.called[new]].contiguous() for new in new_names}
+
+    def index(self) -> str:
+        """Return the index of several files, as transformers writes it."""
+        weights = {new: file for file, new_names in self.files.items() for new in new_names}
+        found = {"metadata": {"total_size": sum(self.sizes.values())}, "weight_map": dict(sorted(weights.items()))}
+        return json.dumps(found, indent=2) + "\n"
+
+
+def _plan_files(
+    uri: str | os.PathLike[str],
+    key: Key,
+    name: str,
+    rename: Rename | None,
+    cast: Cast,
+    limit: int | None,
+    options: Mapping[str, Any] | None,
+) -> _Files:
+    """Return which tensors of a checkpoint go into which file, all into one where there is no limit in bytes."""
+    tensors = _tensors(load(uri, step=key, only=name, map_location="meta", cast=cast, options=options), name)
+    called = rename_leaves({each: each for each in tensors}, rename)
+    _check_types({new: tensors[old] for new, old in called.items()})
     sizes = {new: _nbytes(tensors[old]) for new, old in called.items()}
-    files = [list(called)] if single else _split(sizes, max_shard_bytes)
+    cut = [list(called)] if limit is None else _split(sizes, limit)
+    names_ = [f"model-{number:05d}-of-{len(cut):05d}.safetensors" for number in range(1, len(cut) + 1)]
+    files = dict(zip(names_ if len(cut) > 1 else ["model.safetensors"], cut, strict=True))
 
-    def read(new_names: list[str]) -> dict[str, torch.Tensor]:
-        if not new_names:
-            return {}
-        wanted = [escape(_full(name, called[new])) for new in new_names]
-        found = _tensors(load(uri, step=key, only=wanted, cast=cast, options=options), name)
-        # Tied tensors have memory of their own each, once they are loaded: safetensors refuses a shared one.
-        return {new: found[called[new]].contiguous() for new in new_names}
+    def read(saved_names: list[str]) -> dict[str, torch.Tensor]:
+        wanted = [escape(_full(name, each)) for each in saved_names]
+        return _tensors(load(uri, step=key, only=wanted, cast=cast, options=options), name)
 
-    with _put(path, replace) as place:
-        if single:
-            save_file(read(files[0]), place, metadata={"format": "pt"})
-            return key
-        place.mkdir()
-        weights: dict[str, str] = {}
-        for number, own in enumerate(files, 1):
-            file = "model.safetensors" if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-            save_file(read(own), place / file, metadata={"format": "pt"})
-            weights.update(dict.fromkeys(own, file))
-        if len(files) > 1:
-            index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": dict(sorted(weights.items()))}
-            (place / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
-        if config is not None:
-            shutil.copyfile(config, place / "config.json")
-    return key
+    return _Files(files, called, sizes, read)
+
+
+def _check_types(tensors: Mapping[str, torch.Tensor]) -> None:
+    """CheckpointError when safetensors, as it is installed here, cannot hold one of these."""
+    import safetensors.torch
+
+    def can_hold(dtype: torch.dtype) -> bool:
+        try:
+            data = safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})
+            return safetensors.torch.load(data)["x"].dtype is dtype
+        except Exception:  # whatever it says to a type that it does not know
+            return False
+
+    known: dict[torch.dtype, bool] = {}
+    for name, tensor in tensors.items():
+        if not known.setdefault(tensor.dtype, can_hold(tensor.dtype)):
+            raise CheckpointError(
+                f"{name} has the type {dtype_name(tensor.dtype)}, which safetensors does not hold: leave it out with "
+                "rename= (a function that returns None for it), convert it with cast=, or export to DCP"
+            )
+
+
+def _write_first_good(
+    uri: str | os.PathLike[str],
+    options: Mapping[str, Any] | None,
+    step: int | Key | None,
+    write: Callable[[Key, ReadLease], None],
+) -> Key:
+    """Return the first checkpoint of which all is good that `write` reads; it is held while that reads it."""
+    store = open_store(uri, **(options or {}))
+    bad: dict[str, str] = {}
+    if step is not None:
+        select_keys(candidates(store), step, store.url)
+    for key in each_candidate(store):
+        if not is_meant(key, step):
+            continue
+        with reading(store, key) as lease:
+            try:
+                write(key, lease)
+            except (NoGoodCheckpoint, NoSuchStep) as error:
+                if is_committed(store, key):
+                    _log.warning("checkpoint %s is passed over: %s", key, error)
+                    bad[str(key)] = getattr(error, "reasons", {}).get(str(key), str(error))
+            else:
+                return key
+    if bad:
+        raise NoGoodCheckpoint(bad)
+    raise CheckpointError(f"there are no checkpoints in {store.url}: nothing was saved there, or it is another place")
 
 
 def export_dcp(
@@ -197,6 +286,7 @@ def _put(target: Path, replace: bool) -> Iterator[Path]:
     """A place beside the target that becomes it when all is written."""
     if target.exists() and not replace:
         raise CheckpointError(f"{target} is there already: give another place, or say that it may be replaced")
+    target = target.resolve()  # a link stays, and what it leads to is made
     target.parent.mkdir(parents=True, exist_ok=True)
     place = target.with_name(f".everstep-{target.name}-{secrets.token_hex(4)}")
     old = target.with_name(f".everstep-{target.name}-{secrets.token_hex(4)}")

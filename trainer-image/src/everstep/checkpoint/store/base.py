@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
+from urllib.parse import unquote
 
 from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
 
@@ -127,13 +128,11 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
     `options` go to the store of that kind. Only the module that serves `url` is imported.
     """
     text = os.fspath(url)
-    scheme, found, path = text.partition("://")
+    scheme, found, _ = text.partition("://")
     if not found or scheme == "file":
         from everstep.checkpoint.store.posix import PosixStore
 
-        here = "localhost"  # RFC 8089
-        folder = path.removeprefix(here) if found and path.startswith(f"{here}/") else path if found else text
-        return PosixStore(folder, **options)
+        return PosixStore(_local_path(text) if found else text, **options)
     if scheme == "s3":
         from everstep.checkpoint.store.s3 import S3Store
 
@@ -145,3 +144,14 @@ def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
     from everstep.checkpoint.store.objects import ObjectStore
 
     return ObjectStore(text, **options)
+
+
+def _local_path(url: str) -> str:
+    """Return the path that a file URL names (RFC 8089). ValueError for one of another machine, or of none."""
+    host, slash, path = url.partition("://")[2].partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise ValueError(
+            f"{url} names {host!r} as a machine, and only folders of this one can be opened: write file:///path, or "
+            "the path alone"
+        )
+    return unquote(f"/{path}")

@@ -185,6 +185,10 @@ def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
         if name:
             raise Missing(f"{url}/{name}") from error
         raise StoreError(f"could not {what}: {error}", url) from error
+    except IsADirectoryError as error:
+        if name:
+            raise Damaged(name, "is a folder, and was written as an object") from error
+        raise StoreError(f"could not {what}: {error}", url) from error
     except Exception as error:
         why = f"could not {what}: {type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.errno in _NO_ROOM:

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from everstep.checkpoint.errors import Denied, Full, Missing, StoreError
+from everstep.checkpoint.errors import Damaged, Denied, Full, Missing, StoreError
 from everstep.checkpoint.keys import FOLDERS
 from everstep.checkpoint.store.base import Entry, ObjectReader, check_name
 from everstep.checkpoint.store.files import Files
@@ -28,6 +28,7 @@ _log = logging.getLogger("everstep.checkpoint.store")
 
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _MAY_PASS = {errno.EINTR, errno.EAGAIN, errno.ETIMEDOUT, errno.ESTALE, errno.EBUSY, errno.ENFILE, errno.EMFILE}
+_GONE = {errno.ENOENT, errno.ENOTDIR}
 _DENIED = {errno.EACCES, errno.EPERM}
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 
@@ -267,8 +268,10 @@ def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if name and error.errno == errno.ENOENT:
+        if name and error.errno in _GONE:
             raise Missing(f"{url}/{name}") from error
+        if name and error.errno == errno.EISDIR:
+            raise Damaged(name, "is a folder, and was written as a file") from error
         why = f"could not {what}: {os.strerror(error.errno) if error.errno else error}"
         if error.errno in _NO_ROOM:
             raise Full(url, why) from error

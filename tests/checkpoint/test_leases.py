@@ -1,0 +1,112 @@
+"""Who reads a checkpoint beside a run holds it; what was removed just before is not called damaged."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from everstep.checkpoint import folder
+from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.copying import copy
+from everstep.checkpoint.errors import Denied, Removed
+from everstep.checkpoint.keys import DATA, LEASES, Key
+from everstep.checkpoint.leases import leases
+from everstep.checkpoint.retention import prune
+from everstep.checkpoint.store.base import open_store
+from everstep.checkpoint.store.posix import PosixStore
+from tests.checkpoint.builders import key
+from tests.cli.command import Done, in_process
+
+
+class Beside(PosixStore):
+    """A store in which a run saves step 30 and removes what is older, once: before a lease, or a part is read."""
+
+    def __init__(self, root: Path, at: str) -> None:
+        super().__init__(root)
+        self.at = at
+        (root.parent / "model").mkdir(parents=True, exist_ok=True)
+        self._saved = root.parent / "model"
+        for step in (10, 20):
+            self._save(step)
+
+    def _save(self, step: int) -> None:
+        (self._saved / "weights").write_text(str(step))
+        folder.save(PosixStore(self.url), key(step), self._saved)
+
+    def _goes_on(self, name: str) -> None:
+        if self.at and name.startswith(self.at) and (self.at == LEASES or name.endswith(".part")):
+            self.at = ""
+            self._save(30)
+            prune(PosixStore(self.url), [key(30)], keep_last=1)
+
+    def replace(self, name: str, data: bytes) -> None:
+        self._goes_on(name)
+        super().replace(name, data)
+
+    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+        self._goes_on(name)
+        super().read_into(name, offset, into)
+
+
+def copied(store: Beside, folder_: Path) -> Key:
+    copy(store, open_store(folder_ / "copy"), key(20))
+    (found,) = candidates(open_store(folder_ / "copy"))
+    return found
+
+
+def restored(store: Beside, folder_: Path) -> Key:
+    manifest, bad = folder.restore(store, folder_ / "back")
+    assert bad == []
+    assert (folder_ / "back" / "weights").read_text() == str(manifest.key.step)
+    return manifest.key
+
+
+@pytest.fixture
+def everstep(tmp_path: Path) -> Callable[..., Done]:
+    return partial(in_process, tmp_path)
+
+
+@pytest.mark.parametrize("read", [copied, restored])
+def test_what_is_read_stays_while_a_run_goes_on(read: Callable[[Beside, Path], Key], tmp_path: Path) -> None:
+    store = Beside(tmp_path / "store", at=DATA)
+    assert read(store, tmp_path) == key(20)
+    assert candidates(store) == [key(30), key(20)]
+    assert leases(store) == {}
+
+
+def test_what_was_removed_before_it_was_held_is_not_called_damaged(tmp_path: Path) -> None:
+    assert restored(Beside(tmp_path / "one" / "store", at=LEASES), tmp_path / "one") == key(30)
+    (tmp_path / "two").mkdir()
+    with pytest.raises(Removed, match="was removed while it was read: its store keeps newer ones"):
+        copied(Beside(tmp_path / "two" / "store", at=LEASES), tmp_path / "two")
+
+
+def test_the_command_verifies_what_is_there(
+    everstep: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened: list[Any] = []
+    monkeypatch.setattr("everstep.cli.places.opened", lambda uri: opened[-1])
+    for at, printed in ((DATA, ["0.1-20"]), (LEASES, ["0.1-30"])):
+        opened.append(Beside(tmp_path / at / "store", at=at))
+        done = everstep("checkpoint", "verify", "store")
+        assert done.returncode == 0, done.stderr
+        assert [line.split()[0] for line in done.stdout.splitlines()] == printed
+        assert "not good" not in done.stderr
+    opened.append(Beside(tmp_path / "all" / "store", at=LEASES))
+    done = everstep("checkpoint", "verify", "store", "--all")
+    assert "not good" not in done.stderr
+    assert "was removed while it was read" in done.stderr
+
+
+def test_who_may_not_write_reads_without_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Beside(tmp_path / "store", at="")
+
+    def refuse(name: str, data: bytes) -> None:
+        raise Denied("may not be written", name)
+
+    monkeypatch.setattr(store, "replace", refuse)
+    assert restored(store, tmp_path) == key(20)
