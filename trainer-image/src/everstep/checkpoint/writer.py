@@ -16,8 +16,6 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,19 +28,18 @@ from everstep.checkpoint.filling import Filling
 from everstep.checkpoint.idle_verifier import IdleVerifier
 from everstep.checkpoint.keeping import Committed, Keeper, Save
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.liveness import ProcessIdentity
 from everstep.checkpoint.lock import lock
+from everstep.checkpoint.membership import Member, Membership
 from everstep.checkpoint.peer_copier import Copier
 from everstep.checkpoint.peer_server import PeerServer
-from everstep.checkpoint.slots import READ_TIMEOUT, Claim, Slot, Slots, State
+from everstep.checkpoint.slot_choice import choose_slot, will_be_free
+from everstep.checkpoint.slots import Claim, Slot, Slots, State
 from everstep.checkpoint.store.base import open_store
 
 _log = logging.getLogger("everstep.checkpoint.writer")
 
 _NICE = 5
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until a save that failed is tried again
-# Seconds that a save waits for a slot which GPUs still copy an earlier one into: they give up sooner than this.
-_FILL_TIMEOUT = 330.0
 _LEFT = "left before its part was copied"
 
 
@@ -52,11 +49,7 @@ class Writer:
     def __init__(self, directory: Path, linger: float) -> None:
         self._slots = Slots(directory)
         self._linger = linger
-        self._config: Config | None = None
-        self._ranks: dict[asyncio.StreamWriter, _Rank] = {}
-        self._coming: dict[asyncio.StreamWriter, tuple[Config, int]] = {}  # wait to take part; their process ids
-        self._known: set[int] = set()  # local ranks that have come in this attempt
-        self._gone: set[int] = set()  # local ranks that said goodbye
+        self._membership = Membership()
         self._filling: Filling[asyncio.StreamWriter] = Filling()
         self._saves: dict[Key, Save] = {}
         self._newest: Key | None = None  # that was committed here
@@ -97,6 +90,14 @@ class Writer:
 
     # ---- the ranks
 
+    @property
+    def _config(self) -> Config | None:
+        return self._membership.config
+
+    @property
+    def _ranks(self) -> dict[asyncio.StreamWriter, Member]:
+        return self._membership.connected
+
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         if control.peer_of(writer.get_extra_info("socket"))[1] != os.geteuid():
             writer.close()
@@ -121,11 +122,11 @@ class Writer:
             return await self._hello(writer, said)
         if said["verb"] == "occupants":  # for who only reads, and takes part in nothing
             attempt = None if self._config is None else self._config.attempt
-            return {"attempt": attempt, "pids": _pids(self._alive(beside=writer))}
+            return {"attempt": attempt, "pids": self._membership.list_pids(beside=writer)}
         rank = self._ranks.get(writer)
         if rank is None or self._config is None:
             raise CheckpointError("say hello first")
-        if rank.run != _identity(self._config):
+        if not self._membership.is_of_run(rank.run):
             raise CheckpointError(f"attempt {self._config.attempt} has taken over this node from {rank.run.attempt}")
         if "key" in said and str(Key.parse(said["key"]).attempt) != self._config.attempt:
             raise CheckpointError(
@@ -144,7 +145,7 @@ class Writer:
             case "ranks":
                 return sorted(each.local for each in self._ranks.values())
             case "bye":
-                self._gone.add(local)
+                self._membership.gone.add(local)
                 return None
         raise CheckpointError(f"no such verb: {said['verb']}")
 
@@ -155,79 +156,26 @@ class Writer:
         local = int(said["local"])
         self._verifier.stop()
         await self._disown(config)
-        await self._wait_for_the_dead(writer, config, local)
-        if self._config is None or _identity(config) != _identity(self._config):
+        await self._membership.wait_for_place(writer, config, local)
+        if not self._membership.is_of_run(config):
             self._take_over(config)
-        if config != self._config:  # the keeper of our copies is known now
-            self._config = config
+        self._membership.config = config  # the keeper of our copies is known now
         if writer not in self._ranks:
-            self._filling.join(local, writer, self._before(writer, local))
-        self._ranks[writer] = _Rank(local, _process(writer), _identity(config))
+            self._filling.join(local, writer, self._membership.find_earlier_connection(writer, local))
+        self._membership.join(writer, local, config)
         self._removing_since = None
-        self._known.add(local)
-        self._gone.discard(local)
         self._copier.aim(config.keeper, config.secret)
         for slot in self._slots:
             self._recover(slot, config)
         return {"port": self._peers.trust(config.secret, config.slots)}
 
-    async def _wait_for_the_dead(self, writer: asyncio.StreamWriter, config: Config, local: int) -> None:
-        """Until nobody else has what this rank asks for: the node, if it is of another run, else its place in it.
-
-        What was killed may take a while to die. CheckpointError when it lives on: two that save into the same slots, or
-        an evaluation that begins to save, would destroy the checkpoints of the one that was first.
-        """
-        until = time.monotonic() + control.TAKEOVER_TIMEOUT
-        self._coming[writer] = (_identity(config), _process(writer).pid)
-        try:
-            while True:
-                if self._config and Attempt.parse(config.attempt) < Attempt.parse(self._config.attempt):
-                    raise CheckpointError(f"attempt {self._config.attempt} runs on this node; {config.attempt} is over")
-                others = self._in_the_way(writer, config, local)
-                if not others or self._config is None:
-                    return
-                if time.monotonic() >= until:
-                    what = "node" if _identity(config) != _identity(self._config) else f"local rank {local}"
-                    raise CheckpointError(
-                        f"this {what} belongs to attempt {self._config.attempt} of {config.url} (world "
-                        f"{self._config.world}), which is alive: process {', '.join(map(str, _pids(others)))}; attempt "
-                        f"{config.attempt} (world {config.world}) saves nothing here. Stop those processes first, or "
-                        "save to a store of your own; to restore from this store needs neither"
-                    )
-                await asyncio.sleep(0.05)
-        finally:
-            del self._coming[writer]
-
-    def _in_the_way(self, writer: asyncio.StreamWriter, config: Config, local: int) -> list[_Rank]:
-        others = self._alive(beside=writer)
-        if self._config is not None and _identity(config) == _identity(self._config):
-            return [rank for rank in others if rank.local == local]
-        # Processes that begin anew without having ended meet here, each with a connection of before.
-        meet = {pid for its, pid in self._coming.values() if its == _identity(config)}
-        return [rank for rank in others if rank.process.pid not in meet]
-
-    def _alive(self, beside: asyncio.StreamWriter) -> list[_Rank]:
-        """The ranks whose processes are alive, but the one at the other end of this connection. A connection alone is
-        no sign of life: children of a rank hold it."""
-        pid = _process(beside).pid
-        return [rank for rank in self._ranks.values() if rank.process.pid != pid and rank.process.is_alive]
-
     def _take_over(self, config: Config) -> None:
         """This run has the node from here on. What an earlier one's ranks had filled is still stored: see _recover."""
         Slots.create(self._slots.directory, config.slots)
-        self._config = config
-        self._known.clear()
-        self._gone.clear()
+        self._membership.take_over(config)
         self._filling = Filling()
         for save in self._saves.values():
             save.config = config
-        # Connections of the earlier run stay open, and whoever still speaks there is told.
-
-    def _before(self, writer: asyncio.StreamWriter, local: int) -> asyncio.StreamWriter | None:
-        """The connection that the same process had before this one."""
-        process = _process(writer)
-        old = [each for each, its in self._ranks.items() if (its.local, its.process) == (local, process)]
-        return old[-1] if old else None
 
     async def _disown(self, config: Config) -> None:
         """Frees what a run left here whose store was deleted since. Which of the two goes on, the store knows."""
@@ -270,7 +218,7 @@ class Writer:
             return
         self._changed.set()
         self._idle_since = time.monotonic()
-        if self._config is None or lost.run != _identity(self._config):
+        if self._config is None or not self._membership.is_of_run(lost.run):
             return
         local = lost.local
         for key in self._filling.without(local, writer):
@@ -314,18 +262,21 @@ class Writer:
             try:
                 return self._find_slot(key, writer)
             except NoSlot:
-                if not self._comes_free(self._ranks[writer].local, time.monotonic() - began):
+                local, waited = self._ranks[writer].local, time.monotonic() - began
+                if not will_be_free(
+                    self._slots, self._saves.values(), self._filling, local=local, waited_seconds=waited
+                ):
                     raise
             await asyncio.sleep(0.005)
 
     def _find_slot(self, key: Key, writer: asyncio.StreamWriter) -> int:
         """The slot that another rank has begun this save in, or one that is claimed for it now. NoSlot."""
         assert self._config is not None
-        rank, ranks, run = self._ranks[writer], self._config.ranks, _identity(self._config)
-        if rank.run != run:  # while it waited
+        rank, ranks = self._ranks[writer], self._config.ranks
+        if not self._membership.is_of_run(rank.run):  # while it waited
             raise CheckpointError(f"attempt {self._config.attempt} has taken over this node from {rank.run.attempt}")
         self._filling.check(key)
-        newest = {its.local: each for each, its in self._ranks.items() if its.run == run}
+        newest = {its.local: each for each, its in self._ranks.items() if its.run == rank.run}
         for slot in self._slots:
             claim = slot.claimed()
             if claim is not None and claim.key == key:
@@ -333,46 +284,12 @@ class Writer:
                     raise CheckpointError(f"{key} was given up")
                 self._filling.begin(key, rank.local, writer, newest)
                 return slot.number
-        if absent := self._known - set(newest):
+        if absent := self._membership.known - set(newest):
             raise RankLost([ranks[local] for local in sorted(absent)], _LEFT)
-        slot = self._free()
+        slot = choose_slot(self._slots, self._saves.values(), self._filling)
         slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
         self._filling.begin(key, rank.local, writer, newest)
         return slot.number
-
-    def _comes_free(self, local: int, waited: float) -> bool:
-        """Whether a slot is going to be given back to a save that has waited for one so many seconds.
-
-        With two slots the newest whole copy is kept until the one after it is whole: that may be summed now, or other
-        ranks' GPUs may still copy it. What this rank has not filled itself it never will: it is at a newer save.
-        """
-        if any(save.needs_slot for save in self._saves.values()):  # at most for commit_timeout
-            return True
-        if self._filling.waits_for_others(local):
-            return waited < _FILL_TIMEOUT
-        return waited < READ_TIMEOUT and any(slot.is_read for slot in self._slots)
-
-    def _free(self) -> Slot:
-        """The slot whose loss costs least; never the newest whole one where there is another."""
-        slots = list(self._slots)
-        newest = self._slots.newest()
-        keep = {newest.number} if newest and len(slots) > 1 else set()
-        keep |= {save.slot.number for save in self._saves.values() if save.needs_slot}
-        free = []
-        for slot in slots:
-            claim = slot.claimed()
-            if slot.number in keep or (claim is not None and claim.key in self._filling) or slot.is_read:
-                continue
-            free.append((claim is not None, claim.key if claim else None, slot))
-        if not free:
-            raise NoSlot("every slot is in use: " + ", ".join(self._uses()))
-        return min(free, key=lambda each: (each[0], str(each[1])))[2]
-
-    def _uses(self) -> list[str]:
-        return [
-            f"slot {slot.number} is {slot.state.value}{' and being read' if slot.is_read else ''}"
-            for slot in self._slots
-        ]
 
     def _fill(self, key: Key, local: int) -> None:
         assert self._config is not None
@@ -516,7 +433,7 @@ class Writer:
         self._ended.set()
 
     def _done(self) -> bool:
-        ended_well = self._config is not None and not self._ranks and self._gone >= set(range(len(self._config.ranks)))
+        ended_well = self._membership.has_ended_well
         if ended_well and self._newest is not None:
             # Left behind by an earlier attempt, and maybe waiting for a node that was lost with its share.
             for key in [key for key in self._saves if key.attempt < self._newest.attempt]:
@@ -553,28 +470,6 @@ class Writer:
         for writer in self._ranks:
             with contextlib.suppress(ConnectionError):
                 writer.write(line)
-
-
-@dataclass(frozen=True)
-class _Rank:
-    """Who is at the other end of a connection; `run`: the one that it takes part in."""
-
-    local: int
-    process: ProcessIdentity
-    run: Config
-
-
-def _identity(config: Config) -> Config:
-    """The run that a config is of: what is known only after its nodes have met makes no other one of it."""
-    return replace(config, keeper=None)
-
-
-def _pids(ranks: Iterable[_Rank]) -> list[int]:
-    return sorted({rank.process.pid for rank in ranks})
-
-
-def _process(writer: asyncio.StreamWriter) -> ProcessIdentity:
-    return ProcessIdentity.of_peer(writer.get_extra_info("socket"))
 
 
 async def _serve(directory: Path, linger: float) -> None:
