@@ -264,6 +264,86 @@ def test_a_plain_state_dictionary_is_imported_under_a_name(tmp_path: Path) -> No
     assert [each.step for each in everstep.list_checkpoints(tmp_path / "run" / "store")] == [2, 0]
 
 
+class TwoShapes(nn.Module):  # type: ignore[misc]
+    """Its weights have one shape, and so have its biases."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.second(self.first(x).tanh())
+
+
+def decayed(names_given: bool = False) -> tuple[Any, Any, list[str]]:
+    """A model and an optimizer that decays its weights only, which it was given in an order of their own."""
+    model = TwoShapes()
+    named = sorted(model.named_parameters(), key=lambda pair: (pair[1].dim(), pair[0]), reverse=True)
+    groups = [[each for each in named if (each[1].dim() == 2) is has_decay] for has_decay in (True, False)]
+    given = [
+        {"params": group if names_given else [param for _, param in group], "weight_decay": decay}
+        for group, decay in zip(groups, (0.1, 0.0), strict=True)
+    ]
+    optimizer = torch.optim.AdamW(given)
+    model(torch.rand(4, 3)).square().sum().backward()
+    optimizer.step()
+    return model, optimizer, [name for name, _ in named]
+
+
+def is_imported(store: Path, model: Any, optimizer: Any) -> bool:
+    """Whether each parameter of a model has the state in a store that it has in its own optimizer."""
+    loaded = everstep.load(store)["optimizer"]
+    return all(
+        torch.equal(loaded["state"][name]["exp_avg"], optimizer.state[param]["exp_avg"])
+        for name, param in model.named_parameters()
+    )
+
+
+@pytest.mark.parametrize("how", ["torch", "dcp"])
+def test_an_optimizer_of_groups_without_names_is_imported_by_the_order_that_is_given(how: str, tmp_path: Path) -> None:
+    model, optimizer, order = decayed()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    file, store = tmp_path / "file", tmp_path / "store"
+    if how == "dcp":
+        dcp.save(state, checkpoint_id=file, no_dist=True)
+    else:
+        torch.save(state, file)
+    read: Any = importing.import_dcp if how == "dcp" else importing.import_torch
+    with pytest.raises(CheckpointError, match=r"4 parameters have numbers, and they are in 2 groups.*optimizer_order="):
+        read(file, store)
+    with pytest.raises(CheckpointError, match=r"parameter 0 cannot be first.bias, which has the shape \[3\]"):
+        read(file, store, optimizer_order=sorted(order))
+    with pytest.raises(CheckpointError, match=r"no model in it has a parameter called x"):
+        read(file, store, optimizer_order=[*order[:3], "x"])
+    with pytest.raises(CheckpointError, match=r"of 4 parameters, and 3 different names"):
+        read(file, store, optimizer_order=order[:3])
+    assert not store.exists()
+    read(file, tmp_path / "weights", only="model.*")
+    read(file, store, optimizer_order={"optimizer": order})
+    assert is_imported(store, model, optimizer)
+
+
+def test_numbers_are_imported_only_where_they_can_mean_one_thing(tmp_path: Path) -> None:
+    model, optimizer, _ = decayed(names_given=True)
+    assert "param_names" in optimizer.state_dict()["param_groups"][0]
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "named.pt")
+    importing.import_torch(tmp_path / "named.pt", tmp_path / "named")
+    assert is_imported(tmp_path / "named", model, optimizer)
+
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.step()
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(state, tmp_path / "one.pt")
+    importing.import_torch(tmp_path / "one.pt", tmp_path / "one")
+    assert is_imported(tmp_path / "one", model, optimizer)
+    torch.save({"critic": {f"net.{name}": each for name, each in state["model"].items()}, **state}, tmp_path / "two.pt")
+    with pytest.raises(CheckpointError, match=r"2 models in it have tensors of their shapes"):
+        importing.import_torch(tmp_path / "two.pt", tmp_path / "two")
+    torch.save({"average": state["model"], **state}, tmp_path / "averaged.pt")
+    importing.import_torch(tmp_path / "averaged.pt", tmp_path / "averaged")
+    assert is_imported(tmp_path / "averaged", model, optimizer)
+
+
 def test_what_cannot_be_imported_is_refused_with_the_reason(tmp_path: Path) -> None:
     model = network()
     optimizer = trained()["optimizer"]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.rng import Rng
 from everstep.checkpoint.session import Checkpointer
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.pretended_cuda import Graph, Runtime, graph, on_gpu, pretended_cuda
@@ -195,3 +196,41 @@ def test_no_rank_waits_for_a_rank_that_trains(folder: Path, policy: str, how: st
     assert run(2, every_step, folder, policy, how, timeout=200.0) == [0, 0], "somebody waited until a save was given up"
     if how == "save":
         assert saved(folder) == list(range(1, 6))
+
+
+class Generators:
+    """Stands for the generators of so many GPUs, of which the second is the current one."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+        self.every = [torch.Generator().manual_seed(100 + device) for device in range(count)]
+        self.current = min(1, count - 1)
+        pretended: dict[str, Any] = {
+            "is_available": lambda: True,
+            "current_device": lambda: self.current,
+            "get_rng_state": lambda device="cuda": self.of(device).get_state(),
+            "set_rng_state": lambda state, device="cuda": self.of(device).set_state(state),
+        }
+        for name, value in pretended.items():
+            monkeypatch.setattr(torch.cuda, name, value)
+
+    def of(self, device: Any) -> torch.Generator:
+        return self.every[self.current if device in ("cuda", None) else int(device)]
+
+    def draw(self) -> list[list[float]]:
+        return [torch.rand(2, generator=each).tolist() for each in self.every]
+
+
+@pytest.mark.parametrize(("devices", "same"), [(3, [0, 1, 2]), (2, [0, 1]), (4, [0, 1, 2])])
+def test_generators_of_all_devices_come_back_on_as_many_fewer_or_more(
+    devices: int, same: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pretended_cuda(seed=2, devices=3):
+        generators = Generators(monkeypatch, 3)
+        generators.draw()
+        state = Rng().state_dict()
+        expected = generators.draw()
+    with pretended_cuda(seed=2, devices=devices):
+        generators = Generators(monkeypatch, devices)
+        Rng().load_state_dict(state)
+        drawn = generators.draw()
+        assert [device for device in range(min(devices, 3)) if drawn[device] == expected[device]] == same

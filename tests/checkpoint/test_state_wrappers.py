@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E
 
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.state.flat import flatten  # noqa: E402
+from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
@@ -94,6 +96,84 @@ def test_scalers_and_schedulers_come_back(tmp_path: Path) -> None:
         each["scheduler"].step()
     assert after["scheduler"].get_last_lr() == before["scheduler"].get_last_lr()
     assert after["scaler"].state_dict() == before["scaler"].state_dict()
+
+
+class OwnCosine(torch.optim.lr_scheduler.CosineAnnealingLR):  # type: ignore[misc,name-defined]
+    """A script's own variant."""
+
+
+class OwnRule(torch.optim.lr_scheduler.LRScheduler):  # type: ignore[misc,name-defined]
+    def get_lr(self) -> Any:
+        return [0.5]
+
+
+class Wrapped:
+    """As other libraries wrap schedulers."""
+
+    def __init__(self, inner: Any) -> None:
+        self.scheduler = inner
+        self.state_dict = inner.state_dict
+        self.load_state_dict = inner.load_state_dict
+
+
+def scheduler_of(kind: str, optimizer: Any = None) -> Any:
+    every = torch.optim.lr_scheduler
+    optimizer = optimizer or made(1)[1]
+    if kind.startswith(("sequential", "chained")):
+        inner = [scheduler_of(each, optimizer) for each in kind.split()[1:]]
+        milestones = list(range(2, len(inner) + 1))
+        return (
+            every.ChainedScheduler(inner)
+            if kind.startswith("chained")
+            else every.SequentialLR(optimizer, inner, milestones)
+        )
+    found: dict[str, Callable[[], Any]] = {
+        "step": lambda: every.StepLR(optimizer, 3),
+        "cosine": lambda: every.CosineAnnealingLR(optimizer, 10),
+        "own-cosine": lambda: OwnCosine(optimizer, 10),
+        "own-rule": lambda: OwnRule(optimizer),
+        "wrapped-step": lambda: Wrapped(every.StepLR(optimizer, 3)),
+        "plateau": lambda: every.ReduceLROnPlateau(optimizer),
+        "scaler": lambda: torch.amp.GradScaler("cpu"),
+    }
+    return found[kind]()
+
+
+@pytest.mark.parametrize(
+    ("saved", "other", "names"),
+    [
+        ("step", "cosine", ("StepLR", "CosineAnnealingLR")),
+        ("cosine", "step", ("CosineAnnealingLR", "StepLR")),
+        ("cosine", "own-rule", ("CosineAnnealingLR", "OwnRule")),
+        ("plateau", "wrapped-step", ("ReduceLROnPlateau", "StepLR")),
+        ("scaler", "step", ("GradScaler", "StepLR")),
+        ("sequential step cosine", "sequential cosine step", ("StepLR", "CosineAnnealingLR")),
+        ("chained step cosine", "chained step step", ("CosineAnnealingLR", "StepLR")),
+        ("chained step cosine", "sequential step cosine", ("ChainedScheduler", "SequentialLR")),
+        ("chained step cosine", "chained step cosine step", ("2 schedulers", "3 here")),
+    ],
+)
+def test_a_scheduler_of_another_kind_is_refused_with_both_names(
+    saved: str, other: str, names: tuple[str, str], tmp_path: Path
+) -> None:
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), {"scheduler": scheduler_of(saved)})
+    given = scheduler_of(other)
+    before = repr(given.state_dict())
+    with pytest.raises(StateMismatch, match=rf"scheduler.* {names[0]}|{names[0]} in the checkpoint") as refused:
+        ranks.restore(tmp_path / "store", tmp_path / "memory", {"scheduler": given})
+    assert all(each in str(refused.value) for each in (*names, "leave it out of restore() and name it in track()"))
+    assert repr(given.state_dict()) == before
+
+
+@pytest.mark.parametrize(
+    ("saved", "other"),
+    [("cosine", "own-cosine"), ("wrapped-step", "step"), ("step", "wrapped-step"), ("own-rule", "own-rule")],
+)
+def test_a_scheduler_of_the_same_kind_comes_back_whatever_wraps_it(saved: str, other: str, tmp_path: Path) -> None:
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), {"scheduler": scheduler_of(saved)})
+    given = scheduler_of(other)
+    ranks.restore(tmp_path / "store", tmp_path / "memory", {"scheduler": given})
+    assert not [key for key in given.state_dict() if key.startswith("%")]
 
 
 class LowRank(nn.Module):  # type: ignore[misc]

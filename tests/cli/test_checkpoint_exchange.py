@@ -36,3 +36,20 @@ def test_a_file_of_torch_becomes_a_folder_of_hugging_face(everstep: Everstep, tm
     done = everstep("checkpoint", "export", "run", "other", "--to", "safetensors", "--key", "13")
     assert done.returncode == 3
     assert "there is no checkpoint 13" in done.stderr
+
+
+def test_the_names_of_an_optimizers_parameters_are_read_from_a_file(everstep: Everstep, tmp_path: Path) -> None:
+    state = {"weight": torch.rand(3, 3), "bias": torch.rand(3)}
+    params = [torch.nn.Parameter(state["bias"].clone()), torch.nn.Parameter(state["weight"].clone())]
+    optimizer = torch.optim.AdamW([{"params": params[:1], "weight_decay": 0.0}, {"params": params[1:]}])
+    torch.save({"model": state, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    done = everstep("checkpoint", "import", "x.pt", "run", "--from", "torch")
+    assert done.returncode == 1
+    assert "they are in 2 groups" in done.stderr
+    assert "--optimizer-order FILE" in done.stderr
+    (tmp_path / "order").write_text("bias\nweight\n")
+    done = everstep("checkpoint", "import", "x.pt", "run", "--from", "torch", "--optimizer-order", "order")
+    assert (done.returncode, done.stdout.strip()) == (0, "x.pt is imported as 0.1-0")
+    done = everstep("checkpoint", "import", "x.pt", "run", "--from", "huggingface", "--optimizer-order", "order")
+    assert done.returncode == 2
+    assert "huggingface holds no optimizer" in done.stderr

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from everstep.checkpoint.candidates import read_chunk
+from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.format import Manifest, Shard, Tensor, itemsize
 from everstep.checkpoint.lines import as_text, shortened
 from everstep.checkpoint.store.base import Store
@@ -51,7 +52,7 @@ def differences(
             what = _elements(here, _read(store, manifest, here, on_bytes), _read(other_store, other, there, on_bytes))
             if what:
                 yield Difference(name, what)
-    for name in sorted(manifest.values.keys() | other.values.keys()):
+    for name in sorted(each for each in manifest.values.keys() | other.values.keys() if not is_description(each)):
         if name not in manifest.values or name not in other.values:
             yield Difference(name, f"only in the {'second' if name not in manifest.values else 'first'}")
         elif as_text(manifest.values[name]) != as_text(other.values[name]):

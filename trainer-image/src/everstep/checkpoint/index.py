@@ -13,6 +13,7 @@ from typing import Any
 from everstep.checkpoint import lines
 from everstep.checkpoint.checksum import ALGORITHMS, digest, width
 from everstep.checkpoint.coverage import FlatBox, Region, check_cover, check_world, join_boxes, overlaps
+from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, MissingRanks
 from everstep.checkpoint.format import Manifest, Shard, itemsize
 from everstep.checkpoint.keys import Attempt, Key
@@ -139,6 +140,8 @@ class IndexMerger:
                 raise Conflict(name, f"{dtype} {shape} for one writer, {tensor.dtype} {tensor.shape} for another")
             boxes.extend((node, *box[1:]) for box in tensor.boxes)
         for name, value in announced.values.items():
+            if is_description(name):
+                value = self._values.get(name, value)
             if name in self._values and as_text(self._values[name]) != as_text(value):
                 values = f"{shortened(self._values[name])}, {shortened(value)}"
                 raise Conflict(name, f"two writers disagree about this value: {values}")

@@ -8,36 +8,31 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 
 from everstep.checkpoint.candidates import candidates, check_present, each_candidate, read_index, read_manifest
 from everstep.checkpoint.casting import Cast, Casts
+from everstep.checkpoint.descriptions import KIND, is_description, object_of
 from everstep.checkpoint.errors import CheckpointError, Damaged, Removed, StoreError, is_damage
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.leases import ReadLease, reading
-from everstep.checkpoint.loading import resharded
+from everstep.checkpoint.object_filling import ObjectFilling
 from everstep.checkpoint.restore import NoGoodCheckpoint, Restored
 from everstep.checkpoint.selection import Only, Rename, is_meant, is_wanted, rename_leaves, rename_manifest, select_keys
-from everstep.checkpoint.state import names
-from everstep.checkpoint.state.flat import RANK, bind
-from everstep.checkpoint.state.kinds import WHOLE, Absent, Kind, Saved, StateMismatch, with_bytes
-from everstep.checkpoint.state.plain import Value
+from everstep.checkpoint.state.dictionaries import build_objects
+from everstep.checkpoint.state.kinds import with_bytes
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.tensor_reader import TensorReader
 from everstep.checkpoint.user_metadata import VALUE, read_metadata
 from everstep.checkpoint.values import unpack
 
 _log = logging.getLogger("everstep.checkpoint")
-
-_ODD = re.compile(r"(?:^|\.)[#\[(]")
-_EXTRA = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
 
 T = TypeVar("T")
 
@@ -102,9 +97,8 @@ def load(
 
     def read(store: Store, manifest: Manifest, lease: ReadLease) -> dict[str, Any]:
         wanted_tensors = {name: name for name in manifest.tensors if is_wanted(name, only)}
-        wanted_values = {
-            name: each for name, each in manifest.values.items() if name != VALUE and is_wanted(name, only)
-        }
+        plain = {name: each for name, each in manifest.values.items() if name != VALUE and not is_description(name)}
+        wanted_values = {name: each for name, each in plain.items() if is_wanted(name, only)}
         if only is not None and not wanted_tensors and not wanted_values:
             raise _NothingWanted(f"nothing in checkpoint {manifest.key} is called {only!r}; {_tops(manifest)}")
         if map_location is not None and torch.device(map_location).type == "meta":
@@ -115,10 +109,11 @@ def load(
             for name in wanted_tensors:
                 lease.renew()
                 leaves[name] = _tensor(reader, manifest, name, map_location, casts)
-        for name, packed in wanted_values.items():
+        described = _described(manifest, (*wanted_tensors, *wanted_values))
+        for name, packed in (wanted_values | described).items():
             value = unpack(packed, name, allow_pickle=allow_pickle)
             leaves[name] = with_bytes(value, leaves[name]) if name in leaves else value
-        return _objects(rename_leaves(leaves, rename))
+        return build_objects(rename_leaves(leaves, rename))
 
     objects, manifest, bad = _first_good(uri, options, step, read)
     return LoadedCheckpoint(objects, manifest, bad)
@@ -170,7 +165,7 @@ def load_into(
     def read(store: Store, manifest: Manifest, lease: ReadLease) -> Restored:
         nonlocal count
         renamed = rename_manifest(manifest, rename)
-        filling = _Filling(renamed, objects, Casts(cast), allow_pickle=allow_pickle, strict=strict)
+        filling = ObjectFilling(renamed, objects, Casts(cast), allow_pickle=allow_pickle, strict=strict)
         with TensorReader(store, renamed, threads=threads) as reader:
             for chunks in filling.chunks(reader):
                 lease.renew()
@@ -237,6 +232,12 @@ def _tops(manifest: Manifest) -> str:
     return f"the objects in it are {', '.join(tops)}"
 
 
+def _described(manifest: Manifest, wanted: Iterable[str]) -> dict[str, object]:
+    """The packed descriptions of the objects of which something is wanted, by name."""
+    described = {f"{each}.{KIND}" for each in map(object_of, wanted)}
+    return {name: each for name, each in manifest.values.items() if name in described}
+
+
 def _tensor(
     reader: TensorReader, manifest: Manifest, name: str, where: str | torch.device | None, casts: Casts
 ) -> torch.Tensor:
@@ -246,157 +247,3 @@ def _tensor(
     if device.type == "meta":
         return torch.empty(saved.shape, dtype=dtype, device=device)
     return reader.read(name).to(device=device, dtype=dtype)
-
-
-def _objects(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """The state of each object from the names of its leaves."""
-    groups: dict[str, dict[str, Any]] = {}
-    for name, leaf in leaves.items():
-        first, _, rest = name.partition(".")
-        groups.setdefault(first, {})[rest] = leaf
-    found: dict[str, Any] = {}
-    for first, below in groups.items():
-        if first == RANK:
-            ranks: dict[int, dict[str, Any]] = {}
-            for name, leaf in below.items():
-                rank, _, rest = name.partition(".")
-                ranks.setdefault(int(rank), {})[rest] = leaf
-            found[RANK] = {rank: _objects(each) for rank, each in sorted(ranks.items())}
-        else:
-            found[names.to_module(first)] = _state(below)
-    return found
-
-
-def _state(leaves: dict[str, Any]) -> Any:
-    if any(name.startswith("param_groups.") for name in leaves) and any(name.startswith("options.") for name in leaves):
-        return _optimizer(leaves)
-    extra = {name for name in leaves if _EXTRA.search(name)}
-    plain = leaves.keys() - extra
-    if (
-        plain
-        and "" not in plain
-        and all(isinstance(leaves[name], torch.Tensor) and not _ODD.search(name) for name in plain)
-    ):
-        return {names.to_module(name): leaves[name] for name in leaves if name in plain} | _extra_states(leaves, extra)
-    return names.nest(leaves)
-
-
-def _extra_states(leaves: Mapping[str, Any], extra: set[str]) -> dict[str, Any]:
-    found: dict[str, dict[str, Any]] = {}
-    for name in extra:
-        head, _, rest = f"{name}.".partition("_extra_state.")
-        found.setdefault(f"{head}_extra_state", {})[rest.removesuffix(".")] = leaves[name]
-    return {names.to_module(name): names.nest(each) for name, each in found.items()}
-
-
-def _optimizer(leaves: dict[str, Any]) -> dict[str, Any]:
-    """As torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives it: parameters by their names."""
-    groups: dict[str, list[str]] = {}
-    state: dict[str, dict[str, Any]] = {}
-    more: dict[str, Any] = {}
-    params = {
-        name.removeprefix("param_groups."): each for name, each in leaves.items() if name.startswith("param_groups.")
-    }
-    for param, digest in params.items():
-        groups.setdefault(str(digest), []).append(names.to_module(param))
-    for name, leaf in leaves.items():
-        if name.startswith("state."):
-            owner, below = name.removeprefix("state."), ""
-            while owner not in params and owner:
-                owner, _, last = owner.rpartition(".")
-                below = names.join(last, below)
-            state.setdefault(owner, {})[below] = leaf
-        elif name.startswith("more."):
-            more[name.removeprefix("more.")] = leaf
-    options = {digest: leaves.get(f"options.{digest}", {}) for digest in groups}
-    return {
-        **(names.nest(more) if more else {}),
-        "state": {names.to_module(param): names.nest(each) for param, each in state.items()},
-        "param_groups": [{**options[digest], "params": every} for digest, every in groups.items()],
-    }
-
-
-@dataclass(frozen=True)
-class _Box:
-    """A box of a saved shard, and the tensor or the piece of one that it fills."""
-
-    name: str
-    shard: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    target: torch.Tensor
-
-
-class _Filling:
-    """The tensors that objects of one process take of a checkpoint. Making one touches no object; fill() does."""
-
-    def __init__(
-        self, manifest: Manifest, objects: Mapping[str, object], casts: Casts, *, allow_pickle: bool, strict: bool
-    ) -> None:
-        self._manifest = manifest
-        self._kinds: list[tuple[Kind, Saved]] = []
-        self._tensors: dict[str, torch.Tensor] = {}
-        self.left: list[str] = []
-        self.missing: list[str] = []
-        problems: list[str] = []
-        everything = Saved.of(manifest, allow_pickle=allow_pickle, casts=casts)
-        exclusive: list[str] = []
-        for kind in bind(objects, rank=0):
-            if kind.prefix.startswith(f"{RANK}."):
-                self.left.append(kind.prefix.removeprefix(f"{RANK}.0."))
-                continue
-            saved = everything.below(kind.prefix)
-            if not saved:
-                problems.append(Absent.of_object(kind.prefix))
-                continue
-            for name in saved.values:
-                saved.value(name)
-            self._tensors.update(kind.targets(saved, problems))
-            self._kinds.append((kind, saved))
-            if kind.exclusive:
-                exclusive.append(f"{kind.prefix}.")
-        self.missing = [each.name for each in problems if isinstance(each, Absent)]
-        self.unexpected = [
-            name for name in manifest.tensors if name.startswith(tuple(exclusive)) and name not in self._tensors
-        ]
-        if strict:
-            problems += [f"{name} is in the checkpoint, and nothing here has it" for name in self.unexpected]
-        else:
-            problems = [each for each in problems if not isinstance(each, Absent)]
-        if problems:
-            raise StateMismatch(problems)
-        self._boxes = list(self._plan())
-
-    def _plan(self) -> Iterator[_Box]:
-        spread: dict[str, torch.Tensor] = {}
-        for name, target in list(self._tensors.items()):
-            if target.is_meta:
-                target = self._tensors[name] = torch.empty_like(target, device="cpu")
-            if type(target) not in WHOLE:
-                spread[name] = target
-                continue
-            for number, shard in enumerate(self._manifest.tensors[name].shards):
-                if 0 in shard.sizes:
-                    continue
-                box = target.detach()
-                for dim, (start, length) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
-                    box = box.narrow(dim, start, length)
-                yield _Box(name, number, (0,) * len(shard.sizes), shard.sizes, box)
-        for item in resharded(spread, self._manifest):
-            if 0 not in item.lengths:
-                yield _Box(item.name, item.shard, item.offsets, item.lengths, item.target)
-
-    def chunks(self, reader: TensorReader) -> Iterator[list[Any]]:
-        """The chunks that fill() reads, tensor by tensor."""
-        for box in self._boxes:
-            yield list(reader.chunks_of(box.name, box.shard, box.offsets, box.sizes))
-
-    def fill(self, reader: TensorReader, alive: Callable[[], None]) -> dict[str, Any]:
-        """Bring the bytes into the objects; plain values that were given, as they are now."""
-        with torch.no_grad():
-            for box in self._boxes:
-                alive()
-                reader.read_box(box.name, box.shard, box.offsets, box.sizes, box.target)
-        for kind, saved in self._kinds:
-            kind.load(saved, self._tensors)
-        return {kind.prefix: kind.value for kind, _ in self._kinds if isinstance(kind, Value)}

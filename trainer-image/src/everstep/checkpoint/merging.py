@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from everstep.checkpoint.coverage import check_cover, check_world
+from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.errors import Conflict
 from everstep.checkpoint.format import Chunk, Manifest, Part, Shard, Tensor
 from everstep.checkpoint.lines import as_text, shortened
@@ -47,6 +48,8 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
                 raise Conflict(name, f"{one} for one writer, {other} for another")
             shards[name].extend(_moved(shard, len(parts)) for shard in tensor.shards)
         for name, value in manifest.values.items():
+            if is_description(name):
+                value = values.get(name, value)
             if name in values and as_text(values[name]) != as_text(value):
                 raise Conflict(
                     name, f"two writers disagree about this value: {shortened(values[name])}, {shortened(value)}"

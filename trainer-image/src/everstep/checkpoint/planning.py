@@ -18,6 +18,7 @@ import torch.distributed as dist
 import xxhash
 
 from everstep.checkpoint.collectives import gather_bytes, scatter_bytes
+from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import HEADER, aligned, itemsize
 from everstep.checkpoint.layouts import LayoutNames, Ownership, RankLayout, span_of_box
@@ -189,5 +190,5 @@ def _checksum_values(flat: Flat, rank: int) -> dict[str, str]:
     return {
         name: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
         for name, value in flat.values.items()
-        if not name.startswith(own)
+        if not name.startswith(own) and not is_description(name)
     }

@@ -1,4 +1,4 @@
-"""The random generators of a rank: Python's, NumPy's, torch's for the processor and for the rank's own GPU."""
+"""The random generators of a rank: Python's, NumPy's, torch's for the processor and for the GPUs."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from typing import Any
 
 import torch
 
+_CUDA = "cuda"  # the current device's generator; another's is cuda:<number>
+
 
 class Rng:
     """The state of this process's generators; wrap it in PerRank, since each rank draws its own numbers.
 
-    Of GPUs only the current device's: a rank uses one, and asking for another would start CUDA on it.
+    Of all GPUs that the process sees, by their numbers: a generator is a few bytes in main memory, and asking for those
+    of a GPU that is not used starts nothing on it. The current one's comes back to what is the current one then.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -30,7 +33,11 @@ class Rng:
                 state = {**state, "state": {**state["state"], "key": key.dtype.str}}
             small["numpy"] = state
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            pieces["cuda"] = _to_bytes(torch.cuda.get_rng_state())
+            current = torch.cuda.current_device()
+            pieces[_CUDA] = _to_bytes(torch.cuda.get_rng_state(current))
+            for device in range(torch.cuda.device_count()):
+                if device != current:
+                    pieces[f"{_CUDA}:{device}"] = _to_bytes(torch.cuda.get_rng_state(device))
         small["pieces"] = [[name, len(piece)] for name, piece in pieces.items()]
         return {"generators": [small], "states": b"".join(pieces.values())}
 
@@ -45,7 +52,7 @@ class Rng:
             at += length
         version, gauss = small["python"]
         loaded: dict[str, Any] = {"python": (version, tuple(array("I", pieces["python"])), gauss)}
-        loaded |= {name: pieces[name] for name in ("torch", "cuda") if name in pieces}
+        loaded |= {name: piece for name, piece in pieces.items() if name.partition(":")[0] in ("torch", _CUDA)}
         if "numpy" in small:
             import numpy
 
@@ -63,8 +70,11 @@ class Rng:
             import numpy
 
             numpy.random.set_state(generators["numpy"])
-        if "cuda" in generators and torch.cuda.is_available():
-            torch.cuda.set_rng_state(_to_tensor(generators["cuda"]))
+        if _CUDA in generators and torch.cuda.is_available():
+            for device in range(torch.cuda.device_count()):  # fewer or more than were saved
+                if f"{_CUDA}:{device}" in generators:
+                    torch.cuda.set_rng_state(_to_tensor(generators[f"{_CUDA}:{device}"]), device)
+            torch.cuda.set_rng_state(_to_tensor(generators[_CUDA]))
 
 
 def _to_bytes(state: torch.Tensor) -> bytes:

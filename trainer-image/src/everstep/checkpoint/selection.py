@@ -7,6 +7,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
+from everstep.checkpoint.descriptions import KIND, is_description, object_of
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
@@ -72,17 +73,33 @@ def rename_leaves(leaves: Mapping[str, Leaf], rename: Rename | None) -> dict[str
     Raises:
         CheckpointError: Two names become one.
     """
+    return {new: leaves[name] for name, new in _new_names(leaves, rename).items()}
+
+
+def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
+    """New names by the old ones; what describes an object goes with its leaves."""
     if rename is None:
-        return dict(leaves)
-    found: dict[str, Leaf] = {}
+        return {name: name for name in given}
+    found: dict[str, str] = {}
     origin: dict[str, str] = {}
-    for name, leaf in leaves.items():
+    objects: dict[str, str] = {}
+    descriptions = []
+    for name in given:
+        if is_description(name):
+            descriptions.append(name)
+            continue
         new = rename(name) if callable(rename) else _with_prefix(name, rename)
         if new is None:
             continue
-        if new in found:
+        if new in origin:
             raise CheckpointError(f"rename= gives {origin[new]} and {name} the same name {new}: give each its own")
-        found[new], origin[new] = leaf, name
+        found[name], origin[new] = new, name
+        objects.setdefault(object_of(name), object_of(new))
+    for name in descriptions:
+        new_object = objects.get(object_of(name))
+        described = f"{new_object}.{KIND}"
+        if new_object is not None and described not in origin:
+            found[name], origin[described] = described, name
     return found
 
 
@@ -91,8 +108,9 @@ def rename_manifest(manifest: Manifest, rename: Rename | None) -> Manifest:
     if rename is None:
         return manifest
     # All at once: an array is a tensor and a value of one name, and two others must not become that.
-    rename_leaves(dict.fromkeys([*manifest.tensors, *manifest.values]), rename)
-    tensors, values = rename_leaves(manifest.tensors, rename), rename_leaves(manifest.values, rename)
+    new = _new_names(dict.fromkeys([*manifest.tensors, *manifest.values]), rename)
+    tensors = {new[name]: each for name, each in manifest.tensors.items() if name in new}
+    values = {new[name]: each for name, each in manifest.values.items() if name in new}
     return replace(manifest, tensors=dict(sorted(tensors.items())), values=dict(sorted(values.items())))
 
 

@@ -135,12 +135,15 @@ def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
     def inner(each: Any, where: str) -> object:
         return pack(each, f"{path}[{where}]", allow_pickle=allow_pickle)
 
+    def pairs() -> list[list[object]]:
+        keys = [inner(key, f"key {key!r}") for key in value]  # first: a value may be refused because of another's key
+        return [[key, inner(each, repr(own))] for key, (own, each) in zip(keys, value.items(), strict=True)]
+
     if type(value) in (dict, OrderedDict, Counter):
-        return {name: [[inner(key, f"key {key!r}"), inner(each, repr(key))] for key, each in value.items()]}
+        return {name: pairs()}
     if type(value) is defaultdict:
         made = next((each for each, kind in _FACTORIES.items() if kind is value.default_factory), None)
-        pairs = [[inner(key, f"key {key!r}"), inner(each, repr(key))] for key, each in value.items()]
-        return {name: [made, pairs]}
+        return {name: [made, pairs()]}
     if type(value) is tuple:
         if _is_itself(value):
             return {name: list(value)}
@@ -159,6 +162,13 @@ def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
         return known
     if allow_pickle:
         return {"pickle": _base64(pickle.dumps(value))}
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(value, torch.Tensor):
+        raise Refused(
+            path,
+            "a tensor cannot be saved inside of what is saved as one value: hold it in dictionaries whose keys are "
+            "plain values (text, numbers, tuples of them …), lists and tuples, or pass allow_pickle=True",
+        )
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     raise Refused(path, f"a {kind} cannot be saved without pickle; save its state_dict(), or pass allow_pickle=True")
 

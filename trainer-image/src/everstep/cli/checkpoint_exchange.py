@@ -93,16 +93,22 @@ def import_(
     name: Name = "model",
     only: Only = None,
     rename: Renames = None,
+    optimizer_order: Annotated[
+        Path | None,
+        typer.Option("--optimizer-order", metavar="FILE", help="Names of the optimizer's parameters, one a line."),
+    ] = None,
 ) -> None:
     """Make a checkpoint of another library's file.
 
-    restore() and load() take it as any other; it is the newest of its store.
+    restore() and load() take it as any other; it is the newest of its store. An optimizer whose parameters have numbers
+    in several groups needs their names, in the order in which it was given them.
     """
     from everstep.checkpoint.exchange import importing
+    from everstep.cli.errors import CliError
     from everstep.cli.places import said, short
     from everstep.cli.terminal import stdout
 
-    readers = {
+    readers: dict[Format, Any] = {
         Format.torch: importing.import_torch,
         Format.dcp: importing.import_dcp,
         Format.safetensors: importing.import_safetensors,
@@ -111,7 +117,12 @@ def import_(
     with said():
         if not source.exists():
             raise FileNotFoundError(f"there is no {source}")
-        key = readers[from_](source, uri, step=step, name=name, only=only, rename=_renames(rename))
+        more: dict[str, Any] = {}
+        if optimizer_order is not None:
+            if from_ not in (Format.torch, Format.dcp):
+                raise CliError(f"--optimizer-order is for --from torch or dcp: {from_.value} holds no optimizer", 2)
+            more["optimizer_order"] = optimizer_order.read_text().split()
+        key = readers[from_](source, uri, step=step, name=name, only=only, rename=_renames(rename), **more)
     stdout().print(f"{source} is imported as {short(key)}")
 
 

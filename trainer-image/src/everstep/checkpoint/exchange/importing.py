@@ -13,7 +13,7 @@ import torch
 
 from everstep.checkpoint import attempts
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.exchange.state_dicts import name_leaves, split_objects
+from everstep.checkpoint.exchange.state_dicts import OptimizerOrder, leave_out_unwanted, name_leaves, split_objects
 from everstep.checkpoint.format import CHUNK, Key, itemsize
 from everstep.checkpoint.plan_coordinator import fingerprint
 from everstep.checkpoint.publication import WholeTensor, write_checkpoint
@@ -33,6 +33,7 @@ def import_torch(
     name: str = "model",
     only: Only | None = None,
     rename: Rename | None = None,
+    optimizer_order: OptimizerOrder | None = None,
     metadata: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Key:
@@ -45,6 +46,8 @@ def import_torch(
         name: What the object is called if the file is one state dictionary, or has one under `state_dict`.
         only: A glob or several of full names, as "model.*"; the rest is left out.
         rename: Prefixes of full names and what takes their place, or a function (None: left out).
+        optimizer_order: Names of the parameters in the order in which the optimizer was given them, group after group;
+            by the optimizer's name where there are several. Only for one that was saved without names.
         metadata: A JSON object that is kept with it; see save().
         options: Of the store.
 
@@ -52,13 +55,14 @@ def import_torch(
         The key of the checkpoint: the newest of the store, since it is that of a new attempt.
 
     Raises:
-        CheckpointError: The file is none of torch.save(), or holds what cannot be imported.
+        CheckpointError: The file is none of torch.save(), or holds what cannot be imported: also an optimizer whose
+            parameters have numbers, where nobody can tell which they are.
     """
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True, mmap=_can_map(path))
     except (RuntimeError, EOFError, ValueError, _unpickling_error()) as error:
         raise CheckpointError(f"{path} cannot be read with weights_only=True: {error}") from error
-    leaves = name_leaves(split_objects(loaded, name))
+    leaves = name_leaves(leave_out_unwanted(split_objects(loaded, name), only), optimizer_order)
     return _import(leaves, uri, step, only, rename, metadata, options)
 
 
@@ -70,6 +74,7 @@ def import_dcp(
     name: str = "model",
     only: Only | None = None,
     rename: Rename | None = None,
+    optimizer_order: OptimizerOrder | None = None,
     metadata: Mapping[str, Any] | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Key:
@@ -86,7 +91,8 @@ def import_dcp(
         raise CheckpointError(f"{folder} is no folder of torch.distributed.checkpoint: it has no file .metadata")
     loaded: dict[str, Any] = {}
     _load_state_dict(loaded, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
-    return _import(name_leaves(split_objects(loaded, name)), uri, step, only, rename, metadata, options)
+    leaves = name_leaves(leave_out_unwanted(split_objects(loaded, name), only), optimizer_order)
+    return _import(leaves, uri, step, only, rename, metadata, options)
 
 
 def import_safetensors(

@@ -4,34 +4,44 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.selection import Only
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.flat import RANK
+from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, describe
 from everstep.checkpoint.values import pack
 
 _SUFFIX = "_state_dict"
 
+OptimizerOrder = Sequence[str] | Mapping[str, Sequence[str]]
 
-def name_leaves(objects: Mapping[str, Any]) -> dict[str, Any]:
+
+def name_leaves(objects: Mapping[str, Any], optimizer_order: OptimizerOrder | None = None) -> dict[str, Any]:
     """Return tensors and plain values by the names under which a session saves the same objects.
 
     Args:
         objects: State dictionaries by object; an optimizer's with its parameters by name, by `param_names`, or by
-            number where the tensors of the model fit them in order.
+            number where that tells which they are: in one group, which the tensors of one model fit in order.
+        optimizer_order: Names of the parameters in the order in which the optimizer was given them, group after group,
+            for one whose parameters have numbers; by the optimizer's name where there are several.
 
     Raises:
         CheckpointError: An optimizer's parameters cannot be named.
     """
-    model: Mapping[str, Any] = next((each for each in objects.values() if _is_module(each)), {})
+    models = [each for each in objects.values() if _is_module(each)]
+    orders = _orders(objects, optimizer_order)
     found: dict[str, Any] = {}
     for key, state in objects.items():
-        for name, leaf in _leaves(names.segment(key), state, model):
-            found[name] = leaf
+        if _is_optimizer(state):
+            found.update(_optimizer(names.segment(key), state, models, orders.get(key)))
+        else:
+            found.update(_leaves(names.segment(key), state))
     return found
 
 
@@ -53,6 +63,23 @@ def split_objects(loaded: Any, name: str) -> dict[str, Any]:
     return found
 
 
+def leave_out_unwanted(objects: Mapping[str, Any], only: Only | None) -> dict[str, Any]:
+    """Return the objects without the optimizers of which nothing is wanted: their parameters need no names."""
+    patterns = [only] if isinstance(only, str) else only
+    return {
+        key: state
+        for key, state in objects.items()
+        if patterns is None
+        or not _is_optimizer(state)
+        or any(_may_match(each, names.segment(key)) for each in patterns)
+    }
+
+
+def _may_match(pattern: str, prefix: str) -> bool:
+    literal = re.split(r"[*?\[]", pattern, maxsplit=1)[0]
+    return f"{prefix}.".startswith(literal) or literal.startswith(f"{prefix}.") or pattern == prefix
+
+
 def _is_module(state: Any) -> bool:
     return (
         isinstance(state, Mapping)
@@ -72,20 +99,41 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _leaves(prefix: str, state: Any, model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _orders(objects: Mapping[str, Any], given: OptimizerOrder | None) -> Mapping[str, Sequence[str]]:
+    optimizers = [key for key, state in objects.items() if _is_optimizer(state)]
+    if given is None:
+        return {}
+    if isinstance(given, str):
+        raise CheckpointError(f"optimizer_order is {given!r}: give a list of all names")
+    if not isinstance(given, Mapping):
+        if len(optimizers) != 1:
+            raise CheckpointError(
+                f"optimizer_order is one list, and the optimizers here are {optimizers}: give a dictionary of lists "
+                "by their names"
+            )
+        return {optimizers[0]: given}
+    if unknown := sorted(given.keys() - set(optimizers)):
+        raise CheckpointError(f"optimizer_order has {unknown}, and the optimizers here are {optimizers}")
+    return given
+
+
+def _leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
     if _is_module(state):
+        yield names.join(prefix, KIND), describe(MODULE)
         for key, each in state.items():
             yield from names.walk(each, _is_tensor, names.join(prefix, names.of_module(key)))
-    elif _is_optimizer(state):
-        yield from _optimizer(prefix, state, model)
     else:
+        yield names.join(prefix, KIND), describe(VALUE, state, _is_tensor)
         yield from names.walk(state, _is_tensor, prefix)
 
 
-def _optimizer(prefix: str, state: Mapping[str, Any], model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    called = _param_names(prefix, state, model)
+def _optimizer(
+    prefix: str, state: Mapping[str, Any], models: Sequence[Mapping[str, Any]], order: Sequence[str] | None
+) -> Iterator[tuple[str, Any]]:
+    called = _param_names(prefix, state, models, order)
+    yield names.join(prefix, KIND), describe(OPTIMIZER)
     for param, own in state["state"].items():
-        yield from names.walk(own, _is_tensor, names.join(prefix, "state", called[param]))
+        yield from names.walk(own, _is_tensor, names.join(prefix, "state", called[_number(param, called)]))
     for group in state["param_groups"]:
         options = {key: each for key, each in group.items() if key not in ("params", "param_names")}
         options = {
@@ -98,26 +146,86 @@ def _optimizer(prefix: str, state: Mapping[str, Any], model: Mapping[str, Any]) 
             yield names.join(prefix, "param_groups", called[param]), digest
 
 
-def _param_names(prefix: str, state: Mapping[str, Any], model: Mapping[str, Any]) -> dict[Any, str]:
-    params = [param for group in state["param_groups"] for param in group["params"]]
-    given = [name for group in state["param_groups"] for name in group.get("param_names", ())]
+def _number(param: Any, called: Collection[Any]) -> Any:
+    """A key of a state as its groups have it: torch.distributed.checkpoint makes text of numbers."""
+    return int(param) if param not in called and isinstance(param, str) and param.isdecimal() else param
+
+
+def _param_names(
+    prefix: str, state: Mapping[str, Any], models: Sequence[Mapping[str, Any]], order: Sequence[str] | None
+) -> dict[Any, str]:
+    """Names of an optimizer's parameters by what its state calls them.
+
+    torch numbers parameters in the order in which the optimizer was given them. That is the model's own order for an
+    optimizer of model.parameters(), and for one of several groups (with and without weight decay) hardly ever.
+    """
+    groups = state["param_groups"]
+    params = [param for group in groups for param in group["params"]]
     if all(isinstance(param, str) for param in params):
         return {param: names.of_module(param) for param in params}
-    if len(given) == len(params):
-        return {param: names.of_module(name) for param, name in zip(params, given, strict=True)}
-    tensors = [(name, each) for name, each in model.items() if isinstance(each, torch.Tensor)]
-    if len(tensors) == len(params) and all(
-        _fits(state["state"].get(param, {}), tensor) for param, (_, tensor) in zip(params, tensors, strict=True)
-    ):
-        return {param: names.of_module(name) for param, (name, _) in zip(params, tensors, strict=True)}
+    states = {param: each for key, each in state["state"].items() for param in [_number(key, params)]}
+    given = [name for group in groups for name in group.get("param_names", ())]
+    if order is None and len(given) == len(params):
+        order = given
+    if order is not None:
+        _check_order(prefix, order, params, states, models)
+        return {param: names.of_module(name) for param, name in zip(params, order, strict=True)}
+    tensors = [[name for name, each in model.items() if isinstance(each, torch.Tensor)] for model in models]
+    fitting = {
+        tuple(found)
+        for found, model in zip(tensors, models, strict=True)
+        if len(found) == len(params)
+        and all(_fits(states.get(param, {}), model[name]) for param, name in zip(params, found, strict=True))
+    }
+    if len(groups) == 1 and len(fitting) == 1:
+        return {param: names.of_module(name) for param, name in zip(params, fitting.pop(), strict=True)}
+    if len(groups) > 1:
+        why = f"they are in {len(groups)} groups, so their order may be another than the model's"
+    elif fitting:
+        why = f"{len(fitting)} models in it have tensors of their shapes"
+    else:
+        why = f"the model has {' and '.join(str(len(each)) for each in tensors) or 'no'} tensors"
+        why += ", of other shapes" if len(params) in map(len, tensors) else ""
     raise CheckpointError(
-        f"{prefix} is an optimizer whose {len(params)} parameters have numbers, and the model has {len(tensors)} "
-        "tensors: nobody can tell which is which. Save it with names (torch.distributed.checkpoint.state_dict), or "
-        f"import without it: only='model.*' or --only"
+        f"{prefix} is an optimizer whose {len(params)} parameters have numbers, and {why}: nobody can tell which is "
+        "which. Give their names in the order in which the optimizer was given them, as optimizer_order=[…] or "
+        "--optimizer-order FILE; or save it with names (torch.distributed.checkpoint.state_dict, or an optimizer of "
+        "model.named_parameters()); or import without it: only='model.*' or --only"
     )
 
 
+def _check_order(
+    prefix: str,
+    order: Sequence[str],
+    params: Sequence[Any],
+    states: Mapping[Any, Mapping[str, Any]],
+    models: Sequence[Mapping[str, Any]],
+) -> None:
+    """Refuse names that cannot be those of an optimizer's parameters."""
+    if len(order) != len(params) or len(set(order)) != len(order):
+        raise CheckpointError(
+            f"{prefix} is an optimizer of {len(params)} parameters, and {len(set(order))} different names are given "
+            "for them: give one for each, in the order of optimizer.param_groups"
+        )
+    known = {name: each for model in models for name, each in model.items() if isinstance(each, torch.Tensor)}
+    for param, name in zip(params, order, strict=True):
+        if models and name not in known:
+            raise CheckpointError(
+                f"{prefix}: no model in it has a parameter called {name}, as parameter {param} of the optimizer is "
+                f"said to be; its names are as {next(iter(known))}"
+            )
+        if name in known and not any(_fits(states.get(param, {}), model[name]) for model in models if name in model):
+            raise CheckpointError(
+                f"{prefix}: parameter {param} cannot be {name}, which has the shape {list(known[name].shape)}: its "
+                "state has other shapes; give the names in the order in which the optimizer was given its parameters"
+            )
+
+
 def _fits(state: Mapping[str, Any], tensor: torch.Tensor) -> bool:
+    """Whether a state may be that of a parameter: torch keeps averages of its shape, or of its rows and columns."""
     return all(
-        each.shape == tensor.shape for each in state.values() if isinstance(each, torch.Tensor) and each.dim() > 0
+        each.dim() == tensor.dim()
+        and all(one in (1, other) for one, other in zip(each.shape, tensor.shape, strict=True))
+        for each in state.values()
+        if isinstance(each, torch.Tensor) and each.dim() > 0
     )

@@ -14,6 +14,7 @@ from everstep.checkpoint.format import Manifest, Tensor
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import from_tensor
 from everstep.checkpoint.state.memory import WHOLE, local, overlaps, why_not_saved
+from everstep.checkpoint.state.structure import KIND, nest
 from everstep.checkpoint.values import InPart, unpack
 
 __all__ = ["WHOLE", "Kind", "PerRank", "Saved", "StateMismatch", "Stateful", "Stepped", "local"]
@@ -140,10 +141,16 @@ class Saved:
 
     def nested(self, tensors: Mapping[str, torch.Tensor]) -> Any:
         """The nested state: values from here, and `tensors` by their full names."""
-        leaves: dict[str, Any] = {name: self.value(name) for name in self.values}
+        leaves: dict[str, Any] = {name: self.value(name) for name in self.values if name != KIND}
         for name in self.tensors:
             leaves[name] = with_bytes(leaves.get(name), tensors[self.full(name)])
-        return names.nest(leaves)
+        return nest(leaves, self.description)
+
+    @property
+    def description(self) -> dict[str, Any] | None:
+        """What the object is and how its state is built; None in an older checkpoint, or of a part of an object."""
+        found: dict[str, Any] | None = self.value_or(KIND, None)
+        return found
 
     def __bool__(self) -> bool:
         return bool(self.tensors or self.values)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined,unused-ignore]
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.state.loaded import is_dtensor
 
 WHOLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # neither a shard of something nor a wrapper
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank behind a tensor. A DTensor has none of its own, even where the whole of it is here."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def why_not_saved(tensor: torch.Tensor) -> str | None:

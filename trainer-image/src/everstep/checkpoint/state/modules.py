@@ -12,8 +12,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import ActivationWrapper
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from everstep.checkpoint.errors import CheckpointError
@@ -21,7 +19,12 @@ from everstep.checkpoint.format import Tensor
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.kinds import Absent, Saved, filled_later, fresh, is_tensor, misfit
+from everstep.checkpoint.state.loaded import is_instance
 from everstep.checkpoint.state.memory import fill_overlapping, local, overlaps
+from everstep.checkpoint.state.structure import KIND, MODULE, describe
+
+_FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+_ACTIVATIONS = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper")
 
 
 class Modules:
@@ -33,7 +36,7 @@ class Modules:
         self.prefix = prefix
         self._modules = modules
         for module in modules:
-            if any(isinstance(each, FullyShardedDataParallel) for each in module.modules()):
+            if any(is_instance(each, *_FSDP1) for each in module.modules()):
                 raise CheckpointError(f"{prefix}: FullyShardedDataParallel is not supported; use fully_shard (FSDP2)")
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -44,6 +47,7 @@ class Modules:
                 yield names.of_module(plain(name)), parameter
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
+        yield names.join(self.prefix, KIND), describe(MODULE)
         for _, name, value in self._entries():
             full = names.join(self.prefix, name)
             if is_tensor(value):
@@ -151,9 +155,9 @@ def _wrapped(module: nn.Module) -> str | None:
     """The attribute under which a wrapper holds what it wraps."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
-    if isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+    if is_instance(module, "torch._dynamo.eval_frame", "OptimizedModule"):
         return "_orig_mod"
-    if isinstance(module, ActivationWrapper):
+    if is_instance(module, *_ACTIVATIONS):
         return "_checkpoint_wrapped_module"
     return None
 

@@ -1,22 +1,28 @@
 """Names of tensors and values: the path of a nested state, joined by dots.
 
 A key that is text is itself, with `%`, `.`, `/` (and `#`, `[`, `(` at its beginning) as `%` and two hex digits, and an
-empty one as `%`; an integer key is `#5`, an item of a list `[5]`, of a tuple `(5)`. So a name alone says where its leaf
-belongs, and the nested state comes back with its own types. Pure: any leaf will do.
+empty one as `%`; an integer key is `#5`, another plain one `#` and its JSON as values have it (`#{"tuple":[1,2]}`), an
+item of a list `[5]`, of a tuple `(5)`. So a name alone says where its leaf belongs. Pure: any leaf will do.
 """
 
 from __future__ import annotations
 
 import functools
+import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+
+from everstep.checkpoint.values import Refused, pack, unpack
 
 _ESCAPED = re.compile(r"[%./]|^[#\[(]")
 _PATH = re.compile(r"[%/]|(?:^|\.)(?:[#\[(]|\.|$)")  # where a path of text keys needs an escape
 _ODD = re.compile(r"[.%]|^[#\[(]")  # in a name that is more than one key which is itself
 _ESCAPE = re.compile(r"%([0-9A-F]{2})")
-_ITEM = re.compile(r"\[(\d+)\]|\((\d+)\)|#(-?\d+)", re.ASCII)
+_ITEM = re.compile(r"\[(\d+)\]|\((\d+)\)", re.ASCII)
+_INTEGER = re.compile(r"-?\d+", re.ASCII)
+
+Build = Callable[[str, Mapping[str, tuple[Any, Any]]], Any]
 
 # What no container holds anything in: a generator's state of 600 numbers is passed over at once.
 _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
@@ -47,10 +53,10 @@ def walk(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator
     """The leaves of a nested state with their names.
 
     A dictionary is entered when all its keys are text, or when a leaf for which `is_leaf` holds is somewhere in it and
-    all its keys are integers; a list, a tuple or another kind of dictionary (an OrderedDict) when such a leaf is in it.
+    its keys are plain values; a list, a tuple or another kind of dictionary (an OrderedDict) when such a leaf is in it.
     Anything else is one leaf, an empty container too. `is_leaf` holds for no number, text, bytes or None.
     """
-    pairs = None if is_leaf(value) else _children(value, is_leaf)
+    pairs = None if is_leaf(value) else children(value, is_leaf)
     if pairs is None:
         yield name, value
         return
@@ -62,17 +68,32 @@ def walk(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator
             yield from walk(child, is_leaf, below)
 
 
-def _children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]] | None:
+def children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]] | None:
+    """Return the pieces of names and what they stand for, of a container that is entered; else None."""
     if isinstance(value, dict) and value and (type(value) is dict or _holds(value, is_leaf)):
         if all(type(key) is str for key in value):
             return [(segment(key), child) for key, child in value.items()]
-        if all(type(key) is int for key in value) and _holds(value, is_leaf):
-            return [(f"#{key}", child) for key, child in value.items()]
+        pieces = [_piece(key) for key in value] if _holds(value, is_leaf) else [None]
+        if None not in pieces:
+            return list(zip(map(str, pieces), value.values(), strict=True))
     elif type(value) is list and _holds(value, is_leaf):
         return [(f"[{i}]", child) for i, child in enumerate(value)]
     elif type(value) is tuple and _holds(value, is_leaf):
         return [(f"({i})", child) for i, child in enumerate(value)]
     return None
+
+
+def _piece(key: Any) -> str | None:
+    """A key as a piece of a name; None where it has none."""
+    if type(key) is str:
+        return segment(key)
+    if type(key) is int:
+        return f"#{key}"
+    try:
+        text = json.dumps(pack(key), sort_keys=True, separators=(",", ":"))
+    except Refused:
+        return None
+    return "#" + _ESCAPED.sub(lambda found: f"%{ord(found[0]):02X}", text)
 
 
 def _holds(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
@@ -86,36 +107,50 @@ def _holds(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
     return any(_holds(child, is_leaf) for child in children if type(child) not in _PLAIN)
 
 
-def nest(leaves: Mapping[str, Any]) -> Any:
-    """The nested state whose leaves walk() gave these names; ValueError when they fit no state."""
+def nest(leaves: Mapping[str, Any], build: Build | None = None, name: str = "") -> Any:
+    """The nested state whose leaves walk() gave these names; ValueError when they fit no state.
+
+    Args:
+        leaves: By their names.
+        build: Makes a dictionary, given its name and, by the piece of its name, each key and value; a plain one by
+            default.
+        name: Of the state itself.
+    """
     if "" in leaves:
         if len(leaves) > 1:
             raise ValueError(f"one name is a value and holds others: {sorted(leaves)[1]!r}")
         return leaves[""]
-    if not any(map(_ODD.search, leaves)):
+    if build is None and not any(map(_ODD.search, leaves)):
         return dict(leaves)
     groups: dict[str, dict[str, Any]] = {}
-    for name, leaf in leaves.items():
-        first, _, rest = name.partition(".")
+    for full, leaf in leaves.items():
+        first, _, rest = full.partition(".")
         groups.setdefault(first, {})[rest] = leaf
-    return _container({piece: nest(below) for piece, below in groups.items()})
+    return _container({piece: nest(below, build, join(name, piece)) for piece, below in groups.items()}, build, name)
 
 
-def _container(children: dict[str, Any]) -> Any:
+def _container(children: dict[str, Any], build: Build | None, name: str) -> Any:
     found = [_ITEM.fullmatch(piece) for piece in children]
     if not any(found):
-        return {_unescaped(piece): child for piece, child in children.items()}
+        items = {piece: (_key(piece), child) for piece, child in children.items()}
+        return dict(items.values()) if build is None else build(name, items)
     kinds = {each.lastindex if each else 0 for each in found}
     if len(kinds) != 1:
         raise ValueError(f"names of one container are of two kinds: {sorted(children)}")
     kind = kinds.pop() or 0
-    items = {int(each[kind]): child for each, child in zip(found, children.values(), strict=True) if each}
-    if kind == 3:
-        return items
-    if sorted(items) != list(range(len(children))):
+    ordered = {int(each[kind]): child for each, child in zip(found, children.values(), strict=True) if each}
+    if sorted(ordered) != list(range(len(children))):
         raise ValueError(f"items of a list are missing: there are {sorted(children)}")
-    ordered = [items[i] for i in range(len(items))]
-    return ordered if kind == 1 else tuple(ordered)
+    listed = [ordered[i] for i in range(len(ordered))]
+    return listed if kind == 1 else tuple(listed)
+
+
+def _key(piece: str) -> Any:
+    if not piece.startswith("#"):
+        return _unescaped(piece)
+    if _INTEGER.fullmatch(piece, 1):
+        return int(piece[1:])
+    return unpack(json.loads(_unescaped(piece[1:])), piece)
 
 
 def _unescaped(piece: str) -> str:

@@ -11,7 +11,7 @@ import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol
+from typing import Any
 
 import torch
 
@@ -20,6 +20,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Tensor
 from everstep.checkpoint.state import names, shards
 from everstep.checkpoint.state.bulk import is_leaf
+from everstep.checkpoint.state.classes import is_of_kind, kind_of
 from everstep.checkpoint.state.kinds import (
     WHOLE,
     Absent,
@@ -33,6 +34,7 @@ from everstep.checkpoint.state.kinds import (
 )
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.memory import local
+from everstep.checkpoint.state.structure import KIND, OPTIMIZER, describe
 from everstep.checkpoint.values import pack
 
 _STATE = "state"
@@ -49,8 +51,6 @@ _NO_OPTION = ("params", "param_names")
 
 # How this process computes a step, not which: an optimizer keeps its own.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
-
-_WRAPPED = ("optim", "optimizer", "_optimizer", "base_optimizer")  # where wrappers hold the optimizer that they wrap
 
 
 @dataclass
@@ -94,6 +94,7 @@ class OptimizerObject:
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         state = self._optimizer.state_dict()
+        yield names.join(self.prefix, KIND), describe(OPTIMIZER)
         yield names.join(self.prefix, _KIND), kind_of(self._optimizer)
         yield from self._leaves_of_params(state["state"])
         for group in state["param_groups"]:
@@ -329,30 +330,6 @@ class OptimizerObject:
         return found
 
 
-def kind_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of an optimizer's class and of those that it is derived from; of what is within, where it wraps another."""
-    inner: Any = optimizer
-    seen = {id(inner)}
-    while (within := _within(inner)) is not None and id(within) not in seen:
-        inner = within
-        seen.add(id(inner))
-    common = (*torch.optim.Optimizer.__mro__, Protocol, Generic)
-    return [f"{each.__module__}.{each.__qualname__}" for each in type(inner).__mro__ if each not in common]
-
-
-def is_of_kind(one: list[str], other: list[str]) -> bool:
-    """Whether one of two classes is derived from the other, or is the other."""
-    return any(_same(one[0], each) for each in other) or any(_same(other[0], each) for each in one)
-
-
-def _same(one: str, other: str) -> bool:
-    if one == other:
-        return True
-    # A script is __main__ where it is run, and a module where it is imported.
-    modules, qualified = zip(*(name.rpartition(".")[::2] for name in (one, other)), strict=True)
-    return qualified[0] == qualified[1] and not {"__main__", "__mp_main__"}.isdisjoint(modules)
-
-
 def _uncast(live: Any, loaded: Any) -> Any:
     """What load_state_dict has made of a loaded state, with the types that were loaded."""
     if is_tensor(loaded):
@@ -362,11 +339,6 @@ def _uncast(live: Any, loaded: Any) -> Any:
     if isinstance(loaded, list | tuple) and isinstance(live, list | tuple) and len(live) == len(loaded):
         return type(loaded)([_uncast(*pair) for pair in zip(live, loaded, strict=True)])
     return loaded  # torch takes text apart, as all that can be iterated
-
-
-def _within(optimizer: Any) -> torch.optim.Optimizer | None:
-    held = vars(optimizer)
-    return next((held[key] for key in _WRAPPED if isinstance(held.get(key), torch.optim.Optimizer)), None)
 
 
 def _per_parameter(group: Mapping[str, Any]) -> int:

@@ -11,6 +11,7 @@ import torch
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import is_leaf
+from everstep.checkpoint.state.classes import describe_stateful, why_other_class
 from everstep.checkpoint.state.kinds import (
     Saved,
     Stateful,
@@ -22,6 +23,7 @@ from everstep.checkpoint.state.kinds import (
     misfit,
 )
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps
+from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe
 
 
 class StatefulObject:
@@ -37,11 +39,18 @@ class StatefulObject:
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         if self._step is not None and isinstance(self._inner, Stepped):
-            yield from _leaves(self.prefix, self._inner.state_at(self._step))
+            state = self._inner.state_at(self._step)
         else:
-            yield from _leaves(self.prefix, self._inner.state_dict())
+            state = self._inner.state_dict()
+        yield from _leaves(self.prefix, state)
+        described = describe(STATEFUL, state, is_leaf, **{"class": describe_stateful(self._inner)})
+        yield names.join(self.prefix, KIND), described
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
+        # Of another class it would be taken without a word: a scheduler updates its __dict__.
+        theirs = (saved.description or {}).get("class", {})
+        if why := why_other_class(self.prefix, describe_stateful(self._inner), theirs):
+            problems.append(why)
         # Only then, since for a loader it means to start its workers.
         self._live = self._inner.state_dict() if saved.tensors else {}
         return _targets(saved, self._live, problems)
@@ -68,7 +77,9 @@ class Value:
     def leaves(self) -> Iterator[tuple[str, Any]]:
         # Of a mapping that is no dictionary the content is saved: the script's own object gets it back.
         plain = isinstance(self.value, Mapping) and not isinstance(self.value, dict)
-        yield from _leaves(self.prefix, dict(self.value) if plain else self.value)
+        state = dict(self.value) if plain else self.value
+        yield from _leaves(self.prefix, state)
+        yield names.join(self.prefix, KIND), describe(VALUE, state, is_leaf)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         if is_tensor(self.value) and "" not in saved.tensors:

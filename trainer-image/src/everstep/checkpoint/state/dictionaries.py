@@ -1,0 +1,97 @@
+"""State dictionaries as torch has them, from the names of a checkpoint: what everstep.load() returns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.state import names
+from everstep.checkpoint.state.flat import RANK
+from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, nest
+
+_ODD = re.compile(r"(?:^|\.)[#\[(]")
+_EXTRA = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
+
+
+def build_objects(leaves: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dictionary, or the value, of each object from the full names of its leaves.
+
+    Args:
+        leaves: Tensors, values, and the descriptions of objects, by full name.
+    """
+    groups: dict[str, dict[str, Any]] = {}
+    for name, leaf in leaves.items():
+        first, _, rest = name.partition(".")
+        groups.setdefault(first, {})[rest] = leaf
+    found: dict[str, Any] = {}
+    for first, below in groups.items():
+        if first == RANK:
+            ranks: dict[int, dict[str, Any]] = {}
+            for name, leaf in below.items():
+                rank, _, rest = name.partition(".")
+                ranks.setdefault(int(rank), {})[rest] = leaf
+            found[RANK] = {rank: build_objects(each) for rank, each in sorted(ranks.items())}
+        else:
+            found[names.to_module(first)] = _state(below)
+    return found
+
+
+def _state(leaves: dict[str, Any]) -> Any:
+    description = leaves.pop(KIND, None)
+    if not leaves:
+        return {}
+    kind = description["is"] if description is not None else _guess_kind(leaves)
+    if kind == OPTIMIZER:
+        return _optimizer(leaves)
+    if kind == MODULE:
+        extra = {name for name in leaves if _EXTRA.search(name)}
+        tensors = {names.to_module(name): leaf for name, leaf in leaves.items() if name not in extra}
+        return tensors | _extra_states(leaves, extra)
+    return nest(leaves, description)
+
+
+def _guess_kind(leaves: Mapping[str, Any]) -> str:
+    """What an object is that a version of everstep saved which did not say so."""
+    if any(name.startswith("param_groups.") for name in leaves) and any(name.startswith("options.") for name in leaves):
+        return OPTIMIZER
+    plain = [name for name in leaves if not _EXTRA.search(name)]
+    is_flat = all(isinstance(leaves[name], torch.Tensor) and not _ODD.search(name) for name in plain)
+    return MODULE if plain and "" not in plain and is_flat else VALUE
+
+
+def _extra_states(leaves: Mapping[str, Any], extra: set[str]) -> dict[str, Any]:
+    found: dict[str, dict[str, Any]] = {}
+    for name in extra:
+        head, _, rest = f"{name}.".partition("_extra_state.")
+        found.setdefault(f"{head}_extra_state", {})[rest.removesuffix(".")] = leaves[name]
+    return {names.to_module(name): names.nest(each) for name, each in found.items()}
+
+
+def _optimizer(leaves: dict[str, Any]) -> dict[str, Any]:
+    """As torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives it: parameters by their names."""
+    groups: dict[str, list[str]] = {}
+    state: dict[str, dict[str, Any]] = {}
+    more: dict[str, Any] = {}
+    params = {
+        name.removeprefix("param_groups."): each for name, each in leaves.items() if name.startswith("param_groups.")
+    }
+    for param, digest in params.items():
+        groups.setdefault(str(digest), []).append(names.to_module(param))
+    for name, leaf in leaves.items():
+        if name.startswith("state."):
+            owner, below = name.removeprefix("state."), ""
+            while owner not in params and owner:
+                owner, _, last = owner.rpartition(".")
+                below = names.join(last, below)
+            state.setdefault(owner, {})[below] = leaf
+        elif name.startswith("more."):
+            more[name.removeprefix("more.")] = leaf
+    options = {digest: leaves.get(f"options.{digest}", {}) for digest in groups}
+    return {
+        **(names.nest(more) if more else {}),
+        "state": {names.to_module(param): names.nest(each) for param, each in state.items()},
+        "param_groups": [{**options[digest], "params": every} for digest, every in groups.items()],
+    }

@@ -1,0 +1,79 @@
+"""What an object is, and how the dictionaries of a nested state are built, as far as names do not tell.
+
+A checkpoint has it as one value beside each object's leaves, called %kind. A reader of an older one, which has none,
+goes by the names: then dictionaries are plain ones, in the order of their names. Pure: any leaf will do.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from everstep.checkpoint.descriptions import KIND
+from everstep.checkpoint.state import names
+from everstep.checkpoint.values import pack, unpack
+
+__all__ = ["KIND", "MODULE", "OPTIMIZER", "STATEFUL", "VALUE", "describe", "nest"]
+
+MODULE, OPTIMIZER, STATEFUL, VALUE = "module", "optimizer", "stateful", "value"
+
+
+def describe(kind: str, state: Any = None, is_leaf: Callable[[Any], bool] | None = None, **more: Any) -> dict[str, Any]:
+    """Return the description of an object.
+
+        Args:
+            kind: __all__ = ["KIND", "MODULE", "OPTIMIZER", "STATEFUL", "VALUE", "describe", "nest"]
+
+    MODULE, OPTIMIZER, STATEFUL or VALUE.
+            state: The nested state that the names are those of.
+            is_leaf: As given to names.walk().
+            more: What else is to be known, where there is something.
+    """
+    found: dict[str, Any] = {"is": kind, **{key: each for key, each in more.items() if each}}
+    containers: dict[str, Any] = {}
+    if is_leaf is not None:
+        _describe_containers(state, is_leaf, "", containers)
+    if containers:
+        found["containers"] = containers
+    return found
+
+
+def nest(leaves: Mapping[str, Any], description: Mapping[str, Any] | None) -> Any:
+    """Return the nested state whose leaves have these names, built as it was; `description`: None for an older one."""
+    if description is None:
+        return names.nest(leaves)
+    containers: Mapping[str, Any] = description.get("containers", {})
+    return names.nest(leaves, lambda name, children: _build(containers.get(name, {}), children))
+
+
+def _describe_containers(value: Any, is_leaf: Callable[[Any], bool], name: str, found: dict[str, Any]) -> None:
+    if is_leaf(value):
+        return
+    pairs = names.children(value, is_leaf)
+    if pairs is None:
+        return
+    if isinstance(value, dict):
+        pieces = [piece for piece, _ in pairs]
+        described: dict[str, Any] = {}
+        if type(value) in (OrderedDict, Counter):
+            described["empty"] = pack(type(value)())
+        elif type(value) is defaultdict:
+            described["empty"] = pack(defaultdict(value.default_factory))
+        if pieces != sorted(pieces):
+            described["order"] = pieces
+        if described:
+            found[name] = described
+    for piece, child in pairs:
+        if isinstance(child, dict | list | tuple):
+            _describe_containers(child, is_leaf, names.join(name, piece), found)
+
+
+def _build(described: Mapping[str, Any], children: Mapping[str, tuple[Any, Any]]) -> Any:
+    """The dictionary of these children: by the piece of their names, keys and values."""
+    ordered = [piece for piece in described.get("order", ()) if piece in children]
+    built: Any = unpack(described["empty"]) if "empty" in described else {}
+    for piece in (*ordered, *sorted(children.keys() - set(ordered))):
+        key, value = children[piece]
+        built[key] = value
+    return built
