@@ -6,6 +6,7 @@ import os
 import random
 import socket
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 import torch.distributed as dist
 
-from everstep.checkpoint.agreement import MOST_CALLS, Agreement, Decision, Pace
+from everstep.checkpoint.agreement import MOST_CALLS, Agreement, Decision, NotAsked, Pace
 from everstep.checkpoint.board import AgreementLost, Alone, Board, Shared
 from everstep.checkpoint.together import together
 from tests.checkpoint.ranks import run
@@ -265,3 +266,29 @@ def test_the_time_of_a_save_is_no_step() -> None:
         pace.pause(step * 1.1 + 1.0)
         pace.ahead()
     assert pace.ahead() in (9, 10)
+
+
+def comes_late_once(rank: int, dies: bool) -> list[object]:
+    """Rank 1 comes to the first save when rank 0 waits for it no more; to the second both come, and rank 1 says yes."""
+    place = board()
+    agreement = Agreement(place, rank, 1.0 if rank == 0 and not dies else 30.0)
+    heard: list[object] = []
+    reasons = {1: "rank 1 left"} if dies else {}
+    if rank == 1:
+        assert place.read("a/1", 30.0) is not None
+    for number in (1, 2):
+        try:
+            heard.append(agreement.ask_all(number, rank == 1, nobody_waits, partial(reasons.get, number)))
+        except NotAsked as error:
+            heard.append(str(error).partition(" in ")[0])
+    dist.barrier()  # rank 0 has the board
+    del place
+    return heard
+
+
+@pytest.mark.parametrize("dies", [False, True], ids=["after a while", "at once where it is known why"])
+def test_a_rank_that_does_not_come_to_a_save_is_not_waited_for_and_the_next_save_is_asked_about_anew(
+    dies: bool,
+) -> None:
+    why = "rank 1 left" if dies else "1 of 2 ranks have not come to this save"
+    assert run(2, comes_late_once, dies) == [[why, True]] * 2

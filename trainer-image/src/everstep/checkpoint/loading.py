@@ -6,19 +6,20 @@ box of a tensor of ours. Bytes are addressed as in the manifest, (part, offset),
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from everstep.checkpoint.chunk_numbers import Chunks
 from everstep.checkpoint.chunk_reads import Read
 from everstep.checkpoint.errors import CheckpointError, Damaged
-from everstep.checkpoint.format import Chunk, Manifest, Shard, Tensor
-from everstep.checkpoint.placing import Memory, ShardBox, read_whole
+from everstep.checkpoint.format import Manifest, Tensor
+from everstep.checkpoint.load_items import LoadItem, ShardPlace, find_shard
+from everstep.checkpoint.placing import Memory, ShardBox
 from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.staging import Host
 from everstep.checkpoint.state.flat import RANK, bind, local
@@ -32,74 +33,6 @@ _BATCH = 1 << 28  # elements
 _THROUGH = 128 << 20  # bytes of memory through which tensors are filled that cannot be read into
 _ALIGN = 64  # bytes
 _GIVEN = 1 << 16  # bytes from which a new tensor stays where it was read: a smaller one would hold more than itself
-
-
-class Chunks:
-    """All chunks of a checkpoint in the order of the files, so that every rank can name one by its number."""
-
-    def __init__(self, manifest: Manifest) -> None:
-        every = (c for tensor in manifest.tensors.values() for shard in tensor.shards for c in shard.chunks)
-        self.all: list[Chunk] = sorted(every, key=_place)
-        self._places = [_place(chunk) for chunk in self.all]
-
-    def of(self, shard: Shard) -> range:
-        """The numbers of a shard's chunks, of which there are some."""
-        first = bisect_left(self._places, _place(shard.chunks[0]))
-        return range(first, first + len(shard.chunks))
-
-    def within(self, shard: Shard, start: int, stop: int) -> range:
-        """The numbers of the chunks that hold bytes [start, stop) of a shard that has chunks."""
-        first = self.of(shard).start
-        low, high, passed = len(shard.chunks), 0, 0
-        for i, chunk in enumerate(shard.chunks):
-            if passed < stop and passed + chunk.length > start:
-                low, high = min(low, i), i + 1
-            passed += chunk.length
-        return range(first + low, first + high)
-
-
-def _place(chunk: Chunk) -> tuple[int, int]:
-    return chunk.part, chunk.offset
-
-
-@dataclass(frozen=True)
-class _Source:
-    """A saved shard as one piece of a part."""
-
-    part: int
-    offset: int
-    length: int
-    dtype: str
-    sizes: tuple[int, ...]
-
-    def view(self, part: memoryview) -> torch.Tensor:
-        dtype = getattr(torch, self.dtype)
-        return torch.frombuffer(part, dtype=dtype, count=self.length // dtype.itemsize, offset=self.offset).view(
-            self.sizes
-        )
-
-
-@dataclass(frozen=True)
-class _Item:
-    """A box of a saved shard, and where it belongs: a tensor of ours or a part of one, of the box's sizes."""
-
-    name: str
-    shard: int
-    offsets: tuple[int, ...]
-    lengths: tuple[int, ...]
-    target: torch.Tensor
-    is_new: bool = False  # the target is nobody's yet: what is read into it too early harms nobody
-
-    def box(self, tensor: Tensor) -> ShardBox:
-        """The box in the shard as it was saved."""
-        return ShardBox(tensor.shards[self.shard], tensor.dtype, self.offsets, self.lengths)
-
-    def reads_into(self, tensor: Tensor, target: torch.Tensor) -> list[Read] | None:
-        """Reads that bring the box right into `target`; None where that cannot be."""
-        shard = tensor.shards[self.shard]
-        if self.lengths == shard.sizes:  # most of them
-            return read_whole(shard, tensor.dtype, target)
-        return self.box(tensor).reads_into(target)
 
 
 class Loading:
@@ -151,9 +84,9 @@ class Loading:
             self._read_beside(manifest)
         self.wanted = set(self._tensors)
         self.kept: dict[int, list[tuple[int, int]]] = {}
-        self._sources: dict[tuple[str, int], _Source] = {}
+        self._sources: dict[tuple[str, int], ShardPlace] = {}
         self._read_first: set[int] = set()  # ids of items
-        self._items: list[_Item] = [] if self.problems else self._plan(manifest)
+        self._items: list[LoadItem] = [] if self.problems else self._plan(manifest)
 
     def needs(self, manifest: Manifest, chunks: Chunks, in_file: Callable[[int], bool]) -> set[int]:
         """Numbers of the chunks that the node verifies for this rank before apply() reads them.
@@ -190,13 +123,13 @@ class Loading:
             reads += item.reads_into(manifest.tensors[item.name], target) or ()
         return reads
 
-    def _is_direct(self, item: _Item, tensor: Tensor) -> bool:
+    def _is_direct(self, item: LoadItem, tensor: Tensor) -> bool:
         """Whether the bytes can be read right into the target, once that has memory."""
         if item.target.is_meta:
             return True
         return item.reads_into(tensor, item.target) is not None
 
-    def _take_memory(self, items: Sequence[_Item]) -> None:
+    def _take_memory(self, items: Sequence[LoadItem]) -> None:
         """Give new tensors their memory: large ones share one piece, in large pages."""
         large = [item for item in items if item.target.is_meta and item.target.nbytes >= _GIVEN]
         memory = Memory(sum(_room(item.target.nbytes) for item in large))
@@ -247,7 +180,7 @@ class Loading:
 
     def _read_files(
         self,
-        items: Sequence[_Item],
+        items: Sequence[LoadItem],
         manifest: Manifest,
         read: Callable[[Sequence[Read]], None],
         alive: Callable[[], None],
@@ -280,7 +213,7 @@ class Loading:
 
     def _copy(
         self,
-        every: Sequence[_Item],
+        every: Sequence[LoadItem],
         part: Callable[[int], memoryview],
         alive: Callable[[], None],
         gives: Callable[[int], bool],
@@ -303,7 +236,7 @@ class Loading:
             alive()
         host.close()
 
-    def _box(self, item: _Item, part: Callable[[int], memoryview]) -> torch.Tensor:
+    def _box(self, item: LoadItem, part: Callable[[int], memoryview]) -> torch.Tensor:
         """The saved bytes of one item, as a tensor."""
         source = self._sources[item.name, item.shard]
         saved = source.view(part(source.part))
@@ -332,14 +265,14 @@ class Loading:
         """Prefixes below which every tensor of the checkpoint must be wanted by some rank."""
         return [kind.prefix for kind, _ in self._saved if kind.exclusive and not kind.prefix.startswith(f"{RANK}.")]
 
-    def _plan(self, manifest: Manifest) -> list[_Item]:
-        found: list[_Item] = []
+    def _plan(self, manifest: Manifest) -> list[LoadItem]:
+        found: list[LoadItem] = []
         targets, others = dict(self._tensors), dict[str, torch.Tensor]()
         for name, target in targets.items():
             saved = manifest.tensors[name]
             if type(target) in WHOLE and [shard.sizes for shard in saved.shards] == [saved.shape]:
                 # Most tensors, and nothing to plan: torch's planner would take longer than a small model's bytes do.
-                found.append(_Item(name, 0, (0,) * len(saved.shape), saved.shape, target, target.is_meta))
+                found.append(LoadItem(name, 0, (0,) * len(saved.shape), saved.shape, target, target.is_meta))
             else:
                 others[name] = self._tensors[name] = _made(target)
         new = {name for name, tensor in others.items() if tensor is not targets[name]}
@@ -348,7 +281,7 @@ class Loading:
         _check_filled({name: others.get(name, target) for name, target in targets.items()}, found)
         for item in found:
             if (item.name, item.shard) not in self._sources:
-                self._sources[item.name, item.shard] = _source(item.name, manifest.tensors[item.name], item.shard)
+                self._sources[item.name, item.shard] = find_shard(item.name, manifest.tensors[item.name], item.shard)
         return found
 
     def _check_values(self, saved: Saved) -> None:
@@ -369,7 +302,7 @@ def _made(target: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(target, device="cpu")
 
 
-def _check_filled(targets: Mapping[str, torch.Tensor], items: Iterable[_Item]) -> None:
+def _check_filled(targets: Mapping[str, torch.Tensor], items: Iterable[LoadItem]) -> None:
     """Damaged when elements of a target would be left as they are: nothing of the checkpoint is read for them."""
     filled: dict[str, int] = defaultdict(int)
     for item in items:
@@ -383,7 +316,7 @@ def _room(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def resharded(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Iterator[_Item]:
+def resharded(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Iterator[LoadItem]:
     """Yield by torch's planner which boxes of saved shards fill these tensors, sharded in any way or not."""
     # Only here: a process that has nothing to cut anew need not wait a second for the import.
     from torch.distributed.checkpoint import DefaultLoadPlanner
@@ -394,12 +327,12 @@ def resharded(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Iterat
         index = item.storage_index.index
         assert isinstance(index, int)
         offsets, lengths = tuple(item.storage_offsets), tuple(item.lengths)
-        yield _Item(item.storage_index.fqn, index, offsets, lengths, planner.resolve_tensor(item))
+        yield LoadItem(item.storage_index.fqn, index, offsets, lengths, planner.resolve_tensor(item))
 
 
-def _batches(items: Sequence[_Item]) -> Iterator[list[_Item]]:
+def _batches(items: Sequence[LoadItem]) -> Iterator[list[LoadItem]]:
     """As many as are copied in a moment: between two of them this rank says that it is alive."""
-    batch: list[_Item] = []
+    batch: list[LoadItem] = []
     elements = 0
     for item in items:
         batch.append(item)
@@ -426,14 +359,3 @@ def _metadata(tensor: Tensor) -> TensorStorageMetadata:
         torch.Size(tensor.shape),
         [ChunkStorageMetadata(torch.Size(shard.offsets), torch.Size(shard.sizes)) for shard in tensor.shards],
     )
-
-
-def _source(name: str, tensor: Tensor, index: int) -> _Source:
-    shard = tensor.shards[index]
-    first = shard.chunks[0]
-    end = first.offset
-    for chunk in shard.chunks:
-        if (chunk.part, chunk.offset) != (first.part, end):
-            raise Damaged(name, "a shard of it is not in one piece")
-        end += chunk.length
-    return _Source(first.part, first.offset, end - first.offset, tensor.dtype, shard.sizes)

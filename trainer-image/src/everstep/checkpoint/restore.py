@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from everstep.checkpoint.candidates import Readable, read_run
+from everstep.checkpoint.chunk_numbers import Chunks
 from everstep.checkpoint.chunk_reads import THREADS, ChunkReader, Read
-from everstep.checkpoint.errors import CheckpointError, Damaged, RestoreFailed, StoreError, is_damage
+from everstep.checkpoint.errors import CheckpointError, Damaged, StoreError
 from everstep.checkpoint.format import Chunk, Manifest, decode, encode
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.loading import Chunks, Loading
+from everstep.checkpoint.loading import Loading
 from everstep.checkpoint.manifests import parse_manifest
 from everstep.checkpoint.merging import merge
 from everstep.checkpoint.node_cache import NodeCache, pack, runs, share, units, unpack
@@ -36,6 +37,7 @@ from everstep.checkpoint.peer_server import held
 from everstep.checkpoint.peers import Peers
 from everstep.checkpoint.proposals import MEMORY, PEER, STORE, Proposal, Proposals, mine
 from everstep.checkpoint.restore_options import RestoreOptions
+from everstep.checkpoint.restore_steps import BadCheckpoint, UndefinedObjects, run_on_all_ranks
 from everstep.checkpoint.selection import NoSuchStep, rename_manifest
 from everstep.checkpoint.slots import Claim
 from everstep.checkpoint.state.kinds import StateMismatch
@@ -83,14 +85,6 @@ class Restored:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     metadata: dict[str, Any] = field(default_factory=dict)
-
-
-class _Bad(Exception):
-    """This checkpoint is bad on some rank."""
-
-
-class _Undefined(Exception):
-    """Bytes changed between the two passes, when objects had some of them already."""
 
 
 class Restorer:
@@ -147,7 +141,7 @@ class Restorer:
                     return Restored(seconds=time.monotonic() - began)
                 try:
                     restored = self._load(Key.parse(proposal.key), proposal)
-                except _Bad as bad:
+                except BadCheckpoint as bad:
                     self._proposals.reject(str(bad))
                     continue
                 return replace(
@@ -368,58 +362,21 @@ class Restorer:
     def _apply(
         self, manifest: Manifest, loading: Loading, files: PartFiles, reader: ChunkReader, cache: NodeCache
     ) -> dict[str, Any]:
-        """The objects take in what was verified. _Undefined when it is not what it was any more."""
+        """The objects take in what was verified. UndefinedObjects when it is not what it was any more."""
 
         def read(reads: Sequence[Read]) -> None:
             try:
                 reader.read(reads)
             except (Damaged, StoreError) as error:
                 files.distrust()
-                raise _Undefined(str(error)) from error
+                raise UndefinedObjects(str(error)) from error
 
         return loading.apply(
             manifest, lambda part: cache.part(part, manifest), self._alive, files.__contains__, read, cache.gives
         )
 
     def _together(self, work: Callable[[], T], *, local: bool = False) -> Any:
-        """Every rank works; what all of them made, or with `local` what this one did.
-
-        _Bad on all ranks when the checkpoint is bad for one of them, RestoreFailed when objects are undefined,
-        CheckpointError when anything else went wrong.
-        """
-        made: T | None = None
-        failure: Exception | None = None
-        message: dict[str, Any] = {}
-        try:
-            made = work()
-            if not local:
-                message["made"] = made
-        except Exception as error:  # the other ranks wait: they are told whatever it is
-            failure = error
-            kind = "undefined" if isinstance(error, _Undefined) else "bad" if is_damage(error) else "failed"
-            message[kind] = f"rank {self._topology.rank}: {error}"
-        outcome = self._vote.agree(message, _judge)
-        if outcome.get("failed"):
-            if failure is not None and not (isinstance(failure, _Undefined) or is_damage(failure)):
-                raise failure
-            raise CheckpointError(outcome["failed"])
-        if outcome.get("undefined"):
-            raise RestoreFailed(
-                f"{outcome['undefined']}, though they were verified a moment before. The objects that were to be "
-                "restored are undefined now: start all ranks again, and restore into new objects"
-            ) from failure
-        if outcome.get("bad"):
-            raise _Bad(outcome["bad"]) from failure
-        return made if local else outcome["made"]
-
-
-def _judge(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    for kind in ("failed", "undefined", "bad"):
-        said = [message[kind] for message in messages if kind in message]
-        if said:
-            more = f" (and {len(said) - 1} more ranks)" if len(said) > 1 else ""
-            return {kind: said[0] + more}
-    return {"made": [message.get("made") for message in messages]}
+        return run_on_all_ranks(self._vote, self._topology.rank, work, is_local=local)
 
 
 def _own(memory: Path, key: Key, run: str | None) -> Iterator[tuple[Claim, Manifest]]:

@@ -13,19 +13,18 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
 
-from everstep.checkpoint import attempts, checksum, fence, topology
+from everstep.checkpoint import attempts, checksum, claiming, fence, topology
 from everstep.checkpoint.agreement import Agreement
 from everstep.checkpoint.auto import Trigger, learned
 from everstep.checkpoint.best import KeepBest, Mode
 from everstep.checkpoint.board import Alone, Board, Shared
-from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.casting import Cast, Casts
 from everstep.checkpoint.collectives import gather, tell
 from everstep.checkpoint.control import Config
-from everstep.checkpoint.errors import CheckpointError, StoreError
+from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Callback, Event, Events, Metrics
 from everstep.checkpoint.host_group import close_host_group, open_host_group
-from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
+from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.peers import meet, serve_reads
 from everstep.checkpoint.pilot import Forecast, Pilot, Policy, SaveFailed, tell_unmet_request
 from everstep.checkpoint.restore import Restored, Restorer
@@ -216,7 +215,8 @@ class Checkpointer:
                 these objects cannot be saved here.
         """
         if self._pilot is None and not self._has_restored:
-            together(lambda: self._first(self._check_that_it_is_empty), self._group)
+            keep_last = self._settings["keep_last"]
+            together(lambda: self._first(lambda: claiming.check_is_empty(self.store, keep_last)), self._group)
         self.start_over(**objects)
 
     def start_over(self, **objects: object) -> None:
@@ -409,52 +409,10 @@ class Checkpointer:
         self.attempt = Attempt.parse(token)
         return node
 
-    def _check_that_it_is_empty(self) -> None:
-        newest = next(iter(candidates(self.store)), None)
-        if newest is not None:
-            raise CheckpointError(
-                f"{self.store.url} holds a checkpoint of step {newest.step} (attempt {newest.attempt}), and track() "
-                "would begin without it: call restore(…) with the same objects to go on from there, or start_over(…) "
-                f"to leave it behind; it is removed then when {self._settings['keep_last']} newer ones are saved"
-            )
-
     def _claim_attempt(self, identity: attempts.RunIdentity) -> tuple[str, str]:
-        """The attempt, and what the store is called: empty when it cannot be asked now."""
-        token = self._given
         if self._trigger.auto and self._time_between_failures is None:
-            self._trigger.between_failures = learned(*_history(self.store))
-        if token is None:
-            return str(attempts.claim(self.store)), attempts.run_of(self.store)
-        run = ""
-        try:
-            attempts.check(self.store, token)
-            attempts.hold(self.store, token, identity)
-            self._check_goes_on(token)
-            run = attempts.run_of(self.store)
-        except StoreError as error:
-            # Nodes may hold in memory what is needed; a later attempt's checkpoints are greater than ours anyway.
-            _log.warning("whether a later attempt has used the store is not known: %s", error)
-        return str(token), run
-
-    def _check_goes_on(self, token: Attempt) -> None:
-        """CheckpointError when this very attempt has saved a later step than the one that training goes on from."""
-        start = 0 if self._restored is None else self._restored.step
-        newer = [key for key in candidates(self.store) if key.attempt == token and key.step > start]
-        if newer:
-            began = "the run starts over" if self._restored is None else f"step {start} was restored"
-            raise CheckpointError(
-                f"{began}, and attempt {token} has saved step {newer[0].step} already: what is saved now would be "
-                "older. Go on as a later attempt: without attempt=, or with a greater generation"
-            )
+            self._trigger.between_failures = learned(*claiming.read_history(self.store))
+        return claiming.claim_attempt(self.store, self._given, identity, self._restored)
 
     def _first(self, make: Any) -> Any:
         return make() if self._topology.rank == 0 else None
-
-
-def _history(store: Store) -> tuple[int, float]:
-    """How often this run has failed so far, and in how many seconds: its attempts, since its first checkpoint."""
-    entries = list(store.list(MANIFESTS))
-    if not entries:
-        return 0, 0.0
-    tokens = {entry.name.partition("-")[0] for entry in entries}
-    return len(tokens), max(0.0, time.time() - min(entry.modified for entry in entries))

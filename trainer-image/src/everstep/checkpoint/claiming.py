@@ -1,0 +1,82 @@
+"""The claim of a run on its store, by rank 0: its attempt, and that it goes on from what the store holds."""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from everstep.checkpoint import attempts
+from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.errors import CheckpointError, StoreError
+from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
+from everstep.checkpoint.store.base import Store
+
+_log = logging.getLogger("everstep.checkpoint")
+
+
+def claim_attempt(
+    store: Store, given: Attempt | None, identity: attempts.RunIdentity, restored: Key | None
+) -> tuple[str, str]:
+    """Claim an attempt of a store: the given one, or the next.
+
+    Args:
+        store: Where the run saves.
+        given: The attempt that the run was given, if any.
+        identity: Who the run is.
+        restored: The checkpoint that training goes on from; None where it starts over.
+
+    Returns:
+        The attempt, and what the store is called: empty when it cannot be asked now.
+
+    Raises:
+        Superseded: A later attempt has the store.
+        AttemptTaken: Another run was given the same one.
+        CheckpointError: This very attempt has saved a later step than the one that training goes on from.
+    """
+    if given is None:
+        return str(attempts.claim(store)), attempts.run_of(store)
+    run = ""
+    try:
+        attempts.check(store, given)
+        attempts.hold(store, given, identity)
+        _check_goes_on(store, given, restored)
+        run = attempts.run_of(store)
+    except StoreError as error:
+        # Nodes may hold in memory what is needed; a later attempt's checkpoints are greater than ours anyway.
+        _log.warning("whether a later attempt has used the store is not known: %s", error)
+    return str(given), run
+
+
+def check_is_empty(store: Store, keep_last: int) -> None:
+    """See that a run which begins without restoring leaves nothing behind.
+
+    Raises:
+        CheckpointError: The store holds checkpoints, which go when `keep_last` newer ones are saved.
+    """
+    newest = next(iter(candidates(store)), None)
+    if newest is not None:
+        raise CheckpointError(
+            f"{store.url} holds a checkpoint of step {newest.step} (attempt {newest.attempt}), and track() "
+            "would begin without it: call restore(…) with the same objects to go on from there, or start_over(…) "
+            f"to leave it behind; it is removed then when {keep_last} newer ones are saved"
+        )
+
+
+def read_history(store: Store) -> tuple[int, float]:
+    """How often this run has failed so far, and in how many seconds: its attempts, since its first checkpoint."""
+    entries = list(store.list(MANIFESTS))
+    if not entries:
+        return 0, 0.0
+    tokens = {entry.name.partition("-")[0] for entry in entries}
+    return len(tokens), max(0.0, time.time() - min(entry.modified for entry in entries))
+
+
+def _check_goes_on(store: Store, token: Attempt, restored: Key | None) -> None:
+    start = 0 if restored is None else restored.step
+    newer = [key for key in candidates(store) if key.attempt == token and key.step > start]
+    if newer:
+        began = "the run starts over" if restored is None else f"step {start} was restored"
+        raise CheckpointError(
+            f"{began}, and attempt {token} has saved step {newer[0].step} already: what is saved now would be "
+            "older. Go on as a later attempt: without attempt=, or with a greater generation"
+        )
