@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter, OrderedDict, defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,9 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import everstep  # noqa: E402
+from everstep.checkpoint.candidates import read_manifest  # noqa: E402
 from everstep.checkpoint.descriptions import is_description  # noqa: E402
-from everstep.checkpoint.publication import write_checkpoint  # noqa: E402
-from everstep.checkpoint.state.flat import flatten  # noqa: E402
+from everstep.checkpoint.state.flat import Flat, flatten  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from everstep.checkpoint.values import Refused  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -110,20 +111,25 @@ def test_what_an_object_is_does_not_follow_from_names(tmp_path: Path) -> None:
     assert sorted(everstep.load(tmp_path, only="model.weight")["model"]) == ["weight"]
 
 
-def test_a_checkpoint_that_does_not_say_what_its_objects_are_is_read_by_its_names(tmp_path: Path) -> None:
+def test_a_checkpoint_that_does_not_say_what_its_objects_are_is_read_by_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def as_before(*args: Any, **kwargs: Any) -> Flat:
+        flat = flatten(*args, **kwargs)
+        return replace(flat, values={name: each for name, each in flat.values.items() if not is_description(name)})
+
     model = nn.Linear(2, 1)
-    objects = {"model": model, "optimizer": torch.optim.SGD(model.parameters(), lr=0.5), "state": {"b": 1, "a": [2]}}
-    flat = flatten(objects, rank=0)
-    values = {name: each for name, each in flat.values.items() if not is_description(name)}
-    assert len(flat.values) - len(values) == 3
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    monkeypatch.setattr(ranks, "flatten", as_before)
     store = PosixStore(tmp_path / "store")
-    write_checkpoint(store, ranks.key(1), flat.tensors, values, model="")
+    ranks.save(store, ranks.key(1), {"model": model, "optimizer": optimizer, "state": {"b": 1, "a": [2]}})
+    assert not any(map(is_description, read_manifest(store, ranks.key(1)).values))
     loaded = everstep.load(tmp_path / "store")
     assert sorted(loaded["model"]) == ["bias", "weight"]
     assert sorted(loaded["optimizer"]["param_groups"][0]["params"]) == ["bias", "weight"]
     assert loaded["state"] == {"b": 1, "a": [2]}
     empty: dict[str, Any] = {}
-    ranks.restore(store, tmp_path / "memory", {"state": empty, "model": model})
+    ranks.restore(store, tmp_path / "memory", {"state": empty, "model": model, "optimizer": optimizer})
     assert empty == loaded["state"]
 
 

@@ -12,6 +12,7 @@ from typing import Any, cast
 import torch
 
 from everstep.checkpoint import attempts
+from everstep.checkpoint.descriptions import KIND, is_description, object_of
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.exchange.state_dicts import OptimizerOrder, leave_out_unwanted, name_leaves, split_objects
 from everstep.checkpoint.format import CHUNK, Key, itemsize
@@ -20,6 +21,7 @@ from everstep.checkpoint.publication import WholeTensor, write_checkpoint
 from everstep.checkpoint.selection import Only, Rename, is_wanted, rename_leaves
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import dtype_name
+from everstep.checkpoint.state.structure import MODULE, describe
 from everstep.checkpoint.store.base import open_store
 from everstep.checkpoint.user_metadata import pack_metadata
 from everstep.checkpoint.values import pack
@@ -116,7 +118,7 @@ def import_safetensors(
     files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
     if not files:
         raise CheckpointError(f"{path} has no file *.safetensors")
-    leaves: dict[str, Any] = {}
+    leaves: dict[str, Any] = {names.join(names.segment(name), KIND): describe(MODULE)}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
@@ -125,6 +127,14 @@ def import_safetensors(
                     raise CheckpointError(f"{key} is in two files of {path}: give one file, or remove those left over")
                 leaves[full] = _Lazy(file, key, opened.get_slice(key))
     return _import(leaves, uri, step, only, rename, metadata, options)
+
+
+def _choose(leaves: Mapping[str, Any], only: Only | None) -> dict[str, Any]:
+    """What is wanted, with what describes the objects that it is of."""
+    found = {name: leaf for name, leaf in leaves.items() if not is_description(name) and is_wanted(name, only)}
+    objects = set(map(object_of, found))
+    described = {name: leaf for name, leaf in leaves.items() if is_description(name) and object_of(name) in objects}
+    return found | described
 
 
 class _Lazy:
@@ -158,7 +168,7 @@ def _import(
     metadata: Mapping[str, Any] | None,
     options: Mapping[str, Any] | None,
 ) -> Key:
-    wanted = rename_leaves({name: leaf for name, leaf in leaves.items() if is_wanted(name, only)}, rename)
+    wanted = rename_leaves(_choose(leaves, only), rename)
     tensors = {name: leaf for name, leaf in wanted.items() if isinstance(leaf, torch.Tensor | _Lazy)}
     values = {name: pack(leaf, name) for name, leaf in wanted.items() if name not in tensors}
     if not tensors and not values:
