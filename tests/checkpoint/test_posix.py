@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import shutil
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 
 from everstep.checkpoint import room
 from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
+from everstep.checkpoint.keys import RUN
 from everstep.checkpoint.store import writeback
 from everstep.checkpoint.store.base import check_name, open_store
 from everstep.checkpoint.store.files import Files
@@ -55,6 +57,42 @@ def test_a_store_is_opened_by_path_or_url(tmp_path: Path) -> None:
     assert open_store(f"file://{tmp_path}").url == open_store(tmp_path).url == str(tmp_path)
     with pytest.raises(ValueError, match="no store serves"):
         open_store("nothing-serves-this://bucket")
+
+
+def test_a_store_that_is_not_mounted_any_more_is_not_made_again(tmp_path: Path) -> None:
+    store, away = open_store(tmp_path / "store"), tmp_path / "away"
+    store.put_if_absent(RUN, b"this")
+    assert store.read(RUN) == b"this"
+    (tmp_path / "store").rename(away)
+    writes: list[Callable[[], object]] = [
+        lambda: store.put(PART, [b"abc"], 3),
+        lambda: store.put_whole(PART, [b"abc"], 3),
+        lambda: store.put_if_absent("manifests/1", b"abc"),
+        lambda: store.replace("latest", b"abc"),
+    ]
+    for is_there in (False, True):
+        if is_there:
+            (tmp_path / "store").mkdir()  # a mount point without its file system
+        for write in writes:
+            with pytest.raises(StoreError, match="unmounted") as caught:
+                write()
+            assert caught.value.may_pass
+    assert list((tmp_path / "store").iterdir()) == []
+    (tmp_path / "store").rmdir()
+    shutil.copytree(away, tmp_path / "store")  # mounted again, under another number
+    for write in writes:
+        write()
+
+
+def test_what_is_unmounted_while_it_is_written_is_not_taken_for_saved(tmp_path: Path) -> None:
+    class Unmounted(Files):
+        def link(self, old: Path, new: Path) -> None:
+            super().link(old, new)
+            (tmp_path / "store").rename(tmp_path / "away")
+            (tmp_path / "store").mkdir()
+
+    with pytest.raises(StoreError, match=r"unmounted|No such file"):
+        PosixStore(tmp_path / "store", files=Unmounted()).put_if_absent("manifests/1", b"abc")
 
 
 def test_a_name_that_is_used_is_not_put_again(tmp_path: Path) -> None:

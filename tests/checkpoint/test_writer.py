@@ -14,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint import attempts, control
+from everstep.checkpoint import control
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.control import Config, WriterLost
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keys import Attempt
+from everstep.checkpoint.keys import RUN, Attempt
 from everstep.checkpoint.slots import Claim, Slots, State
+from everstep.checkpoint.store.base import open_store
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill
 from tests.checkpoint.writers import PATIENCE, SIZES, Node, Site, until
@@ -133,14 +134,31 @@ def test_what_a_rank_has_voided_is_not_begun_by_another_that_comes_later(site: S
 
 def make_anew(site: Site, run: str) -> None:
     """Somebody deletes the store, and another run begins there."""
-    shutil.rmtree(site.store.url)
-    assert attempts.run_of(site.store, run) == run
+    shutil.rmtree(site.store.url, ignore_errors=True)
+    assert open_store(site.store.url).put_if_absent(RUN, run.encode())
+
+
+def test_what_is_saved_while_a_store_is_not_mounted_is_in_it_when_it_is_back(site: Site) -> None:
+    node = site.node(run="this")
+    node.save(key(10))
+    node.report("saved")
+    away, folder = Path(f"{site.store.url}.away"), Path(site.store.url)
+    folder.rename(away)
+    folder.mkdir()  # the mount point
+    node.save(key(20))
+    assert "has no object named run any more" in node.report("retrying")["why"]
+    assert list(folder.iterdir()) == [], "nothing is written where it would be lost from sight"
+    folder.rmdir()
+    away.rename(folder)
+    node.report("saved")
+    assert site.good(key(20))
 
 
 @pytest.mark.parametrize("runs", [True, False], ids=["its writer runs", "its writer is gone"])
 def test_what_the_run_of_a_deleted_store_left_in_memory_is_nobodys(site: Site, runs: bool) -> None:
-    old = site.node(attempt="0000000000.0000000003", run="old", linger=30.0 if runs else 0.1)
+    old = site.node(attempt="0000000000.0000000003", run="old", linger=30.0 if runs else 0.1, commit_timeout=2.0)
     old.slots.create(old.directory / "peer", 2)[0].claim(Claim(key(10), 2, 1, 2, "old"))
+    shutil.rmtree(site.store.url)
     Path(site.store.url).write_text("not a folder")
     old.save(key(10, generation=3))
     old.report("failed")

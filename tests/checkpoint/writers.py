@@ -14,7 +14,7 @@ from typing import Any
 from everstep.checkpoint import control, peer_copies
 from everstep.checkpoint.candidates import verify
 from everstep.checkpoint.control import Config
-from everstep.checkpoint.keys import Key
+from everstep.checkpoint.keys import RUN, Key
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.base import Store, open_store
 from tests.checkpoint.slot_builders import content, fill
@@ -113,6 +113,8 @@ class Site:
 
     def node(self, linger: float = 30.0, **fields: Any) -> Node:
         config = self.config(**fields)
+        if config.run:  # as a session does that claims the store
+            open_store(self.store.url).put_if_absent(RUN, config.run.encode())
         made = Node(self.folder / f"memory-{config.node}", config, linger)
         self.pids.append(made.pid)
         return made

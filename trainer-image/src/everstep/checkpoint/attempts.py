@@ -95,12 +95,12 @@ def check(store: Store, attempt: Attempt) -> None:
         )
 
 
-def run_of(store: Store, name: str = "") -> str:
-    """The random name that all attempts of a store share; one without any gets `name`, or a new one."""
+def run_of(store: Store) -> str:
+    """The random name that all attempts of a store share; one without any gets it."""
     try:
         return store.read(RUN).decode()
     except Missing:
-        store.put_if_absent(RUN, (name or secrets.token_hex(16)).encode())
+        store.put_if_absent(RUN, secrets.token_hex(16).encode())
         return store.read(RUN).decode()
 
 
@@ -128,10 +128,24 @@ def read_run(store: Store) -> str | None:
 
 
 def replaced(store: Store, run: str) -> str | None:
-    """Why a run of this name (empty: not known) may not commit any more: its store was deleted, and is another's."""
-    if not run or run_of(store, run) == run:
+    """Return why a run may not write any more: its store was deleted, and is another's.
+
+    Args:
+        store: Where it writes.
+        run: What run_of() said when it began; empty where that is not known.
+
+    Raises:
+        StoreError: The store is not there now, e.g. because it was unmounted, or cannot be asked.
+    """
+    if not run:
         return None
-    return f"{store.url} was deleted and made anew since, for another run"
+    try:
+        found = store.read(RUN).decode()
+    except Missing as error:
+        # Only a run that begins makes a store: what is written into nothing is lost from sight when it comes back.
+        why = f"has no object named {RUN} any more, which this run has seen there: it was unmounted, moved or deleted"
+        raise StoreError(why, store.url, may_pass=True) from error
+    return None if found == run else f"{store.url} was deleted and made anew since, for another run"
 
 
 def _greatest(store: Store) -> Attempt | None:

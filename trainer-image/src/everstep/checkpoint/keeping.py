@@ -140,6 +140,8 @@ class Keeper:
         manifest = slot.manifest() or sum_slot(self._slots, slot, self._mappings, self._pieces, save.progress)
         self._on_whole(slot, save.claim, manifest)
         save.doing = "writing to the store"
+        if (why := attempts.replaced(self._at(config), config.run)) is not None:
+            raise commit.Fenced(why)
         store = store_again if save.left_behind else store_slot
         store(self._at(config), slot, save.claim.node, manifest, self._mappings, self._pieces, save.progress)
         slot.store(save.claim.key)

@@ -17,11 +17,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from everstep.checkpoint.errors import Damaged, Denied, Full, Missing, StoreError
-from everstep.checkpoint.keys import FOLDERS
+from everstep.checkpoint.keys import FOLDERS, RUN
 from everstep.checkpoint.store.base import Entry, ObjectReader, check_name
 from everstep.checkpoint.store.files import Files
 from everstep.checkpoint.store.mounts import is_on_this_machine
 from everstep.checkpoint.store.reader import open_file
+from everstep.checkpoint.store.root import RootFolder
 from everstep.checkpoint.store.writeback import WriteBehind
 
 _log = logging.getLogger("everstep.checkpoint.store")
@@ -40,12 +41,13 @@ _OUR_TEMPORARY = re.compile(re.escape(_TEMPORARY) + "[0-9a-f]{16}", re.ASCII)  #
 
 
 class PosixStore:
-    """Objects are files under one folder, which is made when the first one is written."""
+    """Objects are files under one folder, which is made when the first one is written, and never again."""
 
     def __init__(self, folder: str | os.PathLike[str], *, files: Files | None = None) -> None:
         # One folder has one name, however it is spelled: the slots of a store are found by it.
         self._root = Path(os.path.realpath(folder))
         self._files = files or Files()
+        self._folder = RootFolder(self._root)
         self._anchored = False
         self._syncs_folders = True  # until the file system says that it does not
 
@@ -55,16 +57,14 @@ class PosixStore:
 
     def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
         path = self._path(name)
-        with _errors(f"write {name}", self.url):
-            self._make_folders(path.parent)
+        with self._writing(name, path.parent):
             # Under its own name at once: no manifest speaks of it before it is durable.
             self._write(path, data, size, durable=True)
             self._sync_folders(path.parent)
 
     def put_whole(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
         path = self._path(name)
-        with _errors(f"write {name}", self.url):
-            self._make_folders(path.parent)
+        with self._writing(name, path.parent):
             new = path.with_name(_TEMPORARY + secrets.token_hex(8))
             self._write(new, data, size, durable=True)
             try:
@@ -77,8 +77,7 @@ class PosixStore:
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         path = self._path(name)
-        with _errors(f"write {name}", self.url):
-            self._make_folders(path.parent)
+        with self._writing(name, path.parent):
             new = path.with_name(_TEMPORARY + secrets.token_hex(8))
             self._write(new, [data], len(data), durable=True)
             try:
@@ -92,15 +91,16 @@ class PosixStore:
 
     def replace(self, name: str, data: bytes) -> None:
         path = self._path(name)
-        with _errors(f"write {name}", self.url):
-            self._make_folders(path.parent)
+        with self._writing(name, path.parent):
             new = path.with_name(_TEMPORARY + secrets.token_hex(8))
             self._write(new, [data], len(data), durable=False)
             self._files.rename(new, path)
 
     def read(self, name: str) -> bytes:
         with _errors(f"read {name}", self.url, name):
-            return self._path(name).read_bytes()
+            data = self._path(name).read_bytes()
+            self._folder.pin(data if name == RUN else None)
+        return data
 
     def read_into(self, name: str, offset: int, into: memoryview) -> None:
         with self.open_object(name) as opened:
@@ -140,6 +140,17 @@ class PosixStore:
                         self._files.remove(path)
                         count += 1
         return count
+
+    @contextmanager
+    def _writing(self, name: str, folder: Path) -> Iterator[None]:
+        """While an object is written into a folder of the store, which is made; both before and after that the store's
+        own folder is the one that it was."""
+        with _errors(f"write {name}", self.url):
+            self._folder.check()
+            self._make_folders(folder)
+            self._folder.pin()
+            yield
+            self._folder.check()
 
     def _files_of_stores(self, folder: str) -> Iterator[tuple[Path, os.stat_result]]:
         """All files below a folder; of the root only what lies in it and in the folders of a store: the rest of it may
