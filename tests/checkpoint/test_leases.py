@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from everstep.checkpoint.errors import Denied, Removed
 from everstep.checkpoint.keys import DATA, LEASES, Key
 from everstep.checkpoint.leases import leases
 from everstep.checkpoint.retention import prune
-from everstep.checkpoint.store.base import open_store
+from everstep.checkpoint.store.base import ObjectReader, open_store
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import key
 from tests.cli.command import Done, in_process
@@ -47,9 +48,11 @@ class Beside(PosixStore):
         self._goes_on(name)
         super().replace(name, data)
 
-    def read_into(self, name: str, offset: int, into: memoryview) -> None:
+    @contextmanager
+    def open_object(self, name: str) -> Iterator[ObjectReader]:
         self._goes_on(name)
-        super().read_into(name, offset, into)
+        with super().open_object(name) as opened:
+            yield opened
 
 
 def copied(store: Beside, folder_: Path) -> Key:
@@ -110,3 +113,50 @@ def test_who_may_not_write_reads_without_a_lease(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(store, "replace", refuse)
     assert restored(store, tmp_path) == key(20)
+
+
+@pytest.mark.torch
+def test_what_is_loaded_or_exported_stays_while_a_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torch")
+    import everstep
+    from everstep.checkpoint import load as load_module
+    from everstep.checkpoint.exchange import exporting
+
+    for at, expected in ((DATA, 20), (LEASES, 30)):
+        reads: list[Any] = [everstep.load, partial(exporting.export_dcp, folder=tmp_path / f"{expected}")]
+        for number, read in enumerate(reads):
+            store = Beside(tmp_path / at / str(number) / "store", at=at)
+            for module in (load_module, exporting):
+                monkeypatch.setattr(module, "open_store", lambda uri, held=store: held)
+            found = read("store")
+            assert found.step == expected
+            assert getattr(found, "fell_back", {}) == {}
+    monkeypatch.setattr(load_module, "open_store", lambda uri: Beside(tmp_path / "gone" / "store", at=LEASES))
+    with pytest.raises(Removed):
+        everstep.load("store", step=20)
+
+
+@pytest.mark.torch
+def test_an_export_holds_all_of_it_from_its_first_file_to_its_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    from everstep.checkpoint.exchange import exporting
+    from everstep.checkpoint.load import load as real
+    from tests.checkpoint import ranks
+
+    store = PosixStore(tmp_path / "store")
+    ranks.save(store, key(20), {"model": {name: torch.ones(100) for name in "abc"}})
+
+    def load(*arguments: Any, **options: Any) -> Any:
+        """Between any two reads of the export a run saves, and removes what is older and not held."""
+        found = real(*arguments, **options)
+        latest = key(candidates(store)[0].step + 1)
+        ranks.save(store, latest, {"model": {"a": torch.zeros(1)}})
+        prune(store, [latest], keep_last=1)
+        return found
+
+    monkeypatch.setattr(exporting, "load", load)
+    done = exporting.export_safetensors(store.url, tmp_path / "out", step=20, max_shard_bytes=400)
+    assert done == key(20)
+    assert len(list((tmp_path / "out").glob("model-*.safetensors"))) == 3

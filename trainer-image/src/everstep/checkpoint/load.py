@@ -208,6 +208,7 @@ def _first_good(
     if step is not None:
         select_keys(candidates(store), step, store.url)
     bad: dict[str, str] = {}
+    removed: Removed | None = None
     for key in each_candidate(store):
         if not is_meant(key, step):
             continue
@@ -216,7 +217,7 @@ def _first_good(
                 manifest = read_manifest(store, key)
                 return read(store, manifest, lease), manifest, bad
         except Removed as error:
-            _log.info("%s", error)
+            removed = error
         except CheckpointError as error:
             if not is_damage(error):
                 raise
@@ -224,6 +225,8 @@ def _first_good(
             bad[str(key)] = str(error)
     if bad:
         raise NoGoodCheckpoint(bad)
+    if removed is not None:
+        raise removed
     raise CheckpointError(f"there are no checkpoints in {store.url}: nothing was saved there, or it is another place")
 
 

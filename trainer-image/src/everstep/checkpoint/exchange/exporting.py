@@ -20,7 +20,7 @@ import torch
 
 from everstep.checkpoint.candidates import candidates, each_candidate, is_committed
 from everstep.checkpoint.casting import Cast
-from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.errors import CheckpointError, Removed
 from everstep.checkpoint.format import itemsize
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.leases import ReadLease, reading
@@ -176,6 +176,7 @@ def _write_first_good(
     """Return the first checkpoint of which all is good that `write` reads; it is held while that reads it."""
     store = open_store(uri, **(options or {}))
     bad: dict[str, str] = {}
+    removed: Key | None = None
     if step is not None:
         select_keys(candidates(store), step, store.url)
     for key in each_candidate(store):
@@ -184,14 +185,18 @@ def _write_first_good(
         with reading(store, key) as lease:
             try:
                 write(key, lease)
-            except (NoGoodCheckpoint, NoSuchStep) as error:
-                if is_committed(store, key):
-                    _log.warning("checkpoint %s is passed over: %s", key, error)
-                    bad[str(key)] = getattr(error, "reasons", {}).get(str(key), str(error))
+            except (NoGoodCheckpoint, NoSuchStep, Removed) as error:
+                if not is_committed(store, key):
+                    removed = key
+                    continue
+                _log.warning("checkpoint %s is passed over: %s", key, error)
+                bad[str(key)] = getattr(error, "reasons", {}).get(str(key), str(error))
             else:
                 return key
     if bad:
         raise NoGoodCheckpoint(bad)
+    if removed is not None:
+        raise Removed(removed.manifest_name)
     raise CheckpointError(f"there are no checkpoints in {store.url}: nothing was saved there, or it is another place")
 
 
