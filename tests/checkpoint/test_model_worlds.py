@@ -105,7 +105,8 @@ class Worlds(RuleBasedStateMachine):
             prune_verified(VerifiedCheckpoints(self._with(death)), keep_last=keep_last, keep_every=keep_every)
         after, there = self._good_ones(), set(candidates(self.store))
         assert after <= before
-        assert len(self._marked()) >= min(keep_last, len(marked))
+        # Marks of what is found to be damaged go.
+        assert len(self._marked()) >= min(keep_last, len(marked - self.rotten))
         # What rotted after it was verified is only known to whoever reads it again.
         assert len(after) + len(self.rotten & there) >= min(keep_last, len(before))
         self.good &= there
@@ -135,7 +136,7 @@ class Worlds(RuleBasedStateMachine):
         if kind == "lose a mark":
             self.store.delete([entry.name for entry in list(self.store.list(key.mark_prefix))[:1]])
             return
-        if key in self._marked():
+        if any(self.store.list(key.mark_prefix)):  # a share that has its mark is not read for the sake of another one
             self.rotten.add(key)
         self.good.discard(key)
         match kind:
