@@ -1,5 +1,8 @@
-"""The folder of a store, told apart from whatever else comes to lie at its path: a file system that was unmounted leaves
-its mount point there, where what is written is lost from sight when it comes back."""
+"""The folder of a store, told apart from whatever else comes to lie at its path.
+
+A file system that was unmounted leaves its mount point there: what is written into that is lost from sight when the
+file system comes back.
+"""
 
 from __future__ import annotations
 
