@@ -51,7 +51,7 @@ class Node:
         self.keeper = Keeper(self.slots, lambda slot, claim, manifest: None)
 
     async def save(self, step: int, size: int = 10_000, **config: Any) -> Save:
-        self.slots.reserve([size])
+        self.slots.reserve([size], 1)
         claim = Claim(key(step), 1, 0, 1)
         self.slots[0].claim(claim)
         fill(self.slots, 0, claim.key, 0, size, world=1)

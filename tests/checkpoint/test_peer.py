@@ -38,7 +38,7 @@ class Away:
     def __init__(self, folder: Path) -> None:
         self.here = folder / "keeper"
         self.slots = Slots.create(folder / "node", 2)
-        self.slots.reserve(PARTS)
+        self.slots.reserve(PARTS, 2)
         self.here.mkdir()
         self.server = PeerServer(self.here)
         self.address: Address = ("127.0.0.1", self.server.trust(SECRET, 2) or 0)
@@ -234,7 +234,7 @@ def test_who_does_not_know_the_secret_learns_nothing_and_leaves_nothing(away: Aw
 
 
 def test_a_copy_that_finds_no_room_is_refused_with_the_reason(away: Away, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 30_000_000))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 10_000_000))
     with pytest.raises(PeerLost, match=r"2 copies of another node's slots need 16.8 MB more memory, the file system"):
         away.send(0, key(10))
     assert away.kept == []

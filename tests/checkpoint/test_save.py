@@ -219,7 +219,7 @@ def test_only_what_an_optimizer_holds_is_copied_while_training_goes_on(tmp_path:
     objects: dict[str, object] = {"model": module, "optimizer": optimizer, "average": copy.deepcopy(module), "x": {}}
     plan, tensors = plan_of(objects, 0, 1)
     slots = Slots.create(tmp_path / "memory", 1)
-    slots.reserve(list(plan.sizes))
+    slots.reserve(list(plan.sizes), 1)
     staging = Recording()
     snapshots = Snapshots(slots, plan, Topology(0, 1, 0, 1, (0,)), "xxh3_64", staging, of_optimizers(objects, rank=0))
     snapshots.take(slots[0], Key(Attempt(0, 1), 5), tensors)

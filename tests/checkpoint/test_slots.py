@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -26,7 +27,7 @@ SIZES = [20_000, 8_192]
 @pytest.fixture
 def slots(tmp_path: Path) -> Iterator[Slots]:
     made = Slots.create(tmp_path / "memory", 2)
-    made.reserve(SIZES)
+    made.reserve(SIZES, 2)
     yield made
     made.remove()
 
@@ -158,16 +159,30 @@ def test_memory_is_allocated_beforehand_and_reused(slots: Slots) -> None:
             found = slot.part(local).stat()
             assert found.st_size == size
             assert found.st_blocks * 512 >= size  # no holes: a copy into one could end in SIGBUS
-    assert slots.need(SIZES) == 0
-    assert slots.need([SIZES[0] + 100, SIZES[1]]) == 200
-    slots.reserve([100, 100])  # a smaller plan: nothing shrinks under who has it mapped
+    assert slots.need(SIZES, 2) == 0
+    assert slots.need([SIZES[0] + 100, SIZES[1]], 2) == 200
+    slots.reserve([100, 100], 2)  # a smaller plan: nothing shrinks under who has it mapped
     assert slots[0].part(0).stat().st_size == SIZES[0]
 
 
 def test_too_little_memory_is_told_before_a_byte_is_taken(slots: Slots) -> None:
     with pytest.raises(NoRoom, match=r"2 slots for checkpoints need .* GB more memory, .* or use slots=1"):
-        slots.reserve([1 << 50])
+        slots.reserve([1 << 50], 2)
     assert slots[0].part(0).stat().st_size == SIZES[0]
+
+
+def test_a_small_file_system_may_be_filled_and_what_is_missing_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Docker and Kubernetes give a container a /dev/shm of 64 MB, unless they are told otherwise."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 64 << 20))
+    room.check(tmp_path, 60_000_000, copies=2)
+    with pytest.raises(
+        NoRoom,
+        match=r"1 slot for checkpoints need 67.0 MB more memory, the file system of .* has 67.1 MB left, and 0.5 MB "
+        r"must stay free: 0.4 MB are missing; give it more \(sizeLimit, --shm-size\)$",
+    ):
+        room.check(tmp_path, 67_000_000, copies=1)
 
 
 def write(path: Path, **files: object) -> None:

@@ -80,7 +80,7 @@ def test_a_writer_that_was_killed_is_followed_by_one_that_stores_what_it_left(si
 
 def test_a_slot_that_a_dead_writer_left_half_filled_is_free(site: Site) -> None:
     slots = Slots.create(site.folder / "memory-0", 2)
-    slots.reserve(SIZES)
+    slots.reserve(SIZES, 2)
     slots[0].claim(Claim(key(10), 2, 0, 1))
     fill(slots, 0, key(10), 0, SIZES[0])
     node = site.node()

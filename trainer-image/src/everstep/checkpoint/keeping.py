@@ -77,6 +77,10 @@ class Keeper:
         self._to_tidy: Save | None = None
         self._pruning: asyncio.Future[None] | None = None
 
+    def forget(self, slot: Slot) -> None:
+        """Let go of the parts of a slot that is removed."""
+        self._mappings.forget(slot)
+
     async def keep(self, save: Save) -> dict[str, Any]:
         """Figures of the save once it is durable: `bytes` (on node 0 of all nodes), `seconds`, `at`."""
         began = time.monotonic()

@@ -49,8 +49,26 @@ class Copies:
 
     def reserve(self, sizes: Sequence[int], count: int) -> None:
         """Allocates them. NoRoom."""
-        Slots.create(self._slots.directory, count)
-        self._slots.reserve(sizes)
+        Slots.create(self._slots.directory, 0)
+        self._slots.reserve(sizes, count)
+
+    def remove_surplus(self, count: int) -> None:
+        """Remove copies that an earlier run with more slots has kept, but the newest whole one of all."""
+        if not self._turn.acquire(blocking=False):
+            return  # one is coming, and may be in one of them
+        try:
+            self._remove_surplus(count)
+        finally:
+            self._turn.release()
+
+    def _remove_surplus(self, count: int) -> None:
+        whole = self._slots.whole()
+        newest = whole[0][0].number if whole else None
+        for slot in self._slots.surplus(count):
+            if slot.number != newest:
+                with suppress(OSError):
+                    self._slots.move_away(slot)
+        self._slots.clear_removed()
 
     def take(self, link: Link, claim: Claim, data: bytes, count: int) -> None:
         """Receives the parts of a node manifest (`data`) and verifies them; Refused before, Damaged and PeerLost later.
@@ -81,24 +99,25 @@ class Copies:
         if need > 0:
             room.check(self._directory, need, copies=0, kept=count)
             self.reserve(sizes, count)
-        slot = self._claim_slot(claim)
+        slot = self._claim_slot(claim, count)
         try:
             link.tell({"ok": None})  # now the bytes
             chunks = _by_part(manifest)
             for local, part in enumerate(manifest.parts):
                 _receive(link, slot.part(local), part.size, manifest, chunks[local])
             slot.complete(manifest)
+            self._remove_surplus(count)
         except BaseException:
             with suppress(OSError):
                 slot.release()
             raise
 
-    def _claim_slot(self, claim: Claim) -> Slot:
+    def _claim_slot(self, claim: Claim, count: int) -> Slot:
         """Claim a slot for a copy, after waiting a while for processes that restore. Refused."""
         until = time.monotonic() + READ_TIMEOUT
         while True:
             try:
-                slot = self._find_slot()
+                slot = self._find_slot(count)
                 slot.claim(claim)
             except NoSlot as error:
                 if time.monotonic() >= until:
@@ -107,8 +126,8 @@ class Copies:
             else:
                 return slot
 
-    def _find_slot(self) -> Slot:
-        slots, whole = list(self._slots), self._slots.whole()
+    def _find_slot(self, count: int) -> Slot:
+        slots, whole = self._slots.first(count), self._slots.whole()
         newest = whole[0][0].number if whole and len(slots) > 1 else None
         age = {slot.number: i + 1 for i, (slot, _) in enumerate(whole)}  # the oldest has the greatest
         free = [slot for slot in slots if slot.number != newest and not slot.is_read]

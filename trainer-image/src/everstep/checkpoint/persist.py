@@ -59,6 +59,12 @@ class Mappings:
                 self._pages[path] = pages
         return memoryview(pages)[:size]
 
+    def forget(self, slot: Slot) -> None:
+        """Unmap the parts of a slot that is removed: their memory is given back, and a later slot has other files."""
+        with self._lock:
+            for path in [path for path in self._pages if path.parent == slot.path]:
+                del self._pages[path]
+
 
 def sum_slot(slots: Slots, slot: Slot, mappings: Mappings, pool: Executor, progress: Progress) -> Manifest:
     """Sums what the ranks have filled in and makes the slot whole; its node manifest. Conflict: its ranks disagree."""

@@ -11,8 +11,10 @@ from everstep.checkpoint.errors import CheckpointError
 
 CGROUPS = Path("/sys/fs/cgroup")
 
-# What a process needs besides: an operating system that has no free page at all kills somebody.
-_SPARE = 64 << 20
+# An operating system that has no free page at all kills a process: the machine and each cgroup keep so much.
+_SPARE_MEMORY = 64 << 20
+# A file system of its own, as a container's /dev/shm of 64 MB, only needs room for the small files beside the parts.
+_SPARE_FILES = 512 << 10
 
 
 class NoRoom(CheckpointError):
@@ -26,18 +28,20 @@ def check(directory: Path, need: int, copies: int, kept: int = 0) -> None:
     """
     if need <= 0:
         return
+    on_files = shutil.disk_usage(directory).free
     rooms = [
-        (shutil.disk_usage(directory).free, f"the file system of {directory}", "give it more (sizeLimit, --shm-size)"),
-        (_machine(), "this machine", "use a greater one"),
-        *((free, f"the memory limit of cgroup {name}", "raise the limit") for free, name in cgroups()),
+        (on_files, _SPARE_FILES, f"the file system of {directory}", "give it more (sizeLimit, --shm-size)"),
+        (_machine(), _SPARE_MEMORY, "this machine", "use a greater one"),
+        *((free, _SPARE_MEMORY, f"the memory limit of cgroup {name}", "raise the limit") for free, name in cgroups()),
     ]
-    free, where, remedy = min(rooms)
-    if need + _SPARE > free:
+    free, spare, where, remedy = min(rooms, key=lambda room: room[0] - room[1])
+    if need + spare > free:
         fewer = " or use slots=1" * (max(copies, kept) > 1) + " or peers=0" * (kept > 0)
         parts = [f"{copies} slot{'s' * (copies > 1)} for checkpoints"] if copies else []
         parts += [f"{kept} cop{'ies' if kept > 1 else 'y'} of another node's slots"] if kept else []
         raise NoRoom(
-            f"{' and '.join(parts)} need {_size(need)} more memory, {where} has {_size(free)} left: {remedy}{fewer}"
+            f"{' and '.join(parts)} need {_size(need)} more memory, {where} has {_size(free)} left, and {_size(spare)} "
+            f"must stay free: {_size(need + spare - free)} are missing; {remedy}{fewer}"
         )
 
 

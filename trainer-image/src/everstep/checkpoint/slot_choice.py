@@ -20,18 +20,19 @@ FILL_TIMEOUT = 330.0
 C = TypeVar("C", bound=Hashable)
 
 
-def choose_slot(slots: Slots, saves: Collection[Save], filling: Filling[C]) -> Slot:
+def choose_slot(slots: Slots, count: int, saves: Collection[Save], filling: Filling[C]) -> Slot:
     """Return the slot whose loss costs least; never the newest whole one where there is another.
 
     Args:
         slots: Of this node.
+        count: How many of them this run fills.
         saves: Those that are being stored.
         filling: Those that ranks are about.
 
     Raises:
         NoSlot: Every slot is in use.
     """
-    every = list(slots)
+    every = slots.first(count)
     newest = slots.newest()
     keep = {newest.number} if newest and len(every) > 1 else set()
     keep |= {save.slot.number for save in saves if save.needs_slot}

@@ -32,6 +32,7 @@ import json
 import os
 import shutil
 import stat
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -242,10 +243,10 @@ class Slots:
     def create(cls, directory: Path, count: int) -> Slots:
         """Makes what is missing; CheckpointError when the directory is not ours alone."""
         secure(directory)
-        for number in range(count):
-            (directory / str(number)).mkdir(mode=0o700, exist_ok=True)
         (directory / "layouts").mkdir(mode=0o700, exist_ok=True)
-        return cls(directory)
+        made = cls(directory)
+        made._make_folders(count)
+        return made
 
     def __iter__(self) -> Iterator[Slot]:
         paths = sorted(path for path in self.directory.glob("*") if path.name.isdecimal())
@@ -268,23 +269,48 @@ class Slots:
         ]
         return self[max(whole)[1]] if whole else None
 
-    def need(self, sizes: Sequence[int], count: int = 0) -> int:
-        """Bytes of memory that parts of these sizes, one for each local rank, would take beyond what is there; with
-        `count`, in so many slots, there or not."""
-        missing = max(0, count - len(list(self)))
-        here = sum(max(0, size - _size(slot.part(local))) for slot in self for local, size in enumerate(sizes))
-        return here + missing * sum(sizes)
+    def first(self, count: int) -> list[Slot]:
+        """The slots that a run with so many of them fills; others that are there were an earlier run's."""
+        return [slot for slot in self if slot.number < count]
 
-    def check(self, sizes: Sequence[int]) -> None:
-        """room.NoRoom when parts of these sizes do not fit into the memory."""
-        room.check(self.directory, self.need(sizes), copies=len(list(self)))
+    def surplus(self, count: int) -> list[Slot]:
+        """The slots that a run with so many of them does not fill."""
+        return [slot for slot in self if slot.number >= count]
 
-    def reserve(self, sizes: Sequence[int]) -> None:
-        """Allocates all parts. Files never shrink. NoRoom."""
-        self.check(sizes)
-        for slot in self:
+    def need(self, sizes: Sequence[int], count: int) -> int:
+        """Bytes of memory that `count` slots, there or not, would take beyond what is there: `sizes` are those of their
+        parts, one for each local rank."""
+        every = [self[number] for number in range(count)]
+        return sum(max(0, size - _size(slot.part(local))) for slot in every for local, size in enumerate(sizes))
+
+    def check(self, sizes: Sequence[int], count: int) -> None:
+        """room.NoRoom when so many slots with parts of these sizes do not fit into the memory."""
+        room.check(self.directory, self.need(sizes, count), copies=count)
+
+    def reserve(self, sizes: Sequence[int], count: int) -> None:
+        """Makes so many slots and allocates their parts. Files never shrink. NoRoom, and then nothing was made."""
+        self.check(sizes, count)
+        self._make_folders(count)
+        for slot in self.first(count):
             for local, size in enumerate(sizes):
                 _allocate(slot.part(local), size)
+
+    def move_away(self, slot: Slot) -> bool:
+        """Take a slot away from here; clear_removed() gives its memory back.
+
+        Returns:
+            Whether it was taken away. While a process reads it, it stays as it is.
+        """
+        with ExitStack() as stack:
+            if not slot.lock_out_readers(stack):
+                return False
+            name = f"{self._removed_prefix}{os.getpid()}-{slot.number}-{time.monotonic_ns()}"
+            slot.path.rename(self.directory / name)
+        return True
+
+    def _make_folders(self, count: int) -> None:
+        for number in range(count):
+            (self.directory / str(number)).mkdir(mode=0o700, exist_ok=True)
 
     def save_layout(self, boxes: Sequence[Box]) -> str:
         """Keeps where a rank's shards lie and names it."""

@@ -35,6 +35,7 @@ from everstep.checkpoint.peer_server import PeerServer
 from everstep.checkpoint.slot_choice import choose_slot, will_be_free
 from everstep.checkpoint.slots import Claim, Slot, Slots, State
 from everstep.checkpoint.store.base import open_store
+from everstep.checkpoint.surplus_slots import move_surplus_away
 
 _log = logging.getLogger("everstep.checkpoint.writer")
 
@@ -171,7 +172,7 @@ class Writer:
 
     def _take_over(self, config: Config) -> None:
         """This run has the node from here on. What an earlier one's ranks had filled is still stored: see _recover."""
-        Slots.create(self._slots.directory, config.slots)
+        Slots.create(self._slots.directory, 0)  # reserve() makes the slots, once they are known to find room
         self._membership.take_over(config)
         self._filling = Filling()
         for save in self._saves.values():
@@ -234,24 +235,36 @@ class Writer:
         """
         assert self._config is not None
         if self._reserving is not None:
-            await self._reserving
+            await asyncio.wait([self._reserving])  # how an earlier one ended is nothing to this one
         why, count, copies = None, self._config.slots, self._peers.copies
+        await self._remove_surplus(count)
+        if kept:
+            await self._loop.run_in_executor(None, copies.remove_surplus, count)
         try:
             need = copies.need(kept, count) if kept else 0
-            room.check(self._slots.directory, self._slots.need(sizes) + need, count, count if kept else 0)
+            room.check(self._slots.directory, self._slots.need(sizes, count) + need, count, count if kept else 0)
         except room.NoRoom as error:
             if not kept or self._config.insist:
                 raise
-            self._slots.check(sizes)
+            self._slots.check(sizes, count)
             why, kept = str(error), []
 
         def allocate() -> None:
-            self._slots.reserve(sizes)
+            self._slots.reserve(sizes, count)
             if kept:
                 copies.reserve(kept, count)
 
         self._reserving = asyncio.get_running_loop().run_in_executor(None, allocate)
         return why
+
+    async def _remove_surplus(self, count: int) -> None:
+        if self._copier.busy:  # it may send one of them
+            return
+        moved = move_surplus_away(self._slots, count, self._saves, self._newest)
+        for slot in moved:
+            self._keeper.forget(slot)
+        if moved:
+            await self._loop.run_in_executor(None, self._slots.clear_removed)
 
     async def _begin(self, key: Key, writer: asyncio.StreamWriter) -> int:
         """The number of the slot for this save, as soon as one is free."""
@@ -286,7 +299,7 @@ class Writer:
                 return slot.number
         if absent := self._membership.known - set(newest):
             raise RankLost([ranks[local] for local in sorted(absent)], _LEFT)
-        slot = choose_slot(self._slots, self._saves.values(), self._filling)
+        slot = choose_slot(self._slots, self._config.slots, self._saves.values(), self._filling)
         slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
         self._filling.begin(key, rank.local, writer, newest)
         return slot.number
@@ -424,6 +437,8 @@ class Writer:
             self._changed.clear()
             self._verifier.look(is_idle=not self._ranks and not self._tasks)
             self._try_again()
+            if self._config is not None and (self._reserving is None or self._reserving.done()):
+                await self._remove_surplus(self._config.slots)
             for key, save in self._saves.items():
                 quiet = time.monotonic() - max(save.progress.at, save.told)
                 if quiet > save.config.stall_after:
@@ -446,12 +461,20 @@ class Writer:
             return False
         if self._told_to_end and not self._ranks:
             return True
-        if self._ranks or time.monotonic() - self._idle_since < self._linger:
+        if self._ranks:
+            return False
+        if self._config is not None and not self._has_slots():
+            return self._remove_slots()  # its ranks were told that there is no room, and left
+        if time.monotonic() - self._idle_since < self._linger:
             return False
         # Nobody came back. What is in the store too need not take memory from whoever is next on this node.
         if all(slot.state in (State.EMPTY, State.FILLING, State.STORED) for slot in self._slots):
             return self._remove_slots()
         return True
+
+    def _has_slots(self) -> bool:
+        """Whether there is any slot, of this node or of another one's."""
+        return any(True for _ in (*self._slots, *peer_copies.of(self._slots.directory)))
 
     def _remove_slots(self) -> bool:
         """Whether the memory was given back. A process that restores from it is waited for, as long as ranks are."""
