@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
+import everstep  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.selection import NoSuchStep  # noqa: E402
 from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
@@ -102,3 +104,77 @@ def test_arrays_are_found_under_another_name(tmp_path: Path) -> None:
         ckpt.restore(new=found, rename={"old.": "new."})
     assert found["more"] == 3
     assert (found["array"] == np.arange(5000.0)).all()
+
+
+def test_a_prefix_with_nothing_in_its_place_leaves_names_out_wherever_a_checkpoint_is_read(tmp_path: Path) -> None:
+    with session(tmp_path) as ckpt:
+        ckpt.restore(model=nn.Linear(2, 2), other={"kept": 1})
+        ckpt.save(1)
+    rename: dict[str, str | None] = {"model.weight": None, "other.": None}
+    assert set(everstep.load(tmp_path / "store", only=["model", "other"], rename=rename)) == {"model"}
+    for load_into in (partial(everstep.load_into, str(tmp_path / "store")), session(tmp_path).restore):
+        model = nn.Linear(2, 2)
+        before = model.weight.clone()
+        assert load_into(model=model, rename=rename, strict=False).missing == ("model.weight",)
+        assert torch.equal(model.weight, before)
+
+
+CASTS = {torch.float32: torch.float64, torch.float16: torch.float32}
+
+# What rank 0 and rank 1 give, and what is said of it; nothing where it is the same.
+GIVEN: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({}, {"step": 10}, "step=None on rank 0 and step=10 on rank 1"),
+    ({"step": 10}, {"step": 20}, "step=10 on rank 0 and step=20 on rank 1"),
+    ({}, {"strict": False}, "strict=True on rank 0 and strict=False on rank 1"),
+    ({"cast": True}, {}, "cast=True on rank 0 and cast=None on rank 1"),
+    ({}, {"rename": {"a.": "b."}}, "rename=None on rank 0 and rename={'a.': 'b.'} on rank 1"),
+    (
+        {"rename": {f"layer.{i}.": "" for i in range(99)}},
+        {"rename": {f"layer.{i}.": "" for i in range(98)}},
+        "rename=a mapping of 99 prefixes (",
+    ),
+    ({"rename": str}, {"rename": {}}, "rename=a function on rank 0 and rename={} on rank 1"),
+    ({"rename": {"a.": "b.", "c.": None}}, {"rename": {"c.": None, "a.": "b."}}, ""),
+    ({"cast": CASTS}, {"cast": dict(reversed(CASTS.items()))}, ""),
+    ({"step": 10}, {"step": 10}, ""),
+]
+
+
+def test_ranks_that_ask_for_different_things_are_told_so_and_nothing_is_touched(tmp_path: Path) -> None:
+    run(tmp_path, 20)
+    for found in ranks.run(2, restore_as_given, tmp_path):
+        assert len(found) == len(GIVEN) + 1
+        for (_, _, said), (error, steps) in zip(GIVEN, found[:-1], strict=True):
+            assert said in error
+            assert ("no object was touched" in error) == bool(said)
+            assert steps == ((0, 20) if said else (steps[1], steps[1])), "and the same session restores after that"
+        assert "allow_pickle=False on rank 0 and allow_pickle=True on rank 1" in found[-1][0]
+
+
+def restore_as_given(rank: int, folder: Path) -> list[tuple[str, tuple[int, int]]]:
+    found = []
+    for first, second, _ in GIVEN:
+        options, model, error = (first, second)[rank], Model(), ""
+        with session(folder) as ckpt:
+            try:
+                ckpt.restore(model=model, **options)
+            except CheckpointError as caught:
+                error = str(caught)
+            before = model.at
+            if error:
+                ckpt.restore(model=model)
+        found.append((error, (before, model.at)))
+    with session(folder, allow_pickle=rank == 1) as ckpt, pytest.raises(CheckpointError) as raised:
+        ckpt.restore(model=Model())
+    return [*found, (str(raised.value), (0, 0))]
+
+
+def test_an_option_that_one_rank_alone_gets_wrong_is_an_error_of_all(tmp_path: Path) -> None:
+    for error in ranks.run(2, restore_with_a_wrong_step, tmp_path):
+        assert "step= is the number of a step" in error
+
+
+def restore_with_a_wrong_step(rank: int, folder: Path) -> str:
+    with session(folder) as ckpt, pytest.raises((TypeError, CheckpointError)) as raised:
+        ckpt.restore(model=Model(), step="10" if rank else 10)  # type: ignore[arg-type]
+    return str(raised.value)

@@ -65,13 +65,14 @@ def test_ls_for_programs(everstep: Everstep, run: Store, tmp_path: Path) -> None
     assert "is no manifest" in broken["damaged"]
 
 
-def test_nothing_is_no_error_for_ls_and_one_for_verify(everstep: Everstep) -> None:
+def test_nothing_is_no_error_for_ls_and_one_for_verify_and_prune(everstep: Everstep) -> None:
     done = everstep("checkpoint", "ls", "run")
     assert (done.returncode, done.stdout) == (0, "")
     assert "no checkpoints" in done.stderr
-    done = everstep("checkpoint", "verify", "run")
-    assert done.returncode == 3
-    assert "there are no checkpoints in" in done.stderr
+    for command in (["verify", "run"], ["prune", "run", "--keep-last", "1"]):
+        done = everstep("checkpoint", *command)
+        assert done.returncode == 3
+        assert "there are no checkpoints in" in done.stderr
 
 
 def test_verify_reads_what_was_asked_for(everstep: Everstep, run: Store, tmp_path: Path) -> None:

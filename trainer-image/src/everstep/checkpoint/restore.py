@@ -36,7 +36,7 @@ from everstep.checkpoint.peer_parts import PeerParts
 from everstep.checkpoint.peer_server import held
 from everstep.checkpoint.peers import Peers
 from everstep.checkpoint.proposals import MEMORY, PEER, STORE, Proposal, Proposals, mine
-from everstep.checkpoint.restore_options import RestoreOptions
+from everstep.checkpoint.restore_options import RestoreOptions, find_difference
 from everstep.checkpoint.restore_steps import BadCheckpoint, UndefinedObjects, run_on_all_ranks
 from everstep.checkpoint.selection import NoSuchStep, rename_manifest
 from everstep.checkpoint.slots import Claim
@@ -132,7 +132,7 @@ class Restorer:
         try:
             while True:
                 offer = mine(self._memory, self._topology, run=self._run, given=self._attempt, claimed=self._claimed)
-                proposal = Proposal.of(self._vote.agree(offer, self._proposals.next))
+                proposal = self._agree_on_proposal(offer)
                 if proposal.key is None:
                     if proposal.rejected:
                         raise NoGoodCheckpoint(proposal.rejected)
@@ -150,6 +150,20 @@ class Restorer:
         finally:
             self._proposals.close()
             self._vote.settle()
+
+    def _agree_on_proposal(self, offer: dict[str, Any] | None) -> Proposal:
+        """CheckpointError on all ranks where they were given different options."""
+
+        def propose(messages: list[Any]) -> dict[str, Any]:
+            difference = find_difference([message["options"] for message in messages])
+            if difference is not None:
+                return {"difference": difference}
+            return {"proposal": self._proposals.next([message["offer"] for message in messages])}
+
+        agreed = self._vote.agree({"options": self._options.describe(), "offer": offer}, propose)
+        if "difference" in agreed:
+            raise CheckpointError(agreed["difference"])
+        return Proposal.of(agreed["proposal"])
 
     def _load(self, key: Key, proposal: Proposal) -> Restored:
         with contextlib.ExitStack() as stack:

@@ -13,7 +13,7 @@ from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
 
 Leaf = TypeVar("Leaf")
-Rename = Mapping[str, str] | Callable[[str], str | None]
+Rename = Mapping[str, str | None] | Callable[[str], str | None]
 Only = str | Sequence[str]
 
 _SHOWN = 12
@@ -67,8 +67,8 @@ def rename_leaves(leaves: Mapping[str, Leaf], rename: Rename | None) -> dict[str
 
     Args:
         leaves: By full names, as `model.layers.0.weight`.
-        rename: Prefixes and what takes their place, of which the longest that fits counts; or a function, whose None
-            leaves a name out.
+        rename: Prefixes and what takes their place, of which the longest that fits counts; or a function. None in
+            place of a prefix or a name leaves out what is called so.
 
     Raises:
         CheckpointError: Two names become one.
@@ -114,6 +114,9 @@ def rename_manifest(manifest: Manifest, rename: Rename | None) -> Manifest:
     return replace(manifest, tensors=dict(sorted(tensors.items())), values=dict(sorted(values.items())))
 
 
-def _with_prefix(name: str, prefixes: Mapping[str, str]) -> str:
+def _with_prefix(name: str, prefixes: Mapping[str, str | None]) -> str | None:
     found = max((each for each in prefixes if name.startswith(each)), key=len, default=None)
-    return name if found is None else prefixes[found] + name.removeprefix(found)
+    if found is None:
+        return name
+    new = prefixes[found]
+    return None if new is None else new + name.removeprefix(found)

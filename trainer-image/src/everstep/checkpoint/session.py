@@ -179,9 +179,13 @@ class Checkpointer:
         """
         if self._pilot is not None and self._pilot.saved:
             raise CheckpointError("this session has saved already: close it, and restore in a new one")
-        options = RestoreOptions(step, strict, rename, Casts(cast), self._how.allow_pickle, frozenset({GENERATORS}))
         everything = self._with_generators(objects)
-        together(lambda: check_values(everything, self._topology, self._how), self._group)
+
+        def check() -> RestoreOptions:
+            check_values(everything, self._topology, self._how)
+            return RestoreOptions(step, strict, rename, Casts(cast), self._how.allow_pickle, frozenset({GENERATORS}))
+
+        options = together(check, self._group)
         run = attempts.read_run(self.store) if self._topology.local == 0 else None
         with serve_reads(self._directory, self._topology, self._group, run, wanted=self._keeps_copies) as peers:
             restored = Restorer(

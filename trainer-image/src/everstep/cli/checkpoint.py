@@ -210,16 +210,16 @@ def prune(
     """
     import time
 
-    from everstep.checkpoint import candidates, leases, retention
+    from everstep.checkpoint import leases, retention
     from everstep.checkpoint.verification import VerifiedCheckpoints
     from everstep.cli.errors import CliError
-    from everstep.cli.places import NO, opened, said, short
+    from everstep.cli.places import NO, matching, opened, said, short
     from everstep.cli.terminal import stderr, stdout
     from everstep.cli.transfer import transfer
 
     with said():
         store = opened(uri)
-        keys = candidates.candidates(store)
+        keys = matching(store, None)
         # What was verified once may have been damaged since, and is to stay alone perhaps.
         found = VerifiedCheckpoints(store, mark=not dry_run, believe_marks=False, threads=threads)
         with transfer("verify", None) as on_bytes:
