@@ -22,6 +22,7 @@ from everstep.checkpoint.state.kinds import PerRank, StateMismatch  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session, state  # noqa: E402
+from tests.checkpoint.writers import until  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -223,6 +224,7 @@ def test_reading_beside_a_live_run_in_its_environment_changes_nothing(
         ckpt.restore(state=state(0))
         ckpt.save(10)
         ckpt.wait()
+        until(lambda: everstep.list_checkpoints(tmp_path / "store")[0].verified, "the writer has read it back")
         before = entries(tmp_path)
         assert everstep.load(tmp_path / "store")["state"]["step"] == 0
         model = state(5)
