@@ -134,6 +134,24 @@ def test_while_rank_0_waits_for_a_store_nobody_gives_it_up() -> None:
     assert run(2, waits_for_a_store) == [True, True]
 
 
+def waits_in_silence(rank: int, folder: Path) -> str:
+    """Errors of torch's C++ code go past sys.stderr."""
+    place = board()
+    said = folder / f"stderr-{rank}"
+    before, file = os.dup(2), os.open(said, os.O_CREAT | os.O_WRONLY)
+    os.dup2(file, 2)
+    try:
+        assert place.read("never", 3.0) is None
+    finally:
+        os.dup2(before, 2)
+    dist.barrier()
+    return said.read_text()
+
+
+def test_a_rank_that_waits_prints_nothing(tmp_path: Path) -> None:
+    assert run(2, waits_in_silence, tmp_path) == ["", ""]
+
+
 def leader_dies(rank: int) -> str:
     place = board()
     dist.barrier()

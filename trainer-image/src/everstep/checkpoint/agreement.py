@@ -10,20 +10,20 @@ reads it when it reaches the boundary, and learns there which step the next boun
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from everstep.checkpoint.board import AgreementLost, Board
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.message_series import MessageSeries
 
 PERIOD = 1.0  # seconds between two boundaries
 MOST_CALLS = 100  # between two boundaries: a run that slows down suddenly still asks soon
 
-_LOOK = 30.0
+_LOOK = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds, while rank 0 waits for the other ranks
-_BLOCK = 32  # decisions that are taken from the board at a time
+_ENDED = "ended"  # what rank 0 leaves when it takes part in nothing more
 
 
 class NotAsked(CheckpointError):
@@ -33,12 +33,14 @@ class NotAsked(CheckpointError):
 @dataclass(frozen=True)
 class Decision:
     """`save`: at this boundary. `next`: the step of the next one. `replan`: make the plan anew first. `deadline`: the
-    save is of no use after it (seconds since 1970)."""
+    save is of no use after it (seconds since 1970). `step`: that it was made for; all ranks know it, and only a rank
+    that comes to the boundary with another one has reason to ask where the others are."""
 
     save: bool
     next: int
     replan: bool = False
     deadline: float | None = None
+    step: int = -1
 
 
 class Pace:
@@ -85,9 +87,15 @@ class Agreement:
         self._rank = rank
         self._patience = patience
         self._number = 0
-        self._left: deque[int] = deque()  # rank 0: blocks of decisions that are on the board, and over for itself
+        self._decisions = MessageSeries(board, "d", rank == 0)
+        self._answers = MessageSeries(board, "x", rank == 0)
+        self._verdicts = MessageSeries(board, "a", rank == 0)
         self._pace = Pace()
         self._made: Decision | None = None
+
+    @property
+    def rank(self) -> int:
+        return self._rank
 
     @property
     def leads(self) -> bool:
@@ -113,7 +121,9 @@ class Agreement:
                 self._decide(step, choose)
         if step < self.boundary:
             return None
-        decision = self._made if self.leads else Decision(**self._await(f"d/{self._number}", waiting))
+        decision = (
+            self._made if self.leads else Decision(**self._await(self._decisions.get_name(self._number), waiting))
+        )
         assert decision is not None
         self._made = None
         self._pass()
@@ -127,13 +137,20 @@ class Agreement:
             if self._made is None and step + self._pace.stride >= self.boundary:
                 self._decide(step + self._pace.stride, choose)
 
-    def answer(self, name: str, decide: Callable[[], Any], waiting: Waiting) -> Any:
-        """What rank 0 decides about something that all ranks come to; by JSON."""
-        if not self.leads:
-            return self._await(name, waiting)
-        decided = decide()
-        self._board.leave(name, decided)
+    def answer(self, number: int, decide: Callable[[], Any], waiting: Waiting) -> Any:
+        """What rank 0 decides about something that all ranks come to, for the `number`th time; by JSON."""
+        if self.leads:
+            decided = decide()
+            self._answers.leave(number, decided)
+        else:
+            decided = self._await(self._answers.get_name(number), waiting)
+        self._answers.mark_read(number)
         return decided
+
+    def end(self) -> None:
+        """Rank 0 takes part in nothing more: whoever waits for a decision need not."""
+        if self.leads:
+            self._board.leave(_ENDED, True)
 
     def ask_all(self, number: int, says: bool, waiting: Waiting, find_reason: Callable[[], str | None]) -> bool:
         """Whether any rank says so; all ranks ask at the same save, and hear the same.
@@ -148,7 +165,7 @@ class Agreement:
             NotAsked: Not all ranks have come; all that have, or come later, hear the same reason.
             AgreementLost: Rank 0 is gone.
         """
-        name = f"a/{number}"
+        name = self._verdicts.get_name(number)
         if says:
             self._board.count(f"{name}/yes", 1)
         said = self._board.count(f"{name}/said", 1)
@@ -157,9 +174,10 @@ class Agreement:
         else:
             why = self._wait_for_all(name, said, find_reason)
             verdict = {"why": why, "yes": self._board.count(f"{name}/yes") > 0}
-            self._board.leave(name, verdict)
-            for over in (f"{name}/yes", f"{name}/said", *([] if why else [f"a/{number - 1}"])):  # all are beyond that
+            self._verdicts.leave(number, verdict)
+            for over in (f"{name}/yes", f"{name}/said"):
                 self._board.remove(over)
+        self._verdicts.mark_read(number)
         if verdict["why"]:
             raise NotAsked(verdict["why"])
         return bool(verdict["yes"])
@@ -184,23 +202,13 @@ class Agreement:
         if self._made is None:
             self._pace.calls = calls  # the same boundary is asked about again: the next one is no farther for that
         else:
-            self._board.leave(f"d/{self._number}", asdict(self._made))
+            self._made = replace(self._made, step=step)
+            self._decisions.leave(self._number, asdict(self._made))
 
     def _pass(self) -> None:
-        """This decision is over for this rank. Now and then all say so, and rank 0 removes what is over for all."""
+        """This decision is over for this rank."""
+        self._decisions.mark_read(self._number)
         self._number += 1
-        block, rest = divmod(self._number, _BLOCK)
-        if rest:
-            return
-        if not self.leads:
-            self._board.count(f"over/{block - 1}", 1)
-            return
-        self._left.append(block - 1)
-        while self._left and self._board.count(f"over/{self._left[0]}") == self._board.ranks - 1:
-            over = self._left.popleft()
-            for number in range(over * _BLOCK, (over + 1) * _BLOCK):
-                self._board.remove(f"d/{number}")
-            self._board.remove(f"over/{over}")
 
     def busy(self) -> None:
         """Rank 0, now and then while it waits for a store: it lives, and the others' patience begins anew."""
@@ -215,6 +223,13 @@ class Agreement:
             if found is not None:
                 return found
             pause = waiting(time.monotonic() - began) or _LOOK
+            if self._board.read(_ENDED) is not None and (found := self._board.read(name)) is None:
+                raise AgreementLost(
+                    f"rank 0 has ended its session while this rank waits for its decision ({name}): call step() and "
+                    "save() equally often on all ranks"
+                )
+            if found is not None:
+                return found
             before, signs = signs, self._board.count("busy")
             if before not in (None, signs):
                 sign = time.monotonic()

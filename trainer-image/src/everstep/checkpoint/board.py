@@ -19,6 +19,8 @@ from everstep.checkpoint.errors import CheckpointError
 
 _PIECE = 4 << 20  # bytes; a TCPStore hangs up on who brings it more than 8 MiB at once
 _PACKED = b"z"  # no JSON begins like that
+# Seconds between two looks for a message. Not TCPStore.wait(): torch prints two lines each time that one times out.
+_FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.0001, 0.25, 1.3
 
 
 class AgreementLost(CheckpointError):
@@ -116,14 +118,15 @@ class Shared:
 
     def read(self, name: str, timeout: float = 0.0) -> Any:
         full = f"{self._secret}/{name}"
-        until = time.monotonic() + timeout
+        until, pause = time.monotonic() + timeout, _FIRST_PAUSE
         try:
-            if timeout and not self._store.check([full]):
-                self._store.wait([full], datetime.timedelta(seconds=timeout))
-            return self._found(full) if timeout or self._store.check([full]) else None
+            while not self._store.check([full]):
+                if (left := until - time.monotonic()) <= 0:
+                    return None
+                time.sleep(min(pause, left))
+                pause = min(_GROWTH * pause, _LONGEST_PAUSE)
+            return self._found(full)
         except RuntimeError as error:
-            if timeout and time.monotonic() >= until - 0.01:
-                return None
             raise _lost(error) from error
 
     def remove(self, name: str) -> None:

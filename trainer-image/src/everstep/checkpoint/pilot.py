@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 from everstep.checkpoint.agreement import Agreement, Decision, NotAsked
 from everstep.checkpoint.auto import Trigger
-from everstep.checkpoint.board import AgreementLost, Board
+from everstep.checkpoint.board import Board
 from everstep.checkpoint.control import WriterLost
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Event, Events, Metrics
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.outcomes import SaveOutcomes
+from everstep.checkpoint.same_step import StepsDiffer
 from everstep.checkpoint.save import Node, Saver
-from everstep.checkpoint.store.base import open_store
+from everstep.checkpoint.session_end import SessionEnd
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -80,26 +79,31 @@ class Pilot:
     commit_timeout: float
 
     def __post_init__(self) -> None:
-        self._pending: dict[int, Key] = {}  # saves whose end is not known yet, by number
-        self._retrying: set[int] = set()  # of these, rank 0: that wait until the store is back; nobody waits for them
-        self._number = 0  # saves decided so far
+        self._outcomes = SaveOutcomes(
+            self.node,
+            self.board,
+            self.agreement.leads,
+            self.trigger,
+            self.events,
+            self.metrics,
+            drop=lambda key, why: self.saver.drop(key, why),  # the saver changes: see go_on()
+        )
         # The plan made before the first step will not do: that step gives most optimizers their state.
         self._planned = False
         self._explicit = 0
-        self._last: Key | None = None
-        self._failure: str | None = None  # of the newest save that has ended
         self._notes = 0  # read so far
         self._asked: tuple[float | None] | None = None  # a save that somebody asked for, and its deadline
         self._replan = False
         self._wish: tuple[float | None] | None = None  # this rank's own request, not told yet
         self._requested: tuple[int, float | None] | None = None  # the same until it is met: since which step, deadline
         self._step = -1  # the last one that was made
+        self._end = SessionEnd(self.node, self.agreement, self._outcomes)
         self._told = 0.0  # seconds that rank 0 had taken for a decision when that was told last
 
     @property
     def saved(self) -> bool:
         """Whether a save was begun."""
-        return self._last is not None
+        return self._outcomes.last is not None
 
     def go_on(self, saver: Saver, step: int | None) -> None:
         """Other objects are saved from here on; all ranks say so together. `step`: that training goes on from, where
@@ -121,22 +125,24 @@ class Pilot:
         self._finish_copy()
         if self._wish is not None:
             wish, self._wish = self._wish, None
-            self._note({"kind": "asked", "deadline": wish[0]})
+            self._outcomes.leave_note({"kind": "asked", "deadline": wish[0]})
         decision = self.agreement.arrive(step, self._choose, self._waiting)
         if decision is not None:
-            if decision.save and self._is_new(step):  # the script may have saved it itself since this was decided
-                self._take(step, decision.replan)
+            # The script may have saved it itself since this was decided. By the step that all ranks know: alike on all.
+            if decision.save and self._is_new(decision.step):
+                self._take(step, decision.step, decision.replan)
             if not self.agreement.leads:
-                self._learn()
+                self._outcomes.learn()
         self.agreement.prepare(step, self._choose_early)
 
     def save(self, step: int, deadline: float | None) -> Forecast:
         """See Checkpointer.save."""
         self._explicit += 1
-        told = self.agreement.answer(f"x/{self._explicit}", lambda: self._forecast(step, deadline), self._waiting)
-        if told["saves"]:
-            self._take(step, told["replan"])
-        return Forecast(told["saves"], told["seconds"])
+        told = self.agreement.answer(self._explicit, lambda: self._forecast(step, deadline), self._waiting)
+        saves = told["saves"] and self._take(step, told["step"], told["replan"])
+        if not self.agreement.leads:
+            self._outcomes.learn()
+        return Forecast(saves, told["seconds"])
 
     def request(self, deadline: float | None) -> None:
         """See Checkpointer.request."""
@@ -148,42 +154,18 @@ class Pilot:
         """See Checkpointer.wait."""
         limit = self.commit_timeout + self.timeout if timeout is None else timeout
         until = time.monotonic() + limit
-        while self._pending and (left := until - time.monotonic()) > 0:
+        outcomes = self._outcomes
+        while outcomes.pending and (left := until - time.monotonic()) > 0:
             pause = min(self._finish_copy() or _POLL, left)
             if self.agreement.leads:
-                self._poll(pause)
+                outcomes.poll(pause)
                 self._read_notes()
             else:
-                self._follow(pause)
-        if self._pending:
-            raise SaveFailed(f"not in the store after {limit:g} s: {', '.join(map(str, self._pending.values()))}")
-        if self._failure is not None and not self._is_stored_now():
-            raise SaveFailed(self._failure)
-
-    def _is_stored_now(self) -> bool:
-        """Whether the last save is in the store though it had failed: its writer goes on trying."""
-        config = self.node.config
-        with contextlib.suppress(CheckpointError):
-            return self._last is not None and any(
-                open_store(config.url, **config.options).list(self._last.manifest_name)
-            )
-        return False
-
-    def _follow(self, timeout: float) -> None:
-        """Another rank than 0 waits for its oldest save. When rank 0 is gone, the store knows how that ended."""
-        number, key = next(iter(self._pending.items()))
-        # A writer that was lost is started anew here: nobody else waits for what this node has filled.
-        self._poll(0.0)
-        try:
-            self._end(number, self.board.read(f"r/{number}", timeout))
-        except AgreementLost:
-            config = self.node.config
-            if not any(open_store(config.url, **config.options).list(key.manifest_name)):
-                raise
-            del self._pending[number]
-            self._failure = None
-            self.metrics.saved += 1
-            self.events.emit(Event("saved", key))
+                outcomes.follow(pause)
+        if outcomes.pending:
+            raise SaveFailed(f"not in the store after {limit:g} s: {', '.join(map(str, outcomes.pending.values()))}")
+        if outcomes.failure is not None and not outcomes.is_last_stored_now():
+            raise SaveFailed(outcomes.failure)
 
     def close(self, wait: bool) -> None:
         """The end of the session; without `wait` it is left at once, and the writer goes on alone."""
@@ -193,7 +175,9 @@ class Pilot:
                 self.wait(None)
         finally:
             if wait:
-                self._say_goodbye()
+                self._end.say_goodbye(self._read_notes, self.saver.world, self.timeout)
+            else:
+                self._end.say_goodbye_briefly()
             if requested is not None:
                 tell_unmet_request(self.events, requested[1], wait)
 
@@ -203,16 +187,16 @@ class Pilot:
         """The choice about the next step, one step before. None where a save is due and an earlier one is still being
         stored: it may be done when that step is made, and training goes on until then. Nor is anything waited for here:
         a rank that trains meanwhile would wait for this one, and could not say that its GPU has copied its part."""
-        self._poll(0.0)
+        self._outcomes.poll(0.0)
         self._read_notes()
-        if self._in_the_way and (self.trigger.due(step, time.monotonic()) or self._asked or self._replan):
+        if self._outcomes.in_the_way and (self.trigger.due(step, time.monotonic()) or self._asked or self._replan):
             return None
         return self._choose(step, ahead)
 
     def _choose(self, step: int, ahead: int) -> Decision:
         """What happens at the boundary that is reached with this step."""
         now = time.monotonic()
-        self._poll(0.0)
+        self._outcomes.poll(0.0)
         self._read_notes()
         save, deadline = False, None
         due = self.trigger.due(step, now)
@@ -236,23 +220,17 @@ class Pilot:
     def _may_begin(self, step: int, due: bool) -> bool:
         if not self._is_new(step):
             return False
-        if not self._in_the_way or (self.policy == "queue" and len(self._in_the_way) < 2):
+        if not self._outcomes.in_the_way or (self.policy == "queue" and len(self._outcomes.in_the_way) < 2):
             return True
         if self.policy != "skip":
             self._finish_pending(at_most=0 if self.policy == "wait" else 1)
-            return len(self._in_the_way) <= (0 if self.policy == "wait" else 1)
+            return len(self._outcomes.in_the_way) <= (0 if self.policy == "wait" else 1)
         if due:
             self.metrics.skipped += 1
             self.trigger.start(step, time.monotonic())
-            waiting = self._in_the_way[0]
+            waiting = self._outcomes.in_the_way[0]
             self.events.emit(Event("stalled", waiting, "is still being stored: the next save is skipped"))
         return False
-
-    @property
-    def _in_the_way(self) -> list[Key]:
-        """Saves that a new one has to wait for: those that are being stored. One that waits for a store that is
-        unavailable would hold up all others with it; the newer one takes its place."""
-        return [key for number, key in self._pending.items() if number not in self._retrying]
 
     def _drop_what_is_too_late(self) -> None:
         """A save that was asked for waits for one that is being stored while training goes on; until its deadline."""
@@ -264,7 +242,9 @@ class Pilot:
                 self._requested = None  # it is told here
             self._asked = None
             needs = "" if seconds is None else f": it would take {seconds:.3g} s"
-            self._alarm(f"the save that was asked for cannot be stored in the {max(0.0, left):.3g} s left{needs}")
+            self._outcomes.alarm(
+                f"the save that was asked for cannot be stored in the {max(0.0, left):.3g} s left{needs}"
+            )
 
     @property
     def _seconds(self) -> float | None:
@@ -272,22 +252,24 @@ class Pilot:
         if not self.metrics.bandwidth:
             return None
         # What is being stored comes first.
-        return (1 + len(self._in_the_way)) * self.saver.bytes / self.metrics.bandwidth + (self.trigger.cost or 0.0)
+        return (1 + len(self._outcomes.in_the_way)) * self.saver.bytes / self.metrics.bandwidth + (
+            self.trigger.cost or 0.0
+        )
 
     def _is_new(self, step: int) -> bool:
         """Whether nothing was saved under this step or a later one; the same on all ranks. A second save under one key
         would void the first."""
-        return self._last is None or step > self._last.step
+        return self._outcomes.last is None or step > self._outcomes.last.step
 
     def _forecast(self, step: int, deadline: float | None) -> dict[str, Any]:
         began = time.monotonic()
         seconds = self._seconds
         fits = deadline is None or seconds is None or seconds * _MARGIN <= deadline
         fits = fits and self._is_new(step)
-        if fits and self._in_the_way:
+        if fits and self._outcomes.in_the_way:
             self._finish_pending(self.commit_timeout if deadline is None else deadline)
-            fits = not self._in_the_way and (deadline is None or time.monotonic() - began < deadline)
-        told = {"saves": fits, "seconds": seconds, "replan": fits and self._replan}
+            fits = not self._outcomes.in_the_way and (deadline is None or time.monotonic() - began < deadline)
+        told = {"saves": fits, "step": step, "seconds": seconds, "replan": fits and self._replan}
         if fits:
             self._replan = False
             self.trigger.start(step, time.monotonic())
@@ -296,9 +278,9 @@ class Pilot:
     def _finish_pending(self, timeout: float | None = None, at_most: int = 0) -> None:
         """Waits until no more than `at_most` saves are being stored."""
         until = time.monotonic() + (self.commit_timeout if timeout is None else timeout)
-        while len(self._in_the_way) > at_most and (left := until - time.monotonic()) > 0:
+        while len(self._outcomes.in_the_way) > at_most and (left := until - time.monotonic()) > 0:
             self.agreement.busy()  # others wait for a decision meanwhile, and a store may take its time
-            self._poll(min(self._finish_copy() or _POLL, left))
+            self._outcomes.poll(min(self._finish_copy() or _POLL, left))
             self._read_notes()
 
     def _read_notes(self) -> None:
@@ -312,58 +294,60 @@ class Pilot:
                 continue
             if note["kind"] == "asked":
                 self._asked = (note["deadline"],)
-                continue
-            if note["kind"] == "retrying":
-                self._retrying.add(note["number"])
-                continue
-            self._replan |= note["replan"]
-            if note["number"] in self._pending:
-                key = self._pending[note["number"]]
-                self._guard(partial(self.saver.drop, key, note["why"]))
-                self._end(note["number"], {"failed": note["why"]})
-
-    def _poll(self, timeout: float) -> None:
-        """What the writer of node 0 has to say about its saves."""
-        try:
-            reports = self.node.reports(timeout)
-        except WriterLost as error:
-            self._alarm(f"{error}; a new one will look at what it left")
-            return
-        for report in reports:
-            self._hear(report)
+            elif note["kind"] == "ended":
+                self._end.ended.add(note["rank"])
+            else:
+                self._replan |= note.get("replan", False)
+                self._outcomes.hear_note(note)
 
     # ---- a save
 
-    def _take(self, step: int, replan: bool) -> None:
+    def _take(self, step: int, told_step: int, replan: bool) -> bool:
+        """Begin a save; whether all ranks save the same step, else nothing is saved.
+
+        Args:
+            step: That this rank saves.
+            told_step: That rank 0 said.
+            replan: Whether rank 0 asks for a plan made anew.
+        """
         began = time.perf_counter()
         key = Key(self.attempt, step)
-        self._number += 1
-        self._pending[self._number] = self._last = key
+        number = self._outcomes.begin(key)
         if self._requested is not None and step >= self._requested[0]:
             self._requested = None
-        replan = replan or not self._planned  # alike on all ranks
+        was_planned, plans = self._planned, replan or not self._planned  # alike on all ranks
         self._planned = True
         try:
-            replan = replan or self._has_outgrown_plan(key)
-            self.saver.take(key, replan)
+            # They tell each other their steps while they plan.
+            self.saver.take(key, plans or self._has_outgrown_plan(number, key, may_differ=step != told_step))
+        except StepsDiffer as error:
+            self._planned = was_planned
+            self._replan |= replan
+            self._outcomes.void_on_all(number, Key(self.attempt, told_step), f"{error}")
+            return False
         except Exception as error:  # training goes on; the others are told that this save is void
-            _log.exception("%s was not taken", key)
-            self._void(key, f"{error}", replan)  # a plan that could not be made is of no use to the next save either
+            if isinstance(error, CheckpointError):
+                _log.info("%s was not taken: %s", key, error)  # an event tells the user
+            else:
+                _log.exception("%s was not taken", key)
+            self._outcomes.void(key, f"{error}", plans)  # a plan that could not be made is of no use to the next either
         took = time.perf_counter() - began
         self.metrics.stalled(took)
         self.trigger.cost = self.metrics.stalls[-1] if self.metrics.stalls else took
+        return True
 
-    def _has_outgrown_plan(self, key: Key) -> bool:
+    def _has_outgrown_plan(self, number: int, key: Key, may_differ: bool) -> bool:
         """Begin a save by the plan that is there; whether the state of any rank has grown out of it since.
 
-        All ranks make a new plan then, also one that cannot take its state: it tells the others while they plan.
+        All ranks make a new plan then, also one that cannot take its state: it tells the others while they plan. So
+        they do where a rank `may_differ` from the others in its step: that begins nothing before it knows.
         """
-        number, fits, failure = self._number, True, None
+        fits, failure = not may_differ, None
         try:
-            fits = self.saver.begin(key)
+            fits = fits and self.saver.begin(key)
         except Exception as error:
             failure = error
-            self._void(key, f"{error}", replan=False)  # before all have come: who comes need not wait for the others
+            self._outcomes.void(key, f"{error}", replan=False)  # before all have come: who comes waits for nobody
         try:
             has_outgrown = self.agreement.ask_all(
                 number, not fits, self._waiting_for_ranks, lambda: self._find_end(number)
@@ -376,13 +360,18 @@ class Pilot:
 
     def _find_end(self, number: int) -> str | None:
         """Rank 0, while it waits for the others at a save: why that has failed by now, so that they will not come."""
-        self._poll(0.0)
+        self._outcomes.poll(0.0)
         self._read_notes()
-        return None if number in self._pending else self._failure or "it has failed"
+        if number not in self._outcomes.pending:
+            return self._outcomes.failure or "it has failed"
+        if self._end.ended:
+            ranks = ", ".join(map(str, sorted(self._end.ended)))
+            return f"rank {ranks} had ended its session before this save: call save() and step() equally often on all"
+        return None
 
     def _waiting_for_ranks(self, seconds: float) -> float:
         """Another rank than 0, at a save: what its own writer says is passed on to rank 0, which may wait for it."""
-        self._poll(0.0)
+        self._outcomes.poll(0.0)
         return _POLL
 
     def _finish_copy(self, timeout_seconds: float = 0.0) -> float | None:
@@ -396,78 +385,12 @@ class Pilot:
         try:
             return None if self.saver.finish_copy(timeout_seconds) else _POLL_COPY
         except WriterLost as error:
-            self._alarm(str(error))  # a new one finds in the slot what was not announced
+            self._outcomes.alarm(str(error))  # a new one finds in the slot what was not announced
         except (CheckpointError, OSError) as error:
-            self._void(key, f"{error}", replan=False)
+            self._outcomes.void(key, f"{error}", replan=False)
         return None
 
-    def _void(self, key: Key, why: str, replan: bool) -> None:
-        """This rank cannot complete a save: the others are told, and training goes on."""
-        number = next((number for number, pending in self._pending.items() if pending == key), None)
-        if number is not None:
-            # The note first: rank 0 may hear of the failure from its writer at once, and is to know then what to do.
-            self._note({"kind": "void", "number": number, "why": why, "replan": replan})
-        self._guard(partial(self.saver.drop, key, why))
-
-    def _learn(self) -> None:
-        """Other ranks than 0: how saves ended, from rank 0; and what our own writer has to complain about."""
-        for number in list(self._pending):
-            self._end(number, self.board.read(f"r/{number}"))
-        self._poll(0.0)
-
-    def _hear(self, report: dict[str, Any]) -> None:
-        key = Key.parse(report["key"])
-        number = next((number for number, pending in self._pending.items() if pending == key), None)
-        if report["event"] == "stalled":
-            self.events.emit(Event("stalled", key, report["why"], {"seconds": report["seconds"]}))
-        elif report["event"] == "retrying" and number is not None:
-            self.events.emit(Event("stalled", key, f"is tried again: {report['why']}", {"seconds": report["seconds"]}))
-            if self.agreement.leads:
-                self._retrying.add(number)
-            else:
-                self._note({"kind": "retrying", "number": number})
-        elif report["event"] == "failed" and number is not None:
-            if self.agreement.leads:
-                self._end(number, {"failed": report["why"]})
-            else:
-                self._note({"kind": "void", "number": number, "why": report["why"], "replan": False})
-        elif report["event"] == "saved" and number is not None and self.agreement.leads:
-            self._end(number, {"saved": report})
-        elif report["event"] == "saved" and key == self._last and self.agreement.leads:  # it had failed before
-            self._failure = None
-            self.metrics.saved += 1
-            self.events.emit(Event("saved", key))
-        elif report["event"] == "uncopied":
-            self.events.emit(Event("uncopied", key, report["why"]))
-        elif report["event"] == "untidy":
-            _log.warning("retention after %s: %s", key, report["why"])
-
-    def _end(self, number: int, result: dict[str, Any] | None) -> None:
-        """It is known how a save ended; rank 0 tells the others."""
-        if result is None or number not in self._pending:
-            return
-        key = self._pending.pop(number)
-        self._retrying.discard(number)
-        if self.agreement.leads:
-            self.board.leave(f"r/{number}", result)
-        if "failed" in result:
-            self.metrics.failed += 1
-            self._failure = f"step {key.step} was not saved: {result['failed']}"
-            self.events.emit(Event("failed", key, result["failed"]))
-            return
-        figures = result["saved"]
-        self._failure = None
-        self.metrics.saved += 1
-        self.metrics.saved_at = figures["at"]
-        self.metrics.bytes = figures["bytes"]
-        self.metrics.duration = self.trigger.duration = figures["seconds"]
-        self.metrics.bandwidth = figures["bytes"] / max(figures["seconds"], 1e-9)
-        self.events.emit(Event("saved", key, "", {"bytes": figures["bytes"], "seconds": round(figures["seconds"], 3)}))
-
     # ---- words
-
-    def _note(self, note: dict[str, Any]) -> None:
-        self.board.leave(f"n/{self.board.count('notes', 1)}", note)
 
     def _waiting(self, seconds: float) -> float | None:
         """While rank 0 decides: it may wait for a save of which this rank still copies its part."""
@@ -479,25 +402,3 @@ class Pilot:
         elif seconds < self._told:
             self._told = 0.0  # it waits for something else by now
         return pause
-
-    def _alarm(self, why: str) -> None:
-        self.events.emit(Event("stalled", None, why))
-
-    def _guard(self, work: Callable[[], Any]) -> None:
-        """Something that may fail because the writer is gone: that is told, and training goes on."""
-        try:
-            work()
-        except (CheckpointError, OSError) as error:
-            self._alarm(str(error))
-
-    def _say_goodbye(self) -> None:
-        self._guard(lambda: self.node.call("bye"))
-        # Rank 0 hosts the board: it leaves last. Others may have more to do before they close than it has.
-        try:
-            gone = self.board.count("gone", 1)
-            until = time.monotonic() + self.timeout
-            while self.agreement.leads and gone < self.saver.world and time.monotonic() < until:
-                time.sleep(0.01)
-                gone = self.board.count("gone")
-        except AgreementLost:
-            pass

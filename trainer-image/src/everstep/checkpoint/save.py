@@ -19,6 +19,7 @@ from everstep.checkpoint.device_staging import choose_staging
 from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.planning import Plan
+from everstep.checkpoint.same_step import check_same_step
 from everstep.checkpoint.slots import Record, Slot, Slots
 from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Staging
@@ -90,6 +91,15 @@ class Node:
         except WriterLost:
             self.close()
             raise
+
+    def list_lost_ranks(self) -> list[int]:
+        """Return the ranks of this node whose connection to the writer has ended; none where it cannot be asked."""
+        if self._link is None:  # a new writer would know none
+            return []
+        try:
+            return [self.config.ranks[local] for local in self.call("lost")]
+        except CheckpointError:
+            return []
 
     def close(self) -> None:
         if self._link is not None:
@@ -180,7 +190,7 @@ class Saver:
     def prepare(self) -> None:
         """Plans and reserves memory, so that what cannot be saved is known before hours were trained. Collective."""
         # Not compared: a script may make its replicas equal after this, and before its first step.
-        self._make_plan(self._after_a_step, compare=False)
+        self._make_plan(self._after_a_step, step=None)
 
     def begin(self, key: Key) -> bool:
         """Begin a save by the plan that is there; whether it still is the plan of this state. take() goes on."""
@@ -193,9 +203,14 @@ class Saver:
         return planning.signature(flat.tensors, flat.elsewhere) == self._plan.signature
 
     def take(self, key: Key, replan: bool) -> None:
-        """Copies the state into a slot. Collective only with `replan`; without it begin() was called before."""
+        """Copies the state into a slot. Collective only with `replan`; without it begin() was called before.
+
+        Raises:
+            StepsDiffer: On all ranks that plan together: they save different steps. The plan stays as it was.
+            CheckpointError: This rank's part cannot be saved.
+        """
         if replan or self._plan is None:
-            flat = self._make_plan(lambda: self._flat_after_copy(key.step), compare=True)
+            flat = self._make_plan(lambda: self._flat_after_copy(key.step), step=key.step)
             slot = self._slots[self._node.call("begin", ALLOCATION_TIMEOUT, key=str(key))]
         else:
             assert self._begun is not None
@@ -286,7 +301,8 @@ class Saver:
     def _after_a_step(self) -> Flat:
         return _after_a_step(self._objects, self._topology.rank, self._how)
 
-    def _make_plan(self, state: Callable[[], Flat], *, compare: bool) -> Flat:
+    def _make_plan(self, state: Callable[[], Flat], *, step: int | None) -> Flat:
+        """`step`: that is saved by it at once; None for a plan alone, for which replicas are not compared."""
         topology = self._topology
         found: list[Flat] = []
 
@@ -296,7 +312,9 @@ class Saver:
 
         # A rank whose state fails tells the others in the planning itself: they are waiting for it there.
         try:
-            plan = planning.make(made, topology.rank, self._group, compare=compare)
+            if step is not None:
+                check_same_step(step, self._group)
+            plan = planning.make(made, topology.rank, self._group, compare=step is not None)
         except RankLost as error:
             raise RankLost(error.ranks or self._absent(), "left while ranks planned this save together") from error
         sizes = [[plan.sizes[rank] for rank in ranks] for ranks in (topology.ranks, self._node.kept)]

@@ -145,6 +145,8 @@ class Writer:
                 return self._give_up(Key.parse(said["key"]), said["why"])
             case "ranks":
                 return sorted(each.local for each in self._ranks.values())
+            case "lost":
+                return sorted(self._membership.known - {each.local for each in self._ranks.values()})
             case "bye":
                 self._membership.gone.add(local)
                 return None

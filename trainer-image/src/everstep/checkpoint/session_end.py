@@ -1,0 +1,81 @@
+"""How a rank leaves a session: rank 0, which holds the board, after all others, and nobody after one that is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+
+from everstep.checkpoint.agreement import Agreement
+from everstep.checkpoint.board import AgreementLost
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.outcomes import SaveOutcomes
+from everstep.checkpoint.save import Node
+
+_BRIEF = 2.0  # seconds that telling it may take after an error
+_LOOK = 0.25  # seconds between two looks for ranks that are lost
+_SURELY_LOST = 2.0  # seconds without a connection to the writer: a rank that lives may be about to connect again
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds
+
+
+class SessionEnd:
+    """One rank's end of its session.
+
+    Args:
+        node: Its writer is told, and knows which ranks are lost.
+        agreement: Rank 0's end ends it.
+        outcomes: Through it rank 0 is told.
+    """
+
+    def __init__(self, node: Node, agreement: Agreement, outcomes: SaveOutcomes) -> None:
+        self.ended: set[int] = set()  # on rank 0: ranks whose session is over
+        self._node = node
+        self._agreement = agreement
+        self._outcomes = outcomes
+
+    def say_goodbye(self, hear: Callable[[], None], world: int, timeout_seconds: float) -> None:
+        """Leave in order. Rank 0 waits for the others, which may have more to do before they close than it has.
+
+        Args:
+            hear: Reads what others tell rank 0, and adds to `ended`.
+            world: The number of ranks.
+            timeout_seconds: How long rank 0 waits for ranks of which nothing is known.
+        """
+        self._outcomes.guard(lambda: self._node.call("bye"))
+        with contextlib.suppress(AgreementLost):
+            self._tell_end()
+            if self._agreement.leads:
+                self._wait_for_others(hear, world, timeout_seconds)
+
+    def say_goodbye_briefly(self) -> None:
+        """Leave after an error: nobody is waited for, not even a board that does not answer."""
+
+        def tell_end() -> None:
+            with contextlib.suppress(CheckpointError):
+                self._tell_end()
+
+        telling = threading.Thread(target=tell_end, daemon=True)
+        telling.start()
+        telling.join(_BRIEF)
+
+    def _tell_end(self) -> None:
+        if self._agreement.leads:
+            self._agreement.end()
+        else:
+            self._outcomes.leave_note({"kind": "ended", "rank": self._agreement.rank})
+
+    def _wait_for_others(self, hear: Callable[[], None], world: int, timeout_seconds: float) -> None:
+        until = time.monotonic() + timeout_seconds
+        lost_since: dict[int, float] = {}
+        pause, next_look = _FIRST_PAUSE, 0.0
+        while (now := time.monotonic()) < until:
+            hear()
+            if now >= next_look:
+                next_look = now + _LOOK
+                lost_since = {rank: lost_since.get(rank, now) for rank in self._node.list_lost_ranks()}
+            lost = {rank for rank, since in lost_since.items() if now - since >= _SURELY_LOST}
+            if len({0} | self.ended | lost) >= world:
+                return
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
