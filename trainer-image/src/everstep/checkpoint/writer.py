@@ -59,6 +59,7 @@ class Writer:
         self._pause, self._next_try = _FIRST_PAUSE, 0.0
         self._tasks: set[asyncio.Task[None]] = set()
         self._reserving: asyncio.Future[None] | None = None
+        self._found_no_room = False
         self._verifier = IdleVerifier(directory)
         self._peers = PeerServer(directory)
         self._copier = Copier(self._copied)
@@ -246,10 +247,12 @@ class Writer:
             need = copies.need(kept, count) if kept else 0
             room.check(self._slots.directory, self._slots.need(sizes, count) + need, count, count if kept else 0)
         except room.NoRoom as error:
+            self._found_no_room = True
             if not kept or self._config.insist:
                 raise
             self._slots.check(sizes, count)
             why, kept = str(error), []
+        self._found_no_room = False
 
         def allocate() -> None:
             self._slots.reserve(sizes, count)
@@ -465,8 +468,8 @@ class Writer:
             return True
         if self._ranks:
             return False
-        if self._config is not None and not self._has_slots():
-            return self._remove_slots()  # its ranks were told that there is no room, and left
+        if self._found_no_room and not self._has_slots():
+            return self._remove_slots()  # the ranks were told, and left
         if time.monotonic() - self._idle_since < self._linger:
             return False
         # Nobody came back. What is in the store too need not take memory from whoever is next on this node.
