@@ -19,7 +19,7 @@ from everstep.checkpoint.adapters import published  # noqa: E402
 from everstep.checkpoint.adapters.published import Published  # noqa: E402
 from everstep.checkpoint.candidates import candidates  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
-from everstep.checkpoint.pilot import SaveFailed  # noqa: E402
+from everstep.checkpoint.outcomes import SaveFailed  # noqa: E402
 from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402

@@ -20,7 +20,7 @@ from everstep.checkpoint.adapters import background  # noqa: E402
 from everstep.checkpoint.adapters.published import Published  # noqa: E402
 from everstep.checkpoint.candidates import candidates, verify  # noqa: E402
 from everstep.checkpoint.errors import StoreError  # noqa: E402
-from everstep.checkpoint.pilot import SaveFailed  # noqa: E402
+from everstep.checkpoint.outcomes import SaveFailed  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 

@@ -21,6 +21,10 @@ from everstep.checkpoint.store.base import open_store
 _log = logging.getLogger("everstep.checkpoint")
 
 
+class SaveFailed(CheckpointError):
+    """The last save is not in the store; earlier ones are as they were."""
+
+
 class SaveOutcomes:
     """One rank's saves whose end is not known yet, by number, and how the newest other one has ended.
 

@@ -14,10 +14,10 @@ from everstep.checkpoint.control import WriterLost
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Event, Events, Metrics
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.outcomes import SaveOutcomes
+from everstep.checkpoint.outcomes import SaveFailed, SaveOutcomes
 from everstep.checkpoint.same_step import StepsDiffer
 from everstep.checkpoint.save import Node, Saver
-from everstep.checkpoint.session_end import SessionEnd
+from everstep.checkpoint.session_end import SessionEnd, tell_unmet_request
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -29,10 +29,6 @@ _TELL = 30.0  # seconds that rank 0 may take before that is told, and told again
 _MARGIN = 1.2  # a store is not always as fast as it was
 
 
-class SaveFailed(CheckpointError):
-    """The last save is not in the store; earlier ones are as they were."""
-
-
 @dataclass(frozen=True)
 class Forecast:
     """`saves`: whether a save was begun. `seconds` until it is (or would be) in the store, None when nothing was
@@ -40,26 +36,6 @@ class Forecast:
 
     saves: bool
     seconds: float | None
-
-
-def tell_unmet_request(events: Events, deadline: float | None, raises: bool) -> None:
-    """Tell that a save was asked for and neither a boundary nor save() came before the session ended.
-
-    Args:
-        events: Of the session.
-        deadline: Of the request, in seconds since 1970.
-        raises: Whether to raise too, unless the deadline is over.
-
-    Raises:
-        SaveFailed: The same words.
-    """
-    why = (
-        "a save was asked for by request(), and no step() that could take it came before the session ended: "
-        "call save(step) before the end"
-    )
-    events.emit(Event("failed", None, why))
-    if raises and (deadline is None or time.time() < deadline):
-        raise SaveFailed(why)
 
 
 @dataclass

@@ -25,13 +25,15 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Callback, Event, Events, Metrics
 from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.outcomes import SaveFailed
 from everstep.checkpoint.peers import meet, serve_reads
-from everstep.checkpoint.pilot import Forecast, Pilot, Policy, SaveFailed, tell_unmet_request
+from everstep.checkpoint.pilot import Forecast, Pilot, Policy
 from everstep.checkpoint.restore import Restored, Restorer
 from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.rng import Rng
 from everstep.checkpoint.save import How, Node, Saver, check_start, check_values
 from everstep.checkpoint.selection import Rename
+from everstep.checkpoint.session_end import tell_unmet_request
 from everstep.checkpoint.slots import default_directory, default_memory
 from everstep.checkpoint.state.kinds import PerRank
 from everstep.checkpoint.store.base import Store, open_store

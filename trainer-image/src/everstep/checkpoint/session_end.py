@@ -10,13 +10,34 @@ from collections.abc import Callable
 from everstep.checkpoint.agreement import Agreement
 from everstep.checkpoint.board import AgreementLost
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.outcomes import SaveOutcomes
+from everstep.checkpoint.events import Event, Events
+from everstep.checkpoint.outcomes import SaveFailed, SaveOutcomes
 from everstep.checkpoint.save import Node
 
 _BRIEF = 2.0  # seconds that telling it may take after an error
 _LOOK = 0.25  # seconds between two looks for ranks that are lost
 _SURELY_LOST = 2.0  # seconds without a connection to the writer: a rank that lives may be about to connect again
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.1  # seconds
+
+
+def tell_unmet_request(events: Events, deadline: float | None, raises: bool) -> None:
+    """Tell that a save was asked for and neither a boundary nor save() came before the session ended.
+
+    Args:
+        events: Of the session.
+        deadline: Of the request, in seconds since 1970.
+        raises: Whether to raise too, unless the deadline is over.
+
+    Raises:
+        SaveFailed: The same words.
+    """
+    why = (
+        "a save was asked for by request(), and no step() that could take it came before the session ended: "
+        "call save(step) before the end"
+    )
+    events.emit(Event("failed", None, why))
+    if raises and (deadline is None or time.time() < deadline):
+        raise SaveFailed(why)
 
 
 class SessionEnd:

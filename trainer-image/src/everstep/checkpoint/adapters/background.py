@@ -22,7 +22,7 @@ from everstep.checkpoint import unfinished
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.events import Event
 from everstep.checkpoint.folder import Contents
-from everstep.checkpoint.pilot import SaveFailed
+from everstep.checkpoint.outcomes import SaveFailed
 
 _log = logging.getLogger("everstep.checkpoint")
 

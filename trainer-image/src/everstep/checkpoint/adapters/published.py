@@ -24,7 +24,7 @@ from everstep.checkpoint.folder import NoFolder
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.pilot import SaveFailed
+from everstep.checkpoint.outcomes import SaveFailed
 from everstep.checkpoint.publication import may_not_publish
 from everstep.checkpoint.restore import NoGoodCheckpoint
 from everstep.checkpoint.selection import NoSuchStep
