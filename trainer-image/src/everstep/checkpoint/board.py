@@ -21,6 +21,7 @@ _PIECE = 4 << 20  # bytes; a TCPStore hangs up on who brings it more than 8 MiB 
 _PACKED = b"z"  # no JSON begins like that
 # Seconds between two looks for a message. Not TCPStore.wait(): torch prints two lines each time that one times out.
 _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.0001, 0.25, 1.3
+_LOOKS_AT_ONCE = 8  # without a pause
 
 
 class AgreementLost(CheckpointError):
@@ -118,13 +119,15 @@ class Shared:
 
     def read(self, name: str, timeout: float = 0.0) -> Any:
         full = f"{self._secret}/{name}"
-        until, pause = time.monotonic() + timeout, _FIRST_PAUSE
+        until, pause, looks = time.monotonic() + timeout, _FIRST_PAUSE, 0
         try:
             while not self._store.check([full]):
                 if (left := until - time.monotonic()) <= 0:
                     return None
-                time.sleep(min(pause, left))
-                pause = min(_GROWTH * pause, _LONGEST_PAUSE)
+                looks += 1
+                if looks > _LOOKS_AT_ONCE:  # before, the answer may be on its way
+                    time.sleep(min(pause, left))
+                    pause = min(_GROWTH * pause, _LONGEST_PAUSE)
             return self._found(full)
         except RuntimeError as error:
             raise _lost(error) from error
