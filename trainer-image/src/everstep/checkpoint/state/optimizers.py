@@ -40,6 +40,7 @@ from everstep.checkpoint.values import pack
 _STATE = "state"
 _GROUPS = "param_groups"  # of each parameter: which options it has
 _LAYOUT = "layout"  # of each parameter: how its state lies, where neither the parameter nor the shape tells
+_KEPT = "kept"  # of each parameter: names of state that ranks keep for themselves
 _BOX = "box"  # of each parameter beside which a rank has state of its own: which elements the rank has
 _STATELESS = "stateless"  # of each parameter: that a rank without an element of it has no state for it
 _KIND = "kind"  # names of the optimizer's class and of those that it is derived from
@@ -58,10 +59,12 @@ class _ParamState:
     """What a checkpoint has of one parameter's state: tensors by full names, with names below the parameter; by the
     latter, values as where they are.
 
-    `layout`: how tensors lie, by names below. `is_left`: nothing is taken, because ranks without an element had none.
+    `layout`: how tensors lie, by names below. `kept`: one of those that ranks keep for themselves. `is_left`: nothing
+    is taken, because ranks without an element had none.
     """
 
     layout: Mapping[str, Any]
+    kept: str | None
     is_left: bool
     tensors: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
     values: dict[str, tuple[Saved, str]] = field(default_factory=dict)
@@ -127,34 +130,34 @@ class OptimizerObject:
             if type(place) is not int:
                 raise CheckpointError(f"{self.prefix}: holds state under {place!r}, which is no parameter")
             every += [(place, below, detached(leaf)) for below, leaf in names.walk(own, is_leaf)]
-        verdicts = shards.judge_plain(
-            (self.params[place], below, leaf) for place, below, leaf in every if is_tensor(leaf) and below != _STEP
-        )
         layouts: dict[int, dict[str, Any]] = defaultdict(dict)
+        keeping: set[int] = set()  # parameters beside which this rank has state of its own
         for place, below, leaf in every:
             param, prefix = self.params[place], self.prefix
             if is_dtensor(param) and is_tensor(leaf):
-                said = shards.describe_leaf(param, leaf, verdicts.get(below), is_own=self._is_own)
+                said = shards.describe_leaf(param, leaf, is_own=self._is_own)
                 if said is not None:
                     layouts[place][below] = said
                 if self._is_own:
                     leaf = local(leaf)
-                elif said == shards.SHARD:
-                    leaf = shards.as_shard(param, leaf)
-                elif said == shards.OWN:
+                elif not is_dtensor(leaf) and leaf.dim() > 0 and below != _STEP:
+                    yield names.join(prefix, _KEPT, self._names[place], below), True
                     prefix = self._own
+                    keeping.add(place)
             yield names.join(prefix, _STATE, self._names[place], below), leaf
-        yield from self._layouts(layouts, {place for place, _, _ in every})
+        yield from self._layouts(layouts, keeping, {place for place, _, _ in every})
 
-    def _layouts(self, layouts: Mapping[int, dict[str, Any]], held: Collection[int]) -> Iterator[tuple[str, Any]]:
+    def _layouts(
+        self, layouts: Mapping[int, dict[str, Any]], keeping: Collection[int], held: Collection[int]
+    ) -> Iterator[tuple[str, Any]]:
         """Values by which a fresh process knows how the state lies."""
         for place, layout in layouts.items():
             yield names.join(self.prefix, _LAYOUT, self._names[place]), layout
         for place, param in enumerate(self.params):
             if place in held:
-                if (self._is_own and is_dtensor(param)) or shards.OWN in layouts.get(place, {}).values():
+                if (self._is_own and is_dtensor(param)) or place in keeping:
                     yield names.join(self._own, _BOX, self._names[place]), shards.describe_box(param)
-            elif held and is_dtensor(param) and not local(param).numel():
+            elif is_dtensor(param) and not local(param).numel():
                 yield names.join(self.prefix, _STATELESS, self._names[place]), True
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
@@ -181,13 +184,12 @@ class OptimizerObject:
 
     def _why_elsewhere(self, state: _ParamState, own: Saved, place: int) -> str | None:
         """Why what this rank kept for itself beside a parameter is not that which belongs beside it here."""
-        lies = [below for below, said in state.layout.items() if said == shards.OWN]
         box = own.value_or(names.join(_BOX, self._names[place]), None)
         is_of_shard = self._is_own and state.tensors and (box is not None or is_dtensor(self.params[place]))
-        if state.is_left or not (lies or is_of_shard):
+        if state.is_left or not (state.kept or is_of_shard):
             return None
         why = shards.why_elsewhere(self.params[place], box)
-        shown = names.join(self.prefix, _STATE, self._names[place], lies[0] if lies else "")
+        shown = names.join(self.prefix, _STATE, self._names[place], state.kept or "")
         return None if why is None else f"{shown} {why}"
 
     def _target(
@@ -212,9 +214,6 @@ class OptimizerObject:
         dtype = getattr(torch, saved.dtype)
         if is_own or below == _STEP:
             return fresh(saved)
-        if is_dtensor(param) and said == shards.SHARD:
-            self._as_shards.add(self._key(place, below))
-            return shards.as_shard(param, torch.empty_like(local(param.detach()), dtype=dtype))
         if is_dtensor(param) and isinstance(said, dict):
             return shards.make_leaf(param, saved.shape, dtype, said)
         if saved.shape != tuple(param.shape):
@@ -262,7 +261,8 @@ class OptimizerObject:
                 state[place] = names.nest(leaves)
         whole: dict[str, Any] = saved.below("more").nested(tensors) if saved.below("more") else {}
         groups = [self._group(group, saved) for group in self._optimizer.param_groups]
-        self._optimizer.load_state_dict({**whole, "state": state, "param_groups": groups})
+        known = {place: _leave_out_others(own) for place, own in state.items()}
+        self._optimizer.load_state_dict({**whole, "state": known, "param_groups": groups})
         # It has made copies of all options; a captured graph, or the script, reads these where they were.
         for group, loaded in zip(self._optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if is_tensor(value)})
@@ -308,6 +308,7 @@ class OptimizerObject:
         found = [
             _ParamState(
                 saved.value_or(names.join(_LAYOUT, name), {}),
+                next(iter(saved.below(names.join(_KEPT, name)).values), None),
                 is_left=names.join(_STATELESS, name) in saved.values and not local(param).numel(),
             )
             for name, param in zip(self._names, self.params, strict=True)
@@ -336,9 +337,19 @@ def _uncast(live: Any, loaded: Any) -> Any:
         return loaded.to(live.device) if is_tensor(live) and live.dtype != loaded.dtype else live
     if isinstance(loaded, dict) and isinstance(live, dict):
         return {key: _uncast(live.get(key), each) for key, each in loaded.items()}
-    if isinstance(loaded, list | tuple) and isinstance(live, list | tuple) and len(live) == len(loaded):
+    if type(loaded) in (list, tuple) and isinstance(live, list | tuple) and len(live) == len(loaded):
         return type(loaded)([_uncast(*pair) for pair in zip(live, loaded, strict=True)])
-    return loaded  # torch takes text apart, as all that can be iterated
+    return loaded
+
+
+def _leave_out_others(state: Any) -> Any:
+    """A state with None for what load_state_dict would take apart, as it does text, arrays and all that it can iterate
+    over: _undo_casts() puts it there."""
+    if isinstance(state, dict):
+        return {key: _leave_out_others(each) for key, each in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)([_leave_out_others(each) for each in state])
+    return state if is_tensor(state) or isinstance(state, int | float | complex) else None
 
 
 def _per_parameter(group: Mapping[str, Any]) -> int:

@@ -1,15 +1,15 @@
 """How an optimizer's state lies beside a sharded parameter, where that does not follow from the parameter.
 
-What is sharded as its parameter is needs no word. A plain tensor of the shape of this rank's shard is a shard too; any
-other plain tensor of some size (averages of rows, blocks of quantized state) is this rank's own, and means something
-beside the same elements of the parameter only. The checkpoint says which is which, because the optimizer of a fresh
-process, which has taken no step, does not know.
+What is sharded as its parameter is needs no word. A plain tensor with a dimension is this rank's own, and means
+something beside the same elements of the parameter only: whether it is a shard, averages of rows or blocks of quantized
+state cannot be told by its shape, which may be that of the shard by chance, on some ranks and not on others. The
+checkpoint says that ranks have such state, because the optimizer of a fresh process, which has taken no step, does not
+know.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -22,49 +22,19 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-SHARD = "shard"  # a plain tensor: this rank's shard of what is sharded as the parameter is
-OWN = "own"  # a plain tensor that only this rank has
-
-_SMALL = ((), (1,))  # as a count of steps, which every rank has
-
 BEGIN_ANEW = "or leave the optimizer out of restore() and name it in track() to begin with a new one"
 
 
-def judge_plain(found: Iterable[tuple[torch.Tensor, str, torch.Tensor]]) -> dict[str, str]:
-    """Return SHARD or OWN for each name of plain state; a name that is missing is a value that all ranks have.
-
-    A name is judged once, by all parameters that have state of it: one alone may have a shard's shape by chance.
-
-    Args:
-        found: Parameters with the name and the tensor of each leaf of their state.
-    """
-    shapes: dict[str, set[tuple[bool, bool]]] = defaultdict(set)
-    for param, name, leaf in found:
-        if is_dtensor(param) and not is_dtensor(leaf):
-            is_shard = leaf.dim() > 0 and leaf.shape == local(param).shape
-            shapes[name].add((is_shard, tuple(leaf.shape) in _SMALL))
-    return {name: verdict for name, each in shapes.items() if (verdict := _judge(each))}
-
-
-def _judge(shapes: set[tuple[bool, bool]]) -> str | None:
-    if all(is_shard for is_shard, _ in shapes):
-        return SHARD
-    return None if all(is_small for _, is_small in shapes) else OWN
-
-
-def describe_leaf(param: torch.Tensor, leaf: torch.Tensor, verdict: str | None, *, is_own: bool) -> Any:
+def describe_leaf(param: torch.Tensor, leaf: torch.Tensor, *, is_own: bool) -> dict[str, Any] | None:
     """Return how a tensor of state lies, as a checkpoint says it; None where its parameter or its shape tells.
 
     Args:
         param: Its parameter.
         leaf: The tensor.
-        verdict: Of its name; see judge_plain().
         is_own: Whether each rank saves all that it has for itself: then shards need a word, too.
     """
-    if not is_dtensor(param):
+    if not is_dtensor(param) or not is_dtensor(leaf):
         return None
-    if not is_dtensor(leaf):
-        return None if is_own else verdict
     if leaf.shape == param.shape and leaf.placements == param.placements and not is_own:
         return None
     return {"placements": _name_placements(leaf), "shape": list(leaf.shape)}
@@ -87,7 +57,7 @@ def why_elsewhere(param: torch.Tensor, saved: Mapping[str, Any] | None) -> str |
         return None
     then = "not saved by a rank of this number" if saved is None else f"saved beside {_show_box(saved)}"
     return (
-        "is state that each rank keeps for its own shard: no DTensor, and not of the shard's shape. It was "
+        "is state that each rank keeps for its own shard: a tensor of some size that is no DTensor. It was "
         f"{then}, and this rank has {_show_box(here)}: restore on as many ranks with the parameters sharded as they "
         f"were, {BEGIN_ANEW}"
     )
