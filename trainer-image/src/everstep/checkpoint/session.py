@@ -35,6 +35,7 @@ from everstep.checkpoint.save import How, Node, Saver, check_start, check_values
 from everstep.checkpoint.selection import Rename
 from everstep.checkpoint.session_end import tell_unmet_request
 from everstep.checkpoint.slots import default_directory, default_memory
+from everstep.checkpoint.source_ranks import check_source_ranks
 from everstep.checkpoint.state.kinds import PerRank
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.together import together
@@ -182,6 +183,7 @@ class Checkpointer:
         if self._pilot is not None and self._pilot.saved:
             raise CheckpointError("this session has saved already: close it, and restore in a new one")
         everything = self._with_generators(objects)
+        check_source_ranks(everything, self._group)
 
         def check() -> RestoreOptions:
             check_values(everything, self._topology, self._how)
@@ -235,6 +237,7 @@ class Checkpointer:
             CheckpointError: These objects cannot be saved, or find no room in this node's memory.
         """
         everything = self._with_generators(objects)
+        check_source_ranks(everything, self._group)
         if self._pilot is None:
             check_start(
                 everything, self._topology, self._group, self._how, self._directory, int(self._settings["slots"])
