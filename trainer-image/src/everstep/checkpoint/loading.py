@@ -23,6 +23,7 @@ from everstep.checkpoint.placing import Memory, ShardBox
 from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.staging import Host
 from everstep.checkpoint.state.flat import RANK, bind, local
+from everstep.checkpoint.state.group_order import find_order_problems
 from everstep.checkpoint.state.kinds import WHOLE, Absent, Kind, Saved
 from everstep.checkpoint.state.plain import Value
 
@@ -77,6 +78,7 @@ class Loading:
             self._check_values(saved)
             self._tensors.update(kind.targets(saved, self.problems))
             self._saved.append((kind, saved))
+        self.problems += find_order_problems(self._saved)
         self.missing = [each.name for each in self.problems if isinstance(each, Absent)]
         if not options.is_strict:
             self.problems = [each for each in self.problems if not isinstance(each, Absent)]

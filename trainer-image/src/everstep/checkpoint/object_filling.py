@@ -13,6 +13,7 @@ from everstep.checkpoint.casting import Casts
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.loading import resharded
 from everstep.checkpoint.state.flat import RANK, bind
+from everstep.checkpoint.state.group_order import find_order_problems
 from everstep.checkpoint.state.kinds import WHOLE, Absent, Kind, Saved, StateMismatch
 from everstep.checkpoint.state.plain import Value
 from everstep.checkpoint.tensor_reader import TensorReader
@@ -58,6 +59,7 @@ class ObjectFilling:
             self._kinds.append((kind, saved))
             if kind.exclusive:
                 exclusive.append(f"{kind.prefix}.")
+        problems += find_order_problems(self._kinds)
         self.missing = [each.name for each in problems if isinstance(each, Absent)]
         self.unexpected = [
             name for name in manifest.tensors if name.startswith(tuple(exclusive)) and name not in self._tensors

@@ -43,6 +43,7 @@ _LAYOUT = "layout"  # of each parameter: how its state lies, where neither the p
 _KEPT = "kept"  # of each parameter: names of state that ranks keep for themselves
 _BOX = "box"  # of each parameter beside which a rank has state of its own: which elements the rank has
 _STATELESS = "stateless"  # of each parameter: that a rank without an element of it has no state for it
+PLACES = "places"  # of each parameter: which group of how many it is in, as `<parameter>.<number>-<count>`
 _KIND = "kind"  # names of the optimizer's class and of those that it is derived from
 _OPTIONS = "options"  # by their own digest, so that ranks with other parameters never disagree
 
@@ -95,17 +96,24 @@ class OptimizerObject:
     def optimizer(self) -> torch.optim.Optimizer:
         return self._optimizer
 
+    def name_groups(self) -> list[list[str]]:
+        """Return the names of the parameters of each group, in the order of the groups."""
+        return [[self._names[place] for place in self._places(group)] for group in self._optimizer.param_groups]
+
     def leaves(self) -> Iterator[tuple[str, Any]]:
         state = self._optimizer.state_dict()
         yield names.join(self.prefix, KIND), describe(OPTIMIZER)
         yield names.join(self.prefix, _KIND), kind_of(self._optimizer)
         yield from self._leaves_of_params(state["state"])
-        for group in state["param_groups"]:
+        for number, group in enumerate(state["param_groups"]):
             options = _options(group)
             digest = _digest(options)
             yield names.join(self.prefix, _OPTIONS, digest), options
             for place in group["params"]:
                 yield names.join(self.prefix, _GROUPS, self._names[place]), digest
+                # In the name, because ranks that share a parameter may have other groups beside it.
+                where = f"{number}-{len(state['param_groups'])}"
+                yield names.join(self.prefix, PLACES, self._names[place], where), True
         for key, value in state.items():
             if key not in ("state", "param_groups"):
                 yield from self._leaves(names.join("more", names.segment(key)), value)

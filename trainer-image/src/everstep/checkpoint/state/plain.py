@@ -37,6 +37,10 @@ class StatefulObject:
         self._step = step
         self._live: Any = {}
 
+    @property
+    def inner(self) -> Stateful:
+        return self._inner
+
     def leaves(self) -> Iterator[tuple[str, Any]]:
         if self._step is not None and isinstance(self._inner, Stepped):
             state = self._inner.state_at(self._step)
