@@ -24,7 +24,7 @@ PATIENT = {"timeout": 300.0, "commit_timeout": 300.0}  # whoever waits so long h
 
 
 def list_failures(ckpt: Checkpointer) -> list[str]:
-    """What all `failed` events will have said, shortly."""
+    """Collect the reasons of all `failed` events to come."""
     failed: list[str] = []
     ckpt.on("failed", lambda event: failed.append(f"{event.key and event.key.step}: {event.why.partition(': ')[0]}"))
     return failed

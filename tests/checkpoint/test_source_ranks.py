@@ -1,4 +1,4 @@
-"""What is saved for all ranks as one of them has it: from a rank that is there, or refused before training begins."""
+"""State of one rank is saved for all of them: that rank is there, or the state is refused before training begins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is nested is built again as it was: order and kinds of dictionaries, types of keys, and what an object is."""
+"""A nested state is built again as it was: order and kinds of dictionaries, types of keys, and what an object is."""
 
 from __future__ import annotations
 

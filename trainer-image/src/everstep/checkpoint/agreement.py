@@ -138,7 +138,7 @@ class Agreement:
                 self._decide(step + self._pace.stride, choose)
 
     def answer(self, number: int, decide: Callable[[], Any], waiting: Waiting) -> Any:
-        """What rank 0 decides about something that all ranks come to, for the `number`th time; by JSON."""
+        """Return rank 0's decision about something that all ranks come to, for the `number`th time; JSON carries it."""
         if self.leads:
             decided = decide()
             self._answers.leave(number, decided)

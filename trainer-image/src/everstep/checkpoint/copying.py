@@ -20,7 +20,7 @@ from everstep.checkpoint.store.base import Store
 
 
 class CopyOutcome(enum.Enum):
-    """What a copy came to: `COPIED`: it is in the target now. `PRESENT`: it was, and every byte of it is good.
+    """The result of a copy: `COPIED`: it is in the target now. `PRESENT`: it was, and every byte of it is good.
     `REPAIRED`: it was, and what was damaged or missing there was written again."""
 
     COPIED = enum.auto()

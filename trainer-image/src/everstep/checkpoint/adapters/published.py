@@ -41,7 +41,7 @@ _COLLECTIVE_SECONDS = 1800.0  # as torch's own groups
 
 @dataclass
 class _Training:
-    """What is saved between two restores or ends: steps that come one after the other, under one attempt."""
+    """The saves between two restores or ends: steps that come one after the other, under one attempt."""
 
     attempt: Attempt | None = None
     submitted: int = -1

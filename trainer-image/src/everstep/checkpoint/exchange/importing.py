@@ -130,7 +130,7 @@ def import_safetensors(
 
 
 def _choose(leaves: Mapping[str, Any], only: Only | None) -> dict[str, Any]:
-    """What is wanted, with what describes the objects that it is of."""
+    """Return the wanted part, with the descriptions of the objects that it belongs to."""
     found = {name: leaf for name, leaf in leaves.items() if not is_description(name) and is_wanted(name, only)}
     objects = set(map(object_of, found))
     described = {name: leaf for name, leaf in leaves.items() if is_description(name) and object_of(name) in objects}

@@ -1,4 +1,4 @@
-"""Of which class an object is, and whether the state of one class may be given to another: by names, in any process."""
+"""The class of an object, and whether its state may be given to one of another class: by names, in any process."""
 
 from __future__ import annotations
 
