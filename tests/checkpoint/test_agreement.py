@@ -277,6 +277,15 @@ def test_a_run_that_slows_down_is_asked_again_soon() -> None:
     assert pace.ahead() == 1
 
 
+def test_a_run_that_skips_steps_once_is_asked_again_as_soon_as_before() -> None:
+    pace = Pace()
+    for step in range(1000):
+        pace.tick(step, step * 0.0001)
+        pace.ahead()
+    pace.tick(50_000, 1000 * 0.0001)
+    assert pace.ahead() == MOST_CALLS  # and not a hundred times what was skipped
+
+
 def test_the_time_of_a_save_is_no_step() -> None:
     pace = Pace()
     for step in range(200):

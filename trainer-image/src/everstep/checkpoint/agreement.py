@@ -10,6 +10,7 @@ reads it when it reaches the boundary, and learns there which step the next boun
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -21,6 +22,7 @@ from everstep.checkpoint.message_series import MessageSeries
 PERIOD = 1.0  # seconds between two boundaries
 MOST_CALLS = 100  # between two boundaries: a run that slows down suddenly still asks soon
 
+_STRIDES = 4  # that are looked at: calls after which a longer stride is believed
 _LOOK = 2.0
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.0005, 0.02  # seconds, while rank 0 waits for the other ranks
 _ENDED = "ended"  # what rank 0 leaves when it takes part in nothing more
@@ -48,6 +50,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.stride = 1  # steps from one call to the next
+        self._strides = deque([1], maxlen=_STRIDES)
         self._seconds: float | None = None  # from one call to the next, without saves
         self._last: tuple[int, float] | None = None
         self.calls = 1  # from one boundary to the next
@@ -56,6 +59,7 @@ class Pace:
         """A step was made."""
         if self._last is not None and step > self._last[0]:
             self.stride = step - self._last[0]
+            self._strides.append(self.stride)
             took = now - self._last[1]
             # Slower counts at once, faster gradually: a boundary that is too early costs one small read.
             self._seconds = took if self._seconds is None or took > self._seconds else 0.7 * self._seconds + 0.3 * took
@@ -67,10 +71,12 @@ class Pace:
             self._last = (self._last[0], now)
 
     def ahead(self) -> int:
-        """How many steps after one boundary the next one is."""
+        """Return how many steps after one boundary the next one is."""
         calls = 1 if self._seconds is None else int(PERIOD / max(self._seconds, 1e-9))
         self.calls = max(1, min(calls, 2 * self.calls, MOST_CALLS))
-        return self.calls * self.stride
+        # By the shortest of the last strides: a script that skips steps once, at the end of an epoch, is asked again
+        # after as many calls as before, not after as many jumps.
+        return self.calls * min(self._strides)
 
 
 Choose = Callable[[int, int], Decision]
