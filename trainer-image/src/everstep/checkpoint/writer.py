@@ -21,12 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import attempts, control, peer_copies, room
-from everstep.checkpoint.commit import Fenced
 from everstep.checkpoint.control import Config
-from everstep.checkpoint.errors import CheckpointError, NoSlot, RankLost, StoreError
+from everstep.checkpoint.errors import CheckpointError, NoSlot, RankLost
 from everstep.checkpoint.filling import Filling
 from everstep.checkpoint.idle_verifier import IdleVerifier
-from everstep.checkpoint.keeping import Committed, Keeper, Save
+from everstep.checkpoint.keeping import Keeper
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.lock import lock
 from everstep.checkpoint.membership import Member, Membership
@@ -35,12 +34,12 @@ from everstep.checkpoint.peer_server import PeerServer
 from everstep.checkpoint.slot_choice import choose_slot, will_be_free
 from everstep.checkpoint.slots import Claim, Slot, Slots, State
 from everstep.checkpoint.store.base import open_store
+from everstep.checkpoint.storing import Storing
 from everstep.checkpoint.surplus_slots import move_surplus_away
 
 _log = logging.getLogger("everstep.checkpoint.writer")
 
 _NICE = 5
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds until a save that failed is tried again
 _LEFT = "left before its part was copied"
 
 
@@ -52,21 +51,16 @@ class Writer:
         self._linger = linger
         self._membership = Membership()
         self._filling: Filling[asyncio.StreamWriter] = Filling()
-        self._saves: dict[Key, Save] = {}
-        self._newest: Key | None = None  # that was committed here
-        self._void: set[Key] = set()  # that nobody wants
-        self._failed: set[Key] = set()  # that are tried again now and then, while their slots hold them
-        self._pause, self._next_try = _FIRST_PAUSE, 0.0
-        self._tasks: set[asyncio.Task[None]] = set()
         self._reserving: asyncio.Future[None] | None = None
         self._found_no_room = False
         self._verifier = IdleVerifier(directory)
         self._peers = PeerServer(directory)
         self._copier = Copier(self._copied)
         self._keeper = Keeper(self._slots, self._copier.offer)
-        self._idle_since = time.monotonic()
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()  # it may be time to end
+        self._storing = Storing(self._slots, self._keeper, self._report, self._changed.set)
+        self._idle_since = time.monotonic()
         self._told_to_end = False
         self._removing_since: float | None = None  # processes that restore are waited for since then
 
@@ -178,8 +172,7 @@ class Writer:
         Slots.create(self._slots.directory, 0)  # reserve() makes the slots, once they are known to find room
         self._membership.take_over(config)
         self._filling = Filling()
-        for save in self._saves.values():
-            save.config = config
+        self._storing.take_over(config)
 
     async def _disown(self, config: Config) -> None:
         """Frees what a run left here whose store was deleted since. Which of the two goes on, the store knows."""
@@ -205,16 +198,16 @@ class Writer:
     def _recover(self, slot: Slot, config: Config) -> None:
         """Slots that no living save is about: a writer or an attempt before us left them."""
         claim = slot.claimed()
-        if claim is None or claim.key in self._saves:
+        if claim is None or claim.key in self._storing.saves:
             return
         match slot.state:
             case State.FILLING if claim.key not in self._filling or claim.key.attempt != Attempt.parse(config.attempt):
                 slot.release()
             case State.FILLED | State.WHOLE:
                 _log.info("%s was left behind: storing it", claim.key)
-                self._start(slot, claim, config, left_behind=True)
+                self._storing.start(slot, claim, config, left_behind=True)
             case State.STORED if claim.node == 0:  # the writer before us may have died just before the commit
-                self._start(slot, claim, config, left_behind=True)
+                self._storing.start(slot, claim, config, left_behind=True)
 
     def _lose(self, writer: asyncio.StreamWriter) -> None:
         lost = self._ranks.pop(writer, None)
@@ -265,7 +258,7 @@ class Writer:
     async def _remove_surplus(self, count: int) -> None:
         if self._copier.busy:  # it may send one of them
             return
-        moved = move_surplus_away(self._slots, count, self._saves, self._newest)
+        moved = move_surplus_away(self._slots, count, self._storing.saves, self._storing.newest)
         for slot in moved:
             self._keeper.forget(slot)
         if moved:
@@ -282,7 +275,7 @@ class Writer:
             except NoSlot:
                 local, waited = self._ranks[writer].local, time.monotonic() - began
                 if not will_be_free(
-                    self._slots, self._saves.values(), self._filling, local=local, waited_seconds=waited
+                    self._slots, self._storing.saves.values(), self._filling, local=local, waited_seconds=waited
                 ):
                     raise
             await asyncio.sleep(0.005)
@@ -304,7 +297,7 @@ class Writer:
                 return slot.number
         if absent := self._membership.known - set(newest):
             raise RankLost([ranks[local] for local in sorted(absent)], _LEFT)
-        slot = choose_slot(self._slots, self._config.slots, self._saves.values(), self._filling)
+        slot = choose_slot(self._slots, self._config.slots, self._storing.saves.values(), self._filling)
         slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
         self._filling.begin(key, rank.local, writer, newest)
         return slot.number
@@ -313,13 +306,11 @@ class Writer:
         assert self._config is not None
         if self._filling.fill(key, local, len(self._config.ranks)):
             slot, claim = next((slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key == key)
-            self._start(slot, claim, self._config)
+            self._storing.start(slot, claim, self._config)
 
     def _give_up(self, key: Key, why: str) -> None:
         """This save will not be complete: a slot that is being filled is free again, one that is stored is not."""
-        self._void.add(key)
-        if key in self._saves:
-            self._saves[key].progress.given_up = why
+        self._storing.give_up(key, why)
         if not self._filling.give_up(key, why):
             return
         for slot in self._slots:
@@ -327,14 +318,6 @@ class Writer:
             if claim is not None and claim.key == key:
                 slot.release()
         self._report({"event": "failed", "key": str(key), "why": why})
-
-    def _start(
-        self, slot: Slot, claim: Claim, config: Config, *, left_behind: bool = False, again: bool = False
-    ) -> None:
-        save = self._saves[claim.key] = Save(slot, claim, config, left_behind=left_behind, again=again)
-        task = asyncio.create_task(self._keep(save))
-        self._tasks.add(task)
-        task.add_done_callback(self._forget)
 
     def _copied(self, key: Key, why: str | None) -> None:
         """In the copier's thread: a copy has ended."""
@@ -347,92 +330,6 @@ class Writer:
         with contextlib.suppress(RuntimeError):  # this process ends
             self._loop.call_soon_threadsafe(tell)
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        self._changed.set()
-
-    async def _keep(self, save: Save) -> None:
-        key, why = save.claim.key, ""
-        try:
-            async with asyncio.timeout(save.config.commit_timeout):
-                result = await self._keep_trying(save)
-        except Committed:
-            self._failed.discard(key)
-        except TimeoutError:
-            why = save.progress.given_up = f"not stored in {save.config.commit_timeout:g} s, at last {save.doing}"
-        except Exception as error:  # whatever a store does, the next save gets its chance
-            _log.exception("%s was not saved", key)
-            why = f"{error}" or repr(error)
-            if isinstance(error, Fenced):  # that will not pass
-                self._void.add(key)
-        else:
-            self._failed.discard(key)
-            self._report({"event": "saved" if save.committed else "put", "key": str(key), **result})
-        finally:
-            self._saves.pop(key, None)
-            if not save.again:
-                self._idle_since = time.monotonic()
-        if why:
-            self._fail(save, why)
-        if save.committed:
-            self._newest = max(key, self._newest or key)
-        if save.committed or (save.stored and save.claim.node != 0):
-            await self._tidy(save)
-
-    async def _keep_trying(self, save: Save) -> dict[str, Any]:
-        """See Keeper.keep. A store that is unavailable is tried again, less and less often, until `commit_timeout`:
-        nobody else has the last save of a run."""
-        pause = _FIRST_PAUSE
-        while True:
-            try:
-                return await self._keeper.keep(save)
-            except StoreError as error:
-                if not error.may_pass or save.again:
-                    raise
-                why = f"{error}"
-            _log.info("%s is tried again in %g s: %s", save.claim.key, pause, why)
-            self._report({"event": "retrying", "key": str(save.claim.key), "why": why, "seconds": pause})
-            save.needs_slot, save.doing = False, f"waiting to try again after: {why}"
-            await asyncio.sleep(pause)
-            save.progress.step()
-            # From here to the first await nobody takes the slot.
-            if save.stored is None and save.slot.claimed() != save.claim:
-                raise CheckpointError(f"its slot was needed for a newer save ({why})")
-            if self._newest is not None and self._newest > save.claim.key:
-                raise CheckpointError(f"{self._newest} is newer, and in the store ({why})")
-            save.needs_slot, save.left_behind, pause = save.stored is None, True, min(2 * pause, _LONGEST_PAUSE)
-
-    def _fail(self, save: Save, why: str) -> None:
-        key = save.claim.key
-        if key not in self._void:
-            self._failed.add(key)
-        if save.again:
-            return
-        self._pause, self._next_try = _FIRST_PAUSE, time.monotonic() + _FIRST_PAUSE
-        self._report({"event": "failed", "key": str(key), "why": why})
-
-    def _left_to_save(self) -> list[tuple[Slot, Claim]]:
-        """Return saves that failed and are not in a store, nor anything newer: these may be the only copy of a run."""
-        found = [(slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key in self._failed]
-        return [each for each in found if self._newest is None or each[1].key > self._newest]
-
-    def _try_again(self) -> None:
-        """Store again what has failed, now and then, for as long as this process is here: a store may be back, and what
-        was wrong with it may have been set right."""
-        if not self._failed or self._config is None or self._saves or time.monotonic() < self._next_try:
-            return
-        for slot, claim in self._left_to_save():
-            self._start(slot, claim, self._config, left_behind=True, again=True)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
-        self._next_try = time.monotonic() + self._pause
-
-    async def _tidy(self, save: Save) -> None:
-        try:
-            await self._keeper.tidy(save)
-        except Exception as error:  # old checkpoints that stay are no harm to a save
-            _log.exception("retention after %s", save.claim.key)
-            self._report({"event": "untidy", "key": str(save.claim.key), "why": f"{error}" or repr(error)})
-
     # ---- time
 
     async def _watch(self) -> None:
@@ -440,27 +337,21 @@ class Writer:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(1.0, self._linger / 4))
             self._changed.clear()
-            self._verifier.look(is_idle=not self._ranks and not self._tasks)
-            self._try_again()
-            if self._config is not None and (self._reserving is None or self._reserving.done()):
-                await self._remove_surplus(self._config.slots)
-            for key, save in self._saves.items():
-                quiet = time.monotonic() - max(save.progress.at, save.told)
-                if quiet > save.config.stall_after:
-                    save.told = time.monotonic()
-                    seconds = round(save.told - save.progress.at, 1)
-                    self._report({"event": "stalled", "key": str(key), "seconds": seconds, "why": save.doing})
+            self._verifier.look(is_idle=not self._ranks and not self._storing.is_busy)
+            if self._config is not None:
+                self._storing.try_again(self._config)
+                if self._reserving is None or self._reserving.done():
+                    await self._remove_surplus(self._config.slots)
+            self._storing.tell_stalled()
         self._ended.set()
 
     def _done(self) -> bool:
         ended_well = self._membership.has_ended_well
-        if ended_well and self._newest is not None:
-            # Left behind by an earlier attempt, and maybe waiting for a node that was lost with its share.
-            for key in [key for key in self._saves if key.attempt < self._newest.attempt]:
-                self._give_up(key, f"{self._newest} is newer, and its run has ended")
-        if self._tasks:
+        if ended_well and self._storing.newest is not None:
+            self._storing.give_up_earlier(self._storing.newest)
+        if self._storing.is_busy:
             return False
-        if ended_well and not self._left_to_save():
+        if ended_well and not self._storing.list_unsaved():
             return self._remove_slots()
         if self._copier.busy:
             return False
@@ -470,7 +361,7 @@ class Writer:
             return False
         if self._found_no_room and not self._has_slots():
             return self._remove_slots()  # the ranks were told, and left
-        if time.monotonic() - self._idle_since < self._linger:
+        if time.monotonic() - max(self._idle_since, self._storing.quiet_since) < self._linger:
             return False
         # Nobody came back. What is in the store too need not take memory from whoever is next on this node.
         if all(slot.state in (State.EMPTY, State.FILLING, State.STORED) for slot in self._slots):
