@@ -52,6 +52,25 @@ def test_fewer_slots_give_memory_back_when_nobody_reads_them_and_may_be_more_aga
     assert all(site.good(Key(LATER[1], step)) for step in (40, 50)), "not what was in a slot of that name before"
 
 
+def parts_in(slots: Slots) -> list[str]:
+    return sorted(path.name for slot in slots for path in slot.path.glob("*.part"))
+
+
+def test_a_run_with_fewer_ranks_on_a_node_gives_back_the_memory_of_the_others(site: Site) -> None:
+    two = site.node()
+    assert {save(two, key(10)), save(two, key(20))} == {0, 1}
+    two.die()
+    one = site.node(attempt=str(LATER[0]), world=1, ranks=(0,))
+    assert {save(one, Key(LATER[0], step)) for step in (30, 40)} == {0, 1}
+    assert parts_in(one.slots) == ["0.part", "0.part"]
+    held = Path(f"/proc/{one.pid}/maps").read_text()
+    assert "1.part" not in held, "nor is the memory kept by who has mapped it"
+    one.die()
+    again = site.node(attempt=str(LATER[1]))
+    assert {save(again, Key(LATER[1], step)) for step in (50, 60)} == {0, 1}
+    assert all(site.good(Key(LATER[1], step)) for step in (50, 60))
+
+
 def test_what_is_not_in_the_store_yet_is_stored_before_its_slot_goes(site: Site) -> None:
     slots = Slots.create(site.folder / "memory-0", 3)
     slots.reserve(SIZES, 3)

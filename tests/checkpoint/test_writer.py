@@ -60,6 +60,15 @@ def test_a_rank_that_dies_before_it_has_filled_voids_the_save(site: Site) -> Non
     assert candidates(site.store) == []
 
 
+def test_a_rank_that_has_ended_its_session_is_named_as_that_by_a_save_that_comes_later(site: Site) -> None:
+    node = site.node()
+    node.links[1].call("bye")
+    node.links[1].close()
+    until(lambda: node.links[0].call("lost") == [1], "it is gone")
+    with pytest.raises(CheckpointError, match="rank 1 has ended its session before this save: call save"):
+        node.links[0].call("begin", key=str(key(10)))
+
+
 def test_a_writer_that_was_killed_is_followed_by_one_that_stores_what_it_left(site: Site) -> None:
     node = site.node()
     os.kill(node.pid, signal.SIGSTOP)  # so that it cannot have begun

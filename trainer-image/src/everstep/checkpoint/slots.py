@@ -125,7 +125,7 @@ class Slot:
         return self.path / f"{local}.part"
 
     def claim(self, claim: Claim) -> None:
-        """From here on the slot is this checkpoint's; what was in it is gone.
+        """From here on the slot is this checkpoint's; what was in it is gone, with the parts of ranks that it lacks.
 
         NoSlot while somebody reads it: who holds reading() and finds it whole may rely on its bytes.
         """
@@ -134,6 +134,9 @@ class Slot:
                 raise NoSlot(f"slot {self.number} is being read: it is not filled anew meanwhile")
             for name in (VERIFIED, "whole", "slot.json", "stored"):
                 (self.path / name).unlink(missing_ok=True)
+            for path in self.path.iterdir():
+                if path.suffix in (".part", ".json") and path.stem.isdecimal() and int(path.stem) >= claim.locals:
+                    path.unlink()  # an earlier run had more ranks here: their memory is given back
             _replace(self.path / "claim.json", {**vars(claim), "key": str(claim.key)})
 
     def release(self) -> None:

@@ -173,6 +173,8 @@ class Writer:
         self._membership.take_over(config)
         self._filling = Filling()
         self._storing.take_over(config)
+        for slot in self._slots:
+            self._keeper.forget(slot)  # parts that the run does without are kept mapped by nobody
 
     async def _disown(self, config: Config) -> None:
         """Frees what a run left here whose store was deleted since. Which of the two goes on, the store knows."""
@@ -296,6 +298,11 @@ class Writer:
                 self._filling.begin(key, rank.local, writer, newest)
                 return slot.number
         if absent := self._membership.known - set(newest):
+            if ended := sorted(ranks[local] for local in absent & self._membership.gone):
+                raise CheckpointError(
+                    f"rank {', '.join(map(str, ended))} has ended its session before this save: call save() and step() "
+                    "equally often on all ranks"
+                )
             raise RankLost([ranks[local] for local in sorted(absent)], _LEFT)
         slot = choose_slot(self._slots, self._config.slots, self._storing.saves.values(), self._filling)
         slot.claim(Claim(key, len(ranks), self._config.node, self._config.nodes, self._config.run))
