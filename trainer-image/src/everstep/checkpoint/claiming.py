@@ -1,17 +1,99 @@
-"""The claim of a run on its store, by rank 0: its attempt, and that it goes on from what the store holds."""
+"""The claim of a run on its store, by rank 0: its attempt, and that it goes on from what the store holds; and on each
+node's writer and slots."""
 
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
 
 from everstep.checkpoint import attempts
 from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.collectives import gather, tell
+from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
+from everstep.checkpoint.peers import meet
+from everstep.checkpoint.save import Node
 from everstep.checkpoint.store.base import Store
+from everstep.checkpoint.together import together
+from everstep.checkpoint.topology import Topology
 
 _log = logging.getLogger("everstep.checkpoint")
+
+
+def claim_node(
+    store: Store,
+    given: Attempt | None,
+    restored: Key | None,
+    topology: Topology,
+    group: dist.ProcessGroup | None,
+    directory: Path,
+    *,
+    linger_seconds: float,
+    keeps_copies: bool,
+    learn: Callable[[], None],
+    settings: Mapping[str, Any],
+) -> Node:
+    """Take an attempt, this node's writer and its slots for a run. Collective over `group`.
+
+    Args:
+        store: Where the run saves.
+        given: The attempt that the run was given, if any.
+        restored: The checkpoint that training goes on from, if any.
+        topology: This rank's place in the run.
+        group: All ranks; None for one process.
+        directory: Of this node's slots.
+        linger_seconds: How long a writer stays whose ranks are gone.
+        keeps_copies: Whether each node keeps copies of another one's slots.
+        learn: Reads from the store what rank 0 learns of earlier attempts, before this one is there.
+        settings: The other fields of the writer's configuration.
+
+    Returns:
+        This rank's link to its node's writer.
+
+    Raises:
+        CheckpointError: The store or the slots are another run's; see claim_attempt.
+    """
+
+    def claim_on_first() -> tuple[str, str]:
+        if topology.rank != 0:
+            return "", ""  # rank 0's is told to all
+        learn()
+        return claim_attempt(store, given, identity, restored)
+
+    machines = dict.fromkeys(gather(attempts.identify_machine(), group))
+    identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(machines))
+    claimed = together(claim_on_first, group)
+    (token, run), secret = tell((claimed, secrets.token_hex(32)), group)
+    config = Config(
+        url=store.url,
+        attempt=token,
+        node=topology.node,
+        nodes=topology.nodes,
+        world=topology.world,
+        ranks=topology.ranks,
+        secret=secret if keeps_copies else "",
+        run=run,
+        **settings,
+    )
+    node = together(lambda: Node(directory, config, topology.local, linger_seconds), group)
+    if config.secret:
+        try:
+            found = meet(node.port or 0, config.secret, topology, group)
+            settled = replace(config, keeper=found.addresses[found.keeper])
+            together(lambda: node.settle(settled, found.kept), group)
+        except BaseException:
+            node.close()
+            raise
+    return node
 
 
 def claim_attempt(

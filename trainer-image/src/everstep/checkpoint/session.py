@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import secrets
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self
@@ -19,14 +17,12 @@ from everstep.checkpoint.auto import Trigger, learned
 from everstep.checkpoint.best import KeepBest, Mode
 from everstep.checkpoint.board import Alone, Board, Shared
 from everstep.checkpoint.casting import Cast, Casts
-from everstep.checkpoint.collectives import gather, tell
-from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Callback, Event, Events, Metrics
 from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.outcomes import SaveFailed
-from everstep.checkpoint.peers import meet, serve_reads
+from everstep.checkpoint.peers import serve_reads
 from everstep.checkpoint.pilot import Forecast, Pilot, Policy
 from everstep.checkpoint.restore import Restored, Restorer
 from everstep.checkpoint.restore_options import RestoreOptions
@@ -386,42 +382,26 @@ class Checkpointer:
         kept = self.metadata
         return {**(kept(step) if callable(kept) else kept), **self._noted}
 
-    # ---- the claim
-
     def _claim(self) -> Node:
-        """Takes the attempt, this node's writer and its slots for this run. Collective."""
-        machines = dict.fromkeys(gather(attempts.identify_machine(), self._group))
-        identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(machines))
-        claimed = together(lambda: self._first(lambda: self._claim_attempt(identity)), self._group)
-        (token, run), secret = tell((claimed, secrets.token_hex(32)), self._group)
-        config = Config(
-            url=self.store.url,
-            options=self._options,
-            attempt=token,
-            node=self._topology.node,
-            nodes=self._topology.nodes,
-            world=self._topology.world,
-            ranks=self._topology.ranks,
-            secret=secret if self._keeps_copies else "",
-            run=run,
-            **self._settings,
+        """Take the attempt, this node's writer and its slots for this run. Collective."""
+        node = claiming.claim_node(
+            self.store,
+            self._given,
+            self._restored,
+            self._topology,
+            self._group,
+            self._directory,
+            linger_seconds=self._linger,
+            keeps_copies=self._keeps_copies,
+            learn=self._learn_failures,
+            settings={"options": self._options, **self._settings},
         )
-        node = together(lambda: Node(self._directory, config, self._topology.local, self._linger), self._group)
-        if config.secret:
-            try:
-                found = meet(node.port or 0, config.secret, self._topology, self._group)
-                settled = replace(config, keeper=found.addresses[found.keeper])
-                together(lambda: node.settle(settled, found.kept), self._group)
-            except BaseException:
-                node.close()
-                raise
-        self.attempt = Attempt.parse(token)
+        self.attempt = Attempt.parse(node.config.attempt)
         return node
 
-    def _claim_attempt(self, identity: attempts.RunIdentity) -> tuple[str, str]:
+    def _learn_failures(self) -> None:
         if self._trigger.auto and self._time_between_failures is None:
             self._trigger.between_failures = learned(*claiming.read_history(self.store))
-        return claiming.claim_attempt(self.store, self._given, identity, self._restored)
 
     def _first(self, make: Any) -> Any:
         return make() if self._topology.rank == 0 else None
