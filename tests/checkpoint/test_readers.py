@@ -26,7 +26,8 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import ATTEMPTS, Attempt
 from everstep.checkpoint.save import Node
 from everstep.checkpoint.session import Checkpointer, SaveFailed
-from everstep.checkpoint.slots import MEMORY_VARIABLE, Slots, State
+from everstep.checkpoint.slot_files import MEMORY_VARIABLE
+from everstep.checkpoint.slots import Slots, State
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, claim, steps_in, train

@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from everstep.checkpoint import slots
+from everstep.checkpoint import slot_files
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Attempt
 
@@ -203,7 +203,7 @@ def start(directory: Path, linger: float, patience: float = START_TIMEOUT) -> su
     """
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    slots.secure(directory)
+    slot_files.secure(directory)
     with (directory / LOG).open("ab") as log:
         return subprocess.Popen(
             [

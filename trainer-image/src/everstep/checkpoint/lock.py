@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.checkpoint import slots
+from everstep.checkpoint import slot_files
 
 
 def lock(directory: Path, timeout: float) -> Callable[[], None]:
@@ -17,7 +17,7 @@ def lock(directory: Path, timeout: float) -> Callable[[], None]:
     path = directory / "writer.lock"
     until = time.monotonic() + timeout
     while True:
-        slots.secure(directory)
+        slot_files.secure(directory)
         with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
             file = stack.enter_context(path.open("a"))
             with contextlib.suppress(BlockingIOError):

@@ -19,7 +19,7 @@ from pathlib import Path
 from everstep.checkpoint import room
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, aligned
-from everstep.checkpoint.slots import secure
+from everstep.checkpoint.slot_files import secure
 
 _PREFIX = "restore-"
 _LOCK = "lock"  # held by the process that made the folder, for as long as it lives

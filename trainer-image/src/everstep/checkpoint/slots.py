@@ -31,24 +31,22 @@ import hashlib
 import json
 import os
 import shutil
-import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from everstep.checkpoint import room
-from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, NoSlot, UnknownFormat
+from everstep.checkpoint.errors import Damaged, Missing, NoSlot, UnknownFormat
 from everstep.checkpoint.format import Manifest, decode, encode
 from everstep.checkpoint.keys import Key
+from everstep.checkpoint.slot_files import MEMORY_VARIABLE, allocate_file, find_size, read_json, replace_file, secure
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - the node's own shared memory; the folder in it is ours alone
 VERIFIED = "verified"
 COPIES = "peer"
 READ_TIMEOUT = 10.0  # seconds that a save or a copy waits for a slot which processes that restore still read
-MEMORY_VARIABLE = "EVERSTEP_CHECKPOINT_MEMORY"
 
 
 class State(enum.Enum):
@@ -137,7 +135,7 @@ class Slot:
             for path in self.path.iterdir():
                 if path.suffix in (".part", ".json") and path.stem.isdecimal() and int(path.stem) >= claim.locals:
                     path.unlink()  # an earlier run had more ranks here: their memory is given back
-            _replace(self.path / "claim.json", {**vars(claim), "key": str(claim.key)})
+            replace_file(self.path / "claim.json", {**vars(claim), "key": str(claim.key)})
 
     def release(self) -> None:
         """Nothing in the slot means anything any more."""
@@ -146,12 +144,12 @@ class Slot:
 
     def claimed(self) -> Claim | None:
         """Whose slot it is; None when it is nobody's."""
-        fields = _read(self.path / "claim.json")
+        fields = read_json(self.path / "claim.json")
         return None if fields is None else Claim(**{**fields, "key": Key.parse(str(fields["key"]))})
 
     def record(self, local: int, record: Record) -> None:
         """This local rank is done."""
-        _replace(self.path / f"{local}.json", {**vars(record), "key": str(record.key)})
+        replace_file(self.path / f"{local}.json", {**vars(record), "key": str(record.key)})
 
     def records(self) -> list[Record] | None:
         """Those of all local ranks in order; None when one is not done."""
@@ -160,7 +158,7 @@ class Slot:
             return None
         found = []
         for local in range(claim.locals):
-            fields = _read(self.path / f"{local}.json")
+            fields = read_json(self.path / f"{local}.json")
             if fields is None or fields["key"] != str(claim.key):
                 return None
             found.append(Record(**{**fields, "key": claim.key}))
@@ -168,8 +166,8 @@ class Slot:
 
     def complete(self, manifest: Manifest) -> None:
         """The slot is whole."""
-        _replace(self.path / "slot.json", encode(manifest))
-        _replace(self.path / "whole", str(manifest.key).encode())
+        replace_file(self.path / "slot.json", encode(manifest))
+        replace_file(self.path / "whole", str(manifest.key).encode())
 
     def manifest(self) -> Manifest | None:
         """The node manifest of a slot that is whole."""
@@ -186,7 +184,7 @@ class Slot:
 
     def store(self, key: Key) -> None:
         """This checkpoint is durable elsewhere."""
-        _replace(self.path / "stored", str(key).encode())
+        replace_file(self.path / "stored", str(key).encode())
 
     @property
     def state(self) -> State:
@@ -284,7 +282,7 @@ class Slots:
         """Bytes of memory that `count` slots, there or not, would take beyond what is there: `sizes` are those of their
         parts, one for each local rank."""
         every = [self[number] for number in range(count)]
-        return sum(max(0, size - _size(slot.part(local))) for slot in every for local, size in enumerate(sizes))
+        return sum(max(0, size - find_size(slot.part(local))) for slot in every for local, size in enumerate(sizes))
 
     def check(self, sizes: Sequence[int], count: int) -> None:
         """room.NoRoom when so many slots with parts of these sizes do not fit into the memory."""
@@ -296,7 +294,7 @@ class Slots:
         self._make_folders(count)
         for slot in self.first(count):
             for local, size in enumerate(sizes):
-                _allocate(slot.part(local), size)
+                allocate_file(slot.part(local), size)
 
     def move_away(self, slot: Slot) -> bool:
         """Take a slot away from here; clear_removed() gives its memory back.
@@ -321,7 +319,7 @@ class Slots:
         name = hashlib.sha256(text).hexdigest()[:32]
         path = self.directory / "layouts" / f"{name}.json"
         if not path.exists():
-            _replace(path, text)
+            replace_file(path, text)
         return name
 
     def layout(self, name: str) -> list[Box]:
@@ -378,51 +376,7 @@ class Slots:
         return f".{self.directory.name}.removed-"
 
 
-def secure(directory: Path) -> None:
-    """Makes the directory, or sees that it is ours: in a memory that all may write, another user could have made it."""
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700, parents=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise CheckpointError(
-            f"{directory} is not a directory of our own that nobody else may enter: remove it, "
-            f"or name another memory in {MEMORY_VARIABLE}"
-        )
-
-
 @functools.lru_cache(maxsize=8)
 def _decoded(data: bytes, name: str) -> Manifest:
     # A restore asks for the same few again and again; one of ten thousand chunks takes a tenth of a second to decode.
     return decode(data, name)
-
-
-def _allocate(path: Path, size: int) -> None:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if os.fstat(descriptor).st_size < size:
-            # Pages that exist: a copy into a hole would end in SIGBUS when memory runs out, this is an error here.
-            os.posix_fallocate(descriptor, 0, size)
-    finally:
-        os.close(descriptor)
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except FileNotFoundError:
-        return 0
-
-
-def _replace(path: Path, content: bytes | Mapping[str, object]) -> None:
-    data = content if isinstance(content, bytes) else json.dumps(content, separators=(",", ":")).encode()
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(data)
-    draft.replace(path)
-
-
-def _read(path: Path) -> dict[str, Any] | None:
-    try:
-        found = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
