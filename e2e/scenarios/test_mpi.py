@@ -65,6 +65,31 @@ def test_a_rank_of_the_other_pod_is_named_with_its_own_end(cluster: Cluster, nam
     assert "SIGKILL" in killed["status"]["lastFailure"]["message"]
 
 
+WAITS = """
+import os
+from mpi4py import MPI
+for _ in range(1000):
+    MPI.COMM_WORLD.Barrier()
+print('GIVES-WAY', os.environ.get('OMPI_MCA_mpi_yield_when_idle'), flush=True)
+"""
+
+
+@pytest.mark.timeout(180)
+def test_ranks_that_share_a_processor_give_way_while_they_wait_unless_an_option_says_otherwise(
+    cluster: Cluster, namespace: str
+) -> None:
+    shared = {"image": TRAINER["image"], "numNodes": 1, "numProcPerNode": 2}
+    one_cpu = {"requests": {"cpu": "500m", "memory": "256Mi"}, "limits": {"cpu": "1"}}
+    options = {"shares": [], "spins": ["--mca", "mpi_yield_when_idle", "0"]}
+    for name, said in options.items():
+        distribution = {"mpi": {"options": said} if said else {}}
+        job = training_job(name, ["python3", "-c", WAITS], distribution=distribution, resources=one_cpu, **shared)
+        cluster.apply(job, namespace=namespace)
+    for name, expected in (("shares", "1"), ("spins", "0")):
+        cluster.wait_phase(namespace, name, "Succeeded", timeout=150)
+        assert cluster.all_logs(namespace, name).count(f"GIVES-WAY {expected}") == 2
+
+
 def gradients(output: str) -> dict[str, array[float]]:
     """What a job told: averaged gradients by step and parameter."""
     told = [line.partition("GRADIENT ")[2].split() for line in output.splitlines() if "GRADIENT " in line]

@@ -12,7 +12,7 @@ from everstep.agent.environment import cpus, path_below_mpirun
 from everstep.agent.events import Layout
 from everstep.agent.gpu import count
 from everstep.agent.launch import Launcher, none, ranks_on_node, torch
-from everstep.agent.launch.flavors import Run, UnsupportedMpi, command, common_network, flavor, rank_of
+from everstep.agent.launch.flavors import Run, UnsupportedMpi, command, common_network, flavor, idle_variables, rank_of
 
 
 def facts(**changes: object) -> Facts:
@@ -208,3 +208,8 @@ def test_below_mpirun_programs_are_found_as_in_the_image() -> None:
     assert path_below_mpirun(f"/usr/bin:{ours}", ours) == ours
     assert path_below_mpirun(ours, ours) == ours
     assert path_below_mpirun("/somebody/else/says", ours) == "/somebody/else/says"
+
+
+def test_ranks_that_share_processors_give_way_while_they_wait() -> None:
+    assert idle_variables(ranks_on_node=4, cpus=4) == {}
+    assert idle_variables(ranks_on_node=4, cpus=3) == {"OMPI_MCA_mpi_yield_when_idle": "1", "I_MPI_THREAD_YIELD": "2"}

@@ -281,6 +281,7 @@ class Supervisor:
         world = layout.nodes * procs
         env = {
             **torch.variables(layout),
+            **session.idle_variables,
             **request.env,
             "PATH": environment.path_below_mpirun(request.env.get("PATH", ""), self._base.get("PATH", "")),
             **session.rank_variables,

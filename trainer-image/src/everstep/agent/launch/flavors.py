@@ -116,6 +116,21 @@ def _hydra(run: Run) -> tuple[list[str], dict[str, str]]:
     return argv, {"HYDRA_HOSTNAME_PROPAGATION": "0"}  # else ranks resolve the names of other nodes
 
 
+def idle_variables(ranks_on_node: int, cpus: int) -> dict[str, str]:
+    """Return what ranks are told where they share processors, so that one that waits lets another one compute.
+
+    MPI waits for messages in a busy loop; its own launchers give way where they start more ranks than a machine has
+    processors, but a pod may have fewer. MPICH gives way by itself.
+
+    Args:
+        ranks_on_node: In this pod.
+        cpus: That this pod may use.
+    """
+    if ranks_on_node <= cpus:
+        return {}
+    return {"OMPI_MCA_mpi_yield_when_idle": "1", "I_MPI_THREAD_YIELD": "2"}
+
+
 def common_network(addresses: Sequence[str]) -> str | None:
     """The smallest IPv4 network that holds all addresses. MPI hands one list of networks to all nodes, and their
     interfaces may have different names; the network keeps it off every bridge that a node has besides."""

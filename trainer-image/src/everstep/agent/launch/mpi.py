@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Callable, Protocol
 
 from everstep.agent import logs
-from everstep.agent.environment import interface_of
+from everstep.agent.environment import cpus, interface_of
 from everstep.agent.events import Event, LauncherExited, Layout
 from everstep.agent.processes import Process, Processes
 
@@ -93,6 +93,11 @@ class Session:
         folder.mkdir(exist_ok=True)
         backing = {f"OMPI_MCA_btl_{name}_backing_directory": str(folder) for name in ("vader", "sm")}
         return {**backing, "OMPI_MCA_coll_han_priority": "0"}
+
+    @property
+    def idle_variables(self) -> dict[str, str]:
+        """How this node's ranks wait, unless the image, the user or an option of mpirun says how."""
+        return flavors.idle_variables(self._layout.procs_per_node, cpus())
 
     async def launch(self, command: tuple[str, ...], options: tuple[str, ...], env: Mapping[str, str]) -> None:
         """Starts mpirun; only on the node of the leader."""
