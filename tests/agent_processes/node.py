@@ -50,6 +50,7 @@ class Node:
         options: Sequence[str] = (),
         python: str = sys.executable,
         pod: bool = False,
+        shares_memory: bool = False,
         environ: dict[str, str] | None = None,
         agent: Path = Path("/nonexistent"),
         prefix: Sequence[str] = (),
@@ -90,6 +91,8 @@ class Node:
                 "instanceType": "on-demand",
                 "service": "",
                 "port": 8470,
+                "ownsSharedMemory": not shares_memory,
+                "ownsIpc": not shares_memory,
             },
         }
 

@@ -115,6 +115,24 @@ async def test_shared_memory_is_cleared(tmp_path: Path) -> None:
         assert "-1" not in node.logged()
 
 
+@needs_root
+async def test_memory_that_other_pods_see_is_left_alone(tmp_path: Path) -> None:
+    script = (
+        "import ctypes, sys\n"
+        "open(sys.argv[1] + '/of_another_job', 'w').write('x')\n"
+        "print('id', ctypes.CDLL(None).shmget(0x1234, 4096, 0o1600))\n"
+        "print(open('/proc/sysvipc/shm').read().count(chr(10)) - 1, 'segments', flush=True)\n"
+    )
+    command = [sys.executable, "-c", script, str(tmp_path / "node-0" / "shm")]
+    async with Node(tmp_path, command, pod=True, shares_memory=True) as node:
+        for _ in range(2):  # the second one finds the same segment
+            await node.start()
+            await node.event("RankExited", generation=node.generation)
+            assert await node.stop() is None
+        assert [path.name for path in node.shm.iterdir()] == ["of_another_job"]
+        await node.until(lambda: node.logged().count("1 segments") == 2, "two counts")
+
+
 @pytest.fixture
 def open_folder() -> Iterator[Path]:
     """A folder that an unknown user may write; pytest's own are closed to others."""

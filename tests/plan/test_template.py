@@ -162,3 +162,37 @@ def test_resolving_does_not_change_the_job() -> None:
     before = built.manifest()
     resolve(built, epoch=1, pool=None, plain=False, settings=Settings())
     assert built.manifest() == before
+
+
+@pytest.mark.parametrize(
+    ("over", "owns"),
+    [
+        ({}, (True, True)),
+        ({"hostIPC": True}, (True, False)),
+        (
+            {
+                "containers": [{"name": "trainer", "volumeMounts": [{"name": "host", "mountPath": "/dev/shm"}]}],
+                "volumes": [{"name": "host", "hostPath": {"path": "/dev/shm"}}],
+            },
+            (False, True),
+        ),
+        (
+            {
+                "containers": [{"name": "trainer", "volumeMounts": [{"name": "big", "mountPath": "/dev/shm/"}]}],
+                "volumes": [{"name": "big", "persistentVolumeClaim": {"claimName": "shared"}}],
+            },
+            (False, True),
+        ),
+        (
+            {
+                "containers": [{"name": "trainer", "volumeMounts": [{"name": "big", "mountPath": "/dev/shm"}]}],
+                "volumes": [{"name": "big", "emptyDir": {"medium": "Memory"}}],
+            },
+            (True, True),
+        ),
+    ],
+    ids=["own", "host-ipc", "host-path", "claim", "empty-dir"],
+)
+def test_the_agent_is_told_which_memory_no_other_pod_sees(over: dict[str, Any], owns: tuple[bool, bool]) -> None:
+    frozen = resolved(job().spec(podTemplate={"spec": over}), host_fields=frozenset("*"))
+    assert (frozen.job["ownsSharedMemory"], frozen.job["ownsIpc"]) == owns

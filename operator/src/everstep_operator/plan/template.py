@@ -7,6 +7,7 @@ overlay may not touch is refused by the API's schema; what only an administrator
 from __future__ import annotations
 
 import json
+import posixpath
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ _REFERENCES = {
     "EVERSTEP_POD_IP": "status.podIP",
     "EVERSTEP_NODE_NAME": "spec.nodeName",
 }
+_SHM = "/dev/shm"  # noqa: S108
 _AUTOMOUNT = "automountServiceAccountToken"
 _FOLDERS = ("input", "model", "output", "checkpoints")
 
@@ -69,6 +71,7 @@ def resolve(
     if (trainer.get("securityContext") or {}).get("readOnlyRootFilesystem") and not _mounted(trainer, "/tmp"):  # noqa: S108
         trainer["volumeMounts"] = [*trainer["volumeMounts"], _mount("everstep-tmp", "/tmp")]  # noqa: S108
         spec["volumes"] = [*spec["volumes"], {"name": "everstep-tmp", "emptyDir": {}}]
+    config |= {"ownsSharedMemory": _owns_shared_memory(spec, trainer), "ownsIpc": not spec.get("hostIPC")}
     # A user's volume on one of our mount points leaves our volume without a use.
     used = [m.get("name") for c in _containers(spec) for m in c.get("volumeMounts") or ()]
     spec["volumes"] = [v for v in spec["volumes"] if not v["name"].startswith("everstep-") or v["name"] in used]
@@ -168,7 +171,7 @@ def _base(job: TrainingJob, epoch: int, pool: TrainingPool | None, plain: bool, 
 
 def _trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool, restricted: bool) -> dict[str, Any]:
     spec = job.spec
-    mounts = [_mount("everstep-shm", "/dev/shm")]  # noqa: S108
+    mounts = [_mount("everstep-shm", _SHM)]
     mounts += [_mount(f"everstep-{folder}", f"/opt/ml/{folder}") for folder in _FOLDERS]
     env = [item.manifest() for item in spec.env]
     container: dict[str, Any] = {"name": TRAINER, "image": spec.image, "env": env, "volumeMounts": mounts}
@@ -258,6 +261,13 @@ def _forbidden(over: Mapping[str, Any], settings: Settings) -> str | None:
         asked |= {"hostPort" for port in container.get("ports") or () if port.get("hostPort")}
     refused = sorted(name for name in asked if not _allowed(name, settings.host_fields))
     return _no(", ".join(refused), "host fields") if refused else None
+
+
+def _owns_shared_memory(spec: Mapping[str, Any], trainer: Mapping[str, Any]) -> bool:
+    """Tell whether nobody but this pod sees what is in its /dev/shm, so that its agent may empty it."""
+    mounts = {posixpath.normpath(m.get("mountPath") or "/"): m.get("name") for m in trainer.get("volumeMounts") or ()}
+    name = mounts.get(_SHM)
+    return any(volume["name"] == name and "emptyDir" in volume for volume in spec.get("volumes") or ())
 
 
 def _sources(volume: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:

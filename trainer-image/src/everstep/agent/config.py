@@ -42,6 +42,8 @@ class Config:
     instance_type: str
     service: str  # empty: no DNS names
     port: int
+    owns_shared_memory: bool  # nobody but this pod sees its /dev/shm
+    owns_ipc: bool  # nor its System V IPC and message queues
     index: int
     epoch: int  # of this pod's creation; a leader leads at this epoch
     pod_uid: str
@@ -158,6 +160,8 @@ def parse(data: Any, environ: Mapping[str, str]) -> Config:
         instance_type=job.text("instanceType", ""),
         service=job.text("service", ""),
         port=job.integer("port"),
+        owns_shared_memory=job.boolean("ownsSharedMemory", default=True),
+        owns_ipc=job.boolean("ownsIpc", default=True),
         index=index,
         epoch=_environ_integer(environ, "EVERSTEP_EPOCH", 1),
         pod_uid=environ.get("EVERSTEP_POD_UID", ""),
@@ -199,6 +203,9 @@ class _Fields:
         if value < minimum:
             raise ConfigError(f"{self._where}: {name} must be at least {minimum}")
         return value
+
+    def boolean(self, name: str, *, default: bool) -> bool:
+        return bool(self._get(name, (bool,), default))
 
     def seconds(self, name: str) -> float:
         value = float(self._get(name, (int, float), None))

@@ -12,13 +12,22 @@ from typing import Any, Callable
 _IPC_RMID = 0
 
 
-def clear(shm: Path | None) -> str | None:
-    """Empties shared memory; only for a pod of our own. What could not be removed, or None."""
+def clear(shm: Path | None, *, owns_ipc: bool) -> str | None:
+    """Empty what a pod alone sees, and leave alone what other pods of its machine see too.
+
+    Args:
+        shm: The folder of shared memory; None where others see it.
+        owns_ipc: Whether the pod has an IPC namespace of its own.
+
+    Returns:
+        What could not be removed, or None.
+    """
     left = []
     if shm is not None:
         left += _empty(shm)
-    left += _empty(Path("/dev/mqueue"))
-    _remove_system_v()
+    if owns_ipc:
+        left += _empty(Path("/dev/mqueue"))
+        _remove_system_v()
     return f"not removed: {', '.join(left[:8])}" if left else None
 
 

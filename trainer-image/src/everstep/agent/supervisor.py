@@ -143,7 +143,8 @@ class Supervisor:
                 self._session = None
             self._layout = self._node = self._heard = None
             if left is None and self._place.owns_pod:
-                left = memory.clear(self._place.shm)
+                shm = self._place.shm if self._config.owns_shared_memory else None
+                left = memory.clear(shm, owns_ipc=self._config.owns_ipc)
             if left is None and self._gpus:
                 left = await self._wait_for_gpus(deadline)
             return left
