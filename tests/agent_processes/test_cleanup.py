@@ -172,6 +172,50 @@ async def test_what_cannot_be_killed_makes_the_node_unclean(open_folder: Path) -
         assert left is None
 
 
+@pytest.fixture
+def two_cgroups() -> Iterator[tuple[Path, Path]]:
+    """As two containers have them; of either version of cgroups."""
+    hierarchies = {line.split(":")[1]: line.split(":", 2)[2] for line in read("/proc/self/cgroup").splitlines()}
+    name = "pids" if "pids" in hierarchies else ""
+    own = Path("/sys/fs/cgroup") / name / hierarchies.get(name, "/").strip("/")
+    groups = own / f"everstep-test-{os.getpid()}-1", own / f"everstep-test-{os.getpid()}-2"
+    try:
+        for group in groups:
+            group.mkdir()
+    except OSError as error:
+        pytest.skip(f"cannot make a cgroup: {error}")
+    yield groups
+    for group in groups:
+        group.rmdir()
+
+
+def joined(group: Path) -> list[str]:
+    return ["sh", "-c", f'echo $$ > {group}/cgroup.procs; exec "$@"', "sh"]
+
+
+@needs_root
+async def test_a_debugger_in_a_container_of_its_own_is_neither_killed_nor_counted(
+    open_folder: Path, two_cgroups: tuple[Path, Path]
+) -> None:
+    """As `kubectl debug --target` makes one: it is seen among the processes, and may be another user's."""
+    mark = open_folder / "up"
+    ours, theirs = map(joined, two_cgroups)
+    async with Node(open_folder, ["sleep", "600"], pod=True, prefix=[*ours, *AS_NOBODY], clean_timeout=5.0) as node:
+        await node.start()
+        outside = node.process.pid
+        agent = read(f"/proc/{outside}/task/{outside}/children").split()[0]
+        inside = ["nsenter", "--pid", "--target", agent, "sh", "-c", f"echo up > {mark}; exec sleep 600"]
+        debugger = subprocess.Popen([*theirs, *inside], start_new_session=True)  # noqa: ASYNC220
+        try:
+            await node.until(mark.exists, "debugger")
+            assert await node.stop() is None
+            assert (await node.event("RankExited"))["signal"] is not None, "ranks go as always"
+            assert debugger.poll() is None
+        finally:
+            os.killpg(debugger.pid, signal.SIGKILL)
+            debugger.wait()
+
+
 @needs_root
 async def test_an_unknown_user_gets_a_home_and_a_name(open_folder: Path) -> None:
     script = "import getpass, os, sys, tempfile; open(os.environ['HOME'] + '/x', 'w'); print(getpass.getuser()); "

@@ -52,6 +52,7 @@ class Processes:
 
     def __init__(self, owns_pod: bool) -> None:
         self._owns_pod = owns_pod and os.getpid() == 1  # kill(-1) from any other PID would end the machine's session
+        self._has_guests = False  # another container of the pod shows its processes here, as `kubectl debug --target`
         self._children: dict[int, Process] = {}
         self._prctl = None if self._owns_pod else _prctl()
         if self._prctl is not None:
@@ -158,8 +159,9 @@ class Processes:
                 os.killpg(process.pid, signal.SIGKILL)
 
     async def kill_all(self, deadline: float) -> str | None:
-        """KILL to every process of the pod but this one (outside of a pod: to all descendants), again and again until
-        none is left, since a process may fork while the list is being read. What is left at `deadline` (monotonic)."""
+        """KILL to every process of the container but this one (outside of a pod: to all descendants), again and again
+        until none is left, since a process may fork while the list is being read. What is left at `deadline`
+        (monotonic)."""
         pause = 0.001
         while True:
             left = self._others()
@@ -167,8 +169,8 @@ class Processes:
                 return None
             if time.monotonic() > deadline:
                 return "still alive after SIGKILL: " + ", ".join(_describe(pid) for pid in left[:8])
-            if self._owns_pod:
-                _kill(-1, signal.SIGKILL)
+            if self._owns_pod and not self._has_guests:
+                _kill(-1, signal.SIGKILL)  # also those that are forked at this moment
             else:
                 for pid in left:
                     _kill(pid, signal.SIGKILL)
@@ -182,7 +184,9 @@ class Processes:
         parents = _parents()
         me = os.getpid()
         if self._owns_pod:
-            return [pid for pid in parents if pid != me]
+            ours = [pid for pid in parents if pid != me and _is_in_our_container(pid)]
+            self._has_guests = len(ours) < len(parents) - (me in parents)
+            return ours
         children: dict[int, list[int]] = {}
         for pid, parent in parents.items():
             children.setdefault(parent, []).append(pid)
@@ -232,6 +236,27 @@ def _stat(pid: int) -> tuple[str, str, int] | None:
     name, _, rest = text.partition("(")[2].rpartition(")")  # a name may itself hold parentheses
     fields = rest.split()
     return name, fields[0], int(fields[1])
+
+
+def _is_in_our_container(pid: int) -> bool:
+    """Tell by its cgroups; true where that cannot be known."""
+    ours, theirs = _cgroups("self"), _cgroups(str(pid))
+    return all(
+        name not in ours or path == ours[name] or (path.startswith(f"{ours[name].rstrip('/')}/") and "/.." not in path)
+        for name, path in theirs.items()
+    )
+
+
+def _cgroups(pid: str) -> dict[str, str]:
+    """Return the path in each hierarchy; nothing of a process that has ended."""
+    stat = _stat(int(pid)) if pid.isdecimal() else None
+    if stat is not None and stat[1] in ("Z", "X"):  # it has left its cgroup already
+        return {}
+    try:
+        lines = Path(f"/proc/{pid}/cgroup").read_text().splitlines()
+    except OSError:
+        return {}
+    return {name: path for _, name, path in (line.split(":", 2) for line in lines)}
 
 
 def _parents() -> dict[int, int]:
