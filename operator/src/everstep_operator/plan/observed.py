@@ -140,7 +140,9 @@ class Settings:
     agent_port: int = 8470
     fence_timeout: float = 40.0
     termination_grace: int = 120  # seconds, unless the template says otherwise
-    node_lost_toleration: int = 30  # seconds until pods of an unreachable node are evicted
+    # Seconds until pods of an unreachable node are evicted. Their ranks may well train on meanwhile: a kubelet that is
+    # updated is back within minutes, and an eviction that nobody confirms frees no node before.
+    node_lost_toleration: int = 300
     service_accounts: frozenset[str] = frozenset({"default"})
     priority_classes: frozenset[str] = frozenset({"*"})
     host_fields: frozenset[str] = (

@@ -236,9 +236,9 @@ def _shm_size(job: TrainingJob) -> str:
 
 
 def _tolerations(pool: TrainingPool | None, settings: Settings) -> list[dict[str, Any]]:
-    # The default of 300 s would hold a job back five minutes for a node that is gone.
-    quick = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": settings.node_lost_toleration}
-    ours = [{"key": f"node.kubernetes.io/{taint}", **quick} for taint in ("not-ready", "unreachable")]
+    # Said here, so that the job behaves alike on a cluster that adds other ones by default, or none.
+    patient = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": settings.node_lost_toleration}
+    ours = [{"key": f"node.kubernetes.io/{taint}", **patient} for taint in ("not-ready", "unreachable")]
     return [*ours, *(t.manifest() for t in pool.spec.tolerations)] if pool is not None else ours
 
 
