@@ -131,6 +131,44 @@ def test_what_only_an_administrator_grants_is_refused(over: dict[str, Any], name
     assert named in made.message
 
 
+@pytest.mark.parametrize("profile", ["restricted", "image"])
+@pytest.mark.parametrize(
+    ("security", "grant"),
+    [
+        ({"capabilities": {"add": ["SYS_ADMIN"]}}, "capabilities"),
+        ({"procMount": "Unmasked"}, "procMount"),
+        ({"seccompProfile": {"type": "Unconfined"}}, "seccompProfile"),
+        ({"capabilities": {"add": "SYS_ADMIN"}}, "capabilities"),
+    ],
+)
+def test_what_the_security_profile_forbids_is_refused_and_may_be_granted(
+    security: dict[str, Any], grant: str, profile: str
+) -> None:
+    over = {"containers": [{"name": "trainer", "securityContext": security}]}
+    builder = job().pod(**over).spec(securityProfile=profile)
+    made = resolve(builder.build(), epoch=1, pool=None, plain=False, settings=Settings())
+    assert isinstance(made, Refused)
+    assert made.reason == "NotPermitted"
+    assert f"containers[trainer].securityContext.{grant}" in made.message
+    assert f"to allow {grant} among its host fields" in made.message
+    assert resolved(builder, host_fields=frozenset({grant}))
+
+
+@pytest.mark.parametrize("security", [{"runAsUser": 0}, {"allowPrivilegeEscalation": True}, {"runAsNonRoot": False}])
+def test_root_is_for_images_that_say_so(security: dict[str, Any]) -> None:
+    over = {"containers": [{"name": "trainer", "securityContext": security}]}
+    made = resolve(job().pod(**over).build(), epoch=1, pool=None, plain=False, settings=Settings())
+    assert isinstance(made, Refused)
+    assert "say securityProfile: image" in made.message
+    assert resolved(job().pod(**over).spec(securityProfile="image"))
+
+
+def test_other_containers_are_as_restricted_as_the_trainer() -> None:
+    frozen = resolved(job().pod(initContainers=[{"name": "first", "image": "example.com/first:1"}]))
+    (first,) = frozen.pod["spec"]["initContainers"]
+    assert first["securityContext"] == trainer(frozen)["securityContext"]
+
+
 def test_what_the_configuration_allows_passes() -> None:
     builder = job().pod(serviceAccountName="trainer", hostNetwork=True)
     frozen = resolved(builder, service_accounts=frozenset({"trainer"}), host_fields=frozenset({"hostNetwork"}))

@@ -283,7 +283,8 @@ class TrainingJobSpec(ApiModel):
     timeouts: Timeouts = Timeouts()
     """When to give up."""
     security_profile: Literal["restricted", "image"] = "restricted"
-    """`restricted`: Pod Security's restricted profile, user 1000. `image`: the image's own user, root too."""
+    """`restricted`: Pod Security's restricted profile, user 1000. `image`: the image's own user, root too, within Pod
+    Security's baseline."""
     suspend: bool = False
     """True stops the job with a grace period and keeps it; false starts it, or starts it again."""
     ttl_after_finished: Annotated[Duration, between("0s", "365d")] | None = None

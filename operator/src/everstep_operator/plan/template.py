@@ -27,6 +27,7 @@ from everstep_operator.plan.observed import (
     Settings,
 )
 from everstep_operator.plan.overlay import overlay
+from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
 from everstep_operator.plan.pods import MANAGED_BY, owner_reference
 from everstep_operator.plan.shape import misshapen
 
@@ -66,6 +67,11 @@ def resolve(
         return Refused(Reason.NOT_PERMITTED, message)
     config = job_config(job, template_epoch=epoch, pool=pool, settings=settings, plain=plain)
     spec = overlay(_base(job, epoch, pool, plain, settings), over)
+    profile = job.spec.security_profile
+    if profile == "restricted":
+        confine_containers(spec)
+    if (message := _violated(spec, job.spec.pod_template.metadata.annotations, profile, settings)) is not None:
+        return Refused(Reason.NOT_PERMITTED, message)
     trainer = next(c for c in spec["containers"] if c["name"] == TRAINER)
     # A read-only root without a writable /tmp breaks nearly every trainer.
     if (trainer.get("securityContext") or {}).get("readOnlyRootFilesystem") and not _mounted(trainer, "/tmp"):  # noqa: S108
@@ -156,7 +162,7 @@ def _base(job: TrainingJob, epoch: int, pool: TrainingPool | None, plain: bool, 
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": settings.termination_grace,
         "securityContext": security,
-        "containers": [_trainer(job, pool, plain, restricted)],
+        "containers": [_trainer(job, pool, plain)],
         "volumes": _volumes(job, epoch, plain, settings),
         "tolerations": _tolerations(pool, settings),
     }
@@ -169,7 +175,7 @@ def _base(job: TrainingJob, epoch: int, pool: TrainingPool | None, plain: bool, 
     return spec
 
 
-def _trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool, restricted: bool) -> dict[str, Any]:
+def _trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> dict[str, Any]:
     spec = job.spec
     mounts = [_mount("everstep-shm", _SHM)]
     mounts += [_mount(f"everstep-{folder}", f"/opt/ml/{folder}") for folder in _FOLDERS]
@@ -191,8 +197,6 @@ def _trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool, restricte
         container["resources"] = resources
     if spec.image_pull_policy is not None:
         container["imagePullPolicy"] = spec.image_pull_policy
-    if restricted:
-        container["securityContext"] = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
     return container
 
 
@@ -249,18 +253,33 @@ def _forbidden(over: Mapping[str, Any], settings: Settings) -> str | None:
     priority = over.get("priorityClassName")
     if priority and not _allowed(priority, settings.priority_classes):
         return _no(f"priorityClassName {priority!r}", "priority classes")
-    asked = {n for n in ("hostNetwork", "hostPID", "hostIPC", _AUTOMOUNT) if over.get(n)}
-    asked |= {"hostPath" for v in over.get("volumes") or () if "hostPath" in v}
+    if over.get(_AUTOMOUNT) and not _allowed(_AUTOMOUNT, settings.host_fields):
+        return _no(_AUTOMOUNT, "host fields")
     # The same token, mounted by hand.
     projected = {v["name"] for v in over.get("volumes") or () if any("serviceAccountToken" in s for s in _sources(v))}
     if projected and not _allowed(_AUTOMOUNT, settings.host_fields):
         return _no(f"{_AUTOMOUNT}, for the serviceAccountToken in volumes {sorted(projected)},", "host fields")
-    for container in _containers(over):
-        if (container.get("securityContext") or {}).get("privileged"):
-            asked.add("privileged")
-        asked |= {"hostPort" for port in container.get("ports") or () if port.get("hostPort")}
-    refused = sorted(name for name in asked if not _allowed(name, settings.host_fields))
-    return _no(", ".join(refused), "host fields") if refused else None
+    return None
+
+
+def _violated(
+    spec: Mapping[str, Any], annotations: Mapping[str, str], profile: Profile, settings: Settings
+) -> str | None:
+    """What the job's security profile forbids and no administrator has granted."""
+    found = [
+        each for each in list_violations(spec, annotations, profile) if not _allowed(each.grant, settings.host_fields)
+    ]
+    if not found:
+        return None
+    grants = ", ".join(sorted({each.grant for each in found}))
+    standard = "restricted" if profile == "restricted" else "baseline"
+    remedy = "remove it"
+    if profile == "restricted" and not list_violations(spec, annotations, "image"):
+        remedy += ", say securityProfile: image"
+    return (
+        f"{found[0]}: securityProfile {profile} is the {standard} Pod Security Standard; {remedy}, or ask whoever runs "
+        f"the operator to allow {grants} among its host fields"
+    )
 
 
 def _owns_shared_memory(spec: Mapping[str, Any], trainer: Mapping[str, Any]) -> bool:
