@@ -10,11 +10,19 @@ from typing import Any
 import pytest
 
 from e2e.cluster.controlplane import ControlPlane
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.rbac import USED
-from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES
+from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, Resource
 from tests.integration.conftest import USER
 from tests.integration.inprocess import Simulation, operator
 from tests.integration.world import OperatorProcess, World, until
+
+ADMISSION = ("admissionregistration.k8s.io", "v1")
+POLICIES = Resource(*ADMISSION, "validatingadmissionpolicies", "ValidatingAdmissionPolicy", namespaced=False)
+POLICY_BINDINGS = Resource(
+    *ADMISSION, "validatingadmissionpolicybindings", "ValidatingAdmissionPolicyBinding", namespaced=False
+)
 
 
 async def running(world: World, name: str, simulation: Simulation) -> dict[str, Any]:
@@ -191,6 +199,46 @@ async def test_health_and_metrics(operator: OperatorProcess, world: World) -> No
         assert name in text
     assert world.namespace not in text
     assert "digits" not in text
+
+
+async def test_a_policy_that_rejects_replacements_ends_no_job(control_plane: ControlPlane, world: World) -> None:
+    """A real ValidatingAdmissionPolicy, with 422 (its default) and no word of whose job it is."""
+    await world.submit("digits", numNodes=2)
+    pods = await world.until_pods("digits", 2)
+    admin = await Client.connect(str(control_plane.kubeconfig))
+    name = f"no-pods-in-{world.namespace}"
+    pods_of = {"apiGroups": [""], "apiVersions": ["v1"], "operations": ["CREATE"], "resources": ["pods"]}
+    here = {"matchLabels": {"kubernetes.io/metadata.name": world.namespace}}
+    match = {"resourceRules": [pods_of], "namespaceSelector": here}
+    rule = {"expression": "false", "message": "no pods on Sundays"}
+    policy = {"metadata": {"name": name}, "spec": {"matchConstraints": match, "validations": [rule]}}
+    bound = {"metadata": {"name": name}, "spec": {"policyName": name, "validationActions": ["Deny"]}}
+    for resource, body in ((POLICIES, policy), (POLICY_BINDINGS, bound)):
+        await admin.create(resource, None, {"apiVersion": resource.api_version, "kind": resource.kind, **body})
+
+    async def rejects() -> bool:
+        try:
+            body = {"metadata": {"name": "probe"}, "spec": {"containers": [{"name": "c", "image": "i"}]}}
+            await admin.create(PODS, world.namespace, body, dry_run=True)
+        except errors.Invalid:
+            return True
+        return False
+
+    await until(rejects, "the policy is in force", 120)
+    await world.remove(pods[1])
+
+    async def told() -> dict[str, Any]:
+        status: dict[str, Any] = (await world.job("digits"))["status"]
+        stalled = next(c for c in status["conditions"] if c["type"] == "Stalled")
+        assert (stalled["status"], stalled["reason"]) == ("True", "AdmissionRejected"), status
+        assert "no pods on Sundays" in stalled["message"]
+        return status
+
+    assert (await until(told, "the job says what rejects its pod", 120))["phase"] not in ("Failed", "Succeeded")
+    for resource in (POLICY_BINDINGS, POLICIES):
+        await admin.delete(resource, None, name, uid=None)
+    await world.until_pods("digits", 2, seconds=180)
+    await admin.close()
 
 
 async def test_a_hundred_jobs_in_one_go(world: World) -> None:

@@ -26,7 +26,9 @@ async def test_everything_a_job_needs_is_made_before_its_pods(world: World) -> N
     service = await world.client.get(SERVICES, world.namespace, "digits")
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["publishNotReadyAddresses"] is True
-    secret = await world.client.get(SECRETS, world.namespace, "digits-1")
+    (secret,) = await world.all(SECRETS)
+    volumes = {v["name"]: v for v in pods[0]["spec"]["volumes"]}
+    assert secret["metadata"]["name"] == volumes["everstep-token"]["secret"]["secretName"]
     assert base64.b64decode(secret["data"]["token"]) == job_token(KEY, uid, 1)
     assert secret["immutable"] is True
     template = await world.client.get(CONFIG_MAPS, world.namespace, "digits-1")

@@ -26,7 +26,8 @@ async def as_if_nothing_had_happened(world: World, simulation: Simulation, job: 
     assert len(simulation.pods_seen) == NODES, "a pod was made twice"
     assert [s["metadata"]["name"] for s in await world.all(SERVICES)] == [job]
     of_template = f"{job}-{status['template']['epoch']}"
-    assert [s["metadata"]["name"] for s in await world.all(SECRETS)] == [of_template]
+    (secret,) = [s for s in await world.all(SECRETS) if s["metadata"].get("ownerReferences")]
+    assert secret["metadata"]["name"].startswith(f"{of_template}-")
     assert [m["metadata"]["name"] for m in await world.all(CONFIG_MAPS)][:-1] == [of_template]  # the last: the agent
 
 
@@ -129,3 +130,23 @@ async def test_lost_answers_and_refusals(control_plane: ControlPlane, still_worl
         async with operator(control_plane.kubeconfig, still_world, flaky(seed)):
             await still_world.until_phase("digits", "Succeeded", seconds=60)
         await as_if_nothing_had_happened(still_world, simulation, "digits")
+
+
+async def test_a_strangers_secret_stays_whatever_is_lost(control_plane: ControlPlane, still_world: World) -> None:
+    """It has the name of the job's template, and the answer to the first of each of the operator's creates is lost."""
+    body = {"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "digits-1"}, "stringData": {"mine": "yes"}}
+    theirs = await still_world.client.create(SECRETS, still_world.namespace, body)
+    asked: set[str] = set()
+
+    def lose_first(number: int, method: str, path: str) -> str | None:
+        first = method == "POST" and path not in asked
+        asked.add(path)
+        return "lose" if first else None
+
+    await still_world.submit("digits", numNodes=NODES)
+    async with Simulation(still_world, "digits") as simulation:
+        simulation.finish.set()
+        async with operator(control_plane.kubeconfig, still_world, lose_first):
+            await still_world.until_phase("digits", "Succeeded", seconds=120)
+        await as_if_nothing_had_happened(still_world, simulation, "digits")
+    assert await still_world.client.get(SECRETS, still_world.namespace, "digits-1") == theirs

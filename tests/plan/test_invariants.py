@@ -102,10 +102,11 @@ class Chaos(RuleBasedStateMachine):
         older = GangView("default/older", "a", START - 100, frozenset(), wanted=4)
         self.world.capacity, self.world.gangs = capacity, (older,) if rival else ()
 
-    @rule(kind=st.sampled_from(["Quota", "Conflict", ""]))
+    @rule(kind=st.sampled_from(["Quota", "Conflict", "Invalid", "Forbidden", ""]))
     def refuse_pods(self, kind: str) -> None:
         def refuse(action: Action) -> Rejection | None:
-            return Rejection(action, kind, "no") if kind and isinstance(action, CreatePods) else None
+            lasting = kind in ("Invalid", "Forbidden") and self.world.led == 0  # which rightly fails a new job
+            return Rejection(action, kind, "no") if kind and not lasting and isinstance(action, CreatePods) else None
 
         self.world.refuse = refuse
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import pytest
@@ -156,6 +157,46 @@ def test_a_policy_that_refuses_a_new_job_fails_it_and_one_that_has_run_waits() -
     old.refuse = lambda _: None
     old.now += 31
     old.run("Running")
+
+
+@pytest.mark.parametrize("phase", ["Starting", "Running"])
+@pytest.mark.parametrize("kind", ["Invalid", "Forbidden"])
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_webhook_that_rejects_replacements_ends_no_job(phase: str, kind: str, index: int) -> None:
+    """Whatever code it answers with: the first pods were accepted, so the template is right."""
+    said = 'admission webhook "images" denied the request: unsigned'
+    world = World(job().nodes(2).build()).run(phase)
+    world.refuse = lambda action: Rejection(action, kind, said) if isinstance(action, (DryRun, CreatePods)) else None
+    world.vanish(index)
+    for _ in range(8):
+        world.tick(31)
+        world.reconcile()
+    stalled = world.status.condition(ConditionType.STALLED)
+    assert stalled is not None
+    assert (stalled.status, stalled.message) == ("True", said)
+    assert stalled.reason == {"Invalid": "AdmissionRejected", "Forbidden": "NotPermitted"}[kind]
+    told = [event for event in world.events if event.reason == stalled.reason]
+    assert [(event.type, event.message) for event in told] == [("Warning", said)], "once"
+    world.refuse = lambda _: None
+    world.now += 31
+    world.run("Running")
+    assert not world.status.is_true(ConditionType.STALLED)
+
+
+def test_a_lost_template_that_is_no_longer_allowed_ends_no_running_job() -> None:
+    """Its ConfigMap was deleted, and the operator's lists are shorter than they were."""
+    world = World(job().nodes(2).pod(priorityClassName="high").build()).run("Running")
+    allowed, world.settings = world.settings, dataclasses.replace(world.settings, priority_classes=frozenset())
+    world.config_maps.clear()
+    world.vanish(1)
+    for _ in range(3):
+        world.tick(31)
+        world.reconcile()
+    assert world.phase == "Restarting"
+    assert world.status.is_true(ConditionType.STALLED)
+    world.settings = allowed
+    world.now += 31
+    world.run("Running")
 
 
 def test_a_used_up_quota_is_waited_for() -> None:

@@ -65,7 +65,7 @@ class Operator:
         actor.requests = asyncio.Semaphore(settings.parallel_creates)
         self.reconciler = Reconciler(
             client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, Nodes(client, self.cache), actor,
-            plan_settings(settings, agent), operator_key,
+            plan_settings(settings, agent, operator_key), operator_key,
         )  # fmt: skip
         self.watch = Watch(
             lambda: login(settings.kubeconfig), self._event, namespaces=settings.watch_namespaces, ready=self._served
@@ -195,10 +195,11 @@ class Operator:
         health.measure_phases(phases, PHASES)
 
 
-def plan_settings(settings: Settings, agent: AgentCode) -> PlanSettings:
-    """What plans depend on, in the planner's words."""
+def plan_settings(settings: Settings, agent: AgentCode, operator_key: bytes) -> PlanSettings:
+    """Return what plans depend on, in the planner's words."""
     return PlanSettings(
         agent_digest=agent.digest,
+        name_key=operator_key,
         cluster_domain=settings.cluster_domain,
         agent_port=settings.agent_port,
         fence_timeout=settings.fence_timeout,

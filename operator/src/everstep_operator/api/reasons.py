@@ -34,6 +34,11 @@ class Reason(StrEnum):
         "NotPermitted",
         "The pod template asks for something that the operator's configuration does not allow.",
     )
+    ADMISSION_REJECTED = (
+        "AdmissionRejected",
+        "The API server, an admission webhook or a policy rejects an object of a job that had pods before; it is tried "
+        "again every 30 s. The message names the rule: change it, or suspend the job and correct its template.",
+    )
     NAME_CONFLICT = (
         "NameConflict",
         "An object that does not belong to the job has a name that it needs; delete or rename one of them.",

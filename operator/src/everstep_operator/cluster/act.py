@@ -9,8 +9,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-import time
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +26,12 @@ from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS
 from everstep_operator.plan import actions as act
 from everstep_operator.plan.observed import LABEL_JOB, LABEL_TEMPLATE, Rejection
 from everstep_operator.plan.pods import pod_body
+from everstep_operator.plan.template import secret_name
 
 log = structlog.get_logger(__name__)
 
 PUSH_AGAIN_SECONDS = 3.0
 PARALLEL_OF_ONE_JOB = 50
-LEFTOVER_SECONDS = 60.0  # so long the garbage collector may take for a Secret whose owner we may not read
 
 
 class Leftover(Exception):
@@ -63,14 +62,11 @@ class Actor:
     frozen: FrozenTemplates
     operator_key: bytes = field(repr=False)
     requests: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(50))
-    clock: Callable[[], float] = time.monotonic
-    _fresh: dict[tuple[str, int], Object] = field(default_factory=dict)  # ConfigMaps whose Secret is still to be made
-    _in_the_way: dict[tuple[str, int], float] = field(default_factory=dict)  # since when a Secret has been that
 
     async def carry_out(self, job: Job, actions: Sequence[act.Action]) -> tuple[Rejection | None, float | None]:
         """The refusal that stopped the list, if one did; and in how many seconds to look again, if one was put off."""
         again: float | None = None
-        for action in _evidence_first(actions):
+        for action in actions:
             log.debug("acting", job=f"{job.namespace}/{job.name}", action=type(action).__name__)
             try:
                 if not await self._one(job, action):
@@ -129,47 +125,20 @@ class Actor:
         return found, False
 
     async def _ensure_template(self, job: Job, action: act.EnsureTemplate) -> None:
-        made, new = await self._ensure(CONFIG_MAPS, job, action.body)
+        made, _ = await self._ensure(CONFIG_MAPS, job, action.body)
         self.frozen.put(job.uid, action.template, made)
-        if new:
-            # Pods of a new template hang without the agent, and the namespace may have been deleted and made again.
-            self.agent.forget(job.namespace)
-            self._fresh[(job.uid, action.template)] = made
 
     async def _ensure_secret(self, job: Job, action: act.EnsureSecret) -> None:
-        """We may not read Secrets. Whose one is that exists already is known from what is made around it. A ConfigMap
-        made in this very attempt, just before: the Secret is a former job's, about to be collected, or, if it stays, a
-        stranger's. Pods of the template: it is ours, they were made after it. Otherwise an earlier attempt ended
-        between two writes, of ours or of a former job's Secret nobody can say; it bears our ConfigMap's name and no pod
-        uses it, so it is made anew."""
+        """We may not read Secrets, and need not: only this operator can know the name (`template.secret_name`) before
+        the Secret is there. What has it was made by an attempt whose answer was lost, or whose process died."""
         token = job_token(self.operator_key, job.uid, action.template)
         body = {**action.body, "data": {**(action.body.get("data") or {}), "token": base64.b64encode(token).decode()}}
-        # Taken out before the request: when its result is unknown, the Secret may be ours, and must not be waited for.
-        which = (job.uid, action.template)
-        fresh = self._fresh.pop(which, None)
-        what = f"Secret {job.namespace}/{action.name}"
-        try:
-            await self.client.create(SECRETS, job.namespace, body)
-            self._in_the_way.pop(which, None)
-            return
-        except errors.AlreadyExists:
-            pass
-        if fresh is not None:
-            self.frozen.forget(job.uid)
-            meta = fresh["metadata"]
-            await self.client.delete(CONFIG_MAPS, job.namespace, meta["name"], uid=meta["uid"])
-            now = self.clock()
-            if now - self._in_the_way.setdefault(which, now) < LEFTOVER_SECONDS:
-                raise Leftover(what)
-            raise errors.NotOurs(what, "somebody else")
-        if any(pod.owner == job.uid and pod.template == action.template for pod in self.cache.pods_of(job.key)):
-            return
-        log.info("making a Secret anew", secret=what)
-        await self.client.delete(SECRETS, job.namespace, action.name, uid=None)
         try:
             await self.client.create(SECRETS, job.namespace, body)
         except errors.AlreadyExists:
-            raise Leftover(what) from None  # something holds it back, a finalizer
+            return
+        # Pods of a new template hang without the agent, and the namespace may have been deleted and made again.
+        self.agent.forget(job.namespace)
 
     async def _ensure_agent(self, job: Job, action: act.EnsureAgent) -> None:
         if action.name == self.agent.name:
@@ -190,10 +159,10 @@ class Actor:
                 template = str(meta["labels"][LABEL_TEMPLATE])
                 if owner(item).get("uid") != job.uid or not template.isdecimal() or int(template) >= action.template:
                     continue
-                if meta["name"] != f"{job.name}-{template}":
-                    continue  # who may write ConfigMaps would have us delete any Secret, by giving one its name
-                # The Secret first: its ConfigMap is the only evidence that it is ours.
-                await self.client.delete(SECRETS, job.namespace, meta["name"], uid=None)
+                # Never by a name that was read: who may write ConfigMaps would have us delete any Secret. And the
+                # Secret first: its ConfigMap is all that tells of it.
+                secret = secret_name(job.name, job.uid, int(template), self.operator_key)
+                await self.client.delete(SECRETS, job.namespace, secret, uid=None)
                 await self.client.delete(CONFIG_MAPS, job.namespace, meta["name"], uid=meta["uid"])
 
     # --- pods
@@ -258,14 +227,3 @@ def must_be_ours(resource: Resource, job: Job, found: Object) -> None:
     if reference.get("kind") == JOBS.kind and reference.get("name") == job.name:
         raise Leftover(what)
     raise errors.NotOurs(what, f"{reference['kind']} {reference['name']}" if reference else "nobody")
-
-
-def _evidence_first(actions: Sequence[act.Action]) -> list[act.Action]:
-    """The template's ConfigMap before its Secret (see `_ensure_secret`), otherwise the plan's order."""
-    ordered: list[act.Action] = []
-    for action in actions:
-        at = len(ordered)
-        if isinstance(action, act.EnsureTemplate):
-            at = next((i for i, other in enumerate(ordered) if isinstance(other, act.EnsureSecret)), at)
-        ordered.insert(at, action)
-    return ordered

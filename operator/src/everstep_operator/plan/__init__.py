@@ -118,16 +118,24 @@ def _refused(s: Situation) -> Decision | None:
     if (refused := s.observed.rejection) is None:
         return None
     pods = isinstance(refused.action, (DryRun, CreatePods))
-    # What has run was allowed once, and what is named but not there may be on its way: the order in which a tool
-    # applies a job, its service account and its priority class is nobody's fault.
-    lasting = not s.has_run and _NOT_THERE.search(refused.message) is None
-    if refused.kind == "Invalid" or (refused.kind == "Forbidden" and pods and lasting):
+    # What had pods before was accepted once, so a webhook or a policy has changed since: it may change back, and a job
+    # that trained for weeks shall be there then. And what is named but not there may be on its way: the order in which
+    # a tool applies a job, its service account and its priority class is nobody's fault.
+    lasting = refused.kind == "Invalid" or (refused.kind == "Forbidden" and pods)
+    if lasting and s.is_first_creation and _NOT_THERE.search(refused.message) is None:
         return _fail(s, Reason.INVALID_TEMPLATE, refused.message)
     return _blocked(s, refused)
 
 
+_BLOCKING = {
+    "Quota": Reason.QUOTA_EXCEEDED,
+    "Conflict": Reason.NAME_CONFLICT,
+    "Invalid": Reason.ADMISSION_REJECTED,
+}
+
+
 def _blocked(s: Situation, refused: Rejection) -> Decision:
-    reason = {"Quota": Reason.QUOTA_EXCEEDED, "Conflict": Reason.NAME_CONFLICT}.get(refused.kind, Reason.NOT_PERMITTED)
+    reason = _BLOCKING.get(refused.kind, Reason.NOT_PERMITTED)
     phase = Phase.RESTARTING if s.phase in HAS_RUN else Phase.PENDING
     waiting = Decision(phase, reason, refused.message, again=True, stalled=reason in form.STALLING)
     return waiting.look_again(s.now + form.RETRY_BLOCKED)

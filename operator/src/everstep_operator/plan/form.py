@@ -26,7 +26,8 @@ from everstep_operator.plan.pods import pod_body
 from everstep_operator.plan.situation import HAS_RUN, Situation
 from everstep_operator.plan.template import Refused
 
-STALLING = frozenset({Reason.NAME_CONFLICT.value, Reason.NOT_PERMITTED.value})  # a quota ends by waiting
+# A quota ends by waiting.
+STALLING = frozenset({Reason.NAME_CONFLICT.value, Reason.NOT_PERMITTED.value, Reason.ADMISSION_REJECTED.value})
 BLOCKED = STALLING | {Reason.QUOTA_EXCEEDED.value}
 RETRY_BLOCKED = 30.0
 
@@ -72,8 +73,12 @@ def fill(s: Situation, decision: Decision) -> Decision:
     frozen = s.observed.frozen
     if frozen is None or frozen.epoch != s.template.epoch:
         made = template.resolve(s.job, epoch=s.template.epoch, pool=s.pool, plain=s.plain, settings=s.observed.settings)
-        if isinstance(made, Refused):
+        if isinstance(made, Refused) and s.is_first_creation:
             return decision.but(phase=Phase.FAILED, reason=made.reason, message=made.message)
+        if isinstance(made, Refused):
+            # The template's ConfigMap was deleted, and the operator's configuration allows less than it did.
+            waiting = decision.but(reason=made.reason, message=made.message, stalled=True)
+            return waiting.look_again(s.now + RETRY_BLOCKED)
         frozen = made
     epoch = s.status.epoch
     if 0 in indices:
@@ -159,7 +164,9 @@ def _make(s: Situation, frozen: Frozen, indices: Iterable[int], epoch: int) -> l
         actions.append(EnsureService(job.metadata.name, template.service(job, settings)))
     name = template.object_name(job, t)
     if not frozen.job.get("plain"):
-        actions.append(EnsureSecret(name, t, template.secret(job, t)))
+        # By the template's name too: nothing else is mounted by the pods that come of it.
+        token = template.secret_of(frozen)
+        actions.append(EnsureSecret(token, t, template.secret(job, t, token)))
         # By the template's name, not today's: a job that began under another version goes on with that agent.
         actions.append(EnsureAgent(_agent_of(frozen), settings.agent_digest))
     actions.append(EnsureTemplate(name, t, template.config_map(job, frozen)))

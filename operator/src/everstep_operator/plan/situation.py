@@ -136,6 +136,11 @@ class Situation:
         return self.phase in HAS_RUN or status.timings.running > 0 or status.restarts.total > 0
 
     @property
+    def is_first_creation(self) -> bool:
+        """The API server has never accepted a pod of this job: every later set has a higher epoch."""
+        return not self.has_run and self.status.epoch <= 1 and not self.observed.ours
+
+    @property
     def pool(self) -> TrainingPool | None:
         return self.observed.pools.get(self.template.pool) if self.template else None
 

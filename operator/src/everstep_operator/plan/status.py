@@ -61,12 +61,13 @@ def status_of(s: Situation, decision: Decision) -> tuple[TrainingJobStatus, tupl
         due = (s.observed.status_written_at or 0.0) + WRITE_EVERY
         if s.now < due:
             return old, (), due
-    changed_phase = decision.phase is not old.phase or decision.phase is Phase.PENDING
+    changed_phase = decision.phase is not old.phase or decision.phase is Phase.PENDING or decision.again
     warns = decision.phase in _WARNINGS or decision.stalled
     said = decision.message or decision.reason.meaning
     event = Event("Warning" if warns else "Normal", decision.reason.value, said[:1024])
     # Another attempt at the same thing is no news.
-    news = moved and changed_phase and not (decision.again and s.open and s.open.reason == decision.reason)
+    attempts = old.transitions[-2:] if decision.reason in BLOCKED else old.transitions[-1:]  # with the one between
+    news = moved and changed_phase and not (decision.again and any(t.reason == decision.reason for t in attempts))
     return new, (*((event,) if news else ()), *_besides(s, new)), None
 
 

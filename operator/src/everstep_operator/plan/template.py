@@ -6,6 +6,8 @@ overlay may not touch is refused by the API's schema; what only an administrator
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import json
 import posixpath
 from collections.abc import Iterable, Mapping
@@ -45,6 +47,7 @@ _REFERENCES = {
 }
 _SHM = "/dev/shm"  # noqa: S108
 _AUTOMOUNT = "automountServiceAccountToken"
+_TOKEN = "everstep-token"  # noqa: S105 - a volume's name
 _FOLDERS = ("input", "model", "output", "checkpoints")
 
 
@@ -104,9 +107,10 @@ def config_map(job: TrainingJob, frozen: Frozen) -> dict[str, Any]:
     }
 
 
-def secret(job: TrainingJob, epoch: int) -> dict[str, Any]:
-    """The immutable Secret `<job>-<t>`, still without its token."""
-    return {"apiVersion": "v1", "kind": "Secret", "metadata": _meta(job, epoch), "immutable": True, "type": "Opaque"}
+def secret(job: TrainingJob, epoch: int, name: str) -> dict[str, Any]:
+    """The immutable Secret `name`, still without its token."""
+    meta = {**_meta(job, epoch), "name": name}
+    return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "immutable": True, "type": "Opaque"}
 
 
 def service(job: TrainingJob, settings: Settings) -> dict[str, Any]:
@@ -127,6 +131,31 @@ def service(job: TrainingJob, settings: Settings) -> dict[str, Any]:
 
 def object_name(job: TrainingJob, epoch: int) -> str:
     return f"{job.metadata.name}-{epoch}"
+
+
+def secret_name(job: str, uid: str, epoch: int, key: bytes) -> str:
+    """Return the name of the Secret of a template epoch, which nobody without the operator's key can guess.
+
+    The operator may not read Secrets, so a name is all that tells whose one is. With this one, "already exists" means
+    that an earlier attempt of this operator made it; a stranger's is never taken for the job's, and never deleted.
+
+    Args:
+        job: Name of the job.
+        uid: UID of the job: a former job of the same name has other Secrets.
+        epoch: The template epoch.
+        key: The operator key.
+
+    Returns:
+        `<job>-<epoch>-` and 20 hexadecimal digits. The template's ConfigMap keeps it, in the pod's volumes.
+    """
+    suffix = hmac.new(key, f"secret-name/{uid}/{epoch}".encode(), hashlib.sha256).hexdigest()[:20]
+    return f"{job}-{epoch}-{suffix}"
+
+
+def secret_of(frozen: Frozen) -> str:
+    """Return the name of the Secret that the template's pods mount, or nothing where they mount none."""
+    volumes = frozen.pod["spec"].get("volumes") or ()
+    return next((str(v["secret"]["secretName"]) for v in volumes if v["name"] == _TOKEN), "")
 
 
 def frozen_view(raw: Mapping[str, Any]) -> Frozen | None:
@@ -223,11 +252,12 @@ def _volumes(job: TrainingJob, epoch: int, plain: bool, settings: Settings) -> l
         per_pod = {"items": [{"path": "resourceconfig.json", **annotation}]}
         sources = [{"configMap": config}, {"downwardAPI": per_pod}]
         return [*volumes, {"name": "everstep-config", "projected": {"sources": sources}}]
+    token = secret_name(job.metadata.name, job.metadata.uid, epoch, settings.name_key)
     return [
         *volumes,
         {"name": "everstep-agent", "configMap": {"name": settings.agent_config_map}},
         {"name": "everstep-job", "configMap": {"name": name, "items": [{"key": "job.json", "path": "job.json"}]}},
-        {"name": "everstep-token", "secret": {"secretName": name, "defaultMode": 0o440}},
+        {"name": _TOKEN, "secret": {"secretName": token, "defaultMode": 0o440}},
         {"name": "everstep-run", "emptyDir": {}},
     ]
 
