@@ -178,7 +178,7 @@ class Life(RuleBasedStateMachine):
             prune(store, verified, keep_last=keep_last, keep_every=keep_every, sweep_after=500, clock=lambda: now)
         left = set(candidates(self.store))
         # One that has expired, even once, is removed by whoever sees it.
-        self.leases = [lease for lease in self.leases if lease.expires >= now]
+        self.leases = [lease for lease in self.leases if time.time() + lease.seconds_left >= now]
         for lease in self.leases:
             assert lease.key in left or lease.key not in before
         assert left >= {key for key in before if not verified or key >= max(verified)}

@@ -159,9 +159,30 @@ def test_a_lease_is_renewed(store: Store) -> None:
     held.renew()
     now = 1100.0
     assert not held.expired
-    assert list(leases(store).values()) == [(key(10), 1119.0)]
     now = 1119.0
     assert held.expired
+
+
+@pytest.mark.parametrize("hours", [-30, -1, 1, 30])
+def test_a_wrong_clock_of_who_reads_or_of_who_removes_harms_nobody(
+    store: Store, hours: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = time.time
+    for step in (10, 20, 30):
+        training.save(store, key(step))
+    training.write(store, key(25), 0)  # somebody copies it here at this moment
+    monkeypatch.setattr(time, "time", lambda: right() + 3600 * hours)
+    with lease(store, key(10)):
+        monkeypatch.setattr(time, "time", right)
+        assert prune(store, {key(30)}, keep_last=2).removed == ()
+    with lease(store, key(10)):
+        monkeypatch.setattr(time, "time", lambda: right() + 3600 * hours)
+        done = prune(store, {key(30)}, keep_last=1)
+    assert (done.removed, done.leftovers, done.swept) == ((key(20),), (), 0)
+    assert prune(store, {key(30)}, keep_last=1).removed == (key(10),)
+    assert {Key.of_data(entry.name) for entry in store.list("data/")} == {key(25), key(30)}
+    assert leases(store) == {}
+    assert not list(store.list("leases/"))
 
 
 def test_a_lease_that_cannot_be_read_holds_nothing_and_goes(store: Store) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import sys
@@ -94,6 +95,19 @@ def test_a_script_that_exits_well_waits_for_the_last_commit(folder: Path, code: 
     with pytest.raises(SystemExit):
         script()
     assert len(told) == 1
+
+
+def test_what_a_session_has_mapped_is_given_back_with_it_and_not_when_garbage_is_collected(folder: Path) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        for step in (1, 2):
+            with session(folder) as ckpt:
+                ckpt.restore(model=Model())
+                ckpt.save(step)
+            assert str(folder / "memory") not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
 
 
 def test_a_script_that_exits_because_it_failed_waits_for_nothing(folder: Path) -> None:

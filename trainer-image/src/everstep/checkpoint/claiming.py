@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +19,7 @@ from everstep.checkpoint.collectives import gather, tell
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
+from everstep.checkpoint.leases import find_time
 from everstep.checkpoint.peers import meet
 from everstep.checkpoint.save import Node
 from everstep.checkpoint.store.base import Store
@@ -150,7 +150,7 @@ def read_history(store: Store) -> tuple[int, float]:
     if not entries:
         return 0, 0.0
     tokens = {entry.name.partition("-")[0] for entry in entries}
-    return len(tokens), max(0.0, time.time() - min(entry.modified for entry in entries))
+    return len(tokens), max(0.0, find_time(store) - min(entry.modified for entry in entries))
 
 
 def _check_goes_on(store: Store, token: Attempt, restored: Key | None) -> None:

@@ -6,6 +6,7 @@ A lease is a courtesy and never what makes a read right: every chunk is verified
 from __future__ import annotations
 
 import json
+import math
 import secrets
 import threading
 import time
@@ -21,27 +22,40 @@ SECONDS = 900.0
 
 
 class Lease:
-    """One reader's claim on `key`; `renew` it before `expires` (seconds since 1970) or expect to fall back."""
+    """One reader's claim on `key`; `renew` it before it has `expired` or expect to fall back.
+
+    How long it is good is counted from when the store says that it was written: the clocks of who reads and of who
+    removes may differ by hours.
+    """
 
     def __init__(
-        self, store: Store, key: Key, seconds: float = SECONDS, clock: Callable[[], float] = time.time
+        self, store: Store, key: Key, seconds: float = SECONDS, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._store, self._seconds, self._clock = store, seconds, clock
         self._name = f"{LEASES}{secrets.token_hex(8)}.json"
+        self._until = 0.0
         self.key = key
-        self.expires = 0.0
         self.renew()
 
     def renew(self) -> None:
         """Hold it for `seconds` from now."""
-        expires = self._clock() + self._seconds
-        fields = {"attempt": str(self.key.attempt), "step": self.key.step, "expires": expires}
+        until = self._clock() + self._seconds
+        fields = {
+            "attempt": str(self.key.attempt),
+            "step": self.key.step,
+            "seconds": self._seconds,
+            "expires": time.time() + self._seconds,  # for libraries that know no `seconds`
+        }
         self._store.replace(self._name, json.dumps(fields).encode())
-        self.expires = expires
+        self._until = until
+
+    @property
+    def seconds_left(self) -> float:
+        return self._until - self._clock()
 
     @property
     def expired(self) -> bool:
-        return self._clock() >= self.expires
+        return self.seconds_left <= 0
 
     def release(self) -> None:
         self._store.delete([self._name])
@@ -68,10 +82,10 @@ class ReadLease:
 
     def renew(self) -> None:
         """Hold it for longer, when half of its time is over: for every chunk that is read."""
-        if self._lease is None or self._lease.expires - time.time() > SECONDS / 2:
+        if self._lease is None or self._lease.seconds_left > SECONDS / 2:
             return
         with self._lock, suppress(StoreError):
-            if self._lease.expires - time.time() <= SECONDS / 2:
+            if self._lease.seconds_left <= SECONDS / 2:
                 self._lease.renew()
 
     def release(self) -> None:
@@ -104,13 +118,30 @@ def reading(store: Store, key: Key) -> Iterator[ReadLease]:
 
 
 def leases(store: Store) -> dict[str, tuple[Key, float]]:
-    """Of each lease's name: what it holds, and when it expires (seconds since 1970). Unreadable ones are left out."""
+    """Return of each lease's name what it holds, and until when, in seconds since 1970 by the store's clock: see
+    find_time(). Unreadable ones are left out."""
     found = {}
     for entry in store.list(LEASES):
         try:
             fields = json.loads(store.read(entry.name))
             key = Key(Attempt.parse(fields["attempt"]), fields["step"])
-            found[entry.name] = (key, float(fields["expires"]))
+            until, seconds = float(fields["expires"]), float(fields.get("seconds", SECONDS))
         except (Missing, ValueError, KeyError, TypeError):
             continue
+        found[entry.name] = (key, entry.modified + seconds if math.isfinite(entry.modified) else until)
     return found
+
+
+def find_time(store: Store) -> float:
+    """Return what time it is by the store's own clock, in seconds since 1970, from an object that is written for it.
+
+    What is in a store was dated by that clock. Ours may be hours away from it, and what we take for old may be what
+    somebody writes or reads at this moment. A store that may not be written to, or dates nothing, has our time.
+    """
+    name = f"{LEASES}{secrets.token_hex(8)}.json"  # unreadable as a lease; the next prune removes what is left of it
+    found = math.inf
+    with suppress(StoreError):
+        store.replace(name, b"{}")
+        found = next((entry.modified for entry in store.list(name)), math.inf)
+        store.delete([name])
+    return found if math.isfinite(found) else time.time()

@@ -126,7 +126,7 @@ class NodeCache:
 
 def _beside(memory: Path, name: str) -> Path:
     """A path in the same memory as the folder `memory`, there or not: its neighbour, or in it where it is a mount."""
-    if memory.is_mount():
+    if os.path.ismount(memory):  # Path.is_mount() raises where a writer that ends removes it meanwhile
         return memory / name
     return memory.with_name(f".{memory.name}.{name}")
 

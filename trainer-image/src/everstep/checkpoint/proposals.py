@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass, field
@@ -140,7 +139,7 @@ class Proposals:
 
     def renew(self) -> None:
         """Holds the lease on for another while, when half of it is over."""
-        if self._lease is not None and self._lease.expires - time.time() < SECONDS / 2:
+        if self._lease is not None and self._lease.seconds_left < SECONDS / 2:
             with contextlib.suppress(StoreError):
                 self._lease.renew()
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import defaultdict
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -12,7 +11,7 @@ from everstep.checkpoint.best import KeepBest
 from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
 from everstep.checkpoint.keys import DATA, LEASES, Key
-from everstep.checkpoint.leases import leases
+from everstep.checkpoint.leases import find_time, leases
 from everstep.checkpoint.manifests import read_index
 from everstep.checkpoint.store.base import Entry, Store
 from everstep.checkpoint.verification import OnBytes, VerifiedCheckpoints, marks
@@ -105,17 +104,17 @@ def prune(
     keep_every: int | None = None,
     keep: Collection[Key] = (),
     sweep_after: float = SWEEP_AFTER,
-    clock: Callable[[], float] = time.time,
+    clock: Callable[[], float] | None = None,
 ) -> Pruned:
     """Remove what plan() gives, and what is older than `sweep_after` seconds and belongs to no checkpoint.
 
     The manifest goes before its data, so that what is half removed is not found. What a killed call leaves, the next
-    one removes. `keep`: stays in any case.
+    one removes. `keep`: stays in any case. `clock`: of the store, which is asked by default; ages are told by no other.
     """
     # Data is listed before manifests: what is committed in between has its manifest in the second list.
     data = _data(store)
     keys = candidates(store)
-    now = clock()
+    now = find_time(store) if clock is None else clock()
     held = leases(store)
     stays = {key for key, expires in held.values() if expires > now} | set(keep)
     removed = plan_known(store, keys, stays, verified, keep_last, keep_every)

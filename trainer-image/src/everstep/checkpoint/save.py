@@ -273,9 +273,11 @@ class Saver:
             self._staging.before_change()
 
     def close(self) -> None:
+        """Give back what this holds of the slots, also where whoever made it is still referred to."""
         if self._staging is not None:
             self._staging.close()
             self._staging = None
+        self._snapshots = self._begun = self._copying = None
 
     def _noted(self, step: int) -> dict[str, object]:
         """Rank 0's word is the checkpoint's: what is measured differs from rank to rank."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from everstep.checkpoint.errors import CheckpointError
 
+_ATTEMPTS = 100
 MEMORY_VARIABLE = "EVERSTEP_CHECKPOINT_MEMORY"
 
 
@@ -21,14 +22,21 @@ def secure(directory: Path) -> None:
     Raises:
         CheckpointError: It is somebody else's, or others may enter it.
     """
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700, parents=True)
-    found = directory.lstat()
+    found = _make_directory(directory)
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
         raise CheckpointError(
             f"{directory} is not a directory of our own that nobody else may enter: remove it, "
             f"or name another memory in {MEMORY_VARIABLE}"
         )
+
+
+def _make_directory(directory: Path) -> os.stat_result:
+    for _ in range(_ATTEMPTS):
+        with contextlib.suppress(FileExistsError):
+            directory.mkdir(mode=0o700, parents=True)
+        with contextlib.suppress(FileNotFoundError):  # the writer of a run that ends removes it at this moment
+            return directory.lstat()
+    raise CheckpointError(f"{directory} is removed again and again by another process: see who has it")
 
 
 def allocate_file(path: Path, size: int) -> None:

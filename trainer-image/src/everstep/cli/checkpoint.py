@@ -208,7 +208,6 @@ def prune(
     Only good ones count towards those that stay: all bytes of them are read first, whoever verified them before. What
     somebody is reading stays too, and so does all that is newer than the last one that stays.
     """
-    import time
 
     from everstep.checkpoint import leases, retention
     from everstep.checkpoint.verification import VerifiedCheckpoints
@@ -231,7 +230,8 @@ def prune(
         if not verified:
             raise CliError(f"no checkpoint in {store.url} is good: nothing is removed", NO)
         if dry_run:
-            held = {key for key, expires in leases.leases(store).values() if expires > time.time()}
+            now = leases.find_time(store)
+            held = {key for key, until in leases.leases(store).values() if until > now}
             for key in retention.plan_known(store, keys, held, verified, keep_last, keep_every):
                 stdout().print(f"{short(key)} would go")
             return
