@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch import nn  # noqa: E402
@@ -185,6 +186,19 @@ def test_an_export_leaves_a_link_and_replaces_what_it_leads_to(tmp_path: Path) -
     assert (tmp_path / "out").is_symlink()
     assert {each.name for each in tmp_path.iterdir()} == {"store", "large", "out"}
     assert (tmp_path / "large" / "model.safetensors").exists()
+
+
+def test_what_is_no_tensor_is_named_where_a_format_holds_tensors_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for array in (np.zeros(500), np.zeros(3), bytes(2000)):
+        store = save(tmp_path / f"{len(array)}", misc={"x": torch.ones(3), "array": array, "s": "text"})
+        with pytest.raises(CheckpointError, match=r"misc holds more than tensors by their names \('array', 's'\)"):
+            exporting.export_safetensors(store, tmp_path / "out", name="misc")
+    assert not (tmp_path / "out").exists()
+    store = save(tmp_path / "plain", misc={"x": torch.ones(3), "s": "text"})
+    exporting.export_safetensors(store, tmp_path / "out", name="misc")
+    assert "['s'] of misc are plain values" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["complex128", "float4_e2m1fn_x2"])

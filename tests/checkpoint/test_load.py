@@ -9,6 +9,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import numpy as np  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
@@ -17,6 +18,7 @@ from everstep.checkpoint.candidates import candidates, read_manifest  # noqa: E4
 from everstep.checkpoint.errors import CheckpointError, StoreError  # noqa: E402
 from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
 from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
+from everstep.checkpoint.rng import Rng  # noqa: E402
 from everstep.checkpoint.selection import NoSuchStep  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank, StateMismatch  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
@@ -115,6 +117,33 @@ def test_names_and_types_are_changed_on_the_way(tmp_path: Path) -> None:
     assert (shapes["0.weight"].is_meta, shapes["0.weight"].shape) == (True, (4, 6))
     with pytest.raises(CheckpointError, match=r"the same name model.x"):
         everstep.load(tmp_path, rename=lambda name: "model.x" if name.startswith("model") else None)
+
+
+def test_shapes_alone_are_told_of_arrays_and_bytes_too_and_nothing_is_read(tmp_path: Path) -> None:
+    big = {
+        "array": np.zeros((30, 40), "f4"), "fortran": np.zeros((30, 40), "f8", order="F"), "bytes": bytes(3000),
+        "dates": np.zeros((40, 20), "M8[D]"), "small": np.ones(3), "tensor": torch.rand(500),
+    }  # fmt: skip
+    saved(tmp_path, big=big, rng=PerRank(Rng()), model=network())
+    part = next((tmp_path / "data").rglob("*.part"))
+    part.write_bytes(bytes(part.stat().st_size))
+    shapes = everstep.load(tmp_path, map_location="meta")
+    found = shapes["big"]
+    assert found.pop("small").tolist() == [1, 1, 1], "what is in the manifest is there"
+    assert all(each.is_meta for each in found.values())
+    assert {name: (tuple(each.shape), each.dtype) for name, each in found.items()} == {
+        "array": ((30, 40), torch.float32), "fortran": ((30, 40), torch.float64), "bytes": ((3000,), torch.uint8),
+        "dates": ((6400,), torch.uint8), "tensor": ((500,), torch.float32),
+    }  # fmt: skip
+    assert shapes["model"]["0.weight"].is_meta
+
+
+def test_a_cast_of_floating_tensors_leaves_arrays_as_they_are(tmp_path: Path) -> None:
+    array = np.linspace(0, 1, 1500)
+    saved(tmp_path, state={"array": array, "tensor": torch.linspace(0, 1, 1500)})
+    found = everstep.load(tmp_path, cast=torch.bfloat16)["state"]
+    assert np.array_equal(found["array"], array)
+    assert found["tensor"].dtype is torch.bfloat16
 
 
 def test_odd_tensors_come_back(tmp_path: Path) -> None:

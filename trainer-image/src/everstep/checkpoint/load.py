@@ -25,12 +25,13 @@ from everstep.checkpoint.leases import ReadLease, reading
 from everstep.checkpoint.object_filling import ObjectFilling
 from everstep.checkpoint.restore import NoGoodCheckpoint, Restored
 from everstep.checkpoint.selection import Only, Rename, is_meant, is_wanted, rename_leaves, rename_manifest, select_keys
+from everstep.checkpoint.state.bulk import stand_in
 from everstep.checkpoint.state.dictionaries import build_objects
 from everstep.checkpoint.state.kinds import with_bytes
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.tensor_reader import TensorReader
 from everstep.checkpoint.user_metadata import VALUE, read_metadata
-from everstep.checkpoint.values import unpack
+from everstep.checkpoint.values import InPart, unpack
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -77,7 +78,8 @@ def load(
             default the newest that is good.
         only: A glob or several, of full names: "model.*". Nothing else is read.
         map_location: The device of the tensors, by default main memory; "meta" for names, types and shapes alone, of
-            the newest whose files are all there, as large as they were written.
+            the newest whose files are all there, as large as they were written. Not a byte of them is read then: an
+            array or bytes of more than 1,024 bytes are tensors on the meta device too.
         rename: Prefixes of full names and what takes their place, or a function from name to name (None: left out).
         cast: A type for all floating tensors, or a mapping from saved types to others.
         allow_pickle: Unpickle values that were saved so. Only for stores that you trust.
@@ -104,15 +106,17 @@ def load(
         if map_location is not None and torch.device(map_location).type == "meta":
             # Not a byte is read; but what lacks a file is no checkpoint to tell shapes of.
             check_present(store, manifest.key, read_index(store, manifest.key).nodes)
+        described = _described(manifest, (*wanted_tensors, *wanted_values))
+        values = {
+            name: unpack(packed, name, allow_pickle=allow_pickle)
+            for name, packed in (wanted_values | described).items()
+        }
         leaves: dict[str, Any] = {}
         with TensorReader(store, manifest, threads=threads) as reader:
             for name in wanted_tensors:
                 lease.renew()
-                leaves[name] = _tensor(reader, manifest, name, map_location, casts)
-        described = _described(manifest, (*wanted_tensors, *wanted_values))
-        for name, packed in (wanted_values | described).items():
-            value = unpack(packed, name, allow_pickle=allow_pickle)
-            leaves[name] = with_bytes(value, leaves[name]) if name in leaves else value
+                leaves[name] = _leaf(reader, manifest, name, values.get(name), map_location, casts)
+        leaves.update({name: value for name, value in values.items() if name not in leaves})
         return build_objects(rename_leaves(leaves, rename))
 
     objects, manifest, bad = _first_good(uri, options, step, read)
@@ -241,12 +245,22 @@ def _described(manifest: Manifest, wanted: Iterable[str]) -> dict[str, object]:
     return {name: each for name, each in manifest.values.items() if name in described}
 
 
-def _tensor(
-    reader: TensorReader, manifest: Manifest, name: str, where: str | torch.device | None, casts: Casts
-) -> torch.Tensor:
+def _leaf(
+    reader: TensorReader,
+    manifest: Manifest,
+    name: str,
+    value: Any,
+    where: str | torch.device | None,
+    casts: Casts,
+) -> Any:
+    """The tensor of this name, where it is wanted; or the value that has its bytes there, which is no tensor."""
     saved = manifest.tensors[name]
-    dtype = casts.result(getattr(torch, saved.dtype))
+    dtype = getattr(torch, saved.dtype)
     device = torch.device("cpu" if where is None else where)
     if device.type == "meta":
-        return torch.empty(saved.shape, dtype=dtype, device=device)
-    return reader.read(name).to(device=device, dtype=dtype)
+        if isinstance(value, InPart):
+            return stand_in(torch.empty(saved.shape, dtype=dtype, device=device), value)
+        return with_bytes(value, torch.empty(saved.shape, dtype=casts.result(dtype), device=device))
+    if value is not None:
+        return with_bytes(value, reader.read(name))
+    return reader.read(name).to(device=device, dtype=casts.result(dtype))

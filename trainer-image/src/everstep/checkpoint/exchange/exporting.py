@@ -8,7 +8,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import escape
@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.candidates import candidates, each_candidate, is_committed
+from everstep.checkpoint.candidates import candidates, each_candidate, is_committed, read_index
 from everstep.checkpoint.casting import Cast
 from everstep.checkpoint.errors import CheckpointError, Removed
 from everstep.checkpoint.format import itemsize
@@ -132,7 +132,9 @@ def _plan_files(
     options: Mapping[str, Any] | None,
 ) -> _Files:
     """Return which tensors of a checkpoint go into which file, all into one where there is no limit in bytes."""
-    tensors = _tensors(load(uri, step=key, only=name, map_location="meta", cast=cast, options=options), name)
+    loaded = load(uri, step=key, only=name, map_location="meta", cast=cast, options=options)
+    index = read_index(open_store(uri, **(options or {})), key)
+    tensors = _tensors(loaded, name, arrays=index.values.keys() & index.tensors.keys())
     called = rename_leaves({each: each for each in tensors}, rename)
     _check_types({new: tensors[old] for new, old in called.items()})
     sizes = {new: _nbytes(tensors[old]) for new, old in called.items()}
@@ -251,17 +253,27 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def _tensors(loaded: LoadedCheckpoint, name: str) -> dict[str, torch.Tensor]:
+def _tensors(loaded: LoadedCheckpoint, name: str, arrays: Collection[str] = ()) -> dict[str, torch.Tensor]:
+    """The tensors of an object by their names; `arrays`: full names of those that are the bytes of something else."""
     state = loaded[name]
-    if isinstance(state, torch.Tensor):
+    if isinstance(state, torch.Tensor) and name not in arrays:
         return {name: state}
-    found = {key: each for key, each in state.items() if isinstance(each, torch.Tensor)}
-    if not found or any(isinstance(each, Mapping | list | tuple) for each in state.values()):
+    items = state if isinstance(state, Mapping) else {name: state}
+    others = [key for key, each in items.items() if not isinstance(each, torch.Tensor) or _full(name, key) in arrays]
+    found = {key: each for key, each in items.items() if key not in others}
+    if not found or any(not _may_be_left_out(items[key]) for key in others):
         raise CheckpointError(
-            f"{name} holds more than tensors by their names, and safetensors nothing else: export a module, or all of "
-            "it to DCP"
+            f"{name} holds more than tensors by their names ({', '.join(map(repr, others[:8]))}), and safetensors "
+            "nothing else: export a module, or all of it to DCP"
         )
+    if others:
+        _log.warning("%s of %s are plain values, which safetensors does not hold: they are left out", others, name)
     return found
+
+
+def _may_be_left_out(value: object) -> bool:
+    """Whether this is a number or a text beside the tensors, and no part of what an object is: state, or an array."""
+    return value is None or isinstance(value, bool | int | float | str)
 
 
 def _full(name: str, key: str) -> str:

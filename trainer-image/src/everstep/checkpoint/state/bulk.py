@@ -56,6 +56,15 @@ def from_tensor(tensor: torch.Tensor, described: InPart) -> Any:
     return described.restore(data)
 
 
+def stand_in(tensor: torch.Tensor, described: InPart) -> torch.Tensor:
+    """Return what tells an array's shape and type without its bytes: the tensor on the meta device that has them.
+
+    An array whose type torch does not have, and bytes, have that of their bytes.
+    """
+    dims = range(tensor.dim())
+    return tensor.to("meta").permute(*(reversed(dims) if described.order == "F" else dims))
+
+
 def _from_buffer(data: Any) -> torch.Tensor:
     import numpy
 
