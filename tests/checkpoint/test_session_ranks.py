@@ -328,3 +328,29 @@ def test_every_step_that_is_due_is_saved(folder: Path, world: int, policy: str) 
     assert run(world, saves_often, folder, policy) == [[0, 0, 0]] * world
     for every_steps in (1, 2, 3):
         assert steps_in(folder / str(every_steps)) == list(range(every_steps, 11, every_steps))
+
+
+def asks_by_a_wrong_clock(rank: int, folder: Path, hours: int) -> tuple[list[int], list[str]]:
+    """Rank 1 asks twice: for a save that there is time for, and for one that there is none for."""
+    if rank == 1:
+        right = time.time
+        time.time = lambda: right() + 3600 * hours
+    told: list[str] = []
+    with session(folder, every="1h") as ckpt:
+        ckpt.on("stalled", lambda event: told.append(event.why.partition(" left")[0]))
+        ckpt.track(model=Model())
+        for step in range(1, 600):
+            if rank == 1 and step in (2, 300):
+                ckpt.request(deadline=60 if step == 2 else 1e-9)
+            ckpt.step(step)
+            if step == 290:
+                ckpt.wait()
+            dist.barrier()
+    return steps_in(folder), told
+
+
+@pytest.mark.parametrize("hours", [-5, 5])
+def test_the_time_that_a_rank_gives_a_save_is_counted_by_no_clock_that_may_be_wrong(folder: Path, hours: int) -> None:
+    for steps, told in run(2, asks_by_a_wrong_clock, folder, hours):
+        assert len(steps) == 1
+        assert told == ["the save that was asked for cannot be stored in the 0 s"]

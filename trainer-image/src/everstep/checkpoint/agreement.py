@@ -34,15 +34,20 @@ class NotAsked(CheckpointError):
 
 @dataclass(frozen=True)
 class Decision:
-    """`save`: at this boundary. `next`: the step of the next one. `replan`: make the plan anew first. `deadline`: the
-    save is of no use after it (seconds since 1970). `step`: that it was made for; all ranks know it, and only a rank
-    that comes to the boundary with another one has reason to ask where the others are."""
+    """What all ranks do at a boundary.
+
+    `save`: at this boundary. `next`: the step of the next one. `replan`: make the plan anew first. `deadline`: the save is
+    of no use after it (rank 0's monotonic clock). `step`: that it was made for; all ranks know it, and only a rank that
+    comes to the boundary with another one has reason to ask where the others are. `dropped`: why a save that was asked
+    for is not begun.
+    """
 
     save: bool
     next: int
     replan: bool = False
     deadline: float | None = None
     step: int = -1
+    dropped: str = ""
 
 
 class Pace:

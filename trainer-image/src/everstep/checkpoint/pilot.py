@@ -68,7 +68,10 @@ class Pilot:
         self._planned = False
         self._explicit = 0
         self._notes = 0  # read so far
+        self._looked = time.monotonic()  # when notes were counted last
+        # All deadlines are by the monotonic clock of the rank that keeps them: others may be hours away, or jump.
         self._asked: tuple[float | None] | None = None  # a save that somebody asked for, and its deadline
+        self._dropped = ""  # why that was dropped, until all are told
         self._replan = False
         self._wish: tuple[float | None] | None = None  # this rank's own request, not told yet
         self._requested: tuple[int, float | None] | None = None  # the same until it is met: since which step, deadline
@@ -100,10 +103,13 @@ class Pilot:
         self._step = step
         self._finish_copy()
         if self._wish is not None:
-            wish, self._wish = self._wish, None
-            self._outcomes.leave_note({"kind": "asked", "deadline": wish[0]})
+            until, self._wish = self._wish[0], None
+            seconds = None if until is None else until - time.monotonic()
+            self._outcomes.leave_note({"kind": "asked", "seconds": seconds, "at": time.time()})
         decision = self.agreement.arrive(step, self._choose, self._waiting)
         if decision is not None:
+            if decision.dropped:
+                self._hear_dropped(decision.dropped)
             # The script may have saved it itself since this was decided. By the step that all ranks know: alike on all.
             if decision.save and self._is_new(decision.step):
                 self._take(step, decision.step, decision.replan)
@@ -122,7 +128,7 @@ class Pilot:
 
     def request(self, deadline: float | None) -> None:
         """See Checkpointer.request."""
-        until = None if deadline is None else time.time() + deadline
+        until = None if deadline is None else time.monotonic() + deadline
         self._requested = (self._step, until)
         self._wish = (until,)
 
@@ -188,7 +194,9 @@ class Pilot:
             next=following if limit is None else min(following, limit),
             replan=save and self._replan,
             deadline=deadline,
+            dropped=self._dropped,
         )
+        self._dropped = ""
         if save:
             self._replan = False
         return decision
@@ -212,15 +220,17 @@ class Pilot:
         """A save that was asked for waits for one that is being stored while training goes on; until its deadline."""
         if self._asked is None or self._asked[0] is None:
             return
-        left, seconds = self._asked[0] - time.time(), self._seconds
+        left, seconds = self._asked[0] - time.monotonic(), self._seconds
         if (seconds or 0.0) * _MARGIN > left:
-            if self._requested is not None and self._requested[1] == self._asked[0]:
-                self._requested = None  # it is told here
             self._asked = None
             needs = "" if seconds is None else f": it would take {seconds:.3g} s"
-            self._outcomes.alarm(
-                f"the save that was asked for cannot be stored in the {max(0.0, left):.3g} s left{needs}"
-            )
+            self._dropped = f"the save that was asked for cannot be stored in the {max(0.0, left):.3g} s left{needs}"
+
+    def _hear_dropped(self, why: str) -> None:
+        """All ranks: what one of them had asked for is not begun."""
+        if self._wish is None:  # else it has asked again, and is not told of that one yet
+            self._requested = None
+        self._outcomes.alarm(why)
 
     @property
     def _seconds(self) -> float | None:
@@ -261,6 +271,7 @@ class Pilot:
 
     def _read_notes(self) -> None:
         """What other ranks have to say."""
+        looked, self._looked = self._looked, time.monotonic()
         there = self.board.count("notes")
         while self._notes < there:
             self._notes += 1
@@ -269,12 +280,24 @@ class Pilot:
             if note is None:
                 continue
             if note["kind"] == "asked":
-                self._asked = (note["deadline"],)
+                self._asked = (self._find_deadline(note["seconds"], note["at"], looked),)
             elif note["kind"] == "ended":
                 self._end.ended.add(note["rank"])
             else:
                 self._replan |= note.get("replan", False)
                 self._outcomes.hear_note(note)
+
+    @staticmethod
+    def _find_deadline(seconds: float | None, told_at: float, looked: float) -> float | None:
+        """Return by our clock when the time of a rank is over that had so many `seconds` left.
+
+        Its note was on its way since `told_at`, by that rank's clock, which may be any; but not for longer than since
+        we `looked` before, without finding it.
+        """
+        if seconds is None:
+            return None
+        now = time.monotonic()
+        return now + seconds - min(max(0.0, time.time() - told_at), now - looked)
 
     # ---- a save
 

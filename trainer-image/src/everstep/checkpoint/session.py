@@ -309,8 +309,7 @@ class Checkpointer:
                     self._node.call("bye")
             if self._pilot is None and self._wish is not None:
                 wish, self._wish = self._wish, None
-                until = None if wish[0] is None else time.time() + wish[0] - time.monotonic()
-                tell_unmet_request(self._events, until, wait)
+                tell_unmet_request(self._events, wish[0], wait)
         finally:
             if self._pilot is not None:
                 self._pilot.saver.close()

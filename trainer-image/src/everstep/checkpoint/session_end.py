@@ -25,7 +25,7 @@ def tell_unmet_request(events: Events, deadline: float | None, raises: bool) -> 
 
     Args:
         events: Of the session.
-        deadline: Of the request, in seconds since 1970.
+        deadline: When the time of the request is over, by this process's monotonic clock.
         raises: Whether to raise too, unless the deadline is over.
 
     Raises:
@@ -36,7 +36,7 @@ def tell_unmet_request(events: Events, deadline: float | None, raises: bool) -> 
         "call save(step) before the end"
     )
     events.emit(Event("failed", None, why))
-    if raises and (deadline is None or time.time() < deadline):
+    if raises and (deadline is None or time.monotonic() < deadline):
         raise SaveFailed(why)
 
 
