@@ -36,10 +36,10 @@ class NotAsked(CheckpointError):
 class Decision:
     """What all ranks do at a boundary.
 
-    `save`: at this boundary. `next`: the step of the next one. `replan`: make the plan anew first. `deadline`: the save is
-    of no use after it (rank 0's monotonic clock). `step`: that it was made for; all ranks know it, and only a rank that
-    comes to the boundary with another one has reason to ask where the others are. `dropped`: why a save that was asked
-    for is not begun.
+    `save`: at this boundary. `next`: the step of the next one. `replan`: make the plan anew first. `deadline`: the save
+    is of no use after it (rank 0's monotonic clock). `step`: that it was made for; all ranks know it, and only a rank
+    that comes to the boundary with another one has reason to ask where the others are. `dropped`: why a save that was
+    asked for is not begun.
     """
 
     save: bool
