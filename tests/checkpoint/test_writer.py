@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,12 +15,11 @@ from everstep.checkpoint import control
 from everstep.checkpoint.candidates import candidates, verify
 from everstep.checkpoint.control import Config, WriterLost
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.keys import RUN, Attempt
+from everstep.checkpoint.keys import Attempt
 from everstep.checkpoint.slots import Claim, Slots, State
-from everstep.checkpoint.store.base import open_store
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill
-from tests.checkpoint.writers import PATIENCE, SIZES, Node, Site, until
+from tests.checkpoint.writers import PATIENCE, SIZES, Site, until
 
 
 @pytest.fixture
@@ -99,39 +95,6 @@ def test_a_slot_that_a_dead_writer_left_half_filled_is_free(site: Site) -> None:
     assert candidates(site.store) == [key(20)]
 
 
-def test_a_new_attempt_finds_the_old_ones_writer_at_work(site: Site) -> None:
-    old = site.node(nodes=2, world=2, ranks=(0,))  # waits for node 1
-    old.save(key(10))
-    until(lambda: old.slots[0].state is State.STORED, "node 0 has written its part")
-    old.die()
-    new = site.node(attempt="0000000000.0000000002")
-    assert new.pid == old.pid
-    new.save(key(5, generation=2))
-    new.report("saved")
-    assert candidates(site.store) == [key(5, generation=2)]
-
-
-def test_an_attempt_that_is_over_is_sent_away(site: Site) -> None:
-    site.node(attempt="0000000000.0000000002")
-    with pytest.raises(CheckpointError, match=r"attempt 0000000000\.0000000002 runs on this node"):
-        site.node(attempt="0000000000.0000000001")
-
-
-@pytest.mark.parametrize("attempt", [1, 2], ids=["in the same attempt", "in the next attempt"])
-def test_the_late_end_of_an_old_connection_voids_nothing_newer(site: Site, attempt: int) -> None:
-    old = site.node()
-    held = [os.dup(link._peer.fileno()) for link in old.links]  # as a child does that outlives its rank
-    old.die()
-    new = site.node(attempt=f"0000000000.{attempt:010d}")
-    number = new.begin(key(10, attempt))
-    for file in held:
-        os.close(file)
-    until(lambda: new.links[0].call("ranks") == [0, 1], "the old connections are gone")
-    for local in (0, 1):
-        new.fill(key(10, attempt), number, local)
-    new.report("saved")
-
-
 def test_what_a_rank_has_voided_is_not_begun_by_another_that_comes_later(site: Site) -> None:
     node = site.node()
     node.links[1].call("begin", key=str(key(10)))
@@ -139,12 +102,6 @@ def test_what_a_rank_has_voided_is_not_begun_by_another_that_comes_later(site: S
     with pytest.raises(CheckpointError, match="was given up: other tensors"):
         node.links[0].call("begin", key=str(key(10)))
     assert [slot.state for slot in node.slots] == [State.EMPTY, State.EMPTY]
-
-
-def make_anew(site: Site, run: str) -> None:
-    """Somebody deletes the store, and another run begins there."""
-    shutil.rmtree(site.store.url, ignore_errors=True)
-    assert open_store(site.store.url).put_if_absent(RUN, run.encode())
 
 
 def test_what_is_saved_while_a_store_is_not_mounted_is_in_it_when_it_is_back(site: Site) -> None:
@@ -161,50 +118,6 @@ def test_what_is_saved_while_a_store_is_not_mounted_is_in_it_when_it_is_back(sit
     away.rename(folder)
     node.report("saved")
     assert site.good(key(20))
-
-
-@pytest.mark.parametrize("runs", [True, False], ids=["its writer runs", "its writer is gone"])
-def test_what_the_run_of_a_deleted_store_left_in_memory_is_nobodys(site: Site, runs: bool) -> None:
-    old = site.node(attempt="0000000000.0000000003", run="old", linger=30.0 if runs else 0.1, commit_timeout=2.0)
-    old.slots.create(old.directory / "peer", 2)[0].claim(Claim(key(10), 2, 1, 2, "old"))
-    shutil.rmtree(site.store.url)
-    Path(site.store.url).write_text("not a folder")
-    old.save(key(10, generation=3))
-    old.report("failed")
-    old.die()
-    until(lambda: old.runs == runs, "its writer has ended if nobody comes back")
-    assert old.slots.whole()
-    Path(site.store.url).unlink()
-    Path(site.store.url).mkdir()
-    make_anew(site, "new")
-    new = site.node(run="new")
-    assert [slot.state for slot in new.slots] == [State.EMPTY, State.EMPTY]
-    assert new.slots.create(new.directory / "peer", 2)[0].claimed() is None
-    new.save(key(5))
-    new.report("saved")
-    assert candidates(site.store) == [key(5)]
-
-
-def test_a_run_whose_store_was_made_anew_is_over(site: Site) -> None:
-    old = site.node(nodes=2, ranks=(0,), run="old")  # waits for node 1
-    old.save(key(10))
-    until(lambda: old.slots[0].state is State.STORED, "node 0 has written its part")
-    make_anew(site, "new")
-    site.node(run="new")
-    with pytest.raises(WriterLost):
-        old.links[0].reports(PATIENCE)
-    with pytest.raises(CheckpointError, match="deleted and made anew since, for another run"):
-        site.node(run="old")
-
-
-def test_nothing_is_committed_into_a_store_that_was_made_anew(site: Site) -> None:
-    old = site.node(run="old")
-    old.save(key(10))
-    old.report("saved")
-    make_anew(site, "new")
-    old.save(key(20))
-    assert "deleted and made anew" in old.report("failed")["why"]
-    assert candidates(site.store) == []
 
 
 def test_the_newest_whole_slot_is_never_filled_anew(site: Site) -> None:
@@ -377,21 +290,6 @@ def test_who_waits_long_says_so(site: Site) -> None:
     assert report["seconds"] >= 0.1
 
 
-def test_a_fenced_attempt_commits_nothing(site: Site) -> None:
-    fence = site.folder / "fence.json"
-    node = site.node(fence=str(fence))
-    fence.write_text(json.dumps({"epoch": 0, "generation": 2, "fenced": False}))
-    node.save(key(10))
-    assert "attempt 0000000000.0000000002 runs now" in node.report("failed")["why"]
-    fence.write_text(json.dumps({"epoch": 0, "generation": 1, "fenced": True}))
-    node.save(key(20))
-    assert "this node is fenced" in node.report("failed")["why"]
-    fence.write_text(json.dumps({"epoch": 0, "generation": 1, "fenced": False}))
-    node.save(key(30))
-    node.report("saved")
-    assert candidates(site.store) == [key(30)]
-
-
 def test_old_checkpoints_go_after_a_newer_one_was_verified(site: Site) -> None:
     node = site.node(keep_last=2)
     for step in (10, 20, 30):
@@ -399,29 +297,6 @@ def test_old_checkpoints_go_after_a_newer_one_was_verified(site: Site) -> None:
         node.report("saved")
     until(lambda: candidates(site.store) == [key(30), key(20)], "the oldest one is removed")
     until(lambda: not list(site.store.list(key(10).data_prefix)), "its data is removed")
-
-
-def test_after_a_clean_end_nothing_is_left(site: Site) -> None:
-    node = site.node()
-    node.save(key(10))
-    node.leave()  # before it is stored
-    until(lambda: not node.runs, "the writer has ended")
-    assert not node.directory.exists()
-    assert site.good(key(10))
-
-
-@pytest.mark.parametrize("stored", [True, False])
-def test_a_writer_whose_ranks_do_not_come_back_leaves_memory_only_for_what_is_nowhere_else(
-    site: Site, stored: bool
-) -> None:
-    node = site.node(linger=0.3)
-    if not stored:
-        Path(site.store.url).write_text("not a folder")
-    node.save(key(10))
-    node.report("saved" if stored else "failed")
-    node.die()
-    until(lambda: not node.runs, "the writer has ended")
-    assert node.directory.exists() != stored
 
 
 def test_a_writer_that_is_told_to_stop_finishes_first(site: Site) -> None:
@@ -491,21 +366,6 @@ def test_tokens_are_read_as_they_are_written() -> None:
     assert Attempt.parse(Config("s", {}, "0000000001.0000000002", 0, 1, 1, (0,)).attempt) == Attempt(1, 2)
 
 
-def test_the_only_whole_copy_stays_after_a_clean_end_and_is_stored_when_the_store_is_back(site: Site) -> None:
-    node = site.node()
-    store = Path(site.store.url)
-    store.write_text("not a folder")
-    node.save(key(10))
-    node.report("failed")
-    node.leave()
-    assert node.slots.whole()
-    store.unlink()
-    until(lambda: candidates(site.store) == [key(10)], "the writer has tried again")
-    assert site.good(key(10))
-    until(lambda: not node.runs, "nothing is left to do")
-    assert not node.directory.exists()
-
-
 def test_what_nobody_wants_is_not_tried_again(site: Site) -> None:
     node = site.node(nodes=2, ranks=(0,))
     node.save(key(10))
@@ -516,67 +376,3 @@ def test_what_nobody_wants_is_not_tried_again(site: Site) -> None:
     until(lambda: not node.runs, "the writer has ended")
     assert not node.directory.exists()
     assert candidates(site.store) == []
-
-
-def test_an_attempt_commits_nothing_once_a_later_one_has(site: Site) -> None:
-    old = site.node()
-    old.save(key(10))
-    old.report("saved")
-    new_key = key(5, generation=2)
-    site.store.put_if_absent(new_key.manifest_name, b"committed by a run on another machine")
-    old.save(key(20))
-    assert old.report("failed")["why"].endswith("attempt 0000000000.0000000002 has taken over this store")
-    assert candidates(site.store) == [new_key, key(10)]
-
-
-def of_another_process(node: Node, local: int) -> subprocess.Popen[bytes]:
-    """A live process that takes part as this local rank."""
-    script = (
-        "import json, sys, time\n"
-        "from pathlib import Path\n"
-        "from everstep.checkpoint.control import Config, Link\n"
-        "link = Link.connect(Path(sys.argv[1]))\n"
-        "link.hello(Config(**json.loads(sys.argv[2])), int(sys.argv[3]))\n"
-        "print('there', flush=True)\n"
-        "time.sleep(600)\n"
-    )
-    config = json.dumps(vars(node.config), default=str)
-    command = [sys.executable, "-c", script, str(node.directory), config, str(local)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stdout.readline() == b"there\n"
-    return process
-
-
-def test_a_run_whose_processes_are_alive_is_not_taken_over_and_they_are_named(site: Site) -> None:
-    node = site.node(linger=60.0)
-    node.die()
-    with of_another_process(node, 0) as process:
-        try:
-            for attempt in ("0000000000.0000000001", "0000000000.0000000002"):
-                with pytest.raises(CheckpointError, match=f"which is alive: process {process.pid}"):
-                    site.node(attempt=attempt)
-        finally:
-            process.kill()
-    # Killed, and not yet waited for a moment ago: a zombie has nothing any more.
-    new = site.node(attempt="0000000000.0000000002")
-    assert new.pid == node.pid
-    new.save(key(10, generation=2))
-    new.report("saved")
-
-
-def test_a_run_whose_processes_die_meanwhile_is_taken_over(site: Site) -> None:
-    node = site.node(linger=60.0)
-    node.die()
-    with of_another_process(node, 0) as process:
-        threading.Timer(1.0, process.kill).start()
-        new = site.node(attempt="0000000000.0000000002")
-    assert new.pid == node.pid
-
-
-def test_a_message_about_a_save_of_another_attempt_is_rejected(site: Site) -> None:
-    node = site.node(attempt="0000000000.0000000002")
-    for verb in ("begin", "filled", "void"):
-        with pytest.raises(CheckpointError, match="is not of attempt"):
-            node.links[0].call(verb, key=str(key(10)), why="")
-    assert [slot.state for slot in node.slots] == [State.EMPTY, State.EMPTY]
