@@ -71,10 +71,11 @@ class Agent:
 
     def __init__(self, folder: Path, config: Config, token: bytes = TOKEN) -> None:
         clock = asyncio.get_running_loop().time
+        self.suspended = 0.0  # seconds for which this agent's machine was: only the clock of leases has gone on
         self.config = config
         place = Place.local(folder / "agent.pyz", folder, config.index)
         self.fence = place.scratch / "fence.json"
-        self.node = Node(config, place, f"agent-{config.index}-{config.epoch}", clock)
+        self.node = Node(config, place, f"agent-{config.index}-{config.epoch}", clock, lambda: clock() + self.suspended)
         self.processes = FakeProcesses(self.node.emit)
         self.node.run_with(self.processes, token)
         routes: dict[str, tuple[str, Handler]] = {"/v1/link": ("POST", self.node.accept)}
@@ -82,7 +83,7 @@ class Agent:
         self.leading: Leading | None = None
         if config.leads:
             self.leader = Leader(config, f"leader-{config.epoch}", clock(), time.time(), lambda: 29500)
-            self.leading = Leading(config, token, self.node, self.leader, clock)
+            self.leading = Leading(config, token, self.node, self.leader, clock, lambda: clock() + self.suspended)
             routes.update(self.leading.routes())
         self.server = Server(token, routes, clock)
 

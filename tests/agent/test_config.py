@@ -7,9 +7,13 @@ from typing import Any
 import pytest
 
 from everstep.agent import config
+from everstep_operator.plan.agent_config import job_config
+from everstep_operator.plan.observed import Settings
+from tests.builders import job
 
 from .bench import JOB, configuration
 
+ENVIRONMENT = {"EVERSTEP_INDEX": "0", "EVERSTEP_EPOCH": "1", "EVERSTEP_POD_IP": "10.0.0.1"}
 ENVIRON = {"EVERSTEP_INDEX": "1", "EVERSTEP_EPOCH": "3", "EVERSTEP_POD_IP": "10.0.0.1"}
 
 
@@ -41,6 +45,20 @@ def test_names_the_field(field: str, value: Any, message: str) -> None:
 def test_a_thousand_agents_send_at_most_200_heartbeats_a_second() -> None:
     assert config.parse({**JOB, "numNodes": 1200}, ENVIRON).heartbeat == 6.0
     assert config.parse(JOB, ENVIRON).heartbeat == 1.0
+
+
+@pytest.mark.parametrize("fence_timeout", [5.0, 40.0, 300.0])
+@pytest.mark.parametrize("nodes", [1, 2, 200, 1200, 2000])
+def test_a_lease_outlives_four_heartbeats_at_every_size(nodes: int, fence_timeout: float) -> None:
+    """What the operator tells a job of this size; and an agent that was told something else keeps the pair right."""
+    settings = Settings(fence_timeout=fence_timeout)
+    told = job_config(job().nodes(nodes).build(), template_epoch=1, pool=None, settings=settings)
+    parsed = config.parse({**JOB, "numNodes": nodes, "fenceTimeoutSeconds": told["fenceTimeoutSeconds"]}, ENVIRONMENT)
+    assert parsed.fence_timeout >= fence_timeout
+    assert 4 * parsed.heartbeat <= parsed.fence_timeout
+    assert nodes / parsed.heartbeat <= 200
+    small = config.parse({**JOB, "numNodes": nodes, "fenceTimeoutSeconds": 5}, ENVIRONMENT)
+    assert 4 * small.heartbeat <= small.fence_timeout
 
 
 @pytest.mark.parametrize(

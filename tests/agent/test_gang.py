@@ -13,7 +13,7 @@ import pytest
 from everstep.agent.announce import announce
 from everstep.agent.caller import SECONDS
 from everstep.agent.events import DaemonExited, DaemonOutput, Progress
-from everstep.agent.fencing import Lease, answers_tls, client_hello
+from everstep.agent.fencing import Lease, Suspensions, answers_tls, client_hello
 from everstep.agent.leader import Leader
 from everstep.agent.link import Link
 from everstep.agent.links import Links
@@ -332,6 +332,33 @@ async def test_a_leader_that_was_starved_past_its_lease_starts_nothing_before_it
         await until(lambda: leader.state()["ledger"] and leader.phase == "forming")
         assert leader.held
         assert [a.processes.generations for a in agents] == [[(1, 1)]] * 2
+
+
+@pytest.mark.parametrize("asleep", [0, 1])
+async def test_a_machine_that_was_suspended_past_the_lease_stops_its_ranks(tmp_path: Path, asleep: int) -> None:
+    """It wakes with an hour-old lease, and with words of the leader in its sockets that were sent before."""
+    async with gang(tmp_path, 2, fence_timeout=60.0, fencing="strict") as agents:
+        leader = leader_of(agents)
+        await until(lambda: leader.phase == "running")
+        agents[asleep].suspended = 3600.0
+        agents[1].node.handle({"type": "ping", "age": 1.0})
+        await until(lambda: leader.state()["ledger"], "an interruption")
+        assert leader.state()["ledger"][0]["cause"] in ("Fenced", "PodLost")
+        assert agents[asleep].processes.generations[0] == (1, 1)
+
+
+def test_what_is_read_right_after_a_suspension_is_as_much_older() -> None:
+    now, asleep = 100.0, 0.0
+    suspensions = Suspensions(lambda: now, lambda: now + asleep)
+    assert suspensions.age() == 0.0
+    asleep = 3600.0
+    assert suspensions.age() == 3600.0
+    now += 0.9
+    assert suspensions.age() == 3600.0, "there may have been two"
+    now += 0.2
+    assert suspensions.age() == 0.0
+    asleep = 3610.0
+    assert suspensions.age() == 10.0
 
 
 async def test_an_answer_of_the_api_server_keeps_a_lease_that_no_operator_renews(

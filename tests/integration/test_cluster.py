@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import time
+from pathlib import Path
+from resource import RLIM_INFINITY, RLIMIT_NOFILE, prlimit
 from typing import Any
 
 import pytest
@@ -239,6 +242,42 @@ async def test_a_policy_that_rejects_replacements_ends_no_job(control_plane: Con
         await admin.delete(resource, None, name, uid=None)
     await world.until_pods("digits", 2, seconds=180)
     await admin.close()
+
+
+async def test_an_operator_whose_clock_is_a_day_ahead_takes_over_and_fails_no_job(
+    operator: OperatorProcess, world: World, tmp_path: Path
+) -> None:
+    """A real process, with another time of day in Python; `timeouts.runtime` is an hour."""
+    wrong = "import time\nreal = time.time\ntime.time = lambda: real() + 86400\n"
+    (tmp_path / "sitecustomize.py").write_text(wrong)
+    await world.submit("digits", numNodes=2, timeouts={"runtime": "1h", "startup": "1h"})
+    async with Simulation(world, "digits") as simulation:
+        await running(world, "digits", simulation)
+        operator.kill()
+        operator.start(PYTHONPATH=os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        try:
+            await world.change("digits", restart={"application": 5})  # something to look at
+
+            async def looked() -> bool:
+                status = (await world.job("digits"))["status"]
+                return bool(status["observedGeneration"] == 2 or status["phase"] != "Running")
+
+            await until(looked, "the new operator has looked at the job", 180)
+            assert (await world.job("digits"))["status"]["phase"] == "Running"
+            simulation.finish.set()
+            status = await world.until_phase("digits", "Succeeded", "Failed", seconds=180)
+        finally:
+            operator.kill()
+            operator.start()
+    assert status["phase"] == "Succeeded"
+    assert status["timings"]["running"] < 3600
+
+
+async def test_the_operator_may_open_as_many_files_as_its_machine_allows(operator: OperatorProcess) -> None:
+    operator.wait_ready(180)
+    assert operator.process is not None
+    soft, hard = prlimit(operator.process.pid, RLIMIT_NOFILE)
+    assert soft == min(hard, 1 << 20) or hard == RLIM_INFINITY
 
 
 async def test_a_hundred_jobs_in_one_go(world: World) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from email.utils import formatdate
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from kubernetes.aio.client import Configuration
 
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
-from everstep_operator.cluster.resources import JOBS, PODS
+from everstep_operator.cluster.resources import JOBS, LEASES, PODS
 
 Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 POD: dict[str, Any] = {"metadata": {"name": "digits-0", "namespace": "ns"}, "spec": {"unknownInAnyVersion": {"a": 1}}}
@@ -269,3 +271,34 @@ async def test_fifty_creates_run_in_parallel(server: Server, client: Client) -> 
 
     server.script = [with_the_others]
     await asyncio.gather(*(client.create(PODS, "ns", POD) for _ in range(50)))
+
+
+async def test_the_time_is_that_of_the_answers(server: Server, client: Client) -> None:
+    tomorrow = time.time() + 86400
+    server.script = [status(404, headers={"Date": formatdate(tomorrow, usegmt=True)})]
+    with pytest.raises(errors.NotFound):
+        await client.get(PODS, "ns", "digits-0")
+    assert -2 < client.clock.now() - tomorrow < 60
+
+
+async def test_who_may_have_lost_the_lease_reads_and_renews_and_writes_nothing_else(
+    server: Server, client: Client
+) -> None:
+    class TakenOver(Exception):
+        pass
+
+    def check() -> None:
+        raise TakenOver
+
+    client.may_write = check
+    server.script = [ok()]
+    await client.get(PODS, "ns", "digits-0")
+    await client.replace(LEASES, "ns", {"metadata": {"name": "x"}})
+    seen = len(server.seen)
+    with pytest.raises(TakenOver):
+        await client.create(PODS, "ns", POD)
+    with pytest.raises(TakenOver):
+        await client.delete(PODS, "ns", "digits-0", uid="u")
+    with pytest.raises(TakenOver):
+        await client.apply_status(JOBS, "ns", {"metadata": {"name": "x"}})
+    assert len(server.seen) == seen

@@ -8,6 +8,7 @@ from typing import Any
 from everstep_operator.app import Operator
 from everstep_operator.cluster.agentcode import AgentCode
 from everstep_operator.cluster.client import Page
+from everstep_operator.cluster.clock import ServerClock
 from everstep_operator.cluster.gangs import gang_view
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.plan import gang
@@ -33,6 +34,8 @@ def test_a_job_that_nobody_has_looked_at_yet_takes_no_place() -> None:
 
 class Server:
     """Lists jobs, and nothing else."""
+
+    clock = ServerClock()
 
     def __init__(self, *jobs: Any) -> None:
         self.jobs = list(jobs)

@@ -69,7 +69,7 @@ async def reconciler(server: Any) -> Reconciler:
     actor = Actor(server, cache, leaders, AgentCode(b"code"), frozen, b"key")
     gangs, clock = Gangs(lambda _: None), CREATED.timestamp
     return Reconciler(
-        server, cache, queue, leaders, frozen, gangs, Nodes(server, cache), actor, Settings(), b"key", clock
+        server, cache, queue, leaders, frozen, gangs, Nodes(server, cache, clock), actor, Settings(), b"key", clock
     )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from everstep_operator.api.status import Cause, Condition, ConditionType
 from everstep_operator.plan.actions import CreatePods, DeletePods, Plan, PodRef
 from everstep_operator.plan.node import NodeView
@@ -116,6 +118,23 @@ def test_under_strict_fencing_the_ranks_of_the_lost_pod_have_ended_before() -> N
     assert not deleted(world.reconcile())
     world.now = fenced
     assert [ref.grace_seconds for ref in deleted(world.reconcile())] == [0]
+
+
+@pytest.mark.parametrize(("nodes", "frozen", "configured", "expected"), [(2, 60, 40, 60), (2000, 5, 5, 40)])
+def test_agents_that_were_given_a_longer_fence_timeout_have_it(
+    nodes: int, frozen: float, configured: float, expected: float
+) -> None:
+    """By an operator that was configured otherwise, or because the job is large."""
+    world = World(job().nodes(nodes).restart(fencing="strict").build(), capacity=nodes)
+    world.settings = dataclasses.replace(world.settings, fence_timeout=frozen)
+    world.run("Running")
+    world.settings = dataclasses.replace(world.settings, fence_timeout=configured)
+    world.remove_node(1)
+    world.reconcile()
+    world.now += expected + 9.9
+    assert not deleted(world.reconcile())
+    world.now += 0.1
+    assert deleted(world.reconcile())
 
 
 def test_a_leader_on_a_removed_node_is_not_asked_to_go_on() -> None:

@@ -28,6 +28,49 @@ def test_a_suspended_job_gives_everything_back() -> None:
     assert DeleteStale(2) in made.actions
 
 
+@pytest.mark.parametrize("result", ["succeeded", "failed"])
+def test_a_job_that_has_ended_in_the_same_look_is_not_trained_again(result: str) -> None:
+    world = World(job().nodes(3).restart(application=0).build()).run("Running")
+    world.fail_rank() if result == "failed" else world.end()
+    world.edit(suspend=True)
+    world.reconcile()
+    assert world.phase == result.capitalize()
+    world.edit(suspend=False)
+    for _ in range(3):
+        world.tick(60)
+        made = world.reconcile()
+        assert not [a for a in made.actions if isinstance(a, CreatePods)]
+    assert world.phase == result.capitalize()
+
+
+@pytest.mark.parametrize("resumed", [False, True])
+def test_success_while_it_stops_for_a_suspension_is_success(resumed: bool) -> None:
+    """The leader says so: it tells ranks that have ended from ranks that were stopped."""
+    world = World(job().nodes(3).build()).run("Running")
+    world.edit(suspend=True)
+    world.reconcile()
+    assert world.phase == "Stopping"
+    world.end()
+    if resumed:
+        world.edit(suspend=False)
+    world.reconcile()
+    assert world.phase == "Succeeded"
+
+
+def test_plain_containers_that_end_well_are_success_only_if_nobody_stopped_them() -> None:
+    done, stopped = World(job().plain().build()).run("Running"), World(job().plain().build()).run("Running")
+    done.exit(0, 0)
+    for world in (done, stopped):
+        world.edit(suspend=True)
+        world.reconcile()
+    stopped.exit(0, 0)  # at the signal
+    stopped.reconcile()
+    assert (done.phase, stopped.phase) == ("Succeeded", "Stopping")
+    stopped.bury()
+    stopped.reconcile()
+    assert stopped.phase == "Suspended"
+
+
 def test_suspension_is_no_failure() -> None:
     world = World(job().nodes(3).build()).run("Running")
     world.edit(suspend=True)

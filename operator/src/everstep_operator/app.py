@@ -20,7 +20,7 @@ from typing import Any
 
 import structlog
 
-from everstep_operator import health, logs, metrics
+from everstep_operator import health, limits, logs, metrics
 from everstep_operator.api.status import Phase
 from everstep_operator.cluster import errors, key
 from everstep_operator.cluster.act import Actor, Leftover
@@ -57,15 +57,19 @@ class Operator:
         self.queue: WorkQueue[Key] = WorkQueue()
         self.cache = Cache(touched=self.queue.add, pool_changed=self._pool_changed)
         self.leaders = LeaderPoller(
-            self.queue.add_after, fence_timeout=settings.fence_timeout, limit=settings.leader_connections
+            self.queue.add_after,
+            fence_timeout=settings.fence_timeout,
+            clock=client.clock.now,
+            limit=limits.leaders_at_once(settings.leader_connections),
         )
         self.frozen = FrozenTemplates(client)
         self.gangs = Gangs(self.queue.add)
         actor = Actor(client, self.cache, self.leaders, agent, self.frozen, operator_key)
         actor.requests = asyncio.Semaphore(settings.parallel_creates)
+        nodes = Nodes(client, self.cache, client.clock.now)
         self.reconciler = Reconciler(
-            client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, Nodes(client, self.cache), actor,
-            plan_settings(settings, agent, operator_key), operator_key,
+            client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, nodes, actor,
+            plan_settings(settings, agent, operator_key), operator_key, client.clock.now,
         )  # fmt: skip
         self.watch = Watch(
             lambda: login(settings.kubeconfig), self._event, namespaces=settings.watch_namespaces, ready=self._served
@@ -144,6 +148,8 @@ class Operator:
             except (errors.ApiError, errors.Unreachable) as error:
                 result = "refused"
                 log.warning("cannot go on with a job", job=job, error=str(error), again_in=self.queue.retry(job))
+            except LeaseLost:
+                raise
             except Exception:
                 result = "error"
                 log.exception("a bug or a surprise", job=job, again_in=self.queue.retry(job))
@@ -226,6 +232,7 @@ async def run(settings: Settings, agent_code: bytes, stop: asyncio.Event) -> Non
         if not await _unless(stop, lease.acquire()):
             return
         metrics.is_leader.set(1)
+        client.may_write = lease.check
         async with asyncio.TaskGroup() as group:
             holding = group.create_task(lease.hold())
             loading = group.create_task(key.load_or_create(client, settings.pod_namespace, settings.key_folder))

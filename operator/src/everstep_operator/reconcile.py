@@ -7,7 +7,6 @@ same plan comes out of what is then observed, and each action finds done what is
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
@@ -52,7 +51,7 @@ class Reconciler:
     actor: Actor
     settings: Settings
     operator_key: bytes = field(repr=False)
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float]  # of the API server, by which the times that plans compare were written
     _written: dict[Key, float] = field(default_factory=dict)  # when we last wrote a status, for those that may wait
     _scale_up: dict[Key, float] = field(default_factory=dict)  # when a node was last promised to a pod of the job
     _refused: set[Key] = field(default_factory=set)  # whose users have been told of a refused status
@@ -80,7 +79,7 @@ class Reconciler:
             self._poll(key, job, made)
             rejection, again = await self.actor.carry_out(_target(key, job, confirmed), made.actions)
             for event in made.events:
-                await events.send(self.client, *key, job.metadata.uid, event)
+                await events.send(self.client, *key, job.metadata.uid, event, self.clock())
             if rejection is None:
                 break
             log.info("refused", job="/".join(key), kind=rejection.kind, message=rejection.message)
@@ -121,7 +120,7 @@ class Reconciler:
                 about = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
                 log.warning("a job that breaks the rules of the API", job="/".join(key), error=about)
                 event = Event("Warning", Reason.SPEC_INVALID.value, f"{Reason.SPEC_INVALID.meaning} {about}")
-                await events.send(self.client, *key, entry.uid, event)
+                await events.send(self.client, *key, entry.uid, event, self.clock())
             return None
 
     async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observed:
@@ -203,7 +202,7 @@ class Reconciler:
         if key not in self._refused:
             self._refused.add(key)
             event = Event("Warning", Reason.STATUS_REFUSED.value, f"{Reason.STATUS_REFUSED.meaning} {error.message}")
-            await events.send(self.client, *key, job.metadata.uid, event)
+            await events.send(self.client, *key, job.metadata.uid, event, self.clock())
 
     async def _read_again(self, key: Key, uid: str) -> None:
         """The watch is behind: ask the server itself, so that the next look is not as stale as this one."""

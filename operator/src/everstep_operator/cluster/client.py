@@ -26,7 +26,8 @@ from kubernetes.aio.client import ApiClient, Configuration
 
 from everstep_operator import metrics
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.resources import Resource
+from everstep_operator.cluster.clock import ServerClock
+from everstep_operator.cluster.resources import LEASES, Resource
 
 log = structlog.get_logger(__name__)
 
@@ -74,6 +75,8 @@ class Client:
         self._field_manager = field_manager
         self._api: Any = ApiClient(configuration)
         self._api.user_agent = "everstep-operator"
+        self.clock = ServerClock()
+        self.may_write: Callable[[], None] = lambda: None  # raises where another process may act: see `Lease.check`
         self.used: set[tuple[str, str, str]] = set()  # (verb, group, resource[/subresource]), compared with rbac.USED
 
     @classmethod
@@ -205,6 +208,8 @@ class Client:
         kind: str = "application/json",
     ) -> Object:
         what = f"{resource.plural}/{sub}" if sub else resource.plural
+        if method != "GET" and resource != LEASES:
+            self.may_write()
         self.used.add((verb, resource.group, what))
         try:
             return await self._send(verb, what, method, path, query, body, kind)
@@ -216,7 +221,7 @@ class Client:
     async def _send(
         self, verb: str, what: str, method: str, path: str, query: Any, body: Object | None, kind: str
     ) -> Object:
-        started = time.monotonic()
+        started, asked_at = time.monotonic(), self.clock.steady()
         code = "error"
         try:
             response = await self._api.call_api(
@@ -231,6 +236,7 @@ class Client:
             )
             async with response:
                 code = str(response.status)
+                self.clock.observe(response.headers.get("Date", ""), asked_at)
                 data = await response.read()
         except aiohttp.ClientConnectorError as error:
             raise errors.Unreachable(f"{method} {path}: {error}", sent=False) from error

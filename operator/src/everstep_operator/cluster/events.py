@@ -24,10 +24,9 @@ MAX_MESSAGE = 1024  # the API server refuses longer ones
 SCALE_UP = frozenset({"TriggeredScaleUp", "Nominated"})
 
 
-async def send(client: Client, namespace: str, name: str, uid: str, event: Event) -> None:
-    """Post one Event; a failure is only logged. Nobody may depend on an Event."""
-    now = datetime.datetime.now(datetime.UTC)
-    stamp = now.strftime("%Y-%m-%dT%H:%M:%SZ")
+async def send(client: Client, namespace: str, name: str, uid: str, event: Event, at: float) -> None:
+    """Post one Event of this time; a failure is only logged. Nobody may depend on an Event."""
+    stamp = datetime.datetime.fromtimestamp(at, datetime.UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
     body = {
         "apiVersion": "v1",
         "kind": "Event",

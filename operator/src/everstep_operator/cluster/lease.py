@@ -2,7 +2,8 @@
 
 The holder's identity is the pod's UID, so a container that crashed and came back takes up its own Lease at once. A
 process that cannot renew stops acting *before* others may take over: it gives up after `renew_deadline`, they wait for
-`duration` since the last renewal they have **seen** (on their own clock: wall clocks of two nodes need not agree).
+`duration` since the last renewal they have **seen** (on their own clock: wall clocks of two nodes need not agree). That
+clock goes on while the machine is suspended, and every write asks it: whoever wakes up late writes nothing.
 Status writes carry a resourceVersion besides, so even two actors could not both write.
 """
 
@@ -10,11 +11,13 @@ from __future__ import annotations
 
 import asyncio
 import datetime
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import structlog
 
+from everstep.agent.clock import boottime
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client, Object
 from everstep_operator.cluster.resources import LEASES
@@ -35,10 +38,20 @@ class Lease:
     duration: float = 15.0
     renew_deadline: float = 10.0
     period: float = 2.0
+    clock: Callable[[], float] = boottime
     _seen: tuple[str, str] = ("", "")  # resourceVersion and holder as last seen …
     _seen_at: float = field(default=0.0)  # … and since when on our clock
     _held: Object | None = None
     _renewed_at: float = 0.0
+
+    def check(self) -> None:
+        """Make sure that nobody else may act yet.
+
+        Raises:
+            LeaseLost: The lease was not renewed for so long that others may have taken it.
+        """
+        if (age := self.clock() - self._renewed_at) >= self.renew_deadline:
+            raise LeaseLost(f"lease {self.name} was not renewed for {age:.0f} s")
 
     async def acquire(self) -> None:
         """Return when the Lease is ours."""
@@ -58,14 +71,15 @@ class Lease:
     async def hold(self) -> None:
         """Renew for ever; raises `LeaseLost` when others may believe that it is theirs."""
         while True:
-            await asyncio.sleep(self.period)
+            left = self.renew_deadline - (self.clock() - self._renewed_at)
+            await asyncio.sleep(max(0.01, min(self.period, left)))
             try:
-                async with asyncio.timeout(self.renew_deadline - (_now() - self._renewed_at)):
+                self.check()
+                async with asyncio.timeout(self.renew_deadline - (self.clock() - self._renewed_at)):
                     if not await self._try():
                         raise LeaseLost(f"lease {self.name} was taken by {self._seen[1]}")
             except (errors.ApiError, errors.Unreachable, TimeoutError) as error:
-                if _now() - self._renewed_at >= self.renew_deadline:
-                    raise LeaseLost(f"lease {self.name} was not renewed for {self.renew_deadline:.0f} s") from error
+                self.check()
                 self._held = None  # read again: whether that write was stored is unknown
                 log.warning("cannot renew the lease", lease=self.name, error=str(error))
 
@@ -82,7 +96,7 @@ class Lease:
 
     async def _try(self) -> bool:
         """Renew or take. `_renewed_at` is the time *before* the write, so that we never believe longer than others."""
-        before = _now()
+        before = self.clock()
         lease = self._held or await self._read()
         if lease is None:
             body: Object = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": {"name": self.name}}
@@ -128,10 +142,6 @@ class Lease:
             "renewTime": _micro_time(),
             "leaseTransitions": transitions,
         }
-
-
-def _now() -> float:
-    return asyncio.get_running_loop().time()
 
 
 def _micro_time() -> str:

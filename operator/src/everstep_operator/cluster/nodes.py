@@ -7,7 +7,6 @@ removed costs its pods. Only the API server's own "not found" counts.
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -23,7 +22,7 @@ from everstep_operator.plan.observed import PodView
 class Nodes:
     client: Client
     cache: Cache
-    clock: Callable[[], float] = time.time
+    clock: Callable[[], float]
     _gone: dict[str, float] = field(default_factory=dict)  # since when, by our clock
 
     async def under(self, pods: Iterable[PodView]) -> dict[str, NodeView]:

@@ -69,12 +69,14 @@ def plan(observed: Observed, now: float) -> Plan:
 
 def _decide(s: Situation, account: Account, begun: Starts) -> Decision:
     """The first policy that has something to say wins; what was charged is on record whoever does."""
-    if s.spec.suspend:
+    own = suspend.own_end(s)
+    if s.spec.suspend and own is None:
         return suspend.suspend(s).but(generation=account.generation)
-    if suspend.resuming(s):
+    if suspend.resuming(s) and own is None:
         return _resolve(s, Reason.RESUMED)
     decision = (
-        _ended(s, account)
+        (_end_of(own, account) if own is not None else None)
+        or _ended(s, account)
         or _refused(s)
         or _gave_up(s, account, begun)
         or _resolved_anew(s)
@@ -108,9 +110,12 @@ def _ended(s: Situation, account: Account) -> Decision | None:
         return Decision(Phase.STOPPING, reason, message).do(StopLeader(reason.value)).look_again(until)
     if outcome is None:
         return None
-    return Decision(
-        outcome.phase, outcome.reason, outcome.message, last_failure=outcome.failure or account.last_failure
-    )
+    return _end_of(outcome, account)
+
+
+def _end_of(outcome: end.End, account: Account) -> Decision:
+    failure = outcome.failure or account.last_failure
+    return Decision(outcome.phase, outcome.reason, outcome.message, last_failure=failure)
 
 
 def _refused(s: Situation) -> Decision | None:

@@ -40,7 +40,7 @@ def job_config(
             "maxBackoffSeconds": int(spec.restart.max_backoff.total_seconds()),
         },
         "fencing": spec.restart.fencing,
-        "fenceTimeoutSeconds": settings.fence_timeout,
+        "fenceTimeoutSeconds": fence_timeout(spec.num_nodes, settings),
         "stopGraceSeconds": max(5, grace - LEAVE),
         "restartGraceSeconds": RESTART_GRACE,
         "instanceType": pool.instance_type if pool is not None else NO_POOL,
@@ -50,6 +50,15 @@ def job_config(
         "cpus": _cpus(spec.resources.limits or spec.resources.requests),
         "gpus": gpus,
     }
+
+
+def fence_timeout(num_nodes: int, settings: Settings) -> float:
+    """Return the fence timeout of a job, in seconds: the configured one, or longer where the job is large.
+
+    Nodes hear of their leader's lease by its heartbeats, at most 200 a second for all of them. Four intervals have to
+    fit, so a job of more than 50 nodes per configured second has 1 s per 50 nodes.
+    """
+    return max(settings.fence_timeout, num_nodes / 50)
 
 
 def service_name(job: TrainingJob) -> str:

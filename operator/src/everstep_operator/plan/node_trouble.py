@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.actions import DeletePods, PodRef
-from everstep_operator.plan.agent_config import RESTART_GRACE
+from everstep_operator.plan.agent_config import RESTART_GRACE, fence_timeout
 from everstep_operator.plan.node import NodeView
 from everstep_operator.plan.situation import Situation
 
@@ -39,7 +39,7 @@ def bury(s: Situation) -> tuple[DeletePods | None, float | None]:
     and its agent takes one fence timeout to stop them. Otherwise the fencing token keeps such ranks from publishing.
     """
     strict = s.spec.restart.fencing == "strict" and not s.plain
-    wait = s.observed.settings.fence_timeout + _DYING if strict else 0.0
+    wait = _fence_timeout(s) + _DYING if strict else 0.0
     due = [
         (pod.gone_since + wait, pod)
         for pod in s.observed.ours
@@ -48,6 +48,13 @@ def bury(s: Situation) -> tuple[DeletePods | None, float | None]:
     now_ = tuple(PodRef(pod.name, pod.uid, 0) for at, pod in due if at <= s.now)
     later = min((at for at, _ in due if at > s.now), default=None)
     return (DeletePods(now_, Reason.NODE_LOST.value) if now_ else None), later
+
+
+def _fence_timeout(s: Situation) -> float:
+    """The agents' own, as frozen in their template: the operator's setting may have been lowered since."""
+    told = s.observed.frozen.job.get("fenceTimeoutSeconds") if s.observed.frozen is not None else None
+    at_least = fence_timeout(s.wanted, s.observed.settings)
+    return max(at_least, float(told)) if isinstance(told, (int, float)) else at_least
 
 
 def _wrong(node: NodeView) -> tuple[int, Reason, str] | None:

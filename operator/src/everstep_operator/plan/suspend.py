@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase
-from everstep_operator.plan import replace
+from everstep_operator.plan import end, replace
 from everstep_operator.plan.actions import DeleteStale
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.situation import Situation
@@ -21,11 +21,30 @@ def suspend(s: Situation) -> Decision:
     return done
 
 
+def own_end(s: Situation) -> end.End | None:
+    """Return the end to which the job has come by itself, though it is suspended: it is not to be trained again.
+
+    A leader that says so knows which ranks ended by themselves. Exit codes after pods were told to stop prove nothing,
+    and neither does a failure then: both may be answers to the signal.
+    """
+    if not (s.spec.suspend or (resuming(s) and not _edited(s))):
+        return None
+    outcome = end.outcome(s)
+    told_to_stop = s.phase is Phase.STOPPING or any(pod.deleting for pod in s.current.values())
+    if outcome is None or (told_to_stop and (s.plain or outcome.phase is Phase.FAILED)):
+        return None
+    return outcome
+
+
 def resuming(s: Situation) -> bool:
     """spec.suspend went back to false: while the job was suspended, while its pods were still stopping, or unseen."""
-    if s.template is not None and s.template.spec_hash not in ("", s.spec.pods_hash()):
-        # What the pods are built from changes only under suspension, which may come and go while nobody looks.
+    if _edited(s):
         return True
     if s.phase is Phase.SUSPENDED:
         return True
     return s.phase is Phase.STOPPING and s.open is not None and s.open.reason == Reason.SUSPENDED
+
+
+def _edited(s: Situation) -> bool:
+    """What the pods are built from changes only under suspension, which may come and go while nobody looks."""
+    return s.template is not None and s.template.spec_hash not in ("", s.spec.pods_hash())

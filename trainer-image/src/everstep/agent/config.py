@@ -70,8 +70,14 @@ class Config:
 
     @property
     def heartbeat(self) -> float:
-        """Seconds between heartbeats: a leader of any size handles at most 200 a second."""
-        return max(1.0, self.num_nodes / 200)
+        """Seconds between heartbeats: a leader of any size handles at most 200 a second.
+
+        Four of them fit into the fence timeout, whatever was configured: a node hears of the lease by them only, and
+        with a longer interval it would be fenced for ever, though nothing is wrong. The operator gives a large job a
+        fence timeout that leaves room for 200 a second.
+        """
+        interval = max(1.0, self.num_nodes / 200)
+        return min(interval, self.fence_timeout / 4) if self.fence_timeout > 0 else interval
 
     @property
     def silence(self) -> float:

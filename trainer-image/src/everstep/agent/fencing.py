@@ -2,7 +2,8 @@
 
 A leader's lease is renewed by the operator's authenticated polls or, while those are missing, by any TLS answer of the
 API server: both prove that this side of a partition is the one where pods are replaced. Pings carry the age of that
-renewal to the nodes, so that all of them expire within one fence timeout of it, however the network was cut.
+renewal to the nodes, so that all of them expire within one fence timeout of it, however the network was cut. Leases are
+on a clock that goes on while a machine is suspended.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Callable
 
 PROBE_SECONDS = 3.0
+SUSPENDED_SECONDS = 0.5  # less is a process that was starved between two looks at clocks
 _TLS_ALERT, _TLS_HANDSHAKE = 0x15, 0x16
 
 
@@ -34,6 +37,28 @@ class Lease:
 
     def wants_probe(self, now: float) -> bool:
         return self.age(now) >= self.timeout / 2
+
+
+class Suspensions:
+    """Notices that this machine was suspended, by two clocks of which one stood still meanwhile.
+
+    What is read in the first second after that may have been sent before: it is as much older as the machine slept.
+    """
+
+    def __init__(self, clock: Callable[[], float], lease_clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._lease_clock = lease_clock
+        self._apart = lease_clock() - clock()
+        self._slept = self._until = 0.0
+
+    def age(self) -> float:
+        """Return by how many seconds a message that is read now may be older than it looks."""
+        now = self._clock()
+        slept = self._lease_clock() - now - self._apart
+        if slept > SUSPENDED_SECONDS:
+            self._slept, self._until = slept, now + 1.0
+        self._apart += slept
+        return self._slept if now < self._until else 0.0
 
 
 class FenceFile:

@@ -11,6 +11,7 @@ from collections.abc import Coroutine
 from typing import Any, Callable
 
 from . import protocol
+from .clock import boottime
 from .commands import Command, Dial, End, Hangup, Start, StopRanks
 from .config import Config
 from .fencing import Lease, answers_tls, api_server
@@ -28,7 +29,15 @@ LINGER_SECONDS = 10.0  # for the operator to fetch the outcome, if it was pollin
 
 
 class Leading:
-    def __init__(self, config: Config, token: bytes, node: Node, leader: Leader, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        token: bytes,
+        node: Node,
+        leader: Leader,
+        clock: Callable[[], float],
+        lease_clock: Callable[[], float] = boottime,
+    ) -> None:
         self._config = config
         self._node = node
         self._leader = leader
@@ -36,7 +45,8 @@ class Leading:
         self._links = Links(config, token, self)
         self._daemons = RemoteDaemons(self._links)
         self._processes: Processes | None = None
-        self._lease = Lease(config.fence_timeout, clock())
+        self._lease_clock = lease_clock
+        self._lease = Lease(config.fence_timeout, lease_clock())
         self._changed = asyncio.Event()
         self._version = leader.version
         self._phase = leader.phase
@@ -75,7 +85,7 @@ class Leading:
         if allowance is not None and not allowance.isdecimal():
             raise HttpError(400, "allowance must be a number")
         self._polled_at = self._clock()
-        self._lease.renew(self._polled_at)
+        self._lease.renew(self._lease_clock())
         self._leader.release(self._polled_at)
         self._leader.poll(self._polled_at, query.get("charged", ""), int(allowance) if allowance is not None else None)
         self._pump()
@@ -228,7 +238,7 @@ class Leading:
 
     async def _heartbeats(self) -> None:
         while True:
-            self._links.send_all({"type": "ping", "age": self._lease.age(self._clock())})
+            self._links.send_all({"type": "ping", "age": self._lease.age(self._lease_clock())})
             await asyncio.sleep(self._config.heartbeat)
 
     async def _renew_lease(self) -> None:
@@ -236,7 +246,7 @@ class Leading:
         server = api_server(os.environ)
         while True:
             await asyncio.sleep(min(1.0, self._config.fence_timeout / 8))
-            now = self._clock()
+            now = self._lease_clock()
             if server is not None and self._lease.wants_probe(now) and await answers_tls(*server):
                 self._lease.renew(now)  # the time of asking: the answer may have been long on its way
             if self._config.fencing != "strict":
@@ -248,7 +258,7 @@ class Leading:
     def _expired(self) -> bool:
         """Whether the lease is over, under strict fencing; then nothing runs or starts any more."""
         # A little before the nodes stop their ranks by themselves: seen from here, that would look like failures.
-        if self._config.fencing != "strict" or self._lease.age(self._clock()) < 0.9 * self._lease.timeout:
+        if self._config.fencing != "strict" or self._lease.age(self._lease_clock()) < 0.9 * self._lease.timeout:
             return False
         self._leader.hold(self._clock(), "the leader's lease was not renewed")
         return True

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from . import report
 from .auth import read_token
+from .clock import boottime
 from .config import Config, Place, load
 from .http import Handler, Server
 from .node import Ended, Node, Processes
@@ -130,7 +131,8 @@ class _Agent:
         processes = Supervisor(config, self._place, node.emit, leading.spawn_on if leading else _nowhere)
         report.through(processes.log)
         node.run_with(processes, self._token)
-        server = Server(self._token, routes, loop.time)
+        # By this clock a request that was signed before this machine was suspended is too old to renew a lease.
+        server = Server(self._token, routes, boottime)
         await server.start("::" if ":" in config.pod_ip else "0.0.0.0", config.port)  # noqa: S104 - the pod's own
         for signum in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(signum, self._told_to_stop, node)

@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any, Callable, Protocol
 
 from . import auth
+from .clock import boottime
 from .config import Config, Place
 from .events import DaemonExited, DaemonOutput, Event, LauncherExited, Layout, Progress, RankExited, RankStarted
-from .fencing import FenceFile, Lease
+from .fencing import FenceFile, Lease, Suspensions
 from .http import HttpError, Request, Response
 from .link import Channel, Link, LinkClosed
 from .protocol import FAILED, FENCED_RESULT, LEFT, UNCLEAN, Exit, Gpu, Hello, RankProgress, Report, gpus_to_json
@@ -48,7 +49,14 @@ class Ended:
 
 
 class Node:
-    def __init__(self, config: Config, place: Place, incarnation: str, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        config: Config,
+        place: Place,
+        incarnation: str,
+        clock: Callable[[], float],
+        lease_clock: Callable[[], float] = boottime,
+    ) -> None:
         self.config = config
         self.incarnation = incarnation
         self.epoch = config.epoch  # of the newest leader; never goes back
@@ -58,7 +66,9 @@ class Node:
         self.processes: Processes  # set by `run_with`: the supervisor needs `emit`
         self._clock = clock
         self._token = b""
-        self._lease = Lease(config.fence_timeout, clock())
+        self._lease_clock = lease_clock
+        self._lease = Lease(config.fence_timeout, lease_clock())
+        self._suspensions = Suspensions(clock, lease_clock)
         self._fence = FenceFile(place.scratch / "fence.json")
         self._fenced = False
         self._channel: Channel | None = None
@@ -159,7 +169,7 @@ class Node:
         self._heard = self._clock()
         kind = message["type"]
         if kind == "ping":
-            self._lease.renew(self._heard, float(message["age"]))
+            self._lease.renew(self._lease_clock(), float(message["age"]) + self._suspensions.age())
             self._look_at_lease()
         elif kind == "start":
             self._start(Layout.from_json(message, self.config.index))
@@ -184,7 +194,7 @@ class Node:
         self.order = order
         self._started, self._exits, self._progress = set(), [], {}
         self._clean = False
-        self._fenced = self._lease.expired(self._clock())
+        self._fenced = self._lease.expired(self._lease_clock())
         self._starting = self._background(self._run_start(layout))
 
     async def _run_start(self, layout: Layout) -> None:
@@ -321,7 +331,7 @@ class Node:
         channel.send(beat)
 
     def _look_at_lease(self) -> None:
-        expired = self._lease.expired(self._clock())
+        expired = self._lease.expired(self._lease_clock())
         if expired == self._fenced or self.order == (0, 0):
             return
         self._fenced = expired

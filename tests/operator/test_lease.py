@@ -1,0 +1,52 @@
+"""The operator's Lease on a machine that is suspended: no clock of the event loop has gone on when it wakes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from everstep.agent.clock import boottime
+from everstep_operator.cluster.lease import Lease, LeaseLost
+
+
+class Server:
+    """Stores one Lease."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.lease: Any = None
+
+    async def get(self, resource: Any, namespace: str, name: str) -> Any:
+        return self.lease
+
+    async def create(self, resource: Any, namespace: str, body: Any) -> Any:
+        return await self.replace(resource, namespace, body)
+
+    async def replace(self, resource: Any, namespace: str, body: Any) -> Any:
+        self.version += 1
+        self.lease = {**body, "metadata": {**body["metadata"], "resourceVersion": str(self.version)}}
+        return self.lease
+
+
+async def test_who_was_suspended_for_longer_than_the_lease_writes_nothing_and_gives_up() -> None:
+    asleep = 0.0
+    server: Any = Server()
+    lease = Lease(server, "ns", "x", "a", clock=lambda: time.monotonic() + asleep)
+    await lease.acquire()
+    lease.check()
+    asleep = lease.renew_deadline  # and no time has passed for timers
+    with pytest.raises(LeaseLost):
+        lease.check()
+    written = server.version
+    with pytest.raises(LeaseLost):
+        await asyncio.wait_for(lease.hold(), 60)
+    assert server.version == written
+
+
+def test_leases_are_on_the_clock_that_goes_on() -> None:
+    assert Lease.__dataclass_fields__["clock"].default is boottime
+    before = time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert before <= boottime() <= time.clock_gettime(time.CLOCK_BOOTTIME)
