@@ -20,6 +20,7 @@ from tests.checkpoint import leftovers
 from tests.checkpoint.crash import in_memory
 from tests.checkpoint.faults import FaultProxy, fault_proxy
 from tests.checkpoint.s3_server import ENVIRONMENT, S3Server, s3_server
+from tests.checkpoint.writers import Site
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -67,6 +68,14 @@ def folder(tmp_path: Path) -> Iterator[Path]:
             link = control.Link.connect(directory)
             os.kill(link.pid, signal.SIGKILL)
             link.close()
+
+
+@pytest.fixture
+def site(tmp_path: Path) -> Iterator[Site]:
+    """A store and the writers of its nodes, which are ended."""
+    made = Site(tmp_path)
+    yield made
+    made.end()
 
 
 @pytest.fixture

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
@@ -72,13 +71,6 @@ class Away:
 @pytest.fixture
 def away(tmp_path: Path) -> Away:
     return Away(tmp_path)
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    yield made
-    made.end()
 
 
 def test_a_copy_is_the_same_to_the_byte_and_can_be_read_from_there(away: Away) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -15,13 +13,6 @@ from everstep.checkpoint.format import HEADER
 from everstep.checkpoint.slots import Claim, Slot, State
 from tests.checkpoint.builders import key
 from tests.checkpoint.writers import Node, Site, until
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    yield made
-    made.end()
 
 
 def is_marked(slot: Slot) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,13 +17,6 @@ from tests.checkpoint.slot_builders import fill
 from tests.checkpoint.writers import SIZES, Node, Site, until
 
 LATER = [Attempt(0, generation) for generation in (2, 3)]
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    yield made
-    made.end()
 
 
 def numbers(slots: Slots) -> list[int]:

@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,13 +20,6 @@ from everstep.checkpoint.slots import Claim, State
 from everstep.checkpoint.store.base import open_store
 from tests.checkpoint.builders import key
 from tests.checkpoint.writers import PATIENCE, Node, Site, until
-
-
-@pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
-    yield made
-    made.end()
 
 
 def test_a_new_attempt_finds_the_old_ones_writer_at_work(site: Site) -> None:
