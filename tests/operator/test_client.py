@@ -302,3 +302,12 @@ async def test_who_may_have_lost_the_lease_reads_and_renews_and_writes_nothing_e
     with pytest.raises(TakenOver):
         await client.apply_status(JOBS, "ns", {"metadata": {"name": "x"}})
     assert len(server.seen) == seen
+
+
+@pytest.mark.parametrize("code", [401, 404, 409, 410, 418, 500])
+async def test_a_denial_is_one_whatever_code_the_webhook_chose(server: Server, client: Client, code: int) -> None:
+    said = 'admission webhook "images.example.com" denied the request: unsigned'
+    server.script = [status(code, "AlreadyExists" if code == 409 else "", said)]
+    with pytest.raises(errors.Forbidden, match="unsigned"):
+        await client.create(PODS, "ns", POD)
+    assert len(server.seen) == 1

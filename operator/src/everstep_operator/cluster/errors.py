@@ -88,6 +88,8 @@ class NotOurs(Exception):
 
 # `pods is forbidden: User "x" cannot create resource "pods" in API group …`; admission names the object instead.
 _BY_RBAC = re.compile(r'User "[^"]*" cannot \w+ (resource|path)')
+# A webhook chooses the code of its denial freely; the API server puts these words before its message.
+_BY_WEBHOOK = re.compile(r'admission webhook "[^"]*" denied the request')
 
 _BY_CODE: dict[int, type[ApiError]] = {
     400: Invalid,
@@ -107,6 +109,8 @@ def from_status(code: int, status: Any, *, retry_after: float | None = None) -> 
     known = status if isinstance(status, dict) else {}
     reason = str(known.get("reason") or code)
     message = str(known.get("message") or status or "")[:2048]
+    if _BY_WEBHOOK.match(message) and code not in (400, 403, 413, 422, 429):
+        return Forbidden(code, reason, message)  # not taken for an object that is gone or there, or a server in trouble
     if code == 409 and reason == "AlreadyExists":
         return AlreadyExists(code, reason, message)
     if code == 403 and "exceeded quota" in message:  # the server gives no reason of its own for it

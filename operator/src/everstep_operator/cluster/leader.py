@@ -75,6 +75,7 @@ class LeaderPoller:
         self._clock = clock
         self._jobs: dict[Key, _Polled] = {}
         self._session: aiohttp.ClientSession | None = None
+        self._told_of_turns = False  # that there are more leaders than connections
 
     def view(self, key: Key, pod_uid: str) -> LeaderView | None:
         """The last known state of the leader in this pod; None if that pod was never asked."""
@@ -93,6 +94,13 @@ class LeaderPoller:
         polled = self._jobs[key] = _Polled(poll, token, LeaderView(reachable=False, asked_since=self._clock()))
         polled.task = self._start(key, polled)
         metrics.leaders_polled.set(len(self._jobs))
+        if len(self._jobs) > self._limit and not self._told_of_turns:
+            log.warning(
+                "more leaders than connections: they are asked in turn",
+                leaders=len(self._jobs),
+                connections=self._limit,
+            )
+        self._told_of_turns = len(self._jobs) > self._limit
 
     def _start(self, key: Key, polled: _Polled) -> asyncio.Task[None]:
         return asyncio.create_task(self._run(key, polled), name=f"leader of {'/'.join(key)}")
