@@ -13,12 +13,14 @@ import pytest
 from everstep.checkpoint import folder
 from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.copying import copy
-from everstep.checkpoint.errors import Denied, Removed
+from everstep.checkpoint.errors import CheckpointError, Denied, Removed
 from everstep.checkpoint.keys import DATA, LEASES, Key
 from everstep.checkpoint.leases import leases
+from everstep.checkpoint.pruning import prune_by_hand
 from everstep.checkpoint.retention import prune
 from everstep.checkpoint.store.base import ObjectReader, open_store
 from everstep.checkpoint.store.posix import PosixStore
+from everstep.checkpoint.verification import VerifiedCheckpoints
 from tests.checkpoint.builders import key
 from tests.cli.command import Done, in_process
 
@@ -103,6 +105,68 @@ def test_the_command_verifies_what_is_there(
     done = everstep("checkpoint", "verify", "store", "--all")
     assert "not good" not in done.stderr
     assert "was removed while it was read" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (("copy", "store", "copies"), "0.1-30 is copied to"),
+        (("copy", "store", "copies", "--all"), "0.1-30 is copied to"),
+        (("prune", "store", "--keep-last", "1"), ""),
+        (("prune", "store", "--keep-last", "1", "--dry-run"), ""),
+        (("show", "store"), "checkpoint  0.1-30"),
+        (("show", "store", "--json"), '"step":30'),
+        (("diff", "store", "--other-key", "30"), ""),
+    ],
+)
+def test_a_command_that_names_no_checkpoint_takes_a_newer_one_where_a_run_removes_what_it_listed(
+    command: tuple[str, ...],
+    said: str,
+    everstep: Callable[..., Done],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    store = Beside(tmp_path / "store", at=LEASES)
+    monkeypatch.setattr(
+        "everstep.cli.places.opened", lambda uri: store if uri == "store" else open_store(tmp_path / uri)
+    )
+    done = everstep("checkpoint", *command)
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    assert "good: nothing" not in done.stderr
+    assert candidates(store) == [key(30)]
+    assert leases(store) == {}
+
+
+def test_what_prune_counts_on_stays_until_it_has_removed_the_others(
+    everstep: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    store = Beside(tmp_path / "store", at=DATA)
+    monkeypatch.setattr("everstep.cli.places.opened", lambda uri: store)
+    done = everstep("checkpoint", "prune", "store", "--keep-last", "1")
+    assert done.returncode == 0, done.stderr
+    assert "0.1-20 is good and stays" in done.stderr
+    assert candidates(store) == [key(30), key(20)], "the run removed all that nobody held while 20 was read"
+    assert leases(store) == {}
+
+
+def test_pruning_ends_where_everything_is_removed_before_it_can_be_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = Beside(tmp_path / "store", at="")
+    saved = iter(range(30, 1000))
+
+    def removed_first(name: str, data: bytes) -> None:
+        """Before each lease the run saves, and removes all others."""
+        latest = next(saved)
+        store._save(latest)
+        prune(PosixStore(store.url), [key(latest)], keep_last=1)
+        PosixStore.replace(store, name, data)
+
+    monkeypatch.setattr(store, "replace", removed_first)
+    with pytest.raises(CheckpointError, match="removed by somebody else faster than they can be verified"):
+        prune_by_hand(VerifiedCheckpoints(store, mark=False, believe_marks=False), keep_last=1)
+    assert len(candidates(store)) == 1
 
 
 def test_who_may_not_write_reads_without_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,6 +188,38 @@ def test_of_a_step_the_greatest_attempt_that_is_good_is_taken(everstep: Everstep
     assert "checkpoint  0.1-20" in everstep("checkpoint", "show", "run", "--key", "20").stdout
 
 
+def test_copy_takes_the_newest_that_is_good_and_of_all_those_that_are(
+    everstep: Everstep, run: Store, tmp_path: Path
+) -> None:
+    damage(tmp_path / "run", key(30))
+    done = everstep("checkpoint", "copy", "run", "newest")
+    assert (done.returncode, done.stdout.split(" is")[0]) == (0, "0.1-20"), done.stderr
+    assert f"0.1-30 is passed over: {key(30).part_name(1)}: bytes" in done.stderr
+    assert candidates(open_store(tmp_path / "newest")) == [key(20)]
+    damage(tmp_path / "run", key(20))
+    damage(tmp_path / "run", key(30))  # the same bit again: it is good
+    done = everstep("checkpoint", "copy", "run", "every", "--all")
+    assert done.returncode == 3
+    assert f"0.1-20 is left out: {key(20).part_name(1)}: bytes" in done.stderr
+    assert candidates(open_store(tmp_path / "every")) == [key(30), key(10)]
+    for step in (10, 30):
+        damage(tmp_path / "run", key(step))
+    for command in (["copy", "run", "none"], ["copy", "run", "none", "--all"]):
+        done = everstep("checkpoint", *command)
+        assert (done.returncode, done.stdout) == (3, "")
+        assert all(f"0.1-{step} is" in done.stderr or key(step).part_name(1) in done.stderr for step in (10, 20, 30))
+    assert candidates(open_store(tmp_path / "none")) == []
+
+
+def test_show_and_diff_pass_over_what_cannot_be_read(everstep: Everstep, run: Store, tmp_path: Path) -> None:
+    (tmp_path / "run" / key(30).manifest_name).write_text("{")
+    done = everstep("checkpoint", "show", "run")
+    assert "checkpoint  0.1-20" in done.stdout
+    assert "0.1-30 is passed over" in done.stderr
+    assert everstep("checkpoint", "show", "run", "--key", "30").returncode == 3
+    assert "0.1-20 and 0.1-20 hold the same" in everstep("checkpoint", "diff", "run", "--other-key", "20").stderr
+
+
 def test_a_folder_is_published_and_restored(everstep: Everstep, tmp_path: Path) -> None:
     model = tmp_path / "checkpoint-7" / "model.bin"
     model.parent.mkdir()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,7 +96,8 @@ def best(
     found = list_checkpoints(store)
     for each in found:
         if each.unknown:
-            read_index(store, each.key)  # raises what it says
+            with suppress(Missing):  # removed meanwhile
+                read_index(store, each.key)  # raises what it says
     ranked = rank_by_metric(((each.key, each.metadata) for each in found), metric, mode)
     if not ranked:
         names = sorted({name for each in found for name in each.metadata})

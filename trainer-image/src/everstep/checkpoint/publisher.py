@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from everstep.checkpoint import attempts, fence, folder, retention
-from everstep.checkpoint.candidates import candidates, read_manifest
+from everstep.checkpoint.candidates import candidates, each_candidate, read_manifest
 from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing, StoreError
 from everstep.checkpoint.events import Callback, Event
 from everstep.checkpoint.folder import Changed, Contents
@@ -214,7 +214,7 @@ def _manifest(store: Store, key: Key) -> Manifest | None:
 
 def _newest_good(store: Store) -> Manifest | None:
     """The newest checkpoint whose manifest holds: enough to know what this folder was."""
-    for key in candidates(store):
+    for key in each_candidate(store):
         if (found := _manifest(store, key)) is not None:
             return found
     return None

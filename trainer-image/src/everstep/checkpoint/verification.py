@@ -65,7 +65,8 @@ class VerifiedCheckpoints:
     there, as large as they were; and with `believe_marks` false all of its bytes are read again.
 
     `mark`: what is verified is marked. `bad`: those that did not verify when they were asked for, with the reason;
-    `unknown`: those of another version of everstep, which only that one can verify.
+    `unknown`: those of another version of everstep, which only that one can verify; `removed`: those that others have
+    removed since they were listed. `hold`: called with each before it is read, where others may remove it meanwhile.
     """
 
     store: Store
@@ -74,6 +75,8 @@ class VerifiedCheckpoints:
     threads: int = 2
     bad: dict[Key, str] = field(default_factory=dict)
     unknown: dict[Key, str] = field(default_factory=dict)
+    removed: set[Key] = field(default_factory=set)
+    hold: Callable[[Key], None] = lambda key: None
     _known: dict[Key, tuple[str, tuple[NodeShare, ...]]] = field(default_factory=dict)
     _read: set[Key] = field(default_factory=set)
 
@@ -129,10 +132,12 @@ class VerifiedCheckpoints:
 
     def still_holds(self, key: Key, *, on_bytes: OnBytes = lambda count: None) -> bool:
         """Read a checkpoint, whatever marks it has; they are removed when it is no longer good."""
+        self.hold(key)
         return self._holds(key, lambda: verify(self.store, key, threads=self.threads, on_bytes=on_bytes))
 
     def _verify(self, key: Key, on_bytes: OnBytes) -> bool:
         def read() -> None:
+            self.hold(key)
             if self.believe_marks:
                 verify_and_mark(self.store, key, mark=self.mark, threads=self.threads, on_bytes=on_bytes)
                 check_present(self.store, key, read_index(self.store, key).nodes)
@@ -163,7 +168,8 @@ class VerifiedCheckpoints:
         if not is_damage(error):
             raise error
         if not is_committed(self.store, key):
-            return  # another one has removed it since
+            self.removed.add(key)
+            return
         self.bad[key] = str(error)
         if self.mark:
             self.store.delete([entry.name for entry in self.store.list(key.mark_prefix)])

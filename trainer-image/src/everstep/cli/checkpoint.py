@@ -48,10 +48,12 @@ def ls(uri: Uri, as_json: Json = False) -> None:
     with said():
         store = opened(uri)
 
-        def row(key: Key) -> Row:
+        def row(key: Key) -> Row | None:
             try:
                 return Row(key, read_index(store, key), is_verified=key in verified)
-            except (Damaged, Missing) as error:
+            except Missing:
+                return None  # removed meanwhile
+            except Damaged as error:
                 return Row(key, None, why=f"damaged: {error}")
             except UnknownFormat as error:
                 return Row(key, None, why=f"unknown: {error}")
@@ -59,7 +61,7 @@ def ls(uri: Uri, as_json: Json = False) -> None:
         keys = candidates(store)
         verified = set(VerifiedCheckpoints(store).marked(keys))
         with ThreadPoolExecutor(8) as pool:
-            rows = list(pool.map(row, keys))
+            rows = [each for each in pool.map(row, keys) if each is not None]
     if as_json:
         for each in rows:
             stdout().print(json.dumps(row_json(each)))
@@ -135,10 +137,10 @@ def show(
 
     with said():
         store = opened(uri)
-        manifest = chosen(store, key)
-        if as_json:
-            stdout().print(store.read(manifest.key.manifest_name).split(b"\n")[0].decode())
-            return
+        with chosen(store, key) as (manifest, _):
+            if as_json:
+                stdout().print(store.read(manifest.key.manifest_name).split(b"\n")[0].decode())
+                return
     out = stdout()
     out.print(summary(manifest))
     out.print()
@@ -165,7 +167,6 @@ def diff(
     However they are sharded: by names, types, shapes, elements and plain values. Ends with 3 if they differ.
     """
     from everstep.checkpoint.difference import differences
-    from everstep.checkpoint.leases import reading
     from everstep.cli.errors import CliError
     from everstep.cli.places import NO, chosen, opened, said, short
     from everstep.cli.terminal import stderr, stdout
@@ -177,20 +178,16 @@ def diff(
     with said():
         store = opened(uri)
         second = store if other is None else opened(other)
-        pairs = (store, chosen(store, key)), (second, chosen(second, other_key or key))
-        ours, theirs = (manifest.key for _, manifest in pairs)
-        with (
-            reading(store, ours) as lease,
-            reading(second, theirs) as other_lease,
-            transfer(f"compare {short(ours)} and {short(theirs)}", None) as on_bytes,
-        ):
-            advance = advancing(lease.renew, advancing(other_lease.renew, on_bytes))
-            for each in differences(*pairs, on_bytes=advance):
-                count += 1
-                stdout().print(f"{each.name}: {each.what}")
+        with chosen(store, key) as (ours, lease), chosen(second, other_key or key) as (theirs, other_lease):
+            first, other_one = short(ours.key), short(theirs.key)
+            with transfer(f"compare {first} and {other_one}", None) as on_bytes:
+                advance = advancing(lease.renew, advancing(other_lease.renew, on_bytes))
+                for each in differences((store, ours), (second, theirs), on_bytes=advance):
+                    count += 1
+                    stdout().print(f"{each.name}: {each.what}")
     if count:
         raise typer.Exit(NO)
-    stderr().print(f"{short(ours)} and {short(theirs)} hold the same.")
+    stderr().print(f"{first} and {other_one} hold the same.")
 
 
 @app.command("prune")
@@ -209,7 +206,7 @@ def prune(
     somebody is reading stays too, and so does all that is newer than the last one that stays.
     """
 
-    from everstep.checkpoint import leases, retention
+    from everstep.checkpoint.pruning import prune_by_hand
     from everstep.checkpoint.verification import VerifiedCheckpoints
     from everstep.cli.errors import CliError
     from everstep.cli.places import NO, matching, opened, said, short
@@ -218,30 +215,30 @@ def prune(
 
     with said():
         store = opened(uri)
-        keys = matching(store, None)
+        matching(store, None)
         # What was verified once may have been damaged since, and is to stay alone perhaps.
         found = VerifiedCheckpoints(store, mark=not dry_run, believe_marks=False, threads=threads)
         with transfer("verify", None) as on_bytes:
-            verified = retention.find_kept(found, keys, keep_last=keep_last, keep_every=keep_every, on_bytes=on_bytes)
-        for key, why in found.bad.items():
-            stderr().print(f"{short(key)} is not good: {why}", style="red")
-        for key, why in found.unknown.items():
-            stderr().print(f"{short(key)} stays: {why}", style="yellow")
-        if not verified:
-            raise CliError(f"no checkpoint in {store.url} is good: nothing is removed", NO)
-        if dry_run:
-            now = leases.find_time(store)
-            held = {key for key, until in leases.leases(store).values() if until > now}
-            for key in retention.plan_known(store, keys, held, verified, keep_last, keep_every):
-                stdout().print(f"{short(key)} would go")
-            return
-        done = retention.prune(store, verified, keep_last=keep_last, keep_every=keep_every)
-    for key in done.removed:
+            pruning = prune_by_hand(
+                found, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run, on_bytes=on_bytes
+            )
+    for key, why in found.bad.items():
+        stderr().print(f"{short(key)} is not good: {why}", style="red")
+    for key, why in found.unknown.items():
+        stderr().print(f"{short(key)} stays: {why}", style="yellow")
+    if not pruning.verified:
+        raise CliError(f"no checkpoint in {store.url} is good: nothing is removed", NO)
+    for key in pruning.planned:
+        stdout().print(f"{short(key)} would go")
+    if dry_run:
+        return
+    for key in pruning.done.removed:
         stdout().print(f"{short(key)} is removed")
-    for key in done.leftovers:
+    for key in pruning.done.leftovers:
         stdout().print(f"{short(key)}, which was never committed, is removed")
     stderr().print(
-        f"{short(verified[0])} is good and stays; {len(done.removed)} removed, {done.swept} leftovers swept."
+        f"{short(pruning.verified[0])} is good and stays; {len(pruning.done.removed)} removed, "
+        f"{pruning.done.swept} leftovers swept."
     )
 
 
@@ -255,13 +252,16 @@ def copy(
 ) -> None:
     """Copy a checkpoint into another store. Every byte is verified on its way; a copy that dies is no checkpoint.
 
-    What is there already is verified, and written again where it is not good.
+    By default the newest that is good. What is there already is verified, and written again where it is not good. With
+    --all each that can be copied is; ends with 3 if one had to be left out. What a run removes meanwhile is none.
     """
     from everstep.checkpoint import candidates, copying
     from everstep.checkpoint.copying import CopyOutcome
-    from everstep.checkpoint.errors import CheckpointError, Conflict, Removed, is_damage
+    from everstep.checkpoint.errors import CheckpointError, Removed, UnknownFormat, is_damage
+    from everstep.checkpoint.keys import Key
+    from everstep.checkpoint.leases import reading
     from everstep.cli.checkpoint_view import size
-    from everstep.cli.places import matching, opened, said, short
+    from everstep.cli.places import NO, first_good, matching, opened, said, short
     from everstep.cli.terminal import stderr, stdout
     from everstep.cli.transfer import transfer
 
@@ -270,29 +270,32 @@ def copy(
         CopyOutcome.PRESENT: "was there before, and is good, in",
         CopyOutcome.REPAIRED: "was there before, was not good, and is now, in",
     }
+    copied = left_out = 0
     with said():
         source, into = opened(uri), opened(target)
-        found = matching(source, None if every else key)
-        if every:
-            found.reverse()
-        elif key is None:
-            del found[1:]
-        for each in found:
-            try:
+
+        def copy_one(each: Key) -> None:
+            with reading(source, each):
                 total = size(candidates.read_manifest(source, each))
                 with transfer(f"copy {short(each)}", total) as on_bytes:
                     outcome = copying.copy(source, into, each, threads=threads, on_bytes=on_bytes)
-            except CheckpointError as error:
-                # Of all, what a run removes meanwhile is none; of a step, a later attempt's may be damaged.
-                is_gone = isinstance(error, Removed) or not candidates.is_committed(source, each)
-                is_bad = is_damage(error) and not isinstance(error, Conflict)
-                if not (is_gone if every else is_bad and each != found[-1]):
-                    raise
-                stderr().print(f"{short(each)} is passed over: {error}", style="yellow")
-                continue
             stdout().print(f"{short(each)} {words[outcome]} {into.url}")
-            if not every:
-                break
+
+        for each in reversed(matching(source, None)) if every else ():
+            try:
+                copy_one(each)
+                copied += 1
+            except Removed as error:
+                stderr().print(f"{short(each)}: {error}", style="yellow")
+            except CheckpointError as error:
+                if not (is_damage(error) or isinstance(error, UnknownFormat)):
+                    raise
+                left_out += 1
+                stderr().print(f"{short(each)} is left out: {error}", style="red")
+        if not copied and not left_out:
+            first_good(source, key, copy_one)
+    if left_out:
+        raise typer.Exit(NO)
 
 
 @app.command("publish")

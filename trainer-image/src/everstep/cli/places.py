@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 from everstep.cli.errors import CliError
 from everstep.cli.terminal import stderr
@@ -13,7 +13,10 @@ from everstep.cli.terminal import stderr
 if TYPE_CHECKING:
     from everstep.checkpoint.format import Manifest
     from everstep.checkpoint.keys import Key
+    from everstep.checkpoint.leases import ReadLease
     from everstep.checkpoint.store.base import Store
+
+T = TypeVar("T")
 
 NO = 3  # exit code: it could be found out, and the answer is no
 
@@ -85,20 +88,49 @@ def matching(store: Store, wanted: str | None) -> list[Key]:
     return found
 
 
-def chosen(store: Store, wanted: str | None) -> Manifest:
-    """The manifest of what is meant, where that is several the first whose manifest can be read. CliError."""
-    from everstep.checkpoint.candidates import read_manifest
-    from everstep.checkpoint.errors import CheckpointError, is_damage
+def first_good(store: Store, wanted: str | None, read: Callable[[Key], T]) -> T:
+    """Return what `read` makes of the first that is meant and is good, and say what is passed over before it.
 
-    found = matching(store, wanted)
-    for key in found[:-1] if wanted is not None else ():
+    What is there is listed anew before each: a run may have removed some, and saved newer ones. CliError; what `read`
+    raised of the last one, where none is good.
+    """
+    from everstep.checkpoint.candidates import each_candidate
+    from everstep.checkpoint.errors import CheckpointError, Conflict, Removed, is_damage
+
+    matching(store, wanted)
+    is_meant = (lambda key: True) if wanted is None else _matcher(wanted)
+    failed: tuple[Key, CheckpointError] | None = None
+    for key in filter(is_meant, each_candidate(store)):
+        if failed is not None:
+            stderr().print(f"{short(failed[0])} is passed over: {failed[1]}", style="yellow")
         try:
-            return read_manifest(store, key)
+            return read(key)
         except CheckpointError as error:
-            if not is_damage(error):
+            # Two stores that disagree about a checkpoint are no reason for taking another one.
+            if isinstance(error, Conflict) or not (isinstance(error, Removed) or is_damage(error)):
                 raise
-            stderr().print(f"{short(key)} is passed over: {error}", style="yellow")
-    return read_manifest(store, found[0 if wanted is None else -1])
+            failed = key, error
+    if failed is not None:
+        raise failed[1]
+    raise CliError(f"{wanted or 'all'} was removed from {store.url} meanwhile", NO)
+
+
+@contextmanager
+def chosen(store: Store, wanted: str | None) -> Iterator[tuple[Manifest, ReadLease]]:
+    """The manifest of what is meant, of several the first that can be read, which is held. CliError."""
+    from everstep.checkpoint.candidates import read_manifest
+    from everstep.checkpoint.leases import reading
+
+    with ExitStack() as held:
+
+        def read(key: Key) -> tuple[Manifest, ReadLease]:
+            with ExitStack() as own:
+                lease = own.enter_context(reading(store, key))
+                manifest = read_manifest(store, key)
+                held.push(own.pop_all())
+            return manifest, lease
+
+        yield first_good(store, wanted, read)
 
 
 def step_or_key(store: Store, wanted: str | None) -> int | Key | None:
