@@ -183,6 +183,27 @@ def test_a_webhook_that_rejects_replacements_ends_no_job(phase: str, kind: str, 
     assert not world.status.is_true(ConditionType.STALLED)
 
 
+@pytest.mark.parametrize("kind", ["Invalid", "Forbidden"])
+def test_a_webhook_that_is_down_for_days_ends_no_job_and_leaves_its_history(kind: str) -> None:
+    """`timeouts.pending` is for capacity; it counts again from when the pods are accepted."""
+    world = World(job().nodes(2).timeouts(pending="1h", startup="10m").build()).run("Running")
+    before = phases(world)
+    world.refuse = lambda action: Rejection(action, kind, "no") if isinstance(action, (DryRun, CreatePods)) else None
+    world.vanish(1)
+    for _ in range(600):
+        world.tick(300)
+        world.reconcile()
+    assert phases(world)[: len(before)] == before
+    assert len(world.status.transitions) <= len(before) + 8
+    world.refuse, world.capacity = lambda _: None, 0
+    for _ in range(10):
+        world.tick(300)
+        world.reconcile()
+    assert world.phase in ("Scheduling", "Pending", "Restarting")
+    world.capacity = 2
+    world.run("Running", limit=3600)
+
+
 def test_a_lost_template_that_is_no_longer_allowed_ends_no_running_job() -> None:
     """Its ConfigMap was deleted, and the operator's lists are shorter than they were."""
     world = World(job().nodes(2).pod(priorityClassName="high").build()).run("Running")
@@ -223,7 +244,8 @@ def test_retries_of_a_quota_leave_one_line_and_one_event() -> None:
     for _ in range(20):
         world.reconcile()
         world.now += 31
-    assert len(world.status.transitions) <= 32
+    assert len(world.status.transitions) <= 4
+    assert [event.reason for event in world.events].count("QuotaExceeded") == 1
     assert world.status.timings.pending > 300
 
 

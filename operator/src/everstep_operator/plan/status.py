@@ -95,7 +95,11 @@ def _transitions(s: Situation, decision: Decision) -> list[Transition]:
     known = list(s.status.transitions)
     if known:
         known[-1] = known[-1].model_copy(update={"end": now})
-    # Attempt after attempt at the same thing is one line: it began with the first.
+    # Attempt after attempt at the same thing is one line: it began with the first. So is what is rejected again, with
+    # the attempt between: a day of them would push out all that the job has been through.
+    rejected = (decision.phase, decision.reason)
+    if len(known) >= 2 and decision.reason in BLOCKED and (known[-2].phase, known[-2].reason) == rejected:
+        known[-2:] = [known[-2].model_copy(update={"end": now})]
     if len(known) >= 2 and (known[-2].phase, known[-2].reason) == (known[-1].phase, known[-1].reason):
         known[-2:] = [known[-2].model_copy(update={"end": now})]
     known.append(Transition.model_construct(phase=decision.phase, reason=decision.reason.value, start=now, end=None))

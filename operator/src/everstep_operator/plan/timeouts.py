@@ -7,6 +7,8 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import ConditionType, Phase
 from everstep_operator.plan.situation import FORMING, HAS_RUN, Situation
 
+_REJECTED = (Reason.ADMISSION_REJECTED.value, Reason.NOT_PERMITTED.value)
+
 
 def expired(s: Situation) -> tuple[Reason, str] | None:
     """(reason, message) of the first limit that has passed."""
@@ -60,12 +62,24 @@ def _runtime(s: Situation, limit: float) -> float | None:
 
 
 def _pending(s: Situation, limit: float, startup: float) -> float | None:
+    if (rejected := _rejected_until(s)) is None:
+        return None
     if s.phase in (Phase.PENDING, Phase.SCHEDULING) and not s.all_bound:
-        return waiting_since(s) + limit
+        return max(waiting_since(s), rejected) + limit
     # Pods that are bound and lost, over and over, never let the start-up clock run: both limits together end that.
     if s.phase in (Phase.STARTING, Phase.RESTARTING) and not _pausing(s):
-        return s.since({s.phase}) + limit + startup
+        return max(s.since({s.phase}), rejected) + limit + startup
     return None
+
+
+def _rejected_until(s: Situation) -> float | None:
+    """When a replacement of a job that has run was last rejected, which is no lack of capacity; None: it is now."""
+    if not s.has_run or s.open is None:
+        return 0.0
+    if s.open.reason in _REJECTED:
+        return None
+    ends = [t.end.timestamp() for t in s.status.transitions if t.reason in _REJECTED and t.end is not None]
+    return max(ends, default=0.0)
 
 
 def _startup(s: Situation, limit: float) -> float | None:
