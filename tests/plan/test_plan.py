@@ -106,9 +106,15 @@ def test_the_leader_hears_the_addresses_when_they_are_complete() -> None:
     assert not [a for a in world.reconcile().actions if isinstance(a, PushPeers)], "all have joined"
 
 
-def test_a_template_the_api_server_refuses_fails_the_job_with_its_words() -> None:
+@pytest.mark.parametrize(
+    "said",
+    [
+        "Pod is invalid: spec.containers[0].image: Required value",
+        'admission webhook "images" denied the request: tag not found',
+    ],
+)
+def test_a_template_the_api_server_refuses_fails_the_job_with_its_words(said: str) -> None:
     world = World(job().nodes(2).build())
-    said = "Pod is invalid: spec.containers[0].image: Required value"
     world.refuse = lambda action: Rejection(action, "Invalid", said) if isinstance(action, DryRun) else None
     world.reconcile()
     assert world.phase == "Failed"

@@ -126,8 +126,8 @@ def _refused(s: Situation) -> Decision | None:
     # What had pods before was accepted once, so a webhook or a policy has changed since: it may change back, and a job
     # that trained for weeks shall be there then. And what is named but not there may be on its way: the order in which
     # a tool applies a job, its service account and its priority class is nobody's fault.
-    lasting = refused.kind == "Invalid" or (refused.kind == "Forbidden" and pods)
-    if lasting and s.is_first_creation and _NOT_THERE.search(refused.message) is None:
+    denied = refused.kind == "Forbidden" and pods and _NOT_THERE.search(refused.message) is None
+    if s.is_first_creation and (refused.kind == "Invalid" or denied):
         return _fail(s, Reason.INVALID_TEMPLATE, refused.message)
     return _blocked(s, refused)
 
