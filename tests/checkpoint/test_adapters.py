@@ -20,8 +20,10 @@ from everstep.checkpoint.adapters.published import Published  # noqa: E402
 from everstep.checkpoint.candidates import candidates  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.outcomes import SaveFailed  # noqa: E402
+from everstep.checkpoint.pruning import prune_by_hand  # noqa: E402
 from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from everstep.checkpoint.verification import VerifiedCheckpoints  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -125,6 +127,98 @@ def test_a_killed_run_goes_on_bit_for_bit(framework: Any, local: str, tmp_path: 
     resumed, steps = ranks.run(1, framework, tmp_path / "store", tmp_path / "out")[0]
     assert steps == list(range(SAVED + 1, STEPS + 1))
     assert ranks.same(straight, resumed)
+
+
+def with_best(rank: int, store: Path, output: Path, kill: int | None = None) -> tuple[dict[str, Any], str]:
+    """A training whose step 4 is the best, and whose model it takes at its end."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+
+    from everstep.checkpoint.adapters.huggingface import Checkpoints
+
+    class Killed(TrainerCallback):  # type: ignore[misc]  # transformers is not where types are checked
+        def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+            if state.global_step == kill:
+                kill_when_stored(store, 2 * SAVED)
+
+    class BestAtFour(Trainer):  # type: ignore[misc]
+        def evaluate(self, *given: Any, **more: Any) -> dict[str, float]:
+            return {"eval_loss": float(self.state.global_step)}
+
+    torch.manual_seed(0)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (40, 8))]
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=8, n_embd=8, n_layer=1, n_head=1))
+    arguments = TrainingArguments(
+        str(output), max_steps=STEPS, save_steps=SAVED, eval_steps=SAVED, eval_strategy="steps", use_cpu=True, seed=1,
+        load_best_model_at_end=True, save_total_limit=1, per_device_train_batch_size=4, report_to=[], disable_tqdm=True,
+    )  # fmt: skip
+    ckpt = Checkpoints(store, output, keep_last=1)
+    trainer = BestAtFour(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[ckpt, Killed()])
+    trainer.train(resume_from_checkpoint=ckpt.path())
+    return weights(model), str(trainer.state.best_model_checkpoint)
+
+
+def test_a_run_that_takes_its_best_model_takes_it_on_a_machine_without_its_folders_too(tmp_path: Path) -> None:
+    straight, _ = ranks.run(1, with_best, tmp_path / "straight", tmp_path / "out-straight")[0]
+    ranks.run(1, with_best, tmp_path / "store", tmp_path / "out", 2 * SAVED + 2, dies=[0])
+    shutil.rmtree(tmp_path / "out")
+    resumed, best = ranks.run(1, with_best, tmp_path / "store", tmp_path / "elsewhere")[0]
+    assert best == str(tmp_path / "elsewhere" / f"checkpoint-{SAVED}")
+    assert ranks.same(straight, resumed)
+    kept = {key.step for key in candidates(PosixStore(tmp_path / "store"))}
+    assert kept == {SAVED, STEPS}, "the newest, and the best although keep_last=1"
+
+
+def test_what_a_folder_needs_stays_as_long_as_it_and_comes_back_with_it(tmp_path: Path) -> None:
+    published = Published(tmp_path / "store", keep_last=1)
+    for step, needed in ((1, None), (2, 1), (3, 1)):
+        out = write(tmp_path / f"out-{step}", str(step))
+        published.publish(out, step, needed=None if needed is None else (tmp_path / f"out-{needed}", needed))
+        published.finish()
+    assert [key.step for key in candidates(published.store)] == [3, 1]
+    found = VerifiedCheckpoints(published.store, believe_marks=False)
+    assert prune_by_hand(found, keep_last=1, dry_run=True).planned == ()
+    assert prune_by_hand(found, keep_last=1).done.removed == ()
+
+    def into(key: Any) -> Path:
+        return tmp_path / f"back-{key.step}"
+
+    assert published.newest(into, needed_step=lambda path: 1) == tmp_path / "back-3"
+    assert (tmp_path / "back-1" / "model").read_text() == "1"
+    published.publish(write(tmp_path / "out-4", "4"), 4)
+    published.finish()
+    assert [key.step for key in candidates(published.store)] == [4], "nothing needs step 1 any more"
+    with pytest.raises(NoGoodCheckpoint, match="cannot be gone on from without step 1, the best one, which is not in"):
+        published.newest(into, needed_step=lambda path: 1)
+
+
+def test_a_folder_whose_best_one_is_damaged_is_passed_over(tmp_path: Path) -> None:
+    published, why = Published(tmp_path / "store"), []
+    published.on("fell_back", lambda event: why.append(event.why))
+    for step in (1, 2, 3):
+        needed = (tmp_path / "out-2", 2) if step == 3 else None
+        published.publish(write(tmp_path / f"out-{step}", str(step)), step, needed=needed)
+        published.finish()
+    (part,) = (tmp_path / "store").glob(f"{candidates(published.store)[1].data_prefix}*.part")
+    part.write_bytes(part.read_bytes()[:-1] + b"x")
+    needs = {"3": 2, "1": None}
+    found = published.newest(
+        lambda key: tmp_path / f"back-{key.step}", needed_step=lambda path: needs[(path / "model").read_text()]
+    )
+    assert found == tmp_path / "back-1"
+    assert "without step 2, the best one, which is not good" in why[0]
+
+
+def test_ranks_of_one_node_with_a_folder_each_all_get_theirs(tmp_path: Path) -> None:
+    published = Published(tmp_path / "store")
+    published.publish(write(tmp_path / "out", "1"), 1)
+    published.finish()
+    assert ranks.run(2, newest_in_its_own_folder, tmp_path / "store", tmp_path) == ["1", "1"]
+
+
+def newest_in_its_own_folder(rank: int, store: Path, folder: Path) -> str:
+    found = Published(store).newest(lambda key: folder / f"back-{rank}")
+    assert found is not None
+    return (found / "model").read_text()
 
 
 def write(folder: Path, text: str) -> Path:

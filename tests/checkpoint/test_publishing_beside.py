@@ -99,6 +99,19 @@ def test_at_most_one_folder_waits_and_a_newer_one_takes_its_place(tmp_path: Path
     assert steps(store) == [4, 1]
 
 
+def test_what_gave_way_is_stored_all_the_same_where_a_later_one_needs_it(tmp_path: Path) -> None:
+    published, store = held_published(tmp_path, keep_last=1)
+    published.publish(written(tmp_path, 4), 4)
+    assert store.begun.wait(PATIENCE)
+    best = written(tmp_path, 8)
+    published.publish(best, 8)
+    published.publish(written(tmp_path, 12), 12, needed=(best, 8))
+    shutil.rmtree(best)
+    store.gate.set()
+    published.finish()
+    assert steps(store) == [12, 8]
+
+
 def test_the_end_of_training_waits_no_longer_than_its_limit(tmp_path: Path) -> None:
     published, store = held_published(tmp_path, finish_timeout=0.2)
     published.publish(written(tmp_path / "out", 7), 7)

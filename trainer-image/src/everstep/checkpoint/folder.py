@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -21,13 +21,14 @@ from everstep.checkpoint.candidates import candidates, each_candidate, read_chun
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Removed, is_damage
 from everstep.checkpoint.format import CHUNK, Chunk, Key, Manifest, Tensor
 from everstep.checkpoint.leases import ReadLease, reading
+from everstep.checkpoint.needs import FOLDER, NEEDS
 from everstep.checkpoint.publication import WholeTensor, write_checkpoint
 from everstep.checkpoint.selection import is_meant, select_keys
 from everstep.checkpoint.state.names import join, segment
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.values import Refused, pack, unpack
 
-VALUE = "folder"
+VALUE = FOLDER
 
 
 class Changed(CheckpointError):
@@ -112,10 +113,11 @@ def save(
     folder: Path,
     *,
     contents: Contents | None = None,
+    needs: Collection[Key] = (),
     fenced: Callable[[], str | None] = lambda: None,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Manifest:
-    """Put a folder (as `contents`, if given) and commit it as `key`.
+    """Put a folder (as `contents`, if given) and commit it as `key`; retention keeps what it `needs` as long as it.
 
     May be tried again after an error, and by several processes at the same time: one of them commits all of its own.
 
@@ -130,7 +132,10 @@ def save(
         _tensor(file.path): WholeTensor("uint8", (file.size,), file.size, partial(_read, folder, file, on_bytes))
         for file in before.files
     }
-    values = {VALUE: pack({"files": [asdict(file) for file in before.files], "empty": list(before.empty)})}
+    described: dict[str, object] = {"files": [asdict(file) for file in before.files], "empty": list(before.empty)}
+    if needs:
+        described[NEEDS] = [str(each) for each in sorted(needs)]
+    values = {VALUE: pack(described)}
 
     def check() -> None:
         try:

@@ -15,6 +15,7 @@ from everstep.checkpoint.candidates import OnBytes, candidates
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.leases import ReadLease
+from everstep.checkpoint.needs import find_needed
 from everstep.checkpoint.retention import Pruned
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.verification import VerifiedCheckpoints
@@ -101,10 +102,13 @@ def prune_by_hand(
                 )
             return Pruning(())
         held.release_others(verified)
+        now = leases.find_time(found.store)
+        leased = {key for key, until in leases.leases(found.store).values() if until > now}
+        stay = set(keys) - set(retention.plan(keys, leased, verified, keep_last, keep_every))
+        needed = find_needed(stay, found.needs)
         if dry_run:
-            now = leases.find_time(found.store)
-            leased = {key for key, until in leases.leases(found.store).values() if until > now}
+            leased |= needed
             planned = retention.plan_known(found.store, keys, leased, verified, keep_last, keep_every)
             return Pruning(tuple(verified), tuple(planned))
-        done = retention.prune(found.store, verified, keep_last=keep_last, keep_every=keep_every)
+        done = retention.prune(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=needed)
         return Pruning(tuple(verified), done=done)

@@ -13,6 +13,7 @@ from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
 from everstep.checkpoint.keys import DATA, LEASES, Key
 from everstep.checkpoint.leases import find_time, leases
 from everstep.checkpoint.manifests import read_index
+from everstep.checkpoint.needs import find_needed
 from everstep.checkpoint.store.base import Entry, Store
 from everstep.checkpoint.verification import OnBytes, VerifiedCheckpoints, marks
 
@@ -163,7 +164,8 @@ def prune_verified(
     if not plan(keys, best, keys, keep_last, keep_every):
         return Pruned()
     verified = find_kept(found, keys, keep_last=keep_last, keep_every=keep_every, on_bytes=on_bytes)
-    return prune(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=best)
+    needed = find_needed(set(keys) - set(plan(keys, best, verified, keep_last, keep_every)), found.needs)
+    return prune(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=best | needed)
 
 
 def _is_unknown(store: Store, key: Key) -> bool:

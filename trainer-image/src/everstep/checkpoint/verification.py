@@ -18,6 +18,7 @@ from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Unknow
 from everstep.checkpoint.index import CheckpointIndex, NodeShare
 from everstep.checkpoint.keys import VERIFIED, Key
 from everstep.checkpoint.manifests import parse_index, read_index
+from everstep.checkpoint.needs import read_needs
 from everstep.checkpoint.store.base import Entry, Store
 
 __all__ = ["OnBytes", "VerifiedCheckpoints", "mark_name", "mark_node", "marks", "unmarked", "verify_and_mark"]
@@ -78,6 +79,7 @@ class VerifiedCheckpoints:
     removed: set[Key] = field(default_factory=set)
     hold: Callable[[Key], None] = lambda key: None
     _known: dict[Key, tuple[str, tuple[NodeShare, ...]]] = field(default_factory=dict)
+    _needs: dict[Key, tuple[Key, ...]] = field(default_factory=dict)
     _read: set[Key] = field(default_factory=set)
 
     def marked(self, keys: Iterable[Key], count: int | None = None) -> list[Key]:
@@ -125,7 +127,7 @@ class VerifiedCheckpoints:
             data = self.store.read(key.manifest_name)
             sum_ = digest(DEFAULT, data)
             if self._known.get(key, ("", ()))[0] != sum_:
-                self._known[key] = sum_, parse_index(key, data).nodes
+                self._parse(key, sum_, data)
             check_present(self.store, key, self._known[key][1])
 
         return self._holds(key, look)
@@ -174,12 +176,22 @@ class VerifiedCheckpoints:
         if self.mark:
             self.store.delete([entry.name for entry in self.store.list(key.mark_prefix)])
 
+    def needs(self, key: Key) -> tuple[Key, ...]:
+        """Return the other checkpoints that one needs; none where that cannot be told."""
+        self._needed(key)
+        return self._needs.get(key, ())
+
+    def _parse(self, key: Key, sum_: str, data: bytes) -> None:
+        index = parse_index(key, data)
+        self._known[key] = sum_, index.nodes
+        self._needs[key] = read_needs(index.values)
+
     def _needed(self, key: Key) -> frozenset[str]:
         """The names of the marks of a checkpoint; one that nobody has where it cannot be told."""
         if key not in self._known:
             try:
                 data = self.store.read(key.manifest_name)
-                self._known[key] = digest(DEFAULT, data), parse_index(key, data).nodes
+                self._parse(key, digest(DEFAULT, data), data)
             except (Missing, Damaged, UnknownFormat):
                 return frozenset({""})
         return frozenset(key.mark_name(share.name) for share in self._known[key][1])

@@ -30,15 +30,16 @@ _AT_EXIT_SECONDS = 60.0  # of a process that ends without finish(): its training
 _RETRY_SECONDS = (1.0, 60.0)  # before the second try, and at most
 
 
-Publish = Callable[[Path, int], None]
+Publish = Callable[[Path, int, Path | None], None]
 
 
 @dataclass
 class _Publication:
-    """A folder of ours that `publish` is to store as `step`; `held` removes it."""
+    """A folder of ours that `publish` is to store as `step`, with another that it needs; `held` removes them."""
 
     path: Path
     step: int
+    needed: Path | None
     publish: Publish
     held: ExitStack
 
@@ -57,20 +58,24 @@ class BackgroundPublisher:
         self._ends_at: float | None = None  # no try is begun after it
         self._failure = ""  # why the last folder is not in the store
 
-    def submit(self, path: Path, step: int, publish: Publish) -> None:
+    def submit(self, path: Path, step: int, publish: Publish, needed: Path | None = None) -> None:
         """Have a complete folder published; returns at once. One that waits already gives way to this one.
 
         Args:
             path: May be deleted by its owner from now on, but not written into.
             step: Number of trained steps that it holds.
-            publish: Stores it, in the thread, given a folder and the step. Its CheckpointError is told as the event
-                `failed`, and it is tried again where that may pass, until a newer folder waits.
+            publish: Stores it, in the thread, given a folder, the step and `needed`. Its CheckpointError is told as
+                the event `failed`, and it is tried again where that may pass, until a newer folder waits.
+            needed: Another folder, as `path`.
 
         Raises:
             CheckpointError: The folder cannot be linked or copied to a place beside it.
         """
-        held = _hold(path)
-        publication = _Publication(held[0], step, publish, held[1])
+        with ExitStack() as stack:
+            ours = _hold(path, stack)
+            publication = _Publication(
+                ours, step, None if needed is None else _hold(needed, stack), publish, stack.pop_all()
+            )
         with self._changed:
             replaced, self._waiting = self._waiting, publication
             self._ends_at = None
@@ -134,7 +139,7 @@ class BackgroundPublisher:
         while True:
             failure, passes = "", False
             try:
-                publication.publish(publication.path, publication.step)
+                publication.publish(publication.path, publication.step, publication.needed)
             except Exception as error:  # whatever it is, training goes on, and its end is told
                 failure = f"step {publication.step} was not published: {error}"
                 passes = isinstance(error, StoreError) and error.may_pass
@@ -155,22 +160,21 @@ class BackgroundPublisher:
         return threading.TIMEOUT_MAX if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
 
-def _hold(path: Path) -> tuple[Path, ExitStack]:
-    """The same files under a name of ours beside the folder, and what removes them."""
-    with ExitStack() as stack:
-        try:
-            contents = Contents.of(path)
-            place = stack.enter_context(unfinished.beside(path.with_name("outgoing")))
-            ours = place / path.name
-            ours.mkdir()
-            for empty in contents.empty:
-                (ours / empty).mkdir(parents=True, exist_ok=True)
-            for file in contents.files:
-                (ours / file.path).parent.mkdir(parents=True, exist_ok=True)
-                _link(path / file.path, ours / file.path)
-        except OSError as error:
-            raise CheckpointError(f"{path} cannot be kept for its publication: {error}") from error
-        return ours, stack.pop_all()
+def _hold(path: Path, held: ExitStack) -> Path:
+    """The same files under a name of ours beside the folder, until `held` is closed."""
+    try:
+        contents = Contents.of(path)
+        place = held.enter_context(unfinished.beside(path.with_name("outgoing")))
+        ours = place / path.name
+        ours.mkdir()
+        for empty in contents.empty:
+            (ours / empty).mkdir(parents=True, exist_ok=True)
+        for file in contents.files:
+            (ours / file.path).parent.mkdir(parents=True, exist_ok=True)
+            _link(path / file.path, ours / file.path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be kept for its publication: {error}") from error
+    return ours
 
 
 def _link(source: Path, target: Path) -> None:

@@ -14,17 +14,23 @@ Folders are stored beside training (background.py); the end of train() waits for
 
 from __future__ import annotations
 
+import json
 import os
+import re
+import secrets
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
+from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from everstep.checkpoint.adapters.published import Published
+from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Callback
 
 _GENERATORS = "rng_state*.pth"
+_NAMED = re.compile(rf"(?:^|[/\\]){PREFIX_CHECKPOINT_DIR}-(\d+)[/\\]?$", re.ASCII)
 
 
 class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers is not where types are checked
@@ -43,6 +49,7 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers is not
     ) -> None:
         self._published = Published(store, keep_last=keep_last, finish_timeout=finish_timeout)
         self._folder = Path(output_dir)
+        self._loads_best = True  # until the Trainer says that it does not
 
     def on(self, event: str, callback: Callback) -> None:
         """Call back with each event of this name: saved, restored, fell_back, failed, skipped. See Checkpointer.on."""
@@ -51,17 +58,30 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers is not
     def path(self) -> str | None:
         """For `resume_from_checkpoint`, on all ranks, once the Trainer is made: the newest folder that is good.
 
+        With `load_best_model_at_end` the best one is brought back beside it: the Trainer takes its model at the end, or
+        without a word the last one where it is not there. A folder whose best one is not good is not good either.
+
         None when none was ever published. NoGoodCheckpoint when all are bad.
         """
         # Under the Trainer's own name, from which it tells what is old.
-        found = self._published.newest(lambda key: self._named(key.step))
-        return None if found is None else str(found)
+        found = self._published.newest(lambda key: self._named(key.step), needed_step=self._best_step)
+        if found is None:
+            return None
+        self._published.change(found, lambda: self._name_best_here(found))
+        return str(found)
+
+    def on_init_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """The Trainer calls this when it is made."""
+        self._loads_best = bool(args.load_best_model_at_end)
 
     def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank when it has written a folder. CheckpointError, see above."""
         self._published.see(self._named(state.global_step), own=_GENERATORS)
         if state.is_world_process_zero:
-            self._published.publish(self._named(state.global_step), state.global_step)
+            named = getattr(state, "best_model_checkpoint", None) if self._loads_best else None
+            best = _step_of(named)
+            needed = None if best is None or best == state.global_step else (Path(str(named)), best)
+            self._published.publish(self._named(state.global_step), state.global_step, needed=needed)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """The Trainer calls this on every rank at the end; waits for the last folder. SaveFailed."""
@@ -69,3 +89,40 @@ class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers is not
 
     def _named(self, step: int) -> Path:
         return self._folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
+
+    def _best_step(self, path: Path) -> int | None:
+        """The step of the best folder that a folder names, where the Trainer is to load that at the end."""
+        named = _read_state(path).get("best_model_checkpoint")
+        if named is None or not self._loads_best:
+            return None
+        if _step_of(named) is None:
+            raise CheckpointError(
+                f"{path / TRAINER_STATE_NAME} names {named} as the best checkpoint, which no {PREFIX_CHECKPOINT_DIR}-N "
+                "folder is: it cannot be brought back; go on with load_best_model_at_end=False"
+            )
+        return _step_of(named)
+
+    def _name_best_here(self, path: Path) -> None:
+        """Have a folder name the best one where that is on this machine, and not where it was on the machine before."""
+        state = _read_state(path)
+        step = _step_of(state.get("best_model_checkpoint"))
+        if step is None or state["best_model_checkpoint"] == str(self._named(step)) or not self._named(step).is_dir():
+            return
+        state["best_model_checkpoint"] = str(self._named(step))
+        new = path / f".everstep-{secrets.token_hex(4)}"
+        new.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        new.replace(path / TRAINER_STATE_NAME)
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads((path / TRAINER_STATE_NAME).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _step_of(path: object) -> int | None:
+    """The step of a folder as the Trainer names it, wherever it is; None for none, and for any other name."""
+    found = _NAMED.search(str(path))
+    return int(found[1]) if found else None

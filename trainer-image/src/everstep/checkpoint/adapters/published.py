@@ -7,7 +7,8 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -16,14 +17,15 @@ import torch.distributed as dist
 
 from everstep.checkpoint import attempts, fence, folder, retention, topology
 from everstep.checkpoint.adapters.background import BackgroundPublisher, clear_leftovers
-from everstep.checkpoint.candidates import candidates, read_manifest
+from everstep.checkpoint.candidates import candidates, read_index, read_manifest
 from everstep.checkpoint.collectives import gather, tell
-from everstep.checkpoint.errors import CheckpointError, Conflict, Removed, is_damage
+from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing, Removed, is_damage
 from everstep.checkpoint.events import Callback, Event, Events
 from everstep.checkpoint.folder import NoFolder
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.needs import read_needs
 from everstep.checkpoint.outcomes import SaveFailed
 from everstep.checkpoint.publication import may_not_publish
 from everstep.checkpoint.restore import NoGoodCheckpoint
@@ -46,6 +48,7 @@ class _Training:
     attempt: Attempt | None = None
     submitted: int = -1
     saved: int = -1
+    keys: dict[int, Key] = field(default_factory=dict)  # what this training saved, or went on from, by step
 
 
 class Published:
@@ -87,20 +90,33 @@ class Published:
                 )
             time.sleep(_AGAIN)
 
-    def publish(self, path: Path, step: int) -> None:
+    def publish(self, path: Path, step: int, *, needed: tuple[Path, int] | None = None) -> None:
         """By one rank: have the folder committed as this step's checkpoint, beside training.
 
-        The folder may be deleted when this returns, but not written into. What fails is an event and ends no training:
+        `needed`: another folder and its step, without which this one is worth nothing. It is stored before it, if it is
+        not in the store yet, and stays there as long as this one.
+        The folders may be deleted when this returns, but not written into. What fails is an event and ends no training:
         see finish(). A step that is reached again, after a restore or by a training that begins anew, is saved as a
         later attempt, where nobody gave this run its attempt; else that is an error.
         """
         if step < self._training.submitted:
             self._training = _Training()
         self._training.submitted = step
+        other, needed_step = needed or (None, None)
+        if other is not None and not other.is_dir():
+            other = None
         try:
-            self._background.submit(path, step, partial(self._publish, self._training))
+            publish = partial(self._publish, self._training, needed_step=needed_step)
+            # What was stored already may be gone from here.
+            known = needed_step in self._training.keys
+            self._background.submit(path, step, publish, None if known else other)
         except CheckpointError as error:
             self._events.emit(Event("failed", details={"step": step}, why=str(error)))
+
+    def change(self, path: Path, work: Callable[[], None]) -> None:
+        """By all ranks: have a folder that newest() has brought back changed, by one rank of each node that has it."""
+        group = self._all()
+        together(work if self._is_first(path, group) else lambda: None, group)
 
     def finish(self) -> None:
         """By any rank, at the end of training: wait until what was published is in the store, and end the group.
@@ -118,35 +134,93 @@ class Published:
                 raise
             _log.warning("%s", error)
 
-    def newest(self, into: Callable[[Key], Path]) -> Path | None:
+    def newest(
+        self, into: Callable[[Key], Path], *, needed_step: Callable[[Path], int | None] = lambda path: None
+    ) -> Path | None:
         """By all ranks: the newest folder that is good for all of them, on every node at `into(its key)`.
+
+        `needed_step`: the step of another folder without which one that lies somewhere is worth nothing, or None. That
+        is brought back too; where it cannot be, the first one is not good.
 
         None when none was ever published; NoGoodCheckpoint when some were and none is good.
         """
         group = self._all()
-        place = topology.find(group)
+        rank = topology.find(group).rank
         bad: dict[str, str] = {}
         while True:
-            key = _told(lambda: _next(self.store, bad), place.rank, group)
+            key = _told(lambda: _next(self.store, bad), rank, group)
             if key is None:
                 if bad:
                     raise NoGoodCheckpoint(bad)
                 return None
-            why = _failures(partial(self._fetch, key, into(key)) if place.local == 0 else lambda: None, group)
+            why = self._fetch_on_all_nodes(key, into(key), group)
+            keys = {key.step: key}
             if not why:
-                self._training = _Training()
+                step = tell(together(partial(needed_step, into(key)) if rank == 0 else lambda: None, group), group)
+                if step is not None and step != key.step:
+                    why = self._fetch_needed(key, step, into, keys, group)
+            if not why:
+                self._training = _Training(keys=keys)
                 self._events.emit(Event("restored", key))
                 return into(key)
             self._events.emit(Event("fell_back", key, why))
             bad[str(key)] = why
 
-    def _publish(self, training: _Training, path: Path, step: int) -> None:
+    def _fetch_needed(
+        self,
+        key: Key,
+        step: int,
+        into: Callable[[Key], Path],
+        keys: dict[int, Key],
+        group: dist.ProcessGroup | None,
+    ) -> str:
+        """Bring back what a checkpoint needs, and note its key; why that cannot be done, or ""."""
+        rank = dist.get_rank() if group is not None else 0
+        found: list[Key] = tell(
+            together(lambda: _find_needed(self.store, key, step) if rank == 0 else [], group), group
+        )
+        why = ""
+        for other in found:
+            why = self._fetch_on_all_nodes(other, into(other), group)
+            if not why:
+                keys[step] = other
+                return ""
+        return (
+            f"it cannot be gone on from without step {step}, the best one, which "
+            f"{f'is not good: {why}' if why else f'is not in {self.store.url}'}"
+        )
+
+    def _fetch_on_all_nodes(self, key: Key, into: Path, group: dist.ProcessGroup | None) -> str:
+        """Bring a folder to every place that ranks name, by one rank of each node; why it is bad, or ""."""
+        return _failures(partial(self._fetch, key, into) if self._is_first(into, group) else lambda: None, group)
+
+    def _is_first(self, path: Path, group: dist.ProcessGroup | None) -> bool:
+        """Whether this is the first rank of its node that names this place. Collective."""
+        place = topology.find(group)
+        mine = place.node, os.path.realpath(path)
+        return gather(mine, group).index(mine) == place.rank
+
+    def _publish(
+        self, training: _Training, path: Path, step: int, needed: Path | None, *, needed_step: int | None
+    ) -> None:
         """In the thread beside training."""
+        if needed is not None and needed_step is not None and needed_step not in training.keys:
+            # Of a training before this one, or given way to a later one.
+            same = _find_same(self.store, needed, needed_step)
+            if same is None:
+                self._publish_one(training, needed, needed_step)
+            else:
+                training.keys[needed_step] = same
+        needs = () if needed_step is None or needed_step not in training.keys else (training.keys[needed_step],)
+        self._publish_one(training, path, step, needs)
+
+    def _publish_one(self, training: _Training, path: Path, step: int, needs: tuple[Key, ...] = ()) -> None:
         began = time.monotonic()
-        manifest = self._save(training, path, step)
+        manifest = self._save(training, path, step, needs)
         if manifest is None:
             return
         training.saved = step
+        training.keys[step] = manifest.key
         size = sum(part.size for part in manifest.parts)
         details = {"bytes": size, "seconds": round(time.monotonic() - began, 3)}
         self._events.emit(Event("saved", manifest.key, details=details))
@@ -156,7 +230,7 @@ class Published:
         except CheckpointError as error:  # the next one that is published removes the old ones too
             _log.warning("older checkpoints were not removed: %s", error)
 
-    def _save(self, training: _Training, path: Path, step: int) -> Manifest | None:
+    def _save(self, training: _Training, path: Path, step: int, needs: tuple[Key, ...]) -> Manifest | None:
         """Commit the folder; its manifest, or None where this training has saved the step already."""
         given = fence.given()
         while True:
@@ -164,7 +238,8 @@ class Published:
                 training.attempt = given or attempts.claim(self.store)
             key = Key(training.attempt, step)
             try:
-                return folder.save(self.store, key, path, fenced=partial(may_not_publish, self.store, key))
+                fenced = partial(may_not_publish, self.store, key)
+                return folder.save(self.store, key, path, needs=needs, fenced=fenced)
             except Conflict as error:
                 committed = read_manifest(self.store, key)
                 if folder.holds(committed, folder.Contents.of(path)):
@@ -206,6 +281,26 @@ def _files(folder: Path) -> set[str]:
 
 def _next(store: Store, bad: dict[str, str]) -> Key | None:
     return next((key for key in candidates(store) if str(key) not in bad), None)
+
+
+def _find_needed(store: Store, key: Key, step: int) -> list[Key]:
+    """The checkpoint of a step that one says it needs; of one that does not say, all that may be, later ones first."""
+    found = [other for other in candidates(store) if other.step == step and other.attempt <= key.attempt]
+    named: list[Key] = []
+    with suppress(Missing, Damaged):
+        named = [other for other in read_needs(read_index(store, key).values) if other.step == step]
+    return [other for other in found if other in named] if named else found
+
+
+def _find_same(store: Store, path: Path, step: int) -> Key | None:
+    """The checkpoint of this step that has exactly what lies there, if there is one."""
+    contents = folder.Contents.of(path)
+    for key in candidates(store):
+        if key.step == step:
+            with suppress(Missing, Damaged):
+                if folder.holds(read_manifest(store, key), contents):
+                    return key
+    return None
 
 
 def _told(find: Callable[[], Key | None], rank: int, group: dist.ProcessGroup | None) -> Key | None:
