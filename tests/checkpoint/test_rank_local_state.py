@@ -13,9 +13,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from everstep.checkpoint import planning
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.state import shards
 from everstep.checkpoint.state.flat import flatten
 from everstep.checkpoint.state.kinds import PerRank, StateMismatch
 from everstep.checkpoint.state.memory import local
@@ -115,7 +117,7 @@ class OfMesh(torch.optim.Optimizer):  # type: ignore[misc]
         for param in (each for group in self.param_groups for each in group["params"] if each.grad is not None):
             matrix = param.grad.reshape(param.shape[0], -1).square()
             row, column = matrix.mean(1), matrix.mean(0)
-            column = column.redistribute(column.device_mesh, [dist.tensor.Replicate()])
+            column = column.redistribute(column.device_mesh, [dist.tensor.Replicate()] * column.device_mesh.ndim)
             state = self.state[param]
             state["row"] = state["row"] * 0.9 + row if "row" in state else row
             state["column"] = state["column"] * 0.9 + column if "column" in state else column
@@ -239,3 +241,59 @@ def test_numbers_that_each_rank_keeps_for_itself_are_refused_at_the_first_save_w
         assert "optimizer.state." in told
         assert "PerRank" in told
     assert ranks.run(2, first_plan, True) == ["planned"] * 2
+
+
+def train_on_mesh(rank: int, folder: Path, kind: Any, first: int, last: int) -> list[bytes]:
+    """The same on two ranks of data and two of tensor parallelism, where shards of shards are strided."""
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 2))
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh["data"])
+    optimizer = kind(model.parameters(), lr=0.01)
+    objects: dict[str, object] = {"model": model, "optimizer": PerRank(optimizer)}
+    if first:
+        assert ranks.restore(folder, folder / "memory", objects).step == first
+    for step in range(first, last):
+        batch = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * step + rank // 2))
+        model(batch).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    ranks.save(PosixStore(folder), ranks.key(last), objects)
+    tensors = [*model.parameters(), *(each for _, own in sorted_state(optimizer) for each in own)]
+    return [f"{getattr(each, 'placements', None)}".encode() + content(each) for each in tensors]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, OfMesh])
+def test_each_ranks_own_state_comes_back_with_the_placements_that_it_had_on_a_mesh(kind: Any, tmp_path: Path) -> None:
+    straight = ranks.run(4, train_on_mesh, tmp_path / "straight", kind, 0, 4)
+    ranks.run(4, train_on_mesh, tmp_path / "resumed", kind, 0, 2)
+    assert ranks.run(4, train_on_mesh, tmp_path / "resumed", kind, 2, 4) == straight
+    assert any(b"_StridedShard" in each for each in straight[0])
+
+
+def laid_out(rank: int, said: list[list[list[Any]]]) -> list[str]:
+    """Placements of a rank's own shard that was laid out as was said beside a parameter, or why it cannot be."""
+    mesh = dist.init_device_mesh("cpu", (2, 2))
+    param = dist.tensor.distribute_tensor(torch.zeros(8, 4), mesh, [dist.tensor.Replicate(), dist.tensor.Shard(0)])
+    found = []
+    for placements in said:
+        layout = {"placements": placements, "shape": [8, 4]}
+        why = shards.why_not_laid_out(param, (2, 4), layout)
+        try:
+            told = str(shards.lay_out(param, torch.zeros(2, 4), layout).placements)
+        except CheckpointError as error:
+            told = f"refused: {error}"
+        assert (why is not None) == told.startswith("refused")
+        found.append(told)
+    return found
+
+
+def test_placements_are_known_as_any_version_of_torch_shows_them_and_others_are_refused() -> None:
+    after = ["shard", 0]
+    good = [[["other", shown], after] for shown in ("_S(0, 2)", "_StridedShard(dim=0, sf=2)")]
+    bad = [[["other", shown], after] for shown in ("_S(0, 4)", "Diagonal(3)", "_MaskPartial(sum)")] + [[["shard", 0]]]
+    for told in ranks.run(4, laid_out, [*good, *bad]):
+        assert len(set(told[:2])) == 1
+        assert told[0].startswith("(_StridedShard(dim=0, sf=2), Shard(dim=0))")
+        assert all("which does not fit a mesh of [2, 2]" in each for each in told[2:])

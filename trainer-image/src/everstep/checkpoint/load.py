@@ -17,7 +17,7 @@ import torch
 
 from everstep.checkpoint.candidates import candidates, check_present, each_candidate, read_index, read_manifest
 from everstep.checkpoint.casting import Cast, Casts
-from everstep.checkpoint.descriptions import KIND, is_description, object_of
+from everstep.checkpoint.descriptions import is_description, object_of
 from everstep.checkpoint.errors import CheckpointError, Damaged, Removed, StoreError, is_damage
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
@@ -241,8 +241,8 @@ def _tops(manifest: Manifest) -> str:
 
 def _described(manifest: Manifest, wanted: Iterable[str]) -> dict[str, object]:
     """The packed descriptions of the objects of which something is wanted, by name."""
-    described = {f"{each}.{KIND}" for each in map(object_of, wanted)}
-    return {name: each for name, each in manifest.values.items() if name in described}
+    objects = set(map(object_of, wanted))
+    return {name: each for name, each in manifest.values.items() if is_description(name) and object_of(name) in objects}
 
 
 def _leaf(

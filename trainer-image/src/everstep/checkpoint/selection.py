@@ -96,11 +96,19 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
         found[name], origin[new] = new, name
         objects.setdefault(object_of(name), object_of(new))
     for name in descriptions:
-        new_object = objects.get(object_of(name))
-        described = f"{new_object}.{KIND}"
-        if new_object is not None and described not in origin:
+        described = _renamed_description(name, rename, objects.get(object_of(name)))
+        if described is not None and described not in origin:
             found[name], origin[described] = described, name
     return found
+
+
+def _renamed_description(name: str, rename: Rename, new_object: str | None) -> str | None:
+    """The new name of what describes an object, or a part of one; None where it is left out."""
+    described = name.removesuffix(f".{KIND}")
+    if new_object is None or described == object_of(name):
+        return None if new_object is None else f"{new_object}.{KIND}"
+    new = rename(described) if callable(rename) else _with_prefix(described, rename)
+    return None if new is None else f"{new}.{KIND}"
 
 
 def rename_manifest(manifest: Manifest, rename: Rename | None) -> Manifest:

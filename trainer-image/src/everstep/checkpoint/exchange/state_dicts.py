@@ -14,6 +14,7 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.selection import Only
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.flat import RANK
+from everstep.checkpoint.state.param_states import describe_aliases, describe_states
 from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, describe
 from everstep.checkpoint.values import pack
 
@@ -132,8 +133,11 @@ def _optimizer(
 ) -> Iterator[tuple[str, Any]]:
     called = _param_names(prefix, state, models, order)
     yield names.join(prefix, KIND), describe(OPTIMIZER)
-    for param, own in state["state"].items():
-        yield from names.walk(own, _is_tensor, names.join(prefix, "state", called[_number(param, called)]))
+    states = {called[_number(param, called)]: own for param, own in state["state"].items()}
+    for param, own in states.items():
+        yield from names.walk(own, _is_tensor, names.join(prefix, "state", param))
+    described = {name: value for _, name, value in describe_states(states)} | dict(describe_aliases(prefix, states))
+    yield from ((names.join(prefix, name), value) for name, value in described.items())
     for group in state["param_groups"]:
         options = {key: each for key, each in group.items() if key not in ("params", "param_names")}
         options = {

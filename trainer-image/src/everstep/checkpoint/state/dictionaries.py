@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 
+from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.aliases import share
 from everstep.checkpoint.state.flat import RANK
+from everstep.checkpoint.state.param_states import read_aliases, read_structure
 from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, nest
 
 _ODD = re.compile(r"(?:^|\.)[#\[(]")
@@ -39,17 +42,19 @@ def build_objects(leaves: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _state(leaves: dict[str, Any]) -> Any:
-    description = leaves.pop(KIND, None)
+def _state(every: Mapping[str, Any]) -> Any:
+    descriptions = {name: each for name, each in every.items() if is_description(name)}
+    leaves = {name: each for name, each in every.items() if name not in descriptions}
+    description = descriptions.get(KIND)
     if not leaves:
         return {}
     kind = description["is"] if description is not None else _guess_kind(leaves)
     if kind == OPTIMIZER:
-        return _optimizer(leaves)
+        return _optimizer(leaves, descriptions)
     if kind == MODULE:
         extra = {name for name in leaves if _EXTRA.search(name)}
         tensors = {names.to_module(name): leaf for name, leaf in leaves.items() if name not in extra}
-        return tensors | _extra_states(leaves, extra)
+        return tensors | _extra_states(leaves, extra, descriptions)
     return nest(leaves, description)
 
 
@@ -62,15 +67,15 @@ def _guess_kind(leaves: Mapping[str, Any]) -> str:
     return MODULE if plain and "" not in plain and is_flat else VALUE
 
 
-def _extra_states(leaves: Mapping[str, Any], extra: set[str]) -> dict[str, Any]:
+def _extra_states(leaves: Mapping[str, Any], extra: set[str], descriptions: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, dict[str, Any]] = {}
     for name in extra:
         head, _, rest = f"{name}.".partition("_extra_state.")
         found.setdefault(f"{head}_extra_state", {})[rest.removesuffix(".")] = leaves[name]
-    return {names.to_module(name): names.nest(each) for name, each in found.items()}
+    return {names.to_module(name): nest(each, descriptions.get(names.join(name, KIND))) for name, each in found.items()}
 
 
-def _optimizer(leaves: dict[str, Any]) -> dict[str, Any]:
+def _optimizer(leaves: Mapping[str, Any], descriptions: Mapping[str, Any]) -> dict[str, Any]:
     """As torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives it: parameters by their names."""
     groups: dict[str, list[str]] = {}
     state: dict[str, dict[str, Any]] = {}
@@ -89,9 +94,11 @@ def _optimizer(leaves: dict[str, Any]) -> dict[str, Any]:
             state.setdefault(owner, {})[below] = leaf
         elif name.startswith("more."):
             more[name.removeprefix("more.")] = leaf
+    states = {param: nest(each, read_structure(param, [descriptions.get])) for param, each in state.items()}
+    share(states, read_aliases(states, [descriptions.get]))
     options = {digest: leaves.get(f"options.{digest}", {}) for digest in groups}
     return {
-        **(names.nest(more) if more else {}),
-        "state": {names.to_module(param): names.nest(each) for param, each in state.items()},
+        **(nest(more, descriptions.get(KIND)) if more else {}),
+        "state": {names.to_module(param): each for param, each in states.items()},
         "param_groups": [{**options[digest], "params": every} for digest, every in groups.items()],
     }

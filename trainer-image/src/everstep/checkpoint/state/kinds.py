@@ -139,12 +139,13 @@ class Saved:
         """The same, or the default where there is none."""
         return self.value(name) if name in self.values else default
 
-    def nested(self, tensors: Mapping[str, torch.Tensor]) -> Any:
-        """The nested state: values from here, and `tensors` by their full names."""
+    def nested(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any] | None = None) -> Any:
+        """The nested state: values from here, and `tensors` by their full names. `description`: of how it is built,
+        where another object's says that."""
         leaves: dict[str, Any] = {name: self.value(name) for name in self.values if name != KIND}
         for name in self.tensors:
             leaves[name] = with_bytes(leaves.get(name), tensors[self.full(name)])
-        return nest(leaves, self.description)
+        return nest(leaves, self.description if description is None else description)
 
     @property
     def description(self) -> dict[str, Any] | None:
@@ -231,3 +232,15 @@ def fresh(saved: Tensor) -> torch.Tensor:
     It has no memory yet, because it may get that into which its bytes are read: nothing is copied then.
     """
     return torch.empty(saved.shape, dtype=getattr(torch, saved.dtype), device="meta")
+
+
+def have_other_bytes(saved: Saved, one: str, other: str) -> bool:
+    """Whether two saved tensors have other bytes, by the sums of their chunks; where they are cut alike."""
+    cuts, sums = zip(*(_cuts_and_sums(saved.tensors[name]) for name in (one, other)), strict=True)
+    return bool(cuts[0] == cuts[1] and sums[0] != sums[1])
+
+
+def _cuts_and_sums(tensor: Tensor) -> tuple[list[object], list[list[str]]]:
+    shards = sorted(tensor.shards, key=lambda shard: shard.offsets)
+    cuts: list[object] = [(shard.offsets, shard.sizes) for shard in shards]
+    return cuts, [[chunk.sum for chunk in shard.chunks] for shard in shards]

@@ -15,13 +15,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import Tensor
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import is_leaf
-from everstep.checkpoint.state.kinds import Absent, Saved, filled_later, fresh, is_tensor, misfit
+from everstep.checkpoint.state.kinds import Absent, Saved, filled_later, fresh, have_other_bytes, is_tensor, misfit
 from everstep.checkpoint.state.loaded import is_instance
 from everstep.checkpoint.state.memory import fill_overlapping, local, overlaps
-from everstep.checkpoint.state.structure import KIND, MODULE, describe
+from everstep.checkpoint.state.structure import KIND, MODULE, describe, describe_state
 
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 _ACTIVATIONS = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper")
@@ -54,6 +53,8 @@ class Modules:
                 yield full, value
             else:
                 yield from names.walk(value, is_leaf, full)
+                if described := describe_state(value, is_leaf):
+                    yield names.join(full, KIND), described
 
     def broadcast_from_others(self) -> Iterator[str]:
         """Full names of the buffers that the next forward pass of a DDP gets from another rank, whatever is here."""
@@ -75,7 +76,7 @@ class Modules:
                 problems.append(Absent.of_name(full))
             elif why := misfit(saved.tensors[name], value, saved.casts):
                 problems.append(f"{full} {why}")
-            elif (known := first.setdefault(_memory(value), name)) != name and _differ(saved, known, name):
+            elif (known := first.setdefault(_memory(value), name)) != name and have_other_bytes(saved, known, name):
                 problems.append(
                     f"{saved.full(known)} and {full} are one tensor here (tied) and have different values in the "
                     "checkpoint: untie them before restore(), or tie them in the model that saves"
@@ -178,15 +179,3 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     if not here.numel():
         return (id(tensor),)
     return here.device, here.data_ptr(), here.dtype, tuple(here.shape), here.stride()
-
-
-def _differ(saved: Saved, one: str, other: str) -> bool:
-    """Whether two saved tensors have other bytes, by the sums of their chunks; where they are cut alike."""
-    cuts, sums = zip(*(_cuts_and_sums(saved.tensors[name]) for name in (one, other)), strict=True)
-    return bool(cuts[0] == cuts[1] and sums[0] != sums[1])
-
-
-def _cuts_and_sums(tensor: Tensor) -> tuple[list[object], list[list[str]]]:
-    shards = sorted(tensor.shards, key=lambda shard: shard.offsets)
-    cuts: list[object] = [(shard.offsets, shard.sizes) for shard in shards]
-    return cuts, [[chunk.sum for chunk in shard.chunks] for shard in shards]

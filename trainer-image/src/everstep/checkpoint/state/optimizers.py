@@ -6,8 +6,6 @@ counts in Adam's bias correction: a run that looked for a checkpoint and found n
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -19,6 +17,7 @@ from everstep.checkpoint.casting import Casts
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import Tensor
 from everstep.checkpoint.state import names, shards
+from everstep.checkpoint.state.aliases import find_aliases, name_path, share
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.classes import is_of_kind, kind_of
 from everstep.checkpoint.state.kinds import (
@@ -33,9 +32,17 @@ from everstep.checkpoint.state.kinds import (
     with_bytes,
 )
 from everstep.checkpoint.state.loaded import is_dtensor
+from everstep.checkpoint.state.loaded_states import STEP, leave_out_others, uncast
 from everstep.checkpoint.state.memory import local
-from everstep.checkpoint.state.structure import KIND, OPTIMIZER, describe
-from everstep.checkpoint.values import pack
+from everstep.checkpoint.state.param_options import digest_options, pack_options, take_option
+from everstep.checkpoint.state.param_states import (
+    Lookup,
+    describe_aliases,
+    describe_states,
+    read_aliases,
+    read_structure,
+)
+from everstep.checkpoint.state.structure import KIND, OPTIMIZER, describe, nest
 
 _STATE = "state"
 _GROUPS = "param_groups"  # of each parameter: which options it has
@@ -47,9 +54,6 @@ PLACES = "places"  # of each parameter: which group of how many it is in, as `<p
 _KIND = "kind"  # names of the optimizer's class and of those that it is derived from
 _OPTIONS = "options"  # by their own digest, so that ranks with other parameters never disagree
 
-# torch keeps this one in main memory unless the optimizer is capturable, and load_state_dict moves it then.
-_STEP = "step"
-_NO_OPTION = ("params", "param_names")
 
 # How this process computes a step, not which: an optimizer keeps its own.
 _HOW = ("foreach", "fused", "capturable", "differentiable")
@@ -102,21 +106,21 @@ class OptimizerObject:
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         state = self._optimizer.state_dict()
-        yield names.join(self.prefix, KIND), describe(OPTIMIZER)
+        more = {key: each for key, each in state.items() if key not in ("state", "param_groups")}
+        yield names.join(self.prefix, KIND), describe(OPTIMIZER, more, is_leaf)
         yield names.join(self.prefix, _KIND), kind_of(self._optimizer)
         yield from self._leaves_of_params(state["state"])
         for number, group in enumerate(state["param_groups"]):
-            options = _options(group)
-            digest = _digest(options)
+            options = pack_options(group)
+            digest = digest_options(options)
             yield names.join(self.prefix, _OPTIONS, digest), options
             for place in group["params"]:
                 yield names.join(self.prefix, _GROUPS, self._names[place]), digest
                 # In the name, because ranks that share a parameter may have other groups beside it.
                 where = f"{number}-{len(state['param_groups'])}"
                 yield names.join(self.prefix, PLACES, self._names[place], where), True
-        for key, value in state.items():
-            if key not in ("state", "param_groups"):
-                yield from self._leaves(names.join("more", names.segment(key)), value)
+        for key, value in more.items():
+            yield from self._leaves(names.join("more", names.segment(key)), value)
 
     def coming(self) -> Iterator[tuple[str, torch.Tensor]]:
         """A stand-in for each tensor of state that the first step will make."""
@@ -143,17 +147,39 @@ class OptimizerObject:
         for place, below, leaf in every:
             param, prefix = self.params[place], self.prefix
             if is_dtensor(param) and is_tensor(leaf):
-                said = shards.describe_leaf(param, leaf, is_own=self._is_own)
+                said = self._describe_leaf(place, below, leaf)
                 if said is not None:
                     layouts[place][below] = said
                 if self._is_own:
                     leaf = local(leaf)
-                elif not is_dtensor(leaf) and leaf.dim() > 0 and below != _STEP:
+                elif not is_dtensor(leaf) and leaf.dim() > 0 and below != STEP:
                     yield names.join(prefix, _KEPT, self._names[place], below), True
                     prefix = self._own
                     keeping.add(place)
             yield names.join(prefix, _STATE, self._names[place], below), leaf
         yield from self._layouts(layouts, keeping, {place for place, _, _ in every})
+        yield from self._structures({self._names[place]: own for place, own in states.items()}, keeping)
+
+    def _describe_leaf(self, place: int, below: str, leaf: torch.Tensor) -> dict[str, Any] | None:
+        try:
+            return shards.describe_leaf(self.params[place], leaf, is_own=self._is_own)
+        except CheckpointError as error:
+            raise CheckpointError(f"{names.join(self.prefix, _STATE, self._names[place], below)} {error}") from error
+
+    def _structures(self, states: Mapping[str, Any], keeping: Collection[int]) -> Iterator[tuple[str, Any]]:
+        """Values that say how states are built, and what they share."""
+        own_ones = {self._names[place] for place in keeping}
+        said: set[str] = set()
+        for param, name, value in describe_states(states):
+            full = names.join(self._own if param in own_ones else self.prefix, name)
+            if full not in said:
+                said.add(full)
+                yield full, value
+        for name, value in describe_aliases(self.prefix, states):
+            yield names.join(self.prefix, name), value
+            # Another rank may have no state for some of these parameters, and say it in words that meet with none here.
+            if not self._is_own and any(map(is_dtensor, self.params)):
+                yield names.join(self._own, name), value
 
     def _layouts(
         self, layouts: Mapping[int, dict[str, Any]], keeping: Collection[int], held: Collection[int]
@@ -172,6 +198,7 @@ class OptimizerObject:
         found: dict[str, torch.Tensor] = {}
         held = self._optimizer.state_dict()["state"]
         own = saved.at(self._own)
+        joined = self._find_joined(saved, held)
         for place, state in enumerate(self._of_params(saved)):
             live = {below: leaf for below, leaf in names.walk(held.get(place, {}), is_leaf) if is_tensor(leaf)}
             why = self._why_elsewhere(state, own, place)
@@ -182,6 +209,8 @@ class OptimizerObject:
                 made = self._target(place, below, tensor, live.get(below), saved.casts, state.layout, is_own=is_own)
                 if isinstance(made, str):
                     problems.append(f"{full} {made}")
+                elif below in live and f"{self._key(place, below)}.".startswith(joined):
+                    found[full] = torch.empty_like(made, requires_grad=False)
                 else:
                     found[full] = made
         for name, tensor in saved.below("more").tensors.items():
@@ -189,6 +218,22 @@ class OptimizerObject:
         self._check_kind(saved, problems)
         self._check_options(saved, problems)
         return found
+
+    def _lookups(self, saved: Saved) -> list[Lookup]:
+        """What is this rank's own first."""
+        each = [saved.at(self._own), saved] if not self._is_own else [saved]
+        return [lambda name, part=part: part.value_or(name, None) for part in each]  # type: ignore[misc]
+
+    def _find_joined(self, saved: Saved, held: Mapping[int, Any]) -> tuple[str, ...]:
+        """Beginnings of names of what shares memory here with something before it: two saved tensors would be read
+        into one. Of an older checkpoint, which does not say what was one tensor, all are."""
+        states = {self._names[place]: own for place, own in held.items()}
+        lookups = self._lookups(saved)
+        if all(read_structure(name, lookups) is None for name in states):
+            return ()
+        aliases = find_aliases(states)
+        later = [path for paths in aliases.groups for path in paths[1:]] + [other for _, other in aliases.overlaps]
+        return tuple(f"{names.join(path[0], name_path(states[path[0]], path[1:]))}." for path in later)
 
     def _why_elsewhere(self, state: _ParamState, own: Saved, place: int) -> str | None:
         """Why what this rank kept for itself beside a parameter is not that which belongs beside it here."""
@@ -220,7 +265,9 @@ class OptimizerObject:
                 live = shards.as_shard(param, live)
             return misfit(saved, live, casts) or filled_later(live)
         dtype = getattr(torch, saved.dtype)
-        if is_own or below == _STEP:
+        if self._is_own and is_dtensor(param) and isinstance(said, dict):
+            return shards.why_not_laid_out(param, saved.shape, said) or fresh(saved)
+        if is_own or below == STEP:
             return fresh(saved)
         if is_dtensor(param) and isinstance(said, dict):
             return shards.make_leaf(param, saved.shape, dtype, said)
@@ -232,7 +279,7 @@ class OptimizerObject:
 
     def _is_shard(self, param: torch.Tensor, saved: Tensor, shape: torch.Size, below: str) -> bool:
         """Whether a plain tensor beside a sharded parameter takes this rank's shard of a saved one."""
-        return below != _STEP and len(shape) > 0 and saved.shape == tuple(param.shape) and shape == local(param).shape
+        return below != STEP and len(shape) > 0 and saved.shape == tuple(param.shape) and shape == local(param).shape
 
     def _key(self, place: int, below: str) -> str:
         return names.join(self._names[place], below)
@@ -261,15 +308,19 @@ class OptimizerObject:
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         state: dict[int, Any] = {}
+        lookups = self._lookups(saved)
         for place, found in enumerate(self._of_params(saved)):
             leaves = {below: holder.value(name) for below, (holder, name) in found.values.items()}
             for full, (below, _) in found.tensors.items():
                 leaves[below] = with_bytes(leaves.get(below), self._taken(place, below, tensors[full], found.layout))
             if leaves:
-                state[place] = names.nest(leaves)
-        whole: dict[str, Any] = saved.below("more").nested(tensors) if saved.below("more") else {}
+                state[place] = nest(leaves, read_structure(self._names[place], lookups))
+        by_name = {self._names[place]: own for place, own in state.items()}
+        share(by_name, read_aliases(by_name, lookups))
+        state = {place: by_name[self._names[place]] for place in state}
+        whole: dict[str, Any] = saved.below("more").nested(tensors, saved.description) if saved.below("more") else {}
         groups = [self._group(group, saved) for group in self._optimizer.param_groups]
-        known = {place: _leave_out_others(own) for place, own in state.items()}
+        known = {place: leave_out_others(own) for place, own in state.items()}
         self._optimizer.load_state_dict({**whole, "state": known, "param_groups": groups})
         # It has made copies of all options; a captured graph, or the script, reads these where they were.
         for group, loaded in zip(self._optimizer.param_groups, groups, strict=True):
@@ -285,7 +336,7 @@ class OptimizerObject:
             for key, value in saved.value(names.join(_OPTIONS, str(digest))).items():
                 if key in _HOW and key in loaded:
                     continue
-                loaded[key] = _with_option(loaded.get(key), value)
+                loaded[key] = take_option(loaded.get(key), value)
         return {**loaded, "params": places}
 
     def _taken(self, place: int, below: str, tensor: torch.Tensor, layout: Mapping[str, Any]) -> torch.Tensor:
@@ -298,13 +349,13 @@ class OptimizerObject:
         return tensor
 
     def _undo_casts(self, state: dict[int, Any]) -> None:
-        """load_state_dict casts state to its parameter's dtype: 32 bits beside a parameter of 16 would lose half."""
+        """load_state_dict casts state to its parameter's dtype: 32 bits beside a parameter of 16 would lose half. And
+        it may have made several tensors of one."""
+        taken: dict[int, Any] = {}
         for place, own in state.items():
             live = self._optimizer.state.get(self.params[place])
             if live is not None:
-                live.update(
-                    {key: _uncast(live[key], each) for key, each in own.items() if key in live and key != _STEP}
-                )
+                live.update({key: uncast(live[key], own[key], taken, key) for key in own if key in live})
 
     def _places(self, group: dict[str, Any]) -> list[int]:
         where = {id(each): i for i, each in enumerate(self.params)}
@@ -339,54 +390,8 @@ class OptimizerObject:
         return found
 
 
-def _uncast(live: Any, loaded: Any) -> Any:
-    """What load_state_dict has made of a loaded state, with the types that were loaded."""
-    if is_tensor(loaded):
-        return loaded.to(live.device) if is_tensor(live) and live.dtype != loaded.dtype else live
-    if isinstance(loaded, dict) and isinstance(live, dict):
-        return {key: _uncast(live.get(key), each) for key, each in loaded.items()}
-    if type(loaded) in (list, tuple) and isinstance(live, list | tuple) and len(live) == len(loaded):
-        return type(loaded)([_uncast(*pair) for pair in zip(live, loaded, strict=True)])
-    return loaded
-
-
-def _leave_out_others(state: Any) -> Any:
-    """A state with None for what load_state_dict would take apart, as it does text, arrays and all that it can iterate
-    over: _undo_casts() puts it there."""
-    if isinstance(state, dict):
-        return {key: _leave_out_others(each) for key, each in state.items()}
-    if type(state) in (list, tuple):
-        return type(state)([_leave_out_others(each) for each in state])
-    return state if is_tensor(state) or isinstance(state, int | float | complex) else None
-
-
 def _per_parameter(group: Mapping[str, Any]) -> int:
     """How many tensors of a parameter's size an optimizer of torch keeps for it; none where its options are others."""
     averages = 2 if "betas" in group or "rho" in group else int("alpha" in group and "centered" in group)
     more = ("amsgrad", "momentum", "centered")
     return averages + sum(bool(group.get(each)) for each in more)
-
-
-def _options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _option(key, value) for key, value in group.items() if key not in _NO_OPTION}
-
-
-def _option(key: str, value: Any) -> Any:
-    if not is_tensor(value):
-        return value
-    if value.numel() != 1:
-        raise CheckpointError(f"the option {key} of an optimizer is a tensor of {value.numel()} elements")
-    return ("tensor", value.dtype, value.item())
-
-
-def _with_option(live: Any, saved: Any) -> Any:
-    if not (isinstance(saved, tuple) and len(saved) == 3 and saved[0] == "tensor"):
-        return saved
-    if is_tensor(live) and live.dtype == saved[1]:
-        # In place, because a captured graph reads it there.
-        return live.fill_(saved[2])
-    return torch.tensor(saved[2], dtype=saved[1])
-
-
-def _digest(options: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(pack(options), sort_keys=True).encode()).hexdigest()[:16]

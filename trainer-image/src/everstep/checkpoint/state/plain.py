@@ -10,6 +10,7 @@ import torch
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.aliases import find_aliases, list_objects, name_path, share
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.classes import describe_stateful, why_other_class
 from everstep.checkpoint.state.kinds import (
@@ -19,6 +20,7 @@ from everstep.checkpoint.state.kinds import (
     detached,
     filled_later,
     fresh,
+    have_other_bytes,
     is_tensor,
     misfit,
 )
@@ -61,7 +63,8 @@ class StatefulObject:
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         live, self._live = self._live, {}
-        self._inner.load_state_dict(with_types_of(live, saved.nested(tensors)))
+        state = with_types_of(live, saved.nested(tensors))  # makes containers anew
+        self._inner.load_state_dict(share(state, (saved.description or {}).get("aliases", ())))
 
 
 class Value:
@@ -86,13 +89,26 @@ class Value:
         yield names.join(self.prefix, KIND), describe(VALUE, state, is_leaf)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
+        self._check_tied(saved, problems)
         if is_tensor(self.value) and "" not in saved.tensors:
             problems.append(f"{self.prefix} is no tensor in the checkpoint")
             return {}
         return _targets(saved, self.value, problems, whole=is_tensor(self.value))
 
+    def _check_tied(self, saved: Saved, problems: list[str]) -> None:
+        """What is one tensor here cannot take in two."""
+        for first, *others in find_aliases(self.value).groups:
+            known = name_path(self.value, first)
+            for name in (name_path(self.value, path) for path in others):
+                if {known, name} <= saved.tensors.keys() and have_other_bytes(saved, known, name):
+                    problems.append(
+                        f"{saved.full(known)} and {saved.full(name)} are one tensor here and have different values in "
+                        "the checkpoint: give each its own before restore()"
+                    )
+
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         loaded = saved.nested(tensors)
+        before = list_objects(self.value)
         if isinstance(self.value, MutableMapping) and isinstance(loaded, Mapping):
             self.kept = [names.join(self.prefix, f"{key}") for key in self.value if key not in loaded]
             for key, value in loaded.items():
@@ -107,6 +123,8 @@ class Value:
                     f"{self.prefix}: the {shown} that was given cannot take in what was saved, which has another size "
                     f"or kind ({type(loaded).__name__}); give it in a dictionary, as state={{{self.prefix!r}: …}}"
                 )
+        # What the script holds stays, since others may hold it too; what is new is shared as it was.
+        self.value = share(self.value, (saved.description or {}).get("aliases", ()), keep=before)
 
 
 def with_types_of(live: Any, loaded: Any) -> Any:

@@ -9,12 +9,14 @@ know.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.memory import local
 
@@ -23,6 +25,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 BEGIN_ANEW = "or leave the optimizer out of restore() and name it in track() to begin with a new one"
+
+# As torch shows them, in one version or another; that of FSDP2 beside tensor parallelism, and a sum that is not taken.
+_STRIDED = re.compile(r"_S\((\d+), (\d+)\)|_StridedShard\(dim=(\d+), sf=(\d+)\)")
+_PARTIAL = re.compile(r"P\((\w+)\)|Partial\((?:reduce_op=)?'?(\w+)'?\)")
 
 
 def describe_leaf(param: torch.Tensor, leaf: torch.Tensor, *, is_own: bool) -> dict[str, Any] | None:
@@ -37,7 +43,13 @@ def describe_leaf(param: torch.Tensor, leaf: torch.Tensor, *, is_own: bool) -> d
         return None
     if leaf.shape == param.shape and leaf.placements == param.placements and not is_own:
         return None
-    return {"placements": _name_placements(leaf), "shape": list(leaf.shape)}
+    said: dict[str, Any] = {"placements": _name_placements(leaf.placements), "shape": list(leaf.shape)}
+    if is_own and _parse_placements(param, said["placements"]) is None:
+        raise CheckpointError(
+            f"is a DTensor whose placements {tuple(leaf.placements)} nobody could give back: redistribute it to those "
+            f"of its parameter, {tuple(param.placements)}"
+        )
+    return said
 
 
 def describe_box(param: torch.Tensor) -> dict[str, Any]:
@@ -77,25 +89,40 @@ def make_leaf(param: DTensor, shape: tuple[int, ...], dtype: torch.dtype, said: 
     """Return a sharded tensor of state for a parameter, empty and laid out as was said, or why that cannot be here."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    mesh, placements = param.device_mesh, _parse_placements(said["placements"])
-    if placements is None or len(placements) != mesh.ndim:
-        return (
-            f"was laid out as {said['placements']} in the checkpoint, which does not fit a mesh of "
-            f"{list(mesh.shape)}: take a step with this optimizer before restore(), which shows how it shards its "
-            f"state, {BEGIN_ANEW}"
-        )
-    sizes, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
+    placements = _parse_placements(param, said["placements"])
+    if placements is None or any(each.is_partial() for each in placements):  # of a sum, each rank has its own share
+        return _show_misfit(param, said)
+    sizes, _ = compute_local_shape_and_global_offset(shape, param.device_mesh, placements)
     empty = torch.empty(sizes, dtype=dtype, device=local(param).device)
     return lay_out(param, empty, {**said, "shape": list(shape)})
 
 
+def why_not_laid_out(param: DTensor, shard: Sequence[int], said: Mapping[str, Any]) -> str | None:
+    """Return why a rank's own shard cannot be laid out as was said beside a parameter; None where lay_out() can."""
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    placements = _parse_placements(param, said["placements"])
+    if placements is None:
+        return _show_misfit(param, said)
+    sizes, _ = compute_local_shape_and_global_offset(tuple(said["shape"]), param.device_mesh, placements)
+    if tuple(sizes) != tuple(shard):
+        return f"is a shard of shape {list(shard)} in the checkpoint, and this rank's is {list(sizes)}, {BEGIN_ANEW}"
+    return None
+
+
 def lay_out(param: DTensor, shard: torch.Tensor, said: Mapping[str, Any]) -> DTensor:
-    """Return the tensor of which this rank has a shard, on the mesh of a parameter."""
+    """Return the tensor of which this rank has a shard, on the mesh of a parameter.
+
+    Raises:
+        CheckpointError: It cannot be laid out so here.
+    """
     from torch.distributed.tensor import DTensor
 
     shape = said["shape"]
     strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    placements = _parse_placements(said["placements"])
+    placements = _parse_placements(param, said["placements"])
+    if placements is None:  # by which torch means a replica
+        raise CheckpointError(f"a tensor of an optimizer {_show_misfit(param, said)}")
     shard = shard.to(local(param).device)
     return DTensor.from_local(
         shard, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
@@ -110,25 +137,82 @@ def unknown_layout() -> str:
     )
 
 
-def _name_placements(tensor: DTensor) -> list[list[Any]]:
-    from torch.distributed.tensor import Replicate, Shard
+def _show_misfit(param: DTensor, said: Mapping[str, Any]) -> str:
+    return (
+        f"was laid out as {said['placements']} in the checkpoint, which does not fit a mesh of "
+        f"{list(param.device_mesh.shape)}: take a step with this optimizer before restore(), which shows how it "
+        f"shards its state, {BEGIN_ANEW}"
+    )
 
+
+def _name_placements(placements: Sequence[Placement]) -> list[list[Any]]:
+    # An older version knows three kinds, and gives back no "other"; it would take a fourth for a replica.
     return [
-        ["shard", each.dim]
-        if type(each) is Shard
+        ["shard", getattr(each, "dim", None)]
+        if _is(each, "Shard")
         else ["replicate"]
-        if type(each) is Replicate
-        else ["other", str(each)]
-        for each in tensor.placements
+        if _is(each, "Replicate")
+        else ["other", _show_placement(each)]
+        for each in placements
     ]
 
 
-def _parse_placements(said: list[list[Any]]) -> list[Placement] | None:
-    from torch.distributed.tensor import Replicate, Shard
+def _show_placement(placement: Any) -> str:
+    """The same text in all versions of torch, which show placements in several ways."""
+    if _is(placement, "_StridedShard"):
+        return f"_S({placement.dim}, {placement.split_factor})"
+    if _is(placement, "Partial"):
+        return f"P({placement.reduce_op})"
+    return repr(placement)
 
-    if any(kind == "other" for kind, *_ in said):
+
+def _is(placement: Any, name: str) -> bool:
+    """Whether a placement is of this class of torch, and of none that is derived from it."""
+    import torch.distributed.tensor.placement_types as known
+
+    return type(placement) is getattr(known, name, None)
+
+
+def _parse_placements(param: DTensor, said: Sequence[Sequence[Any]]) -> list[Placement] | None:
+    """Return the placements that were said, on the mesh of a parameter; None where they do not fit or are unknown."""
+    own = param.placements
+    if [list(each) for each in said] == _name_placements(own):
+        return list(own)
+    if len(said) != param.device_mesh.ndim:
         return None
-    return [Shard(*dims) if kind == "shard" else Replicate() for kind, *dims in said]
+    found = [_parse_placement(*each) for each in said]
+    placements = [each for each in found if each is not None]
+    if len(placements) != len(found) or not all(_fits(param, placements, i) for i in range(len(placements))):
+        return None
+    return placements
+
+
+def _parse_placement(kind: str, *said: Any) -> Placement | None:
+    import torch.distributed.tensor.placement_types as known
+
+    if kind == "replicate":
+        return known.Replicate()
+    if kind == "shard":
+        return known.Shard(said[0])
+    if kind == "other" and (strided := _STRIDED.fullmatch(said[0])) and hasattr(known, "_StridedShard"):
+        dim, factor = (int(each) for each in strided.groups() if each is not None)
+        return known._StridedShard(dim, split_factor=factor)
+    if kind == "other" and (partial := _PARTIAL.fullmatch(said[0])):
+        return known.Partial(partial[1] or partial[2])
+    return None
+
+
+def _fits(param: DTensor, placements: Sequence[Placement], place: int) -> bool:
+    """Whether a strided shard is cut by as many shards as the mesh has after it: on another mesh it means nothing."""
+    here: Any = placements[place]
+    if not _is(here, "_StridedShard"):
+        return True
+    after = [
+        param.device_mesh.size(later)
+        for later in range(place + 1, len(placements))
+        if getattr(placements[later], "dim", None) == here.dim
+    ]
+    return bool(prod(after) == here.split_factor)
 
 
 def _show_box(box: Mapping[str, Any]) -> str:

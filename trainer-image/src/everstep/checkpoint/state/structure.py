@@ -1,7 +1,7 @@
 """What an object is, and how the dictionaries of a nested state are built, as far as names do not tell.
 
 A checkpoint has it as one value beside each object's leaves, called %kind. A reader of an older one, which has none,
-goes by the names: then dictionaries are plain ones, in the order of their names. Pure: any leaf will do.
+goes by the names: then dictionaries are plain ones, in the order of their names.
 """
 
 from __future__ import annotations
@@ -12,9 +12,20 @@ from typing import Any
 
 from everstep.checkpoint.descriptions import KIND
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.aliases import find_aliases, share
 from everstep.checkpoint.values import pack, unpack
 
-__all__ = ["KIND", "MODULE", "OPTIMIZER", "STATEFUL", "VALUE", "describe", "nest"]
+__all__ = [
+    "KIND",
+    "MODULE",
+    "OPTIMIZER",
+    "STATEFUL",
+    "VALUE",
+    "describe",
+    "describe_containers",
+    "describe_state",
+    "nest",
+]
 
 MODULE, OPTIMIZER, STATEFUL, VALUE = "module", "optimizer", "stateful", "value"
 
@@ -22,20 +33,27 @@ MODULE, OPTIMIZER, STATEFUL, VALUE = "module", "optimizer", "stateful", "value"
 def describe(kind: str, state: Any = None, is_leaf: Callable[[Any], bool] | None = None, **more: Any) -> dict[str, Any]:
     """Return the description of an object.
 
-        Args:
-            kind: __all__ = ["KIND", "MODULE", "OPTIMIZER", "STATEFUL", "VALUE", "describe", "nest"]
-
-    MODULE, OPTIMIZER, STATEFUL or VALUE.
-            state: The nested state that the names are those of.
-            is_leaf: As given to names.walk().
-            more: What else is to be known, where there is something.
+    Args:
+        kind: MODULE, OPTIMIZER, STATEFUL or VALUE.
+        state: The nested state that the names are those of.
+        is_leaf: As given to names.walk().
+        more: What else is to be known, where there is something.
     """
     found: dict[str, Any] = {"is": kind, **{key: each for key, each in more.items() if each}}
-    containers: dict[str, Any] = {}
-    if is_leaf is not None:
-        _describe_containers(state, is_leaf, "", containers)
-    if containers:
-        found["containers"] = containers
+    return found if is_leaf is None else {**found, **describe_state(state, is_leaf)}
+
+
+def describe_state(state: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return how a nested state is built, as far as names do not tell; empty where they tell everything."""
+    aliases = [[list(path) for path in paths] for paths in find_aliases(state).groups]
+    found = {"containers": describe_containers(state, is_leaf), "aliases": aliases}
+    return {key: each for key, each in found.items() if each}
+
+
+def describe_containers(state: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
+    """Return the order and kinds of dictionaries of a nested state by their names, where these are not the usual."""
+    found: dict[str, Any] = {}
+    _describe_containers(state, is_leaf, "", found)
     return found
 
 
@@ -44,7 +62,8 @@ def nest(leaves: Mapping[str, Any], description: Mapping[str, Any] | None) -> An
     if description is None:
         return names.nest(leaves)
     containers: Mapping[str, Any] = description.get("containers", {})
-    return names.nest(leaves, lambda name, children: _build(containers.get(name, {}), children))
+    built = names.nest(leaves, lambda name, children: _build(containers.get(name, {}), children))
+    return share(built, description.get("aliases", ()))
 
 
 def _describe_containers(value: Any, is_leaf: Callable[[Any], bool], name: str, found: dict[str, Any]) -> None:

@@ -1,0 +1,260 @@
+"""Places of a nested state that hold one and the same tensor or container: found for a save, and made one again.
+
+A checkpoint has a tensor under each of its names. An optimizer that counts in one tensor for all parameters, and finds
+one for each when it goes on, would train another way without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.state import names
+from everstep.checkpoint.state.loaded import is_dtensor
+from everstep.checkpoint.state.memory import local
+
+Path = tuple[Any, ...]  # keys of dictionaries and places in lists and tuples, from the outside in
+
+_PLAIN = frozenset({int, float, bool, str, bytes, complex, type(None), torch.dtype, torch.device, torch.Size})
+
+
+@dataclass(frozen=True)
+class Aliases:
+    """`groups`: paths to one object each, in the order in which they were met. `overlaps`: paths to two tensors that
+    have elements in common and are not the same."""
+
+    groups: list[list[Path]]
+    overlaps: list[tuple[Path, Path]]
+
+
+def find_aliases(state: Any) -> Aliases:
+    """Return what a nested state holds in several places.
+
+    Tensors are the same where they have the same elements in the same order; those without elements never are. Other
+    objects that can change (dictionaries, lists, sets, arrays) are the same where they are one.
+    """
+    found = _Visited()
+    found.visit(state, ())
+    groups, overlaps = _compare_memory(found.tensors)
+    groups += [paths for _, paths in found.containers.values() if len(paths) > 1]
+    return Aliases(groups, overlaps)
+
+
+def list_objects(state: Any) -> list[Any]:
+    """Return the tensors of a nested state, and all else in it that can change."""
+    found = _Visited()
+    found.visit(state, ())
+    return [tensor for _, tensor in found.tensors] + [each for each, _ in found.containers.values()]
+
+
+def share(state: Any, groups: Iterable[Sequence[Path]], keep: Collection[Any] = ()) -> Any:
+    """Return the state with one object at all paths of each group: that at the first of them that is there.
+
+    Args:
+        state: Is changed.
+        groups: As Aliases has them.
+        keep: Objects that stay where they are; others give way to these.
+    """
+    kept = set(map(id, keep))
+    for paths in groups:
+        held = {tuple(path): each for path in paths if (each := _get(state, path)) is not _ABSENT}
+        if not held:
+            continue
+        chosen = next((each for each in held.values() if id(each) in kept), next(iter(held.values())))
+        for path, each in held.items():
+            if each is not chosen and id(each) not in kept:
+                state = _put(state, path, chosen)
+    return state
+
+
+def name_path(state: Any, path: Path) -> str:
+    """Return a path as the name of what lies there."""
+    pieces = []
+    for key in path:
+        if isinstance(state, list | tuple):
+            pieces.append(f"[{key}]" if isinstance(state, list) else f"({key})")
+        else:
+            pieces.append(names.segment(key) if isinstance(key, str) else f"#{key}")
+        state = state[key]
+    return names.join(*pieces)
+
+
+def merge_groups(statements: Iterable[tuple[Path, str]]) -> list[list[Path]]:
+    """Return groups of paths from pairs of a path and a label: equal labels, or equal paths, are of one group."""
+    labels: dict[str, str] = {}  # a label and one that it is the same as
+    known: dict[str, tuple[Path, str]] = {}
+
+    def root(label: str) -> str:
+        while labels.setdefault(label, label) != label:
+            label = labels[label]
+        return label
+
+    for path, label in statements:
+        _, other = known.setdefault(repr(path), (tuple(path), label))
+        labels[root(label)] = root(other)
+    groups: dict[str, list[Path]] = {}
+    for path, label in known.values():
+        groups.setdefault(root(label), []).append(path)
+    return list(groups.values())
+
+
+_ABSENT = object()
+
+
+class _Visited:
+    def __init__(self) -> None:
+        self.tensors: list[tuple[Path, torch.Tensor]] = []
+        self.containers: dict[int, tuple[Any, list[Path]]] = {}  # by identity
+
+    def visit(self, value: Any, path: Path) -> None:
+        if isinstance(value, torch.Tensor):
+            self.tensors.append((path, value))
+            return
+        if isinstance(value, dict | list | set | bytearray) or type(value).__name__ == "ndarray":
+            _, paths = self.containers.setdefault(id(value), (value, []))
+            paths.append(path)
+            if len(paths) > 1:
+                return
+        if isinstance(value, dict):
+            for key, child in value.items():
+                if type(child) not in _PLAIN:
+                    self.visit(child, (*path, key))
+        elif isinstance(value, list | tuple) and not _PLAIN.issuperset(map(type, value)):
+            for place, child in enumerate(value):
+                if type(child) not in _PLAIN:
+                    self.visit(child, (*path, place))
+
+
+@dataclass
+class _Span:
+    """From where to where a tensor reaches in memory."""
+
+    device: str
+    start: int
+    stop: int
+    place: int  # in the order in which tensors were met
+    tensor: torch.Tensor
+
+    @classmethod
+    def of(cls, place: int, tensor: torch.Tensor) -> _Span | None:
+        """None where it has no elements, or no memory of its own: that is refused elsewhere."""
+        here = local(tensor)
+        try:
+            start = here.data_ptr()
+        except (RuntimeError, NotImplementedError):
+            return None
+        if not start or not here.numel():
+            return None
+        device = "" if here.is_cpu else str(here.device)
+        if here.is_contiguous():
+            return cls(device, start, start + here.nbytes, place, here)
+        reach = 1 + sum(stride * (size - 1) for stride, size in zip(here.stride(), here.shape, strict=True))
+        return cls(device, start, start + reach * here.element_size(), place, here)
+
+    @property
+    def is_dense(self) -> bool:
+        return self.stop - self.start == int(self.tensor.nbytes)
+
+
+def _compare_memory(tensors: Sequence[tuple[Path, torch.Tensor]]) -> tuple[list[list[Path]], list[tuple[Path, Path]]]:
+    with torch.no_grad():
+        spans = [span for place, (_, each) in enumerate(tensors) if (span := _Span.of(place, each)) is not None]
+    spans.sort(key=lambda span: (span.device, span.start, span.stop, span.place))
+    groups: list[list[int]] = []
+    overlaps: list[tuple[int, int]] = []
+    for cluster in _clusters(spans):
+        alike: dict[tuple[object, ...], list[int]] = {}
+        several: list[_Span] = []  # one of each kind
+        for span in cluster:
+            key = _identity(tensors[span.place][1], span.tensor)
+            if key not in alike:
+                several.append(span)
+            alike.setdefault(key, []).append(span.place)
+        groups += [sorted(places) for places in alike.values() if len(places) > 1]
+        overlaps += _find_overlaps(several)
+    paths = [path for path, _ in tensors]
+    return (
+        [[paths[place] for place in each] for each in sorted(groups)],
+        [(paths[min(pair)], paths[max(pair)]) for pair in sorted(overlaps)],
+    )
+
+
+def _clusters(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
+    """Runs of at least two spans, each of which begins before the others before it end."""
+    run: list[_Span] = []
+    stop = 0
+    for span in spans:
+        if run and (span.device != run[0].device or span.start >= stop):
+            if len(run) > 1:
+                yield run
+            run, stop = [], 0
+        run.append(span)
+        stop = max(stop, span.stop)
+    if len(run) > 1:
+        yield run
+
+
+def _identity(tensor: torch.Tensor, here: torch.Tensor) -> tuple[object, ...]:
+    whole = (tuple(tensor.shape), tensor.placements) if is_dtensor(tensor) else None
+    bits = (here.is_conj(), here.is_neg())
+    return here.data_ptr(), here.dtype, tuple(here.shape), _strides(here), bits, whole
+
+
+def _strides(here: torch.Tensor) -> tuple[int, ...]:
+    """Those that count: along one element nobody goes."""
+    return tuple(stride for stride, size in zip(here.stride(), here.shape, strict=True) if size > 1)
+
+
+def _find_overlaps(spans: Sequence[_Span]) -> list[tuple[int, int]]:
+    """Places of those that have elements in common with an earlier one: views of one storage may lie between each
+    other without."""
+    if len(spans) < 2:
+        return []
+    found: list[tuple[int, int]] = []
+    reach: _Span | None = None  # the dense one that reaches farthest
+    for span in spans:
+        if reach is not None and span.start < reach.stop:
+            found.append((reach.place, span.place))
+        if span.is_dense and (reach is None or span.stop > reach.stop):
+            reach = span
+    if found or all(span.is_dense for span in spans):
+        return found
+    low = min(span.start for span in spans)
+    grain = math.gcd(*(each for span in spans for each in (span.start - low, span.tensor.element_size())))
+    taken = torch.zeros((max(span.stop for span in spans) - low) // grain, dtype=torch.int32)
+    for number, span in enumerate(spans, 1):
+        units = span.tensor.element_size() // grain
+        # Along a stride of 0 is one element, however many there are of it.
+        sizes = [size if stride else 1 for stride, size in zip(span.tensor.stride(), span.tensor.shape, strict=True)]
+        strides = [stride * units for stride in span.tensor.stride()]
+        places = torch.arange(len(taken)).as_strided((*sizes, units), (*strides, 1), (span.start - low) // grain)
+        if other := int(taken[places].max()):
+            found.append((spans[other - 1].place, span.place))
+        taken[places] = number
+    return found
+
+
+def _get(state: Any, path: Sequence[Any]) -> Any:
+    for key in path:
+        try:
+            state = state[key]
+        except (KeyError, IndexError, TypeError):
+            return _ABSENT
+    return state
+
+
+def _put(state: Any, path: Path, value: Any) -> Any:
+    """Return the state with this value at a path: itself, or another tuple."""
+    if not path:
+        return value
+    key, rest = path[0], path[1:]
+    child = _put(state[key], rest, value)
+    if isinstance(state, tuple):
+        return (*state[:key], child, *state[key + 1 :])
+    if state[key] is not child:
+        state[key] = child
+    return state

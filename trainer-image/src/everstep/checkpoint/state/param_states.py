@@ -1,0 +1,116 @@
+"""How an optimizer's states are built, and what they share: beside each parameter, whoever holds it.
+
+Not in the one description of the optimizer: the ranks of a pipeline have states of other parameters each.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.state import names
+from everstep.checkpoint.state.aliases import Path, find_aliases, merge_groups, name_path
+from everstep.checkpoint.state.bulk import is_leaf
+from everstep.checkpoint.state.structure import KIND, describe_containers
+from everstep.checkpoint.values import pack
+
+_BUILT = "built"  # of each parameter: how its state is built, as the digest of that
+_STRUCTURES = "structures"  # by their own digest, since most parameters have the same
+_ALIASES = "aliases"  # of each parameter: what of its state is that of another place, too
+
+Lookup = Callable[[str], Any]  # a value of the optimizer by its name below it; None where there is none
+
+
+def describe_states(states: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Yield a parameter, a name below the optimizer and a value that says how the parameter's state is built.
+
+    Args:
+        states: By the names of parameters.
+    """
+    for param, state in states.items():
+        digest, containers = _describe(state)
+        yield param, names.join(_STRUCTURES, digest, KIND), containers
+        yield param, names.join(_BUILT, param, KIND), digest
+
+
+def describe_aliases(prefix: str, states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield names below the optimizer and values that say which states hold the same objects.
+
+    Raises:
+        CheckpointError: Something is shared that could not be given back so. Names both places.
+    """
+    found = find_aliases(states)
+    if found.overlaps:
+        one, other = found.overlaps[0]
+        raise CheckpointError(
+            f"{_name(prefix, states, one)} and {_name(prefix, states, other)} have elements in common and are not the "
+            "same tensor (one is a view of the other, or of its memory), which no checkpoint gives back: give each "
+            "its own memory (clone one of them), or keep one and make the other from it in each step"
+        )
+    said: dict[str, list[Any]] = {}
+    for paths in found.groups:
+        if len(paths[0]) == 1:
+            one, other = paths[:2]
+            raise CheckpointError(
+                f"{_name(prefix, states, one)} and {_name(prefix, states, other)} are one dictionary, and an optimizer "
+                "gets one for each parameter back: give each parameter its own dictionary, which may hold the same "
+                "tensors"
+            )
+        label = _name("", states, paths[0])
+        for place in paths:
+            said.setdefault(place[0], []).append([label, list(place[1:])])
+    for param, every in said.items():
+        yield names.join(_ALIASES, param, KIND), every
+
+
+def read_structure(param: str, lookups: Collection[Lookup]) -> dict[str, Any] | None:
+    """Return how a parameter's state is built, for nest(); None where an older checkpoint does not say.
+
+    Args:
+        param: Its name.
+        lookups: What is this rank's own first.
+    """
+    digests = (lookup(names.join(_BUILT, param, KIND)) for lookup in lookups)
+    digest = next((each for each in digests if each is not None), None)
+    if digest is None:
+        return None
+    found = (lookup(names.join(_STRUCTURES, digest, KIND)) for lookup in lookups)
+    return {"containers": next((each for each in found if each is not None), {})}
+
+
+def read_aliases(params: Collection[str], lookups: Collection[Lookup]) -> list[list[Path]]:
+    """Return the paths, beginning with a parameter's name, at which states held one object, in groups."""
+    return merge_groups(
+        ((param, *path), label)
+        for param in params
+        for lookup in lookups
+        for label, path in lookup(names.join(_ALIASES, param, KIND)) or ()
+    )
+
+
+def _name(prefix: str, states: Mapping[str, Any], path: Path) -> str:
+    return names.join(prefix, "state", path[0], name_path(states[path[0]], path[1:]))
+
+
+def _describe(state: Any) -> tuple[str, dict[str, Any]]:
+    if type(state) is dict and not any(isinstance(each, dict | list | tuple) for each in state.values()):
+        keys = tuple(state)
+        if all(type(key) is str for key in keys):
+            return _describe_flat(keys)
+    containers = describe_containers(state, is_leaf)
+    return _digest(containers), containers
+
+
+@functools.lru_cache(maxsize=1024)
+def _describe_flat(keys: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
+    pieces = list(map(names.segment, keys))
+    containers = {"": {"order": pieces}} if pieces != sorted(pieces) else {}
+    return _digest(containers), containers
+
+
+def _digest(containers: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(pack(dict(containers)), sort_keys=True).encode()).hexdigest()[:16]
