@@ -244,6 +244,40 @@ async def test_a_policy_that_rejects_replacements_ends_no_job(control_plane: Con
     await admin.close()
 
 
+async def test_a_forged_or_unsigned_template_gives_no_pod_and_ends_no_job(
+    operator: OperatorProcess, world: World
+) -> None:
+    """A user with rights on ConfigMaps alone, and an operator that starts: it has no template in its memory."""
+    for name in ("forged", "unsigned"):
+        await world.submit(name, numNodes=2)
+        await world.until_pods(name, 2)
+    assert operator.stop() == 0
+    for name in ("forged", "unsigned"):
+        found = await world.client.get(CONFIG_MAPS, world.namespace, f"{name}-1")
+        await world.client.delete(CONFIG_MAPS, world.namespace, f"{name}-1", uid=None)
+        pod = json.loads(found["data"]["template.json"])
+        if name == "forged":
+            pod["spec"]["hostPID"] = True
+            pod["spec"]["containers"][0]["securityContext"] = {"privileged": True}
+            found["data"]["template.json"] = json.dumps(pod)
+        else:
+            found["data"].pop("signature", None)
+        meta = {key: found["metadata"][key] for key in ("name", "namespace", "labels", "ownerReferences")}
+        await world.client.create(CONFIG_MAPS, world.namespace, {**found, "metadata": meta})
+        await world.remove((await world.pods(name))[1])
+    operator.start()
+    for name in ("forged", "unsigned"):
+        old, new = await world.until_pods(name, 2, seconds=180)
+        assert new["spec"].get("hostPID") is None
+        assert "privileged" not in (new["spec"]["containers"][0].get("securityContext") or {})
+        assert new["metadata"]["labels"]["everstep.dev/template"] == "1", "the other pod stays in the same set"
+        assert old["metadata"]["labels"]["everstep.dev/template"] == "1"
+        made = await world.client.get(CONFIG_MAPS, world.namespace, f"{name}-1")
+        assert "hostPID" not in made["data"]["template.json"]
+        assert len(made["data"]["signature"]) == 64
+        assert (await world.job(name))["status"]["phase"] not in ("Failed", "Succeeded")
+
+
 async def test_an_operator_whose_clock_is_a_day_ahead_takes_over_and_fails_no_job(
     operator: OperatorProcess, world: World, tmp_path: Path
 ) -> None:

@@ -69,7 +69,7 @@ def objects() -> Any:
 @pytest_asyncio.fixture
 async def actor(objects: Any) -> Actor:
     cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
-    leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(objects)
+    leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(objects, KEY)
     return Actor(objects, cache, leaders, AgentCode(b"code"), frozen, KEY)
 
 
@@ -98,7 +98,7 @@ async def test_the_name_of_a_secret_is_of_one_job_and_one_template_and_takes_the
 
 
 def resolved(built: TrainingJob, epoch: int) -> Frozen:
-    made = template.resolve(built, epoch=epoch, pool=None, plain=False, settings=Settings(name_key=KEY))
+    made = template.resolve(built, epoch=epoch, pool=None, plain=False, settings=Settings(operator_key=KEY))
     assert isinstance(made, Frozen)
     return made
 
@@ -106,7 +106,7 @@ def resolved(built: TrainingJob, epoch: int) -> Frozen:
 def of_template(built: TrainingJob, epoch: int) -> tuple[EnsureSecret, EnsureTemplate]:
     frozen = resolved(built, epoch)
     name = template.secret_of(frozen)
-    configured = EnsureTemplate(f"digits-{epoch}", epoch, template.config_map(built, frozen))
+    configured = EnsureTemplate(f"digits-{epoch}", epoch, template.config_map(built, frozen, KEY))
     return EnsureSecret(name, epoch, template.secret(built, epoch, name)), configured
 
 
@@ -132,6 +132,26 @@ async def test_of_old_templates_only_what_bears_their_name_is_deleted(actor: Act
     }
     assert ("configmaps", "digits-2") in objects.there
     assert ("configmaps", "digits-1") not in objects.there
+
+
+async def test_a_forged_template_is_replaced_before_a_pod_can_mount_it(actor: Actor, objects: Any) -> None:
+    """Also one of the operator before signatures; and only what says that it is this job's."""
+    built = job().build()
+    _, configured = of_template(built, 1)
+    good = {**configured.body, "metadata": {**configured.body["metadata"], "uid": "u"}}
+    forged = {**good, "data": {**good["data"], "template.json": '{"spec":{"hostPID":true}}'}}
+    objects.there[("configmaps", "digits-1")] = forged
+    assert await actor.frozen.get("default", "digits", JOB.uid, 1) is None
+    assert await actor.carry_out(JOB, [configured]) == (None, None)
+    assert objects.there[("configmaps", "digits-1")]["data"] == good["data"]
+    assert await actor.frozen.get("default", "digits", JOB.uid, 1) == resolved(built, 1)
+
+    strangers = {**forged, "metadata": {**forged["metadata"], "ownerReferences": []}}
+    objects.there[("configmaps", "digits-1")] = strangers
+    refused, _ = await actor.carry_out(JOB, [configured])
+    assert refused is not None
+    assert refused.kind == "Conflict"
+    assert objects.there[("configmaps", "digits-1")] == strangers
 
 
 async def test_a_new_template_finds_the_agent_in_a_namespace_that_was_made_again(actor: Actor, objects: Any) -> None:

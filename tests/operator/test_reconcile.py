@@ -65,12 +65,13 @@ def server() -> Any:
 async def reconciler(server: Any) -> Reconciler:
     queue: WorkQueue[Key] = WorkQueue()
     cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
-    leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(server)
+    leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(server, b"key")
     actor = Actor(server, cache, leaders, AgentCode(b"code"), frozen, b"key")
     gangs, clock = Gangs(lambda _: None), CREATED.timestamp
     return Reconciler(
-        server, cache, queue, leaders, frozen, gangs, Nodes(server, cache, clock), actor, Settings(), b"key", clock
-    )
+        server, cache, queue, leaders, frozen, gangs, Nodes(server, cache, clock), actor,
+        Settings(operator_key=b"key"), b"key", clock,
+    )  # fmt: skip
 
 
 async def test_a_refused_status_is_written_without_what_came_from_the_pods_and_an_event_says_why(

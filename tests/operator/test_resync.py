@@ -55,7 +55,7 @@ def deaf() -> list[str]:
 def resync(server: Any, deaf: list[str], monkeypatch: pytest.MonkeyPatch) -> Resync:
     monkeypatch.setattr("everstep_operator.cluster.resync.ON_ITS_WAY", 0.2)
     cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
-    frozen, agent = FrozenTemplates(server), AgentCode(b"code")
+    frozen, agent = FrozenTemplates(server, b""), AgentCode(b"code")
     return Resync(server, cache, frozen, agent, (), 300.0, deaf=lambda: deaf.append("deaf"), wake=lambda _: None)
 
 
@@ -68,7 +68,8 @@ async def test_the_agent_of_a_job_that_waits_for_it_is_made_again(resync: Resync
     settings = Settings(agent_digest=resync.agent.digest)
     made = template.resolve(built, epoch=1, pool=None, plain=False, settings=settings)
     assert isinstance(made, Frozen)
-    resync.frozen.put(built.metadata.uid, 1, template.config_map(built, made))
+    signed = template.config_map(built, made, b"")
+    assert resync.frozen.put("default", built.metadata.uid, 1, signed) == made
     await resync.once()
     assert [item["metadata"]["name"] for item in server.there["configmaps"]] == [resync.agent.name]
 

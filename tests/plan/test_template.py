@@ -187,12 +187,31 @@ def test_only_labels_on_the_list_are_copied() -> None:
     assert frozen.pod["metadata"]["labels"] == {"app.kubernetes.io/name": "n", "team": "vision"}
 
 
-def test_what_was_frozen_reads_back_the_same() -> None:
+def test_what_was_frozen_reads_back_the_same_for_its_job_and_epoch_and_with_the_operators_key_alone() -> None:
     built = job().nodes(2).build()
     frozen = resolve(built, epoch=3, pool=None, plain=False, settings=Settings())
     assert isinstance(frozen, Frozen)
-    assert template.frozen_view(template.config_map(built, frozen)) == frozen
-    assert template.frozen_view({"metadata": {}, "data": {}}) is None
+    signed, place = template.config_map(built, frozen, b"key"), ("default", built.metadata.uid, 3, b"key")
+
+    def read(raw: Any, namespace: str, uid: str, epoch: int, key: bytes) -> Frozen | None:
+        return template.frozen_view(raw, namespace=namespace, uid=uid, epoch=epoch, key=key)
+
+    assert read(signed, *place) == frozen
+    uid = built.metadata.uid
+    for other in (
+        ("elsewhere", uid, 3, b"key"),
+        ("default", "another", 3, b"key"),
+        ("default", uid, 2, b"key"),
+        ("default", uid, 3, b"other"),
+    ):
+        assert read(signed, *other) is None
+    data = signed["data"]
+    forged = [{**data, name: data[name].replace("{", "{ ", 1)} for name in ("job.json", "template.json")]
+    swapped = {**data, "job.json": data["template.json"], "template.json": data["job.json"]}
+    unsigned = {name: value for name, value in data.items() if name != "signature"}
+    for bad in (*forged, swapped, unsigned, {**data, "signature": "é"}, {**data, "more": ""}, {}, None, "text"):
+        assert read({**signed, "data": bad}, *place) is None
+    assert read({"metadata": {}}, *place) is None
 
 
 def test_resolving_does_not_change_the_job() -> None:

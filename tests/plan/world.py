@@ -26,7 +26,16 @@ from everstep_operator.plan.actions import (
 )
 from everstep_operator.plan.leader import Entry, LeaderView, Outcome, Progress, Unclean
 from everstep_operator.plan.node import NodeView
-from everstep_operator.plan.observed import ContainerEnd, GangView, LastWord, Observed, PodView, Rejection, Settings
+from everstep_operator.plan.observed import (
+    ContainerEnd,
+    Frozen,
+    GangView,
+    LastWord,
+    Observed,
+    PodView,
+    Rejection,
+    Settings,
+)
 from everstep_operator.plan.pods import pod_body
 from everstep_operator.plan.template import frozen_view
 from tests.builders import CREATED
@@ -109,12 +118,17 @@ class World:
             pools=self.pools,  # type: ignore[arg-type]
             leader=self.view(),
             gangs=self.gangs,
-            frozen=frozen_view(found) if found else None,  # type: ignore[arg-type]
+            frozen=self._frozen(found, template.epoch) if found and template else None,
             settings=self.settings,
             rejection=rejection,
             status_written_at=self.written_at,
             nodes=self.nodes,
         )
+
+    def _frozen(self, found: object, epoch: int) -> Frozen | None:
+        meta, key = self.job.metadata, self.settings.operator_key
+        namespace = meta.namespace or ""
+        return frozen_view(found, namespace=namespace, uid=meta.uid, epoch=epoch, key=key)  # type: ignore[arg-type]
 
     def view(self) -> LeaderView | None:
         leader, head = self.leader, self.pods.get(f"{self.job.metadata.name}-0")

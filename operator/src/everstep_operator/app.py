@@ -62,7 +62,7 @@ class Operator:
             clock=client.clock.now,
             limit=limits.leaders_at_once(settings.leader_connections),
         )
-        self.frozen = FrozenTemplates(client)
+        self.frozen = FrozenTemplates(client, operator_key)
         self.gangs = Gangs(self.queue.add)
         actor = Actor(client, self.cache, self.leaders, agent, self.frozen, operator_key)
         actor.requests = asyncio.Semaphore(settings.parallel_creates)
@@ -205,7 +205,7 @@ def plan_settings(settings: Settings, agent: AgentCode, operator_key: bytes) -> 
     """Return what plans depend on, in the planner's words."""
     return PlanSettings(
         agent_digest=agent.digest,
-        name_key=operator_key,
+        operator_key=operator_key,
         cluster_domain=settings.cluster_domain,
         agent_port=settings.agent_port,
         fence_timeout=settings.fence_timeout,

@@ -126,7 +126,14 @@ class Actor:
 
     async def _ensure_template(self, job: Job, action: act.EnsureTemplate) -> None:
         made, _ = await self._ensure(CONFIG_MAPS, job, action.body)
-        self.frozen.put(job.uid, action.template, made)
+        if self.frozen.put(job.namespace, job.uid, action.template, made) is not None:
+            return
+        # Pods would mount it. It says that it is this job's, and is not as this operator writes them: forged, damaged,
+        # or of a time before signatures. Running pods have theirs already, and keep it.
+        await self.client.delete(CONFIG_MAPS, job.namespace, made["metadata"]["name"], uid=made["metadata"]["uid"])
+        made, _ = await self._ensure(CONFIG_MAPS, job, action.body)
+        if self.frozen.put(job.namespace, job.uid, action.template, made) is None:
+            raise Leftover(f"ConfigMap {job.namespace}/{made['metadata']['name']}")
 
     async def _ensure_secret(self, job: Job, action: act.EnsureSecret) -> None:
         """We may not read Secrets, and need not: only this operator can know the name (`template.secret_name`) before

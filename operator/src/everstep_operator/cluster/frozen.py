@@ -14,30 +14,50 @@ log = structlog.get_logger(__name__)
 
 
 class FrozenTemplates:
-    def __init__(self, client: Client) -> None:
+    """The templates of the active jobs, each read once and believed only with the operator's signature."""
+
+    def __init__(self, client: Client, operator_key: bytes) -> None:
         self._client = client
+        self._key = operator_key
         self._known: dict[str, Frozen] = {}  # by job UID; a job has one current template
+        self._damaged: dict[str, int] = {}  # the epoch whose ConfigMap cannot be verified: it stays so until replaced
 
     async def get(self, namespace: str, job: str, uid: str, template: int) -> Frozen | None:
-        """The template of this epoch, or None if there is none of this job's."""
+        """Return the template of this epoch, or None if there is none, or none that the operator has signed."""
         known = self._known.get(uid)
         if known is not None and known.epoch == template:
             return known
+        if self._damaged.get(uid) == template:
+            return None
         try:
             found = await self._client.get(CONFIG_MAPS, namespace, f"{job}-{template}")
         except errors.NotFound:
             return None
-        owners = found["metadata"].get("ownerReferences") or ()
-        if not any(reference.get("uid") == uid for reference in owners):
-            return None
-        return self.put(uid, template, found)
+        return self.put(namespace, uid, template, found)
 
-    def put(self, uid: str, template: int, config_map: Object) -> Frozen | None:
-        frozen = frozen_view(config_map)
-        if frozen is None or frozen.epoch != template:
-            log.warning("a template that nobody can read", config_map=config_map["metadata"]["name"])
+    def put(self, namespace: str, uid: str, template: int, config_map: Object) -> Frozen | None:
+        """Keep what a ConfigMap holds for the job of this UID.
+
+        Args:
+            namespace: Namespace of the job.
+            uid: UID of the job.
+            template: The template epoch that the ConfigMap is to be of.
+            config_map: The ConfigMap as the API server gave it.
+
+        Returns:
+            The template, or None if it does not verify: the job is resolved again when it next needs a pod.
+        """
+        frozen = frozen_view(config_map, namespace=namespace, uid=uid, epoch=template, key=self._key)
+        if frozen is None:
+            if self._damaged.get(uid) != template:
+                log.warning(
+                    "the signature of a template does not hold; the job is resolved again when it needs a pod",
+                    config_map=f"{namespace}/{config_map['metadata']['name']}",
+                )
+            self._damaged[uid] = template
             return None
         self._known[uid] = frozen
+        self._damaged.pop(uid, None)
         return frozen
 
     def known(self, uid: str) -> Frozen | None:
@@ -45,7 +65,9 @@ class FrozenTemplates:
 
     def forget(self, uid: str) -> None:
         self._known.pop(uid, None)
+        self._damaged.pop(uid, None)
 
     def keep_only(self, uids: set[str]) -> None:
         """Drop what belongs to jobs that are finished or gone."""
         self._known = {uid: frozen for uid, frozen in self._known.items() if uid in uids}
+        self._damaged = {uid: template for uid, template in self._damaged.items() if uid in uids}

@@ -76,7 +76,8 @@ def fill(s: Situation, decision: Decision) -> Decision:
         if isinstance(made, Refused) and s.is_first_creation:
             return decision.but(phase=Phase.FAILED, reason=made.reason, message=made.message)
         if isinstance(made, Refused):
-            # The template's ConfigMap was deleted, and the operator's configuration allows less than it did.
+            # The template's ConfigMap was deleted, or its signature does not hold, and the operator's configuration
+            # allows less than it did.
             waiting = decision.but(reason=made.reason, message=made.message, stalled=True)
             return waiting.look_again(s.now + RETRY_BLOCKED)
         frozen = made
@@ -169,7 +170,7 @@ def _make(s: Situation, frozen: Frozen, indices: Iterable[int], epoch: int) -> l
         actions.append(EnsureSecret(token, t, template.secret(job, t, token)))
         # By the template's name, not today's: a job that began under another version goes on with that agent.
         actions.append(EnsureAgent(_agent_of(frozen), settings.agent_digest))
-    actions.append(EnsureTemplate(name, t, template.config_map(job, frozen)))
+    actions.append(EnsureTemplate(name, t, template.config_map(job, frozen, settings.operator_key)))
     actions.append(CreatePods(chosen, epoch, frozen, _running_leader(s, chosen, epoch)))
     return actions
 

@@ -124,7 +124,7 @@ class GangView:
 
 @dataclass(frozen=True, slots=True)
 class Frozen:
-    """The immutable ConfigMap `<job>-<t>` of the current template epoch, as it was read."""
+    """The immutable ConfigMap `<job>-<t>` of the current template epoch, as it was read, its signature verified."""
 
     epoch: int
     pod: Mapping[str, Any]  # template.json
@@ -136,7 +136,7 @@ class Settings:
     """The operator's own configuration, as far as plans depend on it. Allow-lists are exact names; "*" allows all."""
 
     agent_digest: str = "0" * 64  # SHA-256 of agent.pyz
-    name_key: bytes = field(default=b"", repr=False)  # the operator key: of it come the names of jobs' Secrets
+    operator_key: bytes = field(default=b"", repr=False)  # names the jobs' Secrets, and signs their templates
     cluster_domain: str = "cluster.local"
     agent_port: int = 8470
     fence_timeout: float = 40.0

@@ -48,6 +48,7 @@ _REFERENCES = {
 _SHM = "/dev/shm"  # noqa: S108
 _AUTOMOUNT = "automountServiceAccountToken"
 _TOKEN = "everstep-token"  # noqa: S105 - a volume's name
+_SIGNATURE = "signature"  # in the data, which nobody can change once it is there
 _FOLDERS = ("input", "model", "output", "checkpoints")
 
 
@@ -93,11 +94,18 @@ def resolve(
     return Frozen(epoch=epoch, pod=pod, job=config)
 
 
-def config_map(job: TrainingJob, frozen: Frozen) -> dict[str, Any]:
-    """The immutable ConfigMap `<job>-<t>`."""
+def config_map(job: TrainingJob, frozen: Frozen, key: bytes) -> dict[str, Any]:
+    """Return the immutable ConfigMap `<job>-<t>`, signed.
+
+    Args:
+        job: The job that owns it.
+        frozen: Its template.
+        key: The operator key.
+    """
     data = {"job.json": _json(frozen.job), "template.json": _json(frozen.pod)}
     if frozen.job.get("plain"):
         data |= plain_mode.files(frozen.job)
+    data[_SIGNATURE] = _sign(data, job.metadata.namespace or "", job.metadata.uid, frozen.epoch, key)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -158,14 +166,42 @@ def secret_of(frozen: Frozen) -> str:
     return next((str(v["secret"]["secretName"]) for v in volumes if v["name"] == _TOKEN), "")
 
 
-def frozen_view(raw: Mapping[str, Any]) -> Frozen | None:
-    """Read the ConfigMap back. None if it is not one of ours or was damaged: the job is then resolved again."""
+def frozen_view(raw: Mapping[str, Any], *, namespace: str, uid: str, epoch: int, key: bytes) -> Frozen | None:
+    """Read the ConfigMap of a template epoch back, if the operator's signature on it holds.
+
+    Pods are made from it with the operator's rights, and others may write ConfigMaps where the job is. What is in its
+    metadata is not believed: labels and owner references of an immutable ConfigMap can still be changed.
+
+    Args:
+        raw: The ConfigMap as the API server gives it.
+        namespace: Namespace of the job that asks.
+        uid: UID of the job that asks.
+        epoch: The template epoch that it asks for.
+        key: The operator key.
+
+    Returns:
+        The template; None if it is damaged, forged, of another job or epoch, or signed by nobody or by another key: the
+        job is then resolved again, as when its ConfigMap was deleted.
+    """
+    data = raw.get("data")
+    if not isinstance(data, dict) or raw.get("binaryData"):
+        return None
+    content = {name: value for name, value in data.items() if name != _SIGNATURE}
+    given = str(data.get(_SIGNATURE) or "")
+    if not hmac.compare_digest(_sign(content, namespace, uid, epoch, key).encode(), given.encode(errors="replace")):
+        return None
     try:
-        epoch = int(raw["metadata"]["labels"][LABEL_TEMPLATE])
-        pod, config = json.loads(raw["data"]["template.json"]), json.loads(raw["data"]["job.json"])
+        pod, config = json.loads(content["template.json"]), json.loads(content["job.json"])
     except (KeyError, TypeError, ValueError):
         return None
     return Frozen(epoch=epoch, pod=pod, job=config) if isinstance(pod, dict) and isinstance(config, dict) else None
+
+
+def _sign(data: Mapping[str, str], namespace: str, uid: str, epoch: int, key: bytes) -> str:
+    """Sign all that the ConfigMap holds, for one job and one epoch. JSON tells where each part ends, and its first
+    letter tells this from whatever else the key is used for: no UID begins with a bracket."""
+    text = json.dumps(["frozen-template", namespace, uid, epoch, data], sort_keys=True)
+    return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
 def _meta(job: TrainingJob, epoch: int | None) -> dict[str, Any]:
@@ -252,7 +288,7 @@ def _volumes(job: TrainingJob, epoch: int, plain: bool, settings: Settings) -> l
         per_pod = {"items": [{"path": "resourceconfig.json", **annotation}]}
         sources = [{"configMap": config}, {"downwardAPI": per_pod}]
         return [*volumes, {"name": "everstep-config", "projected": {"sources": sources}}]
-    token = secret_name(job.metadata.name, job.metadata.uid, epoch, settings.name_key)
+    token = secret_name(job.metadata.name, job.metadata.uid, epoch, settings.operator_key)
     return [
         *volumes,
         {"name": "everstep-agent", "configMap": {"name": settings.agent_config_map}},
