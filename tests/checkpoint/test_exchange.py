@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,38 @@ def test_dcp_loads_what_is_exported_and_it_is_imported_again(tmp_path: Path) -> 
     check_alike(other, objects)
     importing.import_dcp(tmp_path / "dcp", tmp_path / "two" / "store", step=9)
     check_alike(restored(tmp_path / "two" / "store", **trained(seed=2)), objects)
+
+
+def test_what_dcp_does_not_hold_as_it_is_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    store = save(tmp_path / "store", misc={5: 1, "n": {2: torch.ones(1)}, "e": {}, "c": Counter("aab")}, **trained())
+    exporting.export_dcp(store, tmp_path / "dcp")
+    (said,) = [each.message for each in caplog.records if "DCP" in each.message]
+    for named in (
+        "misc.5 (the key 5 becomes text)",
+        "misc.n.2 (the key 2 becomes text)",
+        "misc.e (an empty dictionary is left out)",
+        "misc.c (a Counter becomes a dict)",
+    ):
+        assert named in said
+    assert said.count(";") == 3, "of a model and its optimizer nothing changes"
+    importing.import_dcp(tmp_path / "dcp", tmp_path / "back")
+    assert everstep.load(tmp_path / "back", only="misc*")["misc"] == {
+        "5": 1, "n": {"2": torch.ones(1)}, "c": {"a": 2, "b": 1},
+    }  # fmt: skip
+    store = save(tmp_path / "two", misc={5: 1, "5": 2})
+    with pytest.raises(CheckpointError, match="misc has the keys 5 and '5', which are one in a folder of DCP"):
+        exporting.export_dcp(store, tmp_path / "dcp2")
+    assert not (tmp_path / "dcp2").exists()
+
+
+def test_an_optimizer_without_state_goes_to_dcp_and_comes_back(tmp_path: Path) -> None:
+    model = network()
+    save(tmp_path / "one", model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.5))
+    exporting.export_dcp(tmp_path / "one", tmp_path / "dcp")
+    importing.import_dcp(tmp_path / "dcp", tmp_path / "two" / "store", step=9)
+    other = network(1)
+    found = restored(tmp_path / "two" / "store", model=other, optimizer=torch.optim.SGD(other.parameters(), lr=0.1))
+    assert found["optimizer"].param_groups[0]["lr"] == 0.5
 
 
 def test_dcp_loads_what_is_exported_onto_ranks_that_shard(tmp_path: Path) -> None:

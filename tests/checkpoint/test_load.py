@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from torch import nn  # noqa: E402
 import everstep  # noqa: E402
 from everstep.checkpoint.candidates import candidates, read_manifest  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError, StoreError  # noqa: E402
+from everstep.checkpoint.exchange.exporting import export_dcp  # noqa: E402
 from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
 from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.rng import Rng  # noqa: E402
@@ -103,6 +106,27 @@ def test_a_step_is_that_of_the_greatest_attempt_that_has_it_and_is_good(tmp_path
     assert error.value.steps == [10, 20]
     with pytest.raises(CheckpointError, match=r"there are no checkpoints in"):
         everstep.load(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("step", ["3", 3.0, True, b"3"])
+def test_a_step_of_another_type_is_named(step: Any, tmp_path: Path) -> None:
+    saved(tmp_path, ranks.key(3), x=torch.ones(3))
+    number: Any = np.int64(3)
+    assert everstep.load(tmp_path, step=number).step == 3
+    for read in (
+        everstep.load,
+        partial(everstep.load_into, x=torch.ones(3)),
+        partial(export_dcp, folder=tmp_path / "o"),
+    ):
+        with pytest.raises(TypeError, match=rf"step is {re.escape(repr(step))}, a {type(step).__name__}: give the num"):
+            read(tmp_path, step=step)
+
+
+def test_no_reads_at_a_time_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    for threads in (0, -1):
+        for read in (everstep.load, partial(everstep.load_into, x=torch.ones(3))):
+            with pytest.raises(ValueError, match=rf"threads is {threads}, and how many reads .* at least 1"):
+                read(tmp_path, threads=threads)
 
 
 def test_names_and_types_are_changed_on_the_way(tmp_path: Path) -> None:

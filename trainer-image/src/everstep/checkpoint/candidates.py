@@ -17,7 +17,7 @@ from everstep.checkpoint.manifests import assemble, read_index, read_manifest, r
 from everstep.checkpoint.store.base import Store
 
 __all__ = [
-    "OnBytes", "Readable", "candidates", "check", "check_present", "each_candidate", "is_committed",
+    "OnBytes", "Readable", "candidates", "check", "check_present", "check_threads", "each_candidate", "is_committed",
     "read_chunk", "read_index", "read_manifest", "read_run", "verify", "verify_node",
 ]  # fmt: skip
 
@@ -53,6 +53,16 @@ def each_candidate(store: Store) -> Iterator[Key]:
     while (key := next((each for each in candidates(store) if each not in given), None)) is not None:
         given.add(key)
         yield key
+
+
+def check_threads(threads: int) -> None:
+    """Refuse a number of reads at a time that is none.
+
+    Raises:
+        ValueError: It is less than 1.
+    """
+    if threads < 1:
+        raise ValueError(f"threads is {threads}, and how many reads go on at a time is at least 1: leave it out for 4")
 
 
 def _hinted(store: Store) -> Key | None:
@@ -129,6 +139,7 @@ def verify_node(
 
     The index may be what that node announced: then `node` is 0, whatever its number.
     """
+    check_threads(threads)
     manifest = read_node(store, index, node)
     _check_sizes(store, manifest, _sizes(store, manifest.key))
     chunks = _all_chunks(manifest)

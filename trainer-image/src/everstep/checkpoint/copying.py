@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
-from everstep.checkpoint.candidates import OnBytes, read_chunk, verify_node
+from everstep.checkpoint.candidates import OnBytes, check_threads, read_chunk, verify_node
 from everstep.checkpoint.checksum import DEFAULT, digest
 from everstep.checkpoint.errors import CheckpointError, Conflict, Missing, is_damage
 from everstep.checkpoint.format import HEADER, Chunk, Manifest
@@ -52,6 +52,7 @@ def copy(
         Removed: Retention has removed it from the source.
         Conflict: Another checkpoint of this key is in the target.
     """
+    check_threads(threads)
     with reading(source, key) as lease:
 
         def advance(count: int) -> None:

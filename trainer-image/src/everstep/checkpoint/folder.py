@@ -17,7 +17,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from everstep.checkpoint import unfinished
-from everstep.checkpoint.candidates import candidates, each_candidate, read_chunk, read_manifest
+from everstep.checkpoint.candidates import candidates, check_threads, each_candidate, read_chunk, read_manifest
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Removed, is_damage
 from everstep.checkpoint.format import CHUNK, Chunk, Key, Manifest, Tensor
 from everstep.checkpoint.leases import ReadLease, reading
@@ -179,6 +179,7 @@ def restore(
         Damaged, NoFolder: None of what was saved can be restored.
         Removed: What was meant has been removed meanwhile.
     """
+    check_threads(threads)
     into = into.resolve()
     if into.exists() and not replace and (not into.is_dir() or any(into.iterdir())):
         raise CheckpointError(

@@ -15,7 +15,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from everstep.checkpoint.candidates import candidates, check_present, each_candidate, read_index, read_manifest
+from everstep.checkpoint.candidates import (
+    candidates,
+    check_present,
+    check_threads,
+    each_candidate,
+    read_index,
+    read_manifest,
+)
 from everstep.checkpoint.casting import Cast, Casts
 from everstep.checkpoint.descriptions import is_description, object_of
 from everstep.checkpoint.errors import CheckpointError, Damaged, Removed, StoreError, is_damage
@@ -95,6 +102,7 @@ def load(
         CheckpointError: There is none at all, or nothing in it is called as `only` says.
     """
     casts = Casts(cast)
+    check_threads(threads)
     casts.result(torch.float32)  # cast=True is an error before anything is read
 
     def read(store: Store, manifest: Manifest, lease: ReadLease) -> dict[str, Any]:
@@ -163,6 +171,7 @@ def load_into(
     """
     if not objects:
         raise CheckpointError("load_into what? Name the objects as they were saved: load_into(uri, model=model)")
+    check_threads(threads)
     began = time.monotonic()
     count = 0
 

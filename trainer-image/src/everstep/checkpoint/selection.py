@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import SupportsIndex, TypeVar
 
 from everstep.checkpoint.descriptions import KIND, is_description, object_of
 from everstep.checkpoint.errors import CheckpointError
@@ -33,7 +33,7 @@ class NoSuchStep(CheckpointError):
 
 
 def select_keys(keys: Collection[Key], step: int | Key | None, where: str) -> list[Key]:
-    """Return the keys to try, the best first: greatest attempt first.
+    """Return the keys to try, the best first: greatest attempt first. A whole number of any type is a step.
 
     Args:
         keys: All that was committed.
@@ -42,7 +42,13 @@ def select_keys(keys: Collection[Key], step: int | Key | None, where: str) -> li
 
     Raises:
         NoSuchStep: None of them is of this step.
+        TypeError: `step` is none of these: neither "3" nor 3.0 nor True is taken for a number of steps.
     """
+    if isinstance(step, bool) or not (step is None or isinstance(step, Key | SupportsIndex)):
+        raise TypeError(
+            f"step is {step!r}, a {type(step).__name__}: give the number of a step as an integer, or the key of a "
+            "checkpoint, as best() returns"
+        )
     found = [key for key in keys if is_meant(key, step)]
     if step is not None and not found:
         raise NoSuchStep(where, step.step if isinstance(step, Key) else step, (key.step for key in keys))

@@ -217,6 +217,8 @@ def export_dcp(
 
     Its state dictionary is {object: state}, where a module's and an optimizer's are those of
     torch.distributed.checkpoint.state_dict. Each rank's own state is left out. Takes the memory of what is exported.
+    A warning names what DCP does not hold as it is: keys that are no text, empty dictionaries, dictionaries of other
+    types.
 
     Args:
         uri: The store: a folder or a URL, as given to everstep.checkpointer().
@@ -232,7 +234,7 @@ def export_dcp(
         The key of what was exported.
 
     Raises:
-        CheckpointError: The folder is there already.
+        CheckpointError: The folder is there already; or two keys of a dictionary are the same as text.
         NoSuchStep, NoGoodCheckpoint: As load().
     """
     import torch.distributed.checkpoint as dcp
@@ -240,9 +242,39 @@ def export_dcp(
     path = Path(folder)
     loaded = load(uri, step=step, only=only, rename=rename, cast=cast, options=options)
     state = {name: each for name, each in loaded.items() if name != "rank"}
+    if changed := list(_changed_by_dcp("", state)):
+        more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
+        _log.warning("DCP gives back otherwise than it was saved: %s%s", "; ".join(changed[:8]), more)
     with _put(path, replace) as place:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(place), no_dist=True)
     return loaded.key
+
+
+def _changed_by_dcp(name: str, value: object) -> Iterator[str]:
+    """What of a nested state comes back from DCP as something else; CheckpointError where it cannot hold it."""
+    if isinstance(value, list):
+        for number, each in enumerate(value):
+            yield from _changed_by_dcp(f"{name}[{number}]", each)
+    if not isinstance(value, Mapping):
+        return
+    if type(value) is not dict:
+        yield f"{name} (a {type(value).__name__} becomes a dict)"
+    if not value:
+        yield f"{name} (an empty dictionary is left out)"
+    seen: dict[str, object] = {}
+    for key, each in value.items():
+        inner = f"{name}.{key}" if name else str(key)
+        if str(key) in seen:
+            raise CheckpointError(
+                f"{name} has the keys {seen[str(key)]!r} and {key!r}, which are one in a folder of DCP: rename one of "
+                "them before it is saved, or leave it out with only= or rename="
+            )
+        seen[str(key)] = key
+        if not isinstance(key, str):
+            yield f"{inner} (the key {key!r} becomes text)"
+        if key != "state" or "param_groups" not in value or not isinstance(each, Mapping) or len(each):
+            # else an optimizer before its first step, which import_dcp() knows
+            yield from _changed_by_dcp(inner, each)
 
 
 def parse_size(text: str) -> int:

@@ -93,7 +93,13 @@ def _is_module(state: Any) -> bool:
 
 
 def _is_optimizer(state: Any) -> bool:
-    return isinstance(state, Mapping) and isinstance(state.get("param_groups"), list) and "state" in state
+    groups = state.get("param_groups") if isinstance(state, Mapping) else None
+    # DCP leaves an empty state out.
+    return isinstance(groups, list) and ("state" in state or (all(map(_is_group, groups)) and bool(groups)))
+
+
+def _is_group(group: object) -> bool:
+    return isinstance(group, Mapping) and "params" in group and "lr" in group
 
 
 def _is_tensor(value: object) -> bool:
@@ -133,7 +139,7 @@ def _optimizer(
 ) -> Iterator[tuple[str, Any]]:
     called = _param_names(prefix, state, models, order)
     yield names.join(prefix, KIND), describe(OPTIMIZER)
-    states = {called[_number(param, called)]: own for param, own in state["state"].items()}
+    states = {called[_number(param, called)]: own for param, own in state.get("state", {}).items()}
     for param, own in states.items():
         yield from names.walk(own, _is_tensor, names.join(prefix, "state", param))
     described = {name: value for _, name, value in describe_states(states)} | dict(describe_aliases(prefix, states))
@@ -167,7 +173,7 @@ def _param_names(
     params = [param for group in groups for param in group["params"]]
     if all(isinstance(param, str) for param in params):
         return {param: names.of_module(param) for param in params}
-    states = {param: each for key, each in state["state"].items() for param in [_number(key, params)]}
+    states = {param: each for key, each in state.get("state", {}).items() for param in [_number(key, params)]}
     given = [name for group in groups for name in group.get("param_names", ())]
     if order is None and len(given) == len(params):
         order = given
