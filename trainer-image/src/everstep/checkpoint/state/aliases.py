@@ -9,13 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.loaded import is_dtensor
-from everstep.checkpoint.state.memory import local
+from everstep.checkpoint.state.memory import WHOLE, local
 
 Path = tuple[Any, ...]  # keys of dictionaries and places in lists and tuples, from the outside in
 
@@ -121,7 +121,9 @@ class _Visited:
                 return
         if isinstance(value, dict):
             for key, child in value.items():
-                if type(child) not in _PLAIN:
+                if isinstance(child, torch.Tensor):  # most of a state
+                    self.tensors.append(((*path, key), child))
+                elif type(child) not in _PLAIN:
                     self.visit(child, (*path, key))
         elif isinstance(value, list | tuple) and not _PLAIN.issuperset(map(type, value)):
             for place, child in enumerate(value):
@@ -129,53 +131,73 @@ class _Visited:
                     self.visit(child, (*path, place))
 
 
-@dataclass
-class _Span:
-    """From where to where a tensor reaches in memory."""
+class _Span(NamedTuple):
+    """From where to where a tensor reaches in memory; `place`: in the order in which tensors were met."""
 
     device: str
     start: int
     stop: int
-    place: int  # in the order in which tensors were met
-    tensor: torch.Tensor
+    place: int
 
     @classmethod
     def of(cls, place: int, tensor: torch.Tensor) -> _Span | None:
         """None where it has no elements, or no memory of its own: that is refused elsewhere."""
-        here = local(tensor)
+        here = local(tensor) if type(tensor) not in WHOLE else tensor
         try:
             start = here.data_ptr()
         except (RuntimeError, NotImplementedError):
             return None
-        if not start or not here.numel():
+        size = here.nbytes if start else 0
+        if not size:
             return None
         device = "" if here.is_cpu else str(here.device)
-        if here.is_contiguous():
-            return cls(device, start, start + here.nbytes, place, here)
-        reach = 1 + sum(stride * (size - 1) for stride, size in zip(here.stride(), here.shape, strict=True))
-        return cls(device, start, start + reach * here.element_size(), place, here)
+        if not here.is_contiguous():
+            reach = 1 + sum(stride * (size - 1) for stride, size in zip(here.stride(), here.shape, strict=True))
+            size = reach * here.element_size()
+        return cls(device, start, start + size, place)
 
-    @property
-    def is_dense(self) -> bool:
-        return self.stop - self.start == int(self.tensor.nbytes)
+
+def _may_meet(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether any two may have memory in common: of most states none have, and each save asks."""
+    starts: list[int] = []
+    stops: list[int] = []
+    with torch.no_grad():
+        for tensor in tensors:
+            here = tensor if type(tensor) in WHOLE else local(tensor)
+            try:
+                start = here.data_ptr()
+            except (RuntimeError, NotImplementedError):
+                continue
+            if start and (size := here.nbytes):
+                if not here.is_contiguous():
+                    return True
+                starts.append(start)
+                stops.append(start + size)
+    starts.sort()
+    stops.sort()
+    # Apart from each other, the next begins where one has ended, in the order of both.
+    return any(start < stop for start, stop in zip(starts[1:], stops, strict=False))
 
 
 def _compare_memory(tensors: Sequence[tuple[Path, torch.Tensor]]) -> tuple[list[list[Path]], list[tuple[Path, Path]]]:
-    with torch.no_grad():
-        spans = [span for place, (_, each) in enumerate(tensors) if (span := _Span.of(place, each)) is not None]
-    spans.sort(key=lambda span: (span.device, span.start, span.stop, span.place))
     groups: list[list[int]] = []
     overlaps: list[tuple[int, int]] = []
-    for cluster in _clusters(spans):
-        alike: dict[tuple[object, ...], list[int]] = {}
-        several: list[_Span] = []  # one of each kind
-        for span in cluster:
-            key = _identity(tensors[span.place][1], span.tensor)
-            if key not in alike:
-                several.append(span)
-            alike.setdefault(key, []).append(span.place)
-        groups += [sorted(places) for places in alike.values() if len(places) > 1]
-        overlaps += _find_overlaps(several)
+    if not _may_meet([each for _, each in tensors]):
+        return [], []
+    with torch.no_grad():
+        spans = sorted(span for place, (_, each) in enumerate(tensors) if (span := _Span.of(place, each)) is not None)
+        for cluster in _clusters(spans):
+            alike: dict[tuple[object, ...], list[int]] = {}
+            several: list[tuple[_Span, torch.Tensor]] = []  # one of each kind
+            for span in cluster:
+                tensor = tensors[span.place][1]
+                here = local(tensor)
+                key = _identity(tensor, here)
+                if key not in alike:
+                    several.append((span, here))
+                alike.setdefault(key, []).append(span.place)
+            groups += [sorted(places) for places in alike.values() if len(places) > 1]
+            overlaps += _find_overlaps(several)
     paths = [path for path, _ in tensors]
     return (
         [[paths[place] for place in each] for each in sorted(groups)],
@@ -209,31 +231,34 @@ def _strides(here: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for stride, size in zip(here.stride(), here.shape, strict=True) if size > 1)
 
 
-def _find_overlaps(spans: Sequence[_Span]) -> list[tuple[int, int]]:
+def _find_overlaps(several: Sequence[tuple[_Span, torch.Tensor]]) -> list[tuple[int, int]]:
     """Places of those that have elements in common with an earlier one: views of one storage may lie between each
     other without."""
-    if len(spans) < 2:
+    if len(several) < 2:
         return []
     found: list[tuple[int, int]] = []
-    reach: _Span | None = None  # the dense one that reaches farthest
-    for span in spans:
+    reach: _Span | None = None  # the one without gaps that reaches farthest
+    has_gaps = False
+    for span, here in several:
         if reach is not None and span.start < reach.stop:
             found.append((reach.place, span.place))
-        if span.is_dense and (reach is None or span.stop > reach.stop):
+        if span.stop - span.start != here.nbytes:
+            has_gaps = True
+        elif reach is None or span.stop > reach.stop:
             reach = span
-    if found or all(span.is_dense for span in spans):
+    if found or not has_gaps:
         return found
-    low = min(span.start for span in spans)
-    grain = math.gcd(*(each for span in spans for each in (span.start - low, span.tensor.element_size())))
-    taken = torch.zeros((max(span.stop for span in spans) - low) // grain, dtype=torch.int32)
-    for number, span in enumerate(spans, 1):
-        units = span.tensor.element_size() // grain
+    low = min(span.start for span, _ in several)
+    grain = math.gcd(*(each for span, here in several for each in (span.start - low, here.element_size())))
+    taken = torch.zeros((max(span.stop for span, _ in several) - low) // grain, dtype=torch.int32)
+    for number, (span, here) in enumerate(several, 1):
+        units = here.element_size() // grain
         # Along a stride of 0 is one element, however many there are of it.
-        sizes = [size if stride else 1 for stride, size in zip(span.tensor.stride(), span.tensor.shape, strict=True)]
-        strides = [stride * units for stride in span.tensor.stride()]
+        sizes = [size if stride else 1 for stride, size in zip(here.stride(), here.shape, strict=True)]
+        strides = [stride * units for stride in here.stride()]
         places = torch.arange(len(taken)).as_strided((*sizes, units), (*strides, 1), (span.start - low) // grain)
         if other := int(taken[places].max()):
-            found.append((spans[other - 1].place, span.place))
+            found.append((several[other - 1][0].place, span.place))
         taken[places] = number
     return found
 
