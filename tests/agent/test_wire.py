@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -172,7 +173,32 @@ async def test_who_sends_slowly_is_cut_off(agents: list[Agent], monkeypatch: pyt
     wire = await Wire.to(agents[0])
     assert await wire.say(b"GET /v1/chall") == 408
     wire = await Wire.to(agents[0])
-    assert await wire.say(b"POST /v1/stop HTTP/1.1\r\nContent-Length: 5\r\n\r\nab") == 408
+    assert await wire.say(signed("POST", "/v1/stop", b"abcde", await wire.nonce())[:-3]) == 408
+
+
+async def test_what_a_stranger_may_send_is_little_and_needs_a_challenge(agents: list[Agent]) -> None:
+    """The MAC covers the body, so that the body has to be read first: that must not be a way to fill the memory."""
+    post, made_up = (
+        "POST /v1/peers HTTP/1.1\r\n",
+        auth.request_headers(b"wrong" * 8, "POST", "/", "0" * 32, "0" * 32, b""),
+    )
+    head = post + "".join(f"{name}: {value}\r\n" for name, value in made_up.items())
+
+    async def says(text: str) -> int:
+        return await (await Wire.to(agents[0])).say(text.encode())
+
+    assert await says(f"{post}Content-Length: 5000\r\n\r\n") == 401, "not one byte of the body is waited for"
+    assert await says(f"{head}Content-Length: {http.MAX_FIRST_BODY + 1}\r\n\r\n") == 413
+    assert await says("GET /v1/challenge HTTP/1.1\r\nContent-Length: 1\r\n\r\n") == 413
+    slow = [await Wire.to(agents[0]) for _ in range(12)]
+    for wire in slow:
+        wire.writer.write(f"{head}Content-Length: {http.MAX_FIRST_BODY}\r\n\r\n".encode() + b"x" * 1000)
+    for wire in slow[: len(slow) - http.MAX_FIRST_BODIES // http.MAX_FIRST_BODY]:
+        with contextlib.suppress(ConnectionError):
+            assert await asyncio.wait_for(wire.reader.read(), 5) == b"", "dropped long before its time is up"
+    known, table = await Wire.to(agents[0]), b'{"epoch": 1, "addresses": {}}' + b" " * 200_000
+    assert await known.say(signed("POST", "/v1/peers", table, await known.nonce())) == 200
+    assert await known.say(signed("POST", "/v1/peers", table * 4, await known.nonce())) == 400, "JSON of four values"
 
 
 async def test_idle_strangers_make_room(agents: list[Agent], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import uuid
+from pathlib import Path
 
 import pytest
 
+from everstep.agent.clock import boottime
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.lease import Lease, LeaseLost
 from everstep_operator.cluster.resources import LEASES
-from tests.integration.world import World
+from tests.integration.world import OperatorProcess, World, until
 
 
 def lease(world: World, identity: str, name: str) -> Lease:
@@ -30,6 +32,37 @@ async def test_the_second_waits_until_the_first_is_silent(world: World) -> None:
     assert asyncio.get_running_loop().time() - started >= 1.5
     with pytest.raises(LeaseLost):
         await asyncio.wait_for(first.hold(), 5)
+
+
+async def test_a_replica_that_stands_by_is_ready_while_the_api_server_answers_it(world: World) -> None:
+    """Else `helm --wait` and a rollout of two replicas hang."""
+    await lease(world, "a", "x").acquire()
+    second = lease(world, "b", "x")
+    second.duration = 600.0
+    assert second.why_not_standing_by() is not None, "it may be the one that is to lead"
+    waiting = asyncio.create_task(second.acquire())
+
+    async def stands_by() -> bool:
+        return second.why_not_standing_by() is None
+
+    await until(stands_by, "it is ready", 120)
+    waiting.cancel()
+    second.clock = lambda: boottime() + 601
+    assert "has not answered for" in str(second.why_not_standing_by())
+
+
+async def test_the_second_of_two_operators_is_ready(operator: OperatorProcess, tmp_path: Path) -> None:
+    """The real process: `/readyz` is what the kubelet asks."""
+    await asyncio.to_thread(operator.wait_ready)
+    flags = {**operator.flags, "pod-uid": "standby-pod", "key-folder": str(operator.folder / "key")}
+    standby = OperatorProcess(operator.kubeconfig, tmp_path, operator.agent_port, flags=flags)
+    standby.start()
+    try:
+        await asyncio.to_thread(standby.wait_ready, 120)
+        assert "everstep_operator_leader 0.0" in standby.fetch("/metrics", standby.metrics_port)
+        assert "everstep_operator_leader 1.0" in operator.fetch("/metrics", operator.metrics_port)
+    finally:
+        assert standby.stop() == 0
 
 
 async def test_a_restarted_container_goes_on_at_once(world: World) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep_operator.plan.leader import id_order, leader_view
+from everstep_operator.plan.observed import last_word, pod_view
+from tests.builders import job
+from tests.plan.world import World
 
 STATE: dict[str, Any] = {
     "protocol": 1,
@@ -72,6 +76,31 @@ def test_ids_are_two_plain_numbers() -> None:
     assert id_order("2.10") > id_order("2.9") > id_order("1.99")
     for odd in ("", "2", "2.", ".1", "a.b", "-1.2", "2.1.1", "²." + "1" * 50):
         assert id_order(odd) == (-1, -1)
+
+
+def test_a_generation_that_no_charge_can_hold_is_none_wherever_it_is_read() -> None:
+    for much in (10**9, 2**53, 10**400, "1234567890", True, -1):
+        view = leader_view({**STATE, "epoch": much, "generation": much}, answered_at=5.0)
+        assert (view.epoch, view.generation) == (0, 0)
+        word = last_word(json.dumps({"result": "failed", "epoch": much, "generation": much}))
+        assert word is not None
+        assert word.generation == 0
+    labels = {f"everstep.dev/{name}": "1234567890" for name in ("index", "epoch", "template")}
+    pod = pod_view({"metadata": {"labels": labels}})
+    assert (pod.index, pod.epoch, pod.template) == (-1, -1, -1)
+
+
+def test_a_status_with_a_generation_that_no_charge_can_hold_breaks_no_reconcile() -> None:
+    """Stored by a version that believed its leader."""
+    world = World(job().nodes(2).build()).run("Running")
+    status = world.status.model_copy(update={"generation": 10**10})
+    world.job = world.job.model_copy(update={"status": status})
+    world.vanish(0)
+    world.tick()
+    world.reconcile()
+    assert world.status.restarts.total == 1
+    world.run("Running")
+    assert world.status.restarts.total == 1, "charged once"
 
 
 JSON = st.recursive(

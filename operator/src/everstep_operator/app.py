@@ -219,18 +219,27 @@ def plan_settings(settings: Settings, agent: AgentCode, operator_key: bytes) -> 
 async def run(settings: Settings, agent_code: bytes, stop: asyncio.Event) -> None:
     """The life of the process. Raises `LeaseLost` (in a group) when another one may act."""
     running: list[Operator] = []
-    servers = health.Servers(
-        alive=lambda: running[0].wrong() if running else None,
-        ready=lambda: None if running and running[0].resync.done_at is not None else "not listed yet",
-        measure=lambda: running[0].measure() if running else None,
-    )
     client = await Client.connect(settings.kubeconfig, timeout=settings.request_timeout)
-    await servers.start(settings.bind, settings.health_port, settings.metrics_port)
     identity = settings.pod_uid or f"{socket.gethostname()}-{os.getpid()}"
     lease = Lease(client, settings.pod_namespace, settings.lease_name, identity)
+    waiting = True
+
+    def why_not_ready() -> str | None:
+        # A replica that stands by is ready: else a rollout, and `helm --wait`, would wait for it for ever.
+        if waiting:
+            return lease.why_not_standing_by()
+        return None if running and running[0].resync.done_at is not None else "not listed yet"
+
+    servers = health.Servers(
+        alive=lambda: running[0].wrong() if running else None,
+        ready=why_not_ready,
+        measure=lambda: running[0].measure() if running else None,
+    )
+    await servers.start(settings.bind, settings.health_port, settings.metrics_port)
     try:
         if not await _unless(stop, lease.acquire()):
             return
+        waiting = False
         metrics.is_leader.set(1)
         client.may_write = lease.check
         async with asyncio.TaskGroup() as group:

@@ -43,6 +43,7 @@ class Lease:
     _seen_at: float = field(default=0.0)  # … and since when on our clock
     _held: Object | None = None
     _renewed_at: float = 0.0
+    _answered_at: float | None = None  # when the API server last said that another one holds it
 
     def check(self) -> None:
         """Make sure that nobody else may act yet.
@@ -53,6 +54,15 @@ class Lease:
         if (age := self.clock() - self._renewed_at) >= self.renew_deadline:
             raise LeaseLost(f"lease {self.name} was not renewed for {age:.0f} s")
 
+    def why_not_standing_by(self) -> str | None:
+        """Return why this process could not take over when the holder is gone, or None: another one holds the Lease,
+        and the API server has said so a moment ago."""
+        if self._answered_at is None:
+            return "the API server has not told yet who holds the lease"
+        if (age := self.clock() - self._answered_at) > self.duration:
+            return f"the API server has not answered for {age:.0f} s"
+        return None
+
     async def acquire(self) -> None:
         """Return when the Lease is ours."""
         waiting = False
@@ -61,6 +71,7 @@ class Lease:
                 if await self._try():
                     log.info("holding the lease", lease=self.name, identity=self.identity)
                     return
+                self._answered_at = self.clock()
             except (errors.ApiError, errors.Unreachable) as error:
                 log.warning("cannot reach the lease", lease=self.name, error=str(error))
             if not waiting:

@@ -11,6 +11,7 @@ MAX_LEDGER = 64
 MAX_LIST = 4096
 MAX_TEXT = 1024
 MAX_TAIL = 20
+MAX_ORDINAL = 999_999_999  # of an epoch or a generation: what the id of a charge has room for
 PHASES = frozenset({"forming", "starting", "running", "stopping", "backoff", "ended"})
 RESULTS = frozenset({"succeeded", "failed", "stopped"})
 
@@ -112,7 +113,7 @@ def leader_view(
         before = None
     ended = {entry.id: entry.ended_at for entry in (before.ledger if before is not None else ())}
     phase = _text(data.get("phase"), 32)
-    generation = _count(data.get("generation")) or 0
+    generation = ordinal(data.get("generation"))
     running_since = None
     if phase == "running":
         known = before.running_since if before is not None and before.generation == generation else None
@@ -123,7 +124,7 @@ def leader_view(
         answered_at=answered_at,
         incarnation=incarnation,
         version=_count(data.get("version")) or 0,
-        epoch=_count(data.get("epoch")) or 0,
+        epoch=ordinal(data.get("epoch")),
         generation=generation,
         phase=phase if phase in PHASES else "forming",
         nodes=_count(data.get("nodes")) or 0,
@@ -143,7 +144,7 @@ def id_order(ledger_id: str) -> tuple[int, int]:
     epoch, dot, generation = ledger_id.partition(".")
     # isdecimal alone accepts digits of every script; more than nine of them no charge can hold
     plain = ledger_id.isascii() and epoch.isdecimal() and generation.isdecimal()
-    if dot and plain and max(len(epoch), len(generation)) <= 9:
+    if dot and plain and max(len(epoch), len(generation)) <= len(str(MAX_ORDINAL)):
         return int(epoch), int(generation)
     return -1, -1
 
@@ -240,6 +241,19 @@ def _text(value: Any, limit: int = MAX_TEXT) -> str:
 
 def _integer(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**53 else None
+
+
+def ordinal(value: Any, default: int = 0) -> int:
+    """Return an epoch, generation or index that was read, or `default` for what is none, or more than a charge holds.
+
+    Args:
+        value: An integer, or as labels have it its digits.
+        default: Stands for anything else.
+    """
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) <= len(str(MAX_ORDINAL)):
+        return int(value)
+    number = _count(value)
+    return number if number is not None and number <= MAX_ORDINAL else default
 
 
 def _count(value: Any) -> int | None:

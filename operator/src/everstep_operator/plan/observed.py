@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from everstep_operator.plan.leader import Entry, LeaderView, Progress, entries_in_words, progress_in
+from everstep_operator.plan.leader import Entry, LeaderView, Progress, entries_in_words, ordinal, progress_in
 from everstep_operator.plan.node import NodeView
 
 if TYPE_CHECKING:
@@ -221,11 +221,11 @@ def pod_view(raw: Mapping[str, Any]) -> PodView:
     over: Mapping[str, Any] | None = state.get("terminated")
     current: Mapping[str, Any] = over or state.get("running") or {}
     return PodView(
-        index=_integer(labels.get(LABEL_INDEX)),
+        index=ordinal(labels.get(LABEL_INDEX), -1),
         name=str(meta.get("name") or ""),
         uid=str(meta.get("uid") or ""),
-        epoch=_integer(labels.get(LABEL_EPOCH)),
-        template=_integer(labels.get(LABEL_TEMPLATE)),
+        epoch=ordinal(labels.get(LABEL_EPOCH), -1),
+        template=ordinal(labels.get(LABEL_TEMPLATE), -1),
         created=created,
         owner=next((str(o.get("uid")) for o in meta.get("ownerReferences") or () if o.get("controller")), ""),
         phase=str(status.get("phase") or "Pending"),
@@ -276,8 +276,8 @@ def last_word(text: str) -> LastWord | None:
     tail = data.get("logTail")
     return LastWord(
         result=clip(data["result"], 32),
-        epoch=_integer(data.get("epoch"), 0),
-        generation=_integer(data.get("generation"), 0),
+        epoch=ordinal(data.get("epoch")),
+        generation=ordinal(data.get("generation")),
         rank=_int32(data.get("rank"), least=0),
         exit_code=_int32(data.get("exitCode")),
         message=clip(data.get("message")),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import MAX_LOG_LINES, Cause, Charge, LastFailure, Phase, Restarts
 from everstep_operator.plan import replace
-from everstep_operator.plan.leader import Entry, LeaderView
+from everstep_operator.plan.leader import MAX_ORDINAL, Entry, LeaderView
 from everstep_operator.plan.observed import PodView
 from everstep_operator.plan.situation import Situation, utc
 
@@ -43,7 +43,7 @@ def settle(s: Situation, *, over: bool = False) -> Account:
     """Charge what ended since the last look. `over`: the job has an outcome, so that a pod's end is no loss."""
     restarts = before = s.status.restarts  # `before` the newest charge
     failure, retry_at = None, None
-    generation = s.status.generation
+    generation = min(s.status.generation, MAX_ORDINAL)  # an older version stored what a leader made up
     head = s.head
     if s.leader is not None or over:
         for entry in _ledger(s, over):
@@ -168,11 +168,11 @@ def _is_the_lost_one(pod: PodView | None, entry: Entry) -> bool:
 def _generation(s: Situation, leader: LeaderView) -> int:
     """The last generation of this epoch known to have run: one that still forms has not cost anything yet."""
     if leader.epoch != s.status.epoch:
-        return s.status.generation
+        return min(s.status.generation, MAX_ORDINAL)
     seen = [e.order[1] for e in leader.ledger if e.order[0] == leader.epoch]
     if leader.phase in ("running", "stopping", "ended"):
         seen.append(leader.generation)
-    return max([s.status.generation, *seen])
+    return min(MAX_ORDINAL, max([s.status.generation, *seen]))
 
 
 def _plain_loss(s: Situation) -> tuple[int, PodView | None] | None:

@@ -19,7 +19,10 @@ from . import auth
 from .report import say
 
 MAX_HEAD = 16 * 1024
-MAX_BODY = 1024 * 1024
+MAX_BODY = 1024 * 1024  # of a caller that has proved itself on this connection
+MAX_FIRST_BODY = 256 * 1024  # of any other: a table of the addresses of 4,096 nodes has room in it
+MAX_FIRST_BODIES = 1024 * 1024  # of all these together, but for small ones
+SMALL_BODY = 4 * 1024
 SEND_SECONDS = 10.0  # to send a request, for strangers from the first moment
 IDLE_SECONDS = 75.0  # between the requests of a known caller
 MAX_CONNECTIONS = 128
@@ -101,6 +104,7 @@ class Server:
         self._challenges = auth.NonceStore()
         self._next_nonces = auth.NonceStore()  # of known callers: strangers cannot crowd them out
         self._connections: dict[asyncio.StreamWriter, _Connection] = {}  # oldest first
+        self._first_bodies: dict[asyncio.StreamWriter, int] = {}  # bytes that strangers may be sending; oldest first
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, host: str | None, port: int) -> int:
@@ -150,11 +154,16 @@ class Server:
         """One request and its answer. Raises HttpError for what ends the connection."""
         head = await asyncio.wait_for(_read_head(reader), IDLE_SECONDS if connection.known else SEND_SECONDS)
         method, target, headers = _parse_head(head)
-        body = await asyncio.wait_for(_read_body(reader, headers), SEND_SECONDS)
         if method == "GET" and target == "/v1/challenge":
+            if _body_length(headers) > 0:
+                raise HttpError(413, "a challenge is asked for without a body")
             nonce = self._challenges.issue(self._clock())
             await self._answer(connection, Response.of({"nonce": nonce}), None)
             return None
+        length = _body_length(headers)
+        if not _is_signed(headers):
+            raise HttpError(401, "no nonce, client or MAC")  # before any byte of the body is taken
+        body = await self._read_body(reader, connection, length)
         request = self._authenticate(method, target, headers, body)
         connection.known = True
         try:
@@ -164,12 +173,28 @@ class Server:
         await self._answer(connection, response, request.client)
         return response.upgrade
 
+    async def _read_body(self, reader: asyncio.StreamReader, connection: _Connection, length: int) -> bytes:
+        """Read the body. The MAC covers it, so a stranger's has to be read too: strangers get little room together, and
+        whoever began to send first makes room for the next."""
+        if length > (MAX_BODY if connection.known else MAX_FIRST_BODY):
+            raise HttpError(413, "the body is too large")
+        counted = length > SMALL_BODY and not connection.known
+        if counted:
+            while self._first_bodies and sum(self._first_bodies.values()) + length > MAX_FIRST_BODIES:
+                oldest = next(iter(self._first_bodies))
+                del self._first_bodies[oldest]
+                oldest.transport.abort()
+            self._first_bodies[connection.writer] = length
+        try:
+            return await asyncio.wait_for(reader.readexactly(length), SEND_SECONDS)
+        finally:
+            if counted:
+                self._first_bodies.pop(connection.writer, None)
+
     def _authenticate(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Request:
         nonce = headers.get(auth.NONCE_HEADER.lower(), "")
         client = headers.get(auth.CLIENT_HEADER.lower(), "")
         mac = headers.get(auth.MAC_HEADER.lower(), "")
-        if not (auth.is_nonce(nonce) and auth.is_nonce(client)):
-            raise HttpError(401, "no nonce")
         # Both are evaluated: whether a nonce is open must not show in the time that a wrong MAC takes.
         right = auth.same(auth.request_mac(self._token, method, target, nonce, client, body), mac)
         now = self._clock()
@@ -238,7 +263,7 @@ def _parse_head(head: bytes) -> tuple[str, str, dict[str, str]]:
     return parts[0], parts[1], headers
 
 
-async def _read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -> bytes:
+def _body_length(headers: Mapping[str, str]) -> int:
     if "transfer-encoding" in headers:
         raise HttpError(501, "send a Content-Length")
     length = headers.get("content-length", "0")
@@ -246,7 +271,13 @@ async def _read_body(reader: asyncio.StreamReader, headers: Mapping[str, str]) -
         raise HttpError(400, "malformed Content-Length")
     if int(length) > MAX_BODY:
         raise HttpError(413, "the body is too large")
-    return await reader.readexactly(int(length))
+    return int(length)
+
+
+def _is_signed(headers: Mapping[str, str]) -> bool:
+    """Tell whether the head has all that a signed request has. Whether it is right, only the whole request shows."""
+    nonces = (headers.get(name.lower(), "") for name in (auth.NONCE_HEADER, auth.CLIENT_HEADER))
+    return all(map(auth.is_nonce, nonces)) and bool(headers.get(auth.MAC_HEADER.lower()))
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
