@@ -105,9 +105,9 @@ class Reason(StrEnum):
     FENCED = "Fenced", "Ranks cut off from their leader stopped."
 
     # Pre-emption, free of charge
-    SPOT_INTERRUPTION = "SpotInterruption", "The provider takes the node back."
+    SPOT_INTERRUPTION = "SpotInterruption", "Reserved, not told yet: the provider takes the node back."
     PREEMPTED = "Preempted", "The scheduler gave the place to a pod of higher priority."
-    SCALE_DOWN = "ScaleDown", "The cluster autoscaler removes the node."
+    SCALE_DOWN = "ScaleDown", "Reserved, not told yet: the cluster autoscaler removes the node."
 
     # Modes
     NO_COMMAND = "NoCommand", "spec.command is absent: the image's entrypoint runs without the agent (plain mode)."

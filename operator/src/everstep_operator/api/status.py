@@ -225,10 +225,8 @@ class Timings(StatusModel):
     """In phase Running."""
     recovering: Seconds = 0.0
     """In phase Restarting."""
-    lost: Seconds = 0.0
-    """Training that had to be done again."""
     goodput: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the running and recovering time that the result keeps."""
+    """Share of Running in the time of Running and Restarting. Steps that are trained again count as running."""
 
 
 class TrainingJobStatus(StatusModel):

@@ -25,16 +25,6 @@ class Progress:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    """The last checkpoint that the leader knows to be complete."""
-
-    step: int
-    at: float | None = None
-    uri: str = ""
-    verified: bool = False
-
-
-@dataclass(frozen=True, slots=True)
 class Unclean:
     """A pod whose processes would not die: nothing may run there again."""
 
@@ -93,7 +83,6 @@ class LeaderView:
     unclean: tuple[Unclean, ...] = ()
     running_since: float | None = None  # when the operator was first told that this generation runs (its own clock)
     progress: Progress | None = None
-    checkpoint: Saved | None = None
     ledger: tuple[Entry, ...] = ()
     outcome: Outcome | None = None
 
@@ -133,7 +122,6 @@ def leader_view(
         unclean=tuple(_unclean(item) for item in _list(data.get("unclean"), MAX_LIST) if _has_index(item)),
         running_since=running_since,
         progress=progress_in(data.get("progress")),
-        checkpoint=_saved(data.get("checkpoint")),
         ledger=tuple(sorted(_entries(data.get("ledger"), ended, answered_at), key=lambda e: e.order)),
         outcome=_outcome(data.get("outcome")),
     )
@@ -207,14 +195,6 @@ def progress_in(raw: Any) -> Progress | None:
         rate if rate is None or rate >= 0 else None,  # a status with a negative one would be refused, and the job stuck
         _number(data.get("at")),
     )
-
-
-def _saved(raw: Any) -> Saved | None:
-    data = _mapping(raw)
-    step = _count(data.get("step"))
-    if step is None:
-        return None
-    return Saved(step, _number(data.get("at")), _text(data.get("uri")), data.get("verified") is True)
 
 
 def _outcome(raw: Any) -> Outcome | None:

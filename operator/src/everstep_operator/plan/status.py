@@ -114,7 +114,7 @@ def _timings(s: Situation) -> Timings:
     spent = max(0.0, s.now - s.open.start.timestamp())
     timings = timings.model_copy(update={bucket: round(getattr(timings, bucket) + spent, 3)})
     busy = timings.running + timings.recovering
-    goodput = round(max(0.0, timings.running - timings.lost) / busy, 4) if busy > 0 else None
+    goodput = round(timings.running / busy, 4) if busy > 0 else None
     return timings.model_copy(update={"goodput": goodput})
 
 

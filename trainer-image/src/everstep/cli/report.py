@@ -24,7 +24,7 @@ PHASE_STYLES = {
     "Suspended": "bold blue",
 }
 # In the order in which a job goes through them.
-SECONDS = ("pending", "scheduling", "starting", "running", "recovering", "lost")
+SECONDS = ("pending", "scheduling", "starting", "running", "recovering")
 LOG_TAIL_LINES = 15
 
 
@@ -121,7 +121,7 @@ def _failure(status: dict[str, Any]) -> RenderableType | None:
 def _time_spent(status: dict[str, Any]) -> RenderableType | None:
     timings = status.get("timings") or {}
     spent = [(name, float(timings[name])) for name in SECONDS if timings.get(name)]
-    total = sum(seconds for name, seconds in spent if name != "lost")
+    total = sum(seconds for _, seconds in spent)
     if not total:
         return None
     table = Table.grid(padding=(0, 2))
