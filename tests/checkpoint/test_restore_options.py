@@ -178,3 +178,42 @@ def restore_with_a_wrong_step(rank: int, folder: Path) -> str:
     with session(folder) as ckpt, pytest.raises((TypeError, CheckpointError)) as raised:
         ckpt.restore(model=Model(), step="10" if rank else 10)  # type: ignore[arg-type]
     return str(raised.value)
+
+
+def trained(dtype: Any, steps: int) -> tuple[Any, Any]:
+    torch.manual_seed(3)
+    model = nn.Linear(5, 7).to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(2, 5, dtype=dtype)).sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+@pytest.mark.parametrize("how", ["restore", "load_into"])
+@pytest.mark.parametrize("cast", ["as the object", "by a mapping"])
+@pytest.mark.parametrize(("saved", "here"), [("bfloat16", "float32"), ("float32", "bfloat16")])
+def test_an_optimizer_without_state_gets_it_in_the_type_of_its_parameters(
+    saved: str, here: str, cast: str, how: str, tmp_path: Path
+) -> None:
+    old, new = getattr(torch, saved), getattr(torch, here)
+    model, optimizer = trained(old, 3)
+    with session(tmp_path) as ckpt:
+        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.save(3)
+    casts = True if cast == "as the object" else {old: new}
+    other, fresh_one = trained(new, 0)
+    if how == "restore":
+        with session(tmp_path) as ckpt:
+            ckpt.restore(model=other, optimizer=fresh_one, cast=casts)
+    else:
+        everstep.load_into(tmp_path / "store", model=other, optimizer=fresh_one, cast=casts)
+    for mine, theirs in zip(other.parameters(), model.parameters(), strict=True):
+        ours, given = fresh_one.state[mine], optimizer.state[theirs]
+        assert ours["step"].dtype is torch.float32
+        assert ours["step"] == given["step"]
+        for name in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(ours[name], given[name].to(new))
+    other(torch.ones(2, 5, dtype=new)).sum().backward()
+    fresh_one.step()

@@ -264,17 +264,20 @@ class OptimizerObject:
                 self._as_shards.add(self._key(place, below))
                 live = shards.as_shard(param, live)
             return misfit(saved, live, casts) or filled_later(live)
-        dtype = getattr(torch, saved.dtype)
+        dtype = _find_dtype(param, saved, casts)
         if self._is_own and is_dtensor(param) and isinstance(said, dict):
-            return shards.why_not_laid_out(param, saved.shape, said) or fresh(saved)
-        if is_own or below == STEP:
+            return shards.why_not_laid_out(param, saved.shape, said) or _make_fresh(saved, dtype)
+        if below == STEP:
             return fresh(saved)
+        if is_own:
+            return _make_fresh(saved, dtype)
         if is_dtensor(param) and isinstance(said, dict):
             return shards.make_leaf(param, saved.shape, dtype, said)
         if saved.shape != tuple(param.shape):
-            return shards.unknown_layout() if is_dtensor(param) and saved.shape not in ((), (1,)) else fresh(saved)
+            is_unknown = is_dtensor(param) and saved.shape not in ((), (1,))
+            return shards.unknown_layout() if is_unknown else _make_fresh(saved, dtype)
         if type(param) in WHOLE and param.is_cpu and param.is_contiguous():
-            return fresh(saved)
+            return _make_fresh(saved, dtype)
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
 
     def _is_shard(self, param: torch.Tensor, saved: Tensor, shape: torch.Size, below: str) -> bool:
@@ -388,6 +391,23 @@ class OptimizerObject:
                 if name in each.values:
                     found[places[owner]].values[below] = each, name
         return found
+
+
+def _find_dtype(param: torch.Tensor, saved: Tensor, casts: Casts) -> torch.dtype:
+    """Return the type of a state that the optimizer does not have yet: the saved one, but for a cast.
+
+    With `cast=True` it is that of the parameter, as the optimizer itself would make it in its first step.
+    """
+    dtype: torch.dtype = getattr(torch, saved.dtype)
+    if casts.cast is not True:
+        return casts.result(dtype)
+    is_cast = len(saved.shape) > 0 and dtype.is_floating_point and casts.allows(dtype, param.dtype)
+    return param.dtype if is_cast else dtype
+
+
+def _make_fresh(saved: Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return memory for a saved tensor: none yet where it may stay where it is read, as it can in its own type."""
+    return fresh(saved) if dtype is getattr(torch, saved.dtype) else torch.empty(saved.shape, dtype=dtype)
 
 
 def _per_parameter(group: Mapping[str, Any]) -> int:
