@@ -170,7 +170,7 @@ def _restricted(spec: Mapping[str, Any]) -> Iterator[Violation]:
 
 
 def _confinement(path: str, security: Mapping[str, Any]) -> Iterator[Violation]:
-    """What a pod and a container may say alike."""
+    """Yield what is forbidden of the fields that a pod and a container have alike."""
     if _below(security, "windowsOptions").get("hostProcess"):
         yield Violation("hostProcess", f"{path}securityContext.windowsOptions.hostProcess", True, "false")
     for field in ("seccompProfile", "appArmorProfile"):
@@ -216,5 +216,5 @@ def _below(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def _items(value: Any) -> list[Any]:
-    """Of a field that the API server has not looked at yet: what is no list is one odd item."""
+    """Return the items of a field that the API server has not looked at yet: what is no list is one odd item."""
     return value if isinstance(value, list) else [] if value is None else [value]

@@ -331,7 +331,7 @@ def _forbidden(over: Mapping[str, Any], settings: Settings) -> str | None:
 def _violated(
     spec: Mapping[str, Any], annotations: Mapping[str, str], profile: Profile, settings: Settings
 ) -> str | None:
-    """What the job's security profile forbids and no administrator has granted."""
+    """Return what the job's security profile forbids and no administrator has granted, None if nothing."""
     found = [
         each for each in list_violations(spec, annotations, profile) if not _allowed(each.grant, settings.host_fields)
     ]

@@ -34,7 +34,7 @@ class NotAsked(CheckpointError):
 
 @dataclass(frozen=True)
 class Decision:
-    """What all ranks do at a boundary.
+    """The same on all ranks: what they do at a boundary.
 
     `save`: at this boundary. `next`: the step of the next one. `replan`: make the plan anew first. `deadline`: the save
     is of no use after it (rank 0's monotonic clock). `step`: that it was made for; all ranks know it, and only a rank

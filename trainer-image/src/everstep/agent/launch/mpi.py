@@ -96,7 +96,7 @@ class Session:
 
     @property
     def idle_variables(self) -> dict[str, str]:
-        """How this node's ranks wait, unless the image, the user or an option of mpirun says how."""
+        """Variables that say how this node's ranks wait, unless the image, the user or an option of mpirun says it."""
         return flavors.idle_variables(self._layout.procs_per_node, cpus())
 
     async def launch(self, command: tuple[str, ...], options: tuple[str, ...], env: Mapping[str, str]) -> None:

@@ -227,7 +227,7 @@ def _identity(tensor: torch.Tensor, here: torch.Tensor) -> tuple[object, ...]:
 
 
 def _strides(here: torch.Tensor) -> tuple[int, ...]:
-    """Those that count: along one element nobody goes."""
+    """Return those that count: along one element nobody goes."""
     return tuple(stride for stride, size in zip(here.stride(), here.shape, strict=True) if size > 1)
 
 

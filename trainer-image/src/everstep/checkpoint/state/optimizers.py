@@ -220,7 +220,7 @@ class OptimizerObject:
         return found
 
     def _lookups(self, saved: Saved) -> list[Lookup]:
-        """What is this rank's own first."""
+        """Return ways to look a value up: this rank's own come first."""
         each = [saved.at(self._own), saved] if not self._is_own else [saved]
         return [lambda name, part=part: part.value_or(name, None) for part in each]  # type: ignore[misc]
 
