@@ -50,7 +50,7 @@ def test_a_thousand_agents_send_at_most_200_heartbeats_a_second() -> None:
 @pytest.mark.parametrize("fence_timeout", [5.0, 40.0, 300.0])
 @pytest.mark.parametrize("nodes", [1, 2, 200, 1200, 2000])
 def test_a_lease_outlives_four_heartbeats_at_every_size(nodes: int, fence_timeout: float) -> None:
-    """What the operator tells a job of this size; and an agent that was told something else keeps the pair right."""
+    """The operator tells a job of this size a pair that fits; an agent that was told another one keeps it right."""
     settings = Settings(fence_timeout=fence_timeout)
     told = job_config(job().nodes(nodes).build(), template_epoch=1, pool=None, settings=settings)
     parsed = config.parse({**JOB, "numNodes": nodes, "fenceTimeoutSeconds": told["fenceTimeoutSeconds"]}, ENVIRONMENT)

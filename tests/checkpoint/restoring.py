@@ -102,6 +102,6 @@ def weight_at(store: Path, key: Key) -> int:
 
 
 def touched(store: PosixStore, tmp_path: Path) -> tuple[Any, float]:
-    """What a restore by one rank says, and what the model holds then."""
+    """Return what a restore by one rank says, and what the model holds then."""
     made = model(-1)
     return ranks.restore(store, tmp_path / "memory", {"model": made}), filled(made)

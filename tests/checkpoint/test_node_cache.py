@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import subprocess
+import sys
 from pathlib import Path
 
 from everstep.checkpoint.format import CHUNK, Attempt, Chunk, Key, Manifest, Part, aligned
 from everstep.checkpoint.node_cache import NodeCache, runs
+from everstep.checkpoint.slot_files import secure
 
 SIZE = 40 * mmap.PAGESIZE
 KEY = Key(Attempt(0, 1), 20)
@@ -42,3 +45,30 @@ def test_small_units_are_read_together_and_parts_apart() -> None:
     assert [unit for run in runs(units) for unit in run] == units
     apart = [unit for unit in units if unit.offset != 4096 + aligned(length)]
     assert [len(run) for run in runs(apart)] == [1, 3, 1, 3], "what lies between is not read"
+
+
+# Not for ever: who makes it and who removes it take turns, and one of them would lose each time.
+REMOVES = """
+import contextlib, os, sys
+removed = pause = 0
+while removed < 60:
+    with contextlib.suppress(OSError):
+        os.rmdir(sys.argv[1])
+        removed += 1
+        pause = (7 * pause + 97) % 1009
+        for _ in range(pause):
+            pass
+"""
+
+
+def test_a_folder_that_other_processes_remove_at_any_moment_is_no_error(tmp_path: Path) -> None:
+    folder = tmp_path / "memory"
+    for _ in range(10):
+        with subprocess.Popen([sys.executable, "-I", "-S", "-c", REMOVES, str(folder)]) as removing:
+            try:
+                while removing.poll() is None:
+                    secure(folder)
+                    for _ in range(20):
+                        NodeCache(folder, "here", shared=True)
+            finally:
+                removing.kill()

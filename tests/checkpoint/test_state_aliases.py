@@ -1,4 +1,4 @@
-"""What a state holds in several places is one thing again when it comes back, and in the order in which it was."""
+"""One thing that a state holds in several places is one again when it comes back, and all is in its order."""
 
 from __future__ import annotations
 

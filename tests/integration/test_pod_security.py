@@ -1,4 +1,4 @@
-"""What everstep calls restricted is what the API server's own admission does, field by field."""
+"""The operator and the API server's own admission mean the same by restricted, field by field."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ async def actor(objects: Any) -> Actor:
 
 
 async def test_a_strangers_secret_is_left_alone_whatever_is_lost(actor: Actor, objects: Any) -> None:
-    """Of the name that the template's ConfigMap has, of one like the job's own: its owner has never heard of us."""
+    """It may have the name of the template's ConfigMap, or one like the job's: its owner has never heard of us."""
     built = job().build()
     secret, configured = of_template(built, 1)
     theirs = {("secrets", name): {"data": {"mine": "yes"}} for name in ("digits-1", "digits-1-0", "digits")}

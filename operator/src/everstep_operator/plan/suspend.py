@@ -46,5 +46,5 @@ def resuming(s: Situation) -> bool:
 
 
 def _edited(s: Situation) -> bool:
-    """What the pods are built from changes only under suspension, which may come and go while nobody looks."""
+    """Tell whether the pods would be built from something else: a suspension came and went while nobody looked."""
     return s.template is not None and s.template.spec_hash not in ("", s.spec.pods_hash())

@@ -51,7 +51,7 @@ class HeldCheckpoints(AbstractContextManager["HeldCheckpoints"]):
 
 @dataclass(frozen=True)
 class Pruning:
-    """What is verified and stays, and what of the others was removed; with `dry_run`, what would be."""
+    """The outcome: what is verified and stays, and what of the others was removed; with `dry_run`, what would be."""
 
     verified: tuple[Key, ...]
     planned: tuple[Key, ...] = ()

@@ -119,8 +119,8 @@ def _hydra(run: Run) -> tuple[list[str], dict[str, str]]:
 def idle_variables(ranks_on_node: int, cpus: int) -> dict[str, str]:
     """Return what ranks are told where they share processors, so that one that waits lets another one compute.
 
-    MPI waits for messages in a busy loop; its own launchers give way where they start more ranks than a machine has
-    processors, but a pod may have fewer. MPICH gives way by itself.
+    Open MPI waits for messages in a busy loop; its launcher has ranks give way where they are more than the slots that
+    it was given, and here these are as many as the ranks. Nothing is said to other kinds of MPI.
 
     Args:
         ranks_on_node: In this pod.
@@ -128,7 +128,7 @@ def idle_variables(ranks_on_node: int, cpus: int) -> dict[str, str]:
     """
     if ranks_on_node <= cpus:
         return {}
-    return {"OMPI_MCA_mpi_yield_when_idle": "1", "I_MPI_THREAD_YIELD": "2"}
+    return {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
 def common_network(addresses: Sequence[str]) -> str | None:

@@ -251,7 +251,7 @@ def export_dcp(
 
 
 def _changed_by_dcp(name: str, value: object) -> Iterator[str]:
-    """What of a nested state comes back from DCP as something else; CheckpointError where it cannot hold it."""
+    """Yield what of a nested state comes back from DCP as something else; CheckpointError where it cannot hold it."""
     if isinstance(value, list):
         for number, each in enumerate(value):
             yield from _changed_by_dcp(f"{name}[{number}]", each)

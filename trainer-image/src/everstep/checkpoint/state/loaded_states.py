@@ -1,4 +1,4 @@
-"""What `Optimizer.load_state_dict` of torch makes of states, and how they get their own types again."""
+"""States as torch's `Optimizer.load_state_dict` makes them get their own types again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ STEP = "step"
 
 
 def uncast(live: Any, loaded: Any, taken: dict[int, Any], key: str = "") -> Any:
-    """What load_state_dict has made of a loaded state, with the types that were loaded.
+    """Return what load_state_dict has made of a loaded state, with the types that were loaded.
 
     Args:
         live: That.

@@ -96,7 +96,7 @@ class Value:
         return _targets(saved, self.value, problems, whole=is_tensor(self.value))
 
     def _check_tied(self, saved: Saved, problems: list[str]) -> None:
-        """What is one tensor here cannot take in two."""
+        """See that no two saved tensors would be read into what is one here."""
         for first, *others in find_aliases(self.value).groups:
             known = name_path(self.value, first)
             for name in (name_path(self.value, path) for path in others):
