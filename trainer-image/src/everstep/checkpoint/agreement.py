@@ -54,7 +54,6 @@ class Pace:
     """How far apart a run's steps are, in steps and in seconds."""
 
     def __init__(self) -> None:
-        self.stride = 1  # steps from one call to the next
         self._strides = deque([1], maxlen=_STRIDES)
         self._seconds: float | None = None  # from one call to the next, without saves
         self._last: tuple[int, float] | None = None
@@ -63,12 +62,20 @@ class Pace:
     def tick(self, step: int, now: float) -> None:
         """A step was made."""
         if self._last is not None and step > self._last[0]:
-            self.stride = step - self._last[0]
-            self._strides.append(self.stride)
+            self._strides.append(step - self._last[0])
             took = now - self._last[1]
             # Slower counts at once, faster gradually: a boundary that is too early costs one small read.
             self._seconds = took if self._seconds is None or took > self._seconds else 0.7 * self._seconds + 0.3 * took
         self._last = (step, now)
+
+    @property
+    def stride(self) -> int:
+        """Steps from one call to the next: the shortest of the last few.
+
+        A script that skips steps once, at the end of an epoch, is asked again after as many calls as before, not after
+        as many jumps.
+        """
+        return min(self._strides)
 
     def pause(self, now: float) -> None:
         """What came since the last tick was a save, no step."""
@@ -79,9 +86,7 @@ class Pace:
         """Return how many steps after one boundary the next one is."""
         calls = 1 if self._seconds is None else int(PERIOD / max(self._seconds, 1e-9))
         self.calls = max(1, min(calls, 2 * self.calls, MOST_CALLS))
-        # By the shortest of the last strides: a script that skips steps once, at the end of an epoch, is asked again
-        # after as many calls as before, not after as many jumps.
-        return self.calls * min(self._strides)
+        return self.calls * self.stride
 
 
 Choose = Callable[[int, int], Decision]
