@@ -10,18 +10,17 @@ from e2e.images.catalogue import images
 
 def test_distroless_runs_in_plain_mode(cluster: Cluster, namespace: str) -> None:
     """No Python in the image: the pod is made once more without the agent, and status says so."""
-    job = training_job(
-        "bare", ["/bin/sh", "-c", "echo rank $RANK of $WORLD_SIZE"], image="docker.io/everstep/distroless:test"
-    )
-    cluster.apply(job | {"spec": job["spec"] | {"numNodes": 2}}, namespace=namespace)
+    command = ["/bin/sh", "-c", "echo rank $RANK of $WORLD_SIZE on $SM_HOSTS"]
+    job = training_job("bare", command, image="docker.io/everstep/distroless:test", numNodes=2)
+    cluster.apply(job, namespace=namespace)
     done = cluster.wait_phase(namespace, "bare", "Succeeded", timeout=90)
     plain = condition(done, "PlainMode")
     assert plain["status"] == "True"
     assert plain["reason"] == "NoPython"
     assert done["status"]["restarts"]["application"] == 0
     output = cluster.all_logs(namespace, "bare")
-    assert "rank 0 of 2" in output
-    assert "rank 1 of 2" in output
+    assert 'rank 0 of 2 on ["algo-1","algo-2"]' in output
+    assert 'rank 1 of 2 on ["algo-1","algo-2"]' in output
 
 
 def test_plain_mode_reports_the_exit_code(cluster: Cluster, namespace: str) -> None:

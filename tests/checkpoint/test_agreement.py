@@ -289,13 +289,14 @@ def test_a_run_that_skips_steps_once_is_asked_again_as_soon_as_before() -> None:
 
 def test_what_is_decided_one_step_before_counts_no_jump_of_the_steps_either() -> None:
     agreement = Agreement(Alone(), 0, 1.0)
-    asked = [0]  # calls after which rank 0 looked for requests
+    calls, asked = 0, [0]  # calls after which rank 0 looked for requests
 
     def look(step: int, ahead: int) -> Decision:
         asked.append(calls)
         return Decision(save=False, next=step + ahead)
 
-    for calls, step in enumerate([*range(220), *range(1000, 1220)]):
+    for step in (*range(220), *range(1000, 1220)):
+        calls += 1
         agreement.arrive(step, look, nobody_waits)
         agreement.prepare(step, look)
     assert max(later - earlier for earlier, later in itertools.pairwise([*asked, calls])) <= MOST_CALLS

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -251,8 +250,7 @@ async def test_leaders_that_do_not_exist_cost_nearly_nothing(woken: Woken) -> No
         return failed_polls() - before > 4 * count
 
     await until(have_backed_off, "some failures of each", 100)
-    begun = time.thread_time()
+    before = failed_polls()
     await asyncio.sleep(2)
-    # Of this thread alone: what else the machine does is no business of this test.
-    assert time.thread_time() - begun < 0.5, "the loop was kept busy"
+    assert failed_polls() - before <= 3 * count, "they wait for seconds by now"
     assert all(not view.reachable for n in range(count) if (view := woken.poller.view(("ns", f"j{n}"), "u")))

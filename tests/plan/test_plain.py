@@ -84,6 +84,19 @@ def test_a_runtime_that_tries_for_ever_to_start_the_agent_is_not_waited_for(
         assert world.status.restarts.total == 0
 
 
+def test_a_large_job_whose_image_cannot_carry_the_agent_fails_and_says_how_large_it_may_be() -> None:
+    world = World(job().nodes(501).build())
+    world.reconcile()
+    world.bind()
+    stuck = dataclasses.replace(world.pods["digits-1"], waiting_reason="CreateContainerError", waiting_message=CRIO)
+    world.pods["digits-1"] = stuck
+    world.run("Failed")
+    failed = next(c for c in world.status.conditions if c.type == "Failed")
+    assert failed.reason == "InvalidTemplate"
+    assert "numNodes is 501" in failed.message
+    assert "at most 500 nodes" in failed.message
+
+
 def test_a_ranks_own_exit_code_127_is_its_failure() -> None:
     world = starting()
     world.exit(0, 127, word=LastWord("failed", epoch=1, exit_code=127))

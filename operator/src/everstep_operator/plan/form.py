@@ -22,7 +22,7 @@ from everstep_operator.plan.actions import (
 )
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.observed import Frozen, Observed, PodView
-from everstep_operator.plan.pods import pod_body
+from everstep_operator.plan.pods import pod_body, template_name
 from everstep_operator.plan.situation import HAS_RUN, Situation
 from everstep_operator.plan.template import Refused
 
@@ -163,7 +163,7 @@ def _make(s: Situation, frozen: Frozen, indices: Iterable[int], epoch: int) -> l
         actions.append(DryRun(pod_body(frozen, 0, epoch)))
     if s.wanted > 1:
         actions.append(EnsureService(job.metadata.name, template.service(job, settings)))
-    name = template.object_name(job, t)
+    name = template_name(job.metadata.name, t)
     if not frozen.job.get("plain"):
         # By the template's name too: nothing else is mounted by the pods that come of it.
         token = template.secret_of(frozen)

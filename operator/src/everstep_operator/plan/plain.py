@@ -3,6 +3,9 @@
 For images with no `command` given (SageMaker's own: entrypoint with the argument `train`) and for those in which the
 agent cannot run. Ranks are one per pod and differ by index, so their variables are computed here; the files come from
 the ConfigMap, and the one file that differs comes from an annotation of the pod.
+
+The contract lists all hosts in six variables of every pod. A pod that held them would be written to etcd with them at
+each change of its status; they stand in the ConfigMap once, and the variables refer to them there.
 """
 
 from __future__ import annotations
@@ -11,12 +14,21 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from everstep.agent.contract import Facts, contract_files, rank_variables, sm_environment, torchrun_variables
+from everstep.agent.contract import (
+    Facts,
+    contract_files,
+    encode_json,
+    rank_variables,
+    sm_environment,
+    torchrun_variables,
+)
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.observed import ContainerEnd, PodView
 
 RESOURCE_CONFIG = "everstep.dev/resourceconfig"
 CONFIG_FOLDER = "/opt/ml/input/config"
+HOSTS = "hosts.json"  # key in the ConfigMap
+_HOSTS_VARIABLE = "EVERSTEP_HOSTS"
 MASTER_PORT = 7777
 UNUSABLE = 120  # the agent's exit code for "I cannot run in this image"
 # What container runtimes say when python3 is not in the image; they exit 127 (not found), 126 or 128 then.
@@ -47,9 +59,14 @@ def _unusable(end: ContainerEnd) -> Reason | None:
 
 
 def files(job: Mapping[str, Any]) -> dict[str, str]:
-    """The contract files that are the same in every pod, by file name."""
-    everything = contract_files(_facts(job, 0))
-    return {path.rpartition("/")[2]: data.decode() for path, data in everything.items() if "resourceconfig" not in path}
+    """Return what is the same in every pod, by key in the ConfigMap: the contract files, and the list of all hosts."""
+    facts = _facts(job, 0)
+    shared = {
+        path.rpartition("/")[2]: data.decode()
+        for path, data in contract_files(facts).items()
+        if "resourceconfig" not in path
+    }
+    return {**shared, HOSTS: encode_json(facts.hosts)}
 
 
 def pod_annotations(job: Mapping[str, Any], index: int) -> dict[str, str]:
@@ -57,12 +74,22 @@ def pod_annotations(job: Mapping[str, Any], index: int) -> dict[str, str]:
     return {RESOURCE_CONFIG: text}
 
 
-def environment(job: Mapping[str, Any], index: int, user: list[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The contract's variables for pod `index`, then the user's own, which win."""
+def environment(
+    job: Mapping[str, Any], index: int, config_map: str, user: list[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return the contract's variables for pod `index`, then the user's own, which win.
+
+    Args:
+        job: The resolved job.
+        index: Of the pod.
+        config_map: Name of the ConfigMap with files().
+        user: The user's variables.
+    """
     nodes = job["numNodes"]
     master = "algo-1" if nodes > 1 else "127.0.0.1"
+    facts = _facts(job, index)
     variables = {
-        **sm_environment(_facts(job, index)),
+        **sm_environment(facts),
         **rank_variables(
             rank=index,
             world_size=nodes,
@@ -85,9 +112,15 @@ def environment(job: Mapping[str, Any], index: int, user: list[Mapping[str, Any]
         ),
     }
     own = {item["name"] for item in user}
+    hosts = encode_json(facts.hosts)
+    reference = {"configMapKeyRef": {"name": config_map, "key": HOSTS}}
     # Kubernetes expands $(NAME) in values; the contract's are to arrive as they are.
-    ours = [{"name": n, "value": v.replace("$", "$$")} for n, v in sorted(variables.items()) if n not in own]
-    return [*ours, *user]
+    ours = [
+        {"name": n, "value": v.replace("$", "$$").replace(hosts, f"$({_HOSTS_VARIABLE})")}
+        for n, v in sorted(variables.items())
+        if n not in own
+    ]
+    return [{"name": _HOSTS_VARIABLE, "valueFrom": reference}, *ours, *user]
 
 
 def _facts(job: Mapping[str, Any], index: int) -> Facts:

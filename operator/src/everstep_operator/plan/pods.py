@@ -31,6 +31,11 @@ def pod_name(job: str, index: int) -> str:
     return f"{job}-{index}"
 
 
+def template_name(job: str, epoch: int) -> str:
+    """Return the name of the ConfigMap that keeps the template of an epoch."""
+    return f"{job}-{epoch}"
+
+
 def pod_body(frozen: Frozen, index: int, epoch: int, leader: str = "") -> dict[str, Any]:
     """What to POST. Shares objects with `frozen`: read it, do not change it.
 
@@ -61,7 +66,10 @@ def pod_body(frozen: Frozen, index: int, epoch: int, leader: str = "") -> dict[s
     annotations = dict(metadata.get("annotations") or {})
     if frozen.job.get("plain"):
         annotations |= plain.pod_annotations(frozen.job, index)
-        body["spec"]["containers"] = _with_env(frozen, lambda env: plain.environment(frozen.job, index, env))
+        config_map = template_name(name, frozen.epoch)
+        body["spec"]["containers"] = _with_env(
+            frozen, lambda env: plain.environment(frozen.job, index, config_map, env)
+        )
     elif leader:
         body["spec"]["containers"] = _with_env(frozen, lambda env: [*env, {"name": LEADER, "value": leader}])
     if annotations:

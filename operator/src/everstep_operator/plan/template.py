@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everstep_operator.api.job import TrainingJob
+from everstep_operator.api.job import MOST_PLAIN_NODES, TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.scalars import parse_quantity
@@ -30,7 +30,7 @@ from everstep_operator.plan.observed import (
 )
 from everstep_operator.plan.overlay import overlay
 from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
-from everstep_operator.plan.pods import MANAGED_BY, owner_reference
+from everstep_operator.plan.pods import MANAGED_BY, owner_reference, template_name
 from everstep_operator.plan.shape import misshapen
 
 AGENT = ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
@@ -49,6 +49,11 @@ _SHM = "/dev/shm"  # noqa: S108
 _AUTOMOUNT = "automountServiceAccountToken"
 _TOKEN = "everstep-token"  # noqa: S105 - a volume's name
 _SIGNATURE = "signature"  # in the data, which nobody can change once it is there
+_TOO_MANY_PLAIN = (
+    "numNodes is {nodes}: the agent cannot run in this image, and without it "
+    f"a job has at most {MOST_PLAIN_NODES} nodes, since each pod holds the names of all. Use an image with Python 3.9 "
+    "or later, or fewer nodes"
+)
 _FOLDERS = ("input", "model", "output", "checkpoints")
 
 
@@ -69,6 +74,8 @@ def resolve(
         return Refused(Reason.INVALID_TEMPLATE, message)
     if (message := _forbidden(over, settings)) is not None:
         return Refused(Reason.NOT_PERMITTED, message)
+    if plain and job.spec.num_nodes > MOST_PLAIN_NODES:
+        return Refused(Reason.INVALID_TEMPLATE, _TOO_MANY_PLAIN.format(nodes=job.spec.num_nodes))
     config = job_config(job, template_epoch=epoch, pool=pool, settings=settings, plain=plain)
     spec = overlay(_base(job, epoch, pool, plain, settings), over)
     profile = job.spec.security_profile
@@ -135,10 +142,6 @@ def service(job: TrainingJob, settings: Settings) -> dict[str, Any]:
             "ports": [{"name": "agent", "port": settings.agent_port, "protocol": "TCP"}],
         },
     }
-
-
-def object_name(job: TrainingJob, epoch: int) -> str:
-    return f"{job.metadata.name}-{epoch}"
 
 
 def secret_name(job: str, uid: str, epoch: int, key: bytes) -> str:
@@ -209,7 +212,7 @@ def _meta(job: TrainingJob, epoch: int | None) -> dict[str, Any]:
     if epoch is not None:
         labels[LABEL_TEMPLATE] = str(epoch)
     return {
-        "name": job.metadata.name if epoch is None else object_name(job, epoch),
+        "name": job.metadata.name if epoch is None else template_name(job.metadata.name, epoch),
         "namespace": job.metadata.namespace,
         "labels": labels,
         "ownerReferences": [owner_reference(job.metadata.name, job.metadata.uid)],
@@ -274,7 +277,7 @@ def _with_gpu_name(amounts: Mapping[str, str], pool: TrainingPool | None) -> dic
 
 
 def _volumes(job: TrainingJob, epoch: int, plain: bool, settings: Settings) -> list[dict[str, Any]]:
-    name = object_name(job, epoch)
+    name = template_name(job.metadata.name, epoch)
     volumes: list[dict[str, Any]] = [
         {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(job)}},
         *({"name": f"everstep-{folder}", "emptyDir": {}} for folder in _FOLDERS),

@@ -55,8 +55,8 @@ def contract_files(facts: Facts) -> dict[str, bytes]:
     """The configuration files by absolute path."""
     folder = f"{facts.ml}/input/config"
     return {
-        f"{folder}/hyperparameters.json": _json(dict(facts.hyperparameters)).encode(errors="replace"),
-        f"{folder}/resourceconfig.json": _json(_resource_config(facts)).encode(),
+        f"{folder}/hyperparameters.json": encode_json(dict(facts.hyperparameters)).encode(errors="replace"),
+        f"{folder}/resourceconfig.json": encode_json(_resource_config(facts)).encode(),
         f"{folder}/inputdataconfig.json": b"{}",
     }
 
@@ -243,8 +243,9 @@ def _entry_point(command: Sequence[str]) -> str | None:
 def _text(value: Any) -> str:
     if value is None:
         return ""
-    return value if isinstance(value, str) else _json(value)
+    return value if isinstance(value, str) else encode_json(value)
 
 
-def _json(value: Any) -> str:
+def encode_json(value: Any) -> str:
+    """Return `value` as the contract's files and variables write it."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
