@@ -79,9 +79,9 @@ class TestStructuralSchema:
         for name, field in spec.model_fields.items():
             schema = crdgen.json_schema(resource)["properties"]["spec"]["properties"][field.alias]
             if "default" in schema:
-                # An absent command is dropped where a model is checked as a whole, and rules look at it.
-                made = spec.model_construct(**{"command": ["a"]} if "command" in spec.model_fields else {})
-                parsed = spec.__pydantic_validator__.validate_assignment(made, name, schema["default"])
+                parsed = spec.__pydantic_validator__.validate_assignment(
+                    spec.model_construct(), name, schema["default"]
+                )
                 assert getattr(parsed, name) == field.get_default(), name
 
     def test_status_has_no_defaults(self, resource: Resource) -> None:

@@ -84,6 +84,11 @@ def test_a_runtime_that_tries_for_ever_to_start_the_agent_is_not_waited_for(
         assert world.status.restarts.total == 0
 
 
+def test_a_large_job_without_a_command_fails_before_anything_is_made() -> None:
+    world = World(job().nodes(501).plain().build()).run("Failed")
+    assert not world.pods
+
+
 def test_a_large_job_whose_image_cannot_carry_the_agent_fails_and_says_how_large_it_may_be() -> None:
     world = World(job().nodes(501).build())
     world.reconcile()

@@ -232,10 +232,6 @@ def _fits(pipeline: Pipeline | None, nodes: int, procs: int | None) -> bool:
     return (nodes * procs) % pipeline.stages == 0 or pipeline.stages % (nodes * procs) == 0
 
 
-MOST_PLAIN_NODES = 500
-"""Nodes of a job without an agent: each of its pods holds the names of all, so etcd gets the square of them."""
-
-
 class TrainingJobSpec(ApiModel):
     """What to run."""
 
@@ -307,12 +303,6 @@ class TrainingJobSpec(ApiModel):
             "distribution.pipeline.stages must divide the number of ranks, numNodes times numProcPerNode, or be a "
             "multiple of it",
             lambda spec: _fits(spec.distribution.pipeline, spec.num_nodes, spec.num_proc_per_node),
-        ),
-        Rule(
-            f"has(self.command) || self.numNodes <= {MOST_PLAIN_NODES}",
-            f"numNodes must be at most {MOST_PLAIN_NODES} without a command (plain mode: each pod holds the names of "
-            "all); set command, so that the agent runs it",
-            lambda spec: spec.command is not None or spec.num_nodes <= MOST_PLAIN_NODES,
         ),
     )
     update_rules: ClassVar = (

@@ -29,6 +29,7 @@ RESOURCE_CONFIG = "everstep.dev/resourceconfig"
 CONFIG_FOLDER = "/opt/ml/input/config"
 HOSTS = "hosts.json"  # key in the ConfigMap
 _HOSTS_VARIABLE = "EVERSTEP_HOSTS"
+MOST_NODES = 500  # the annotations of all pods grow with the square of it: 5 MB
 MASTER_PORT = 7777
 UNUSABLE = 120  # the agent's exit code for "I cannot run in this image"
 # What container runtimes say when python3 is not in the image; they exit 127 (not found), 126 or 128 then.

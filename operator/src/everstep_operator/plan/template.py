@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from everstep_operator.api.job import MOST_PLAIN_NODES, TrainingJob
+from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.scalars import parse_quantity
@@ -50,9 +50,8 @@ _AUTOMOUNT = "automountServiceAccountToken"
 _TOKEN = "everstep-token"  # noqa: S105 - a volume's name
 _SIGNATURE = "signature"  # in the data, which nobody can change once it is there
 _TOO_MANY_PLAIN = (
-    "numNodes is {nodes}: the agent cannot run in this image, and without it "
-    f"a job has at most {MOST_PLAIN_NODES} nodes, since each pod holds the names of all. Use an image with Python 3.9 "
-    "or later, or fewer nodes"
+    f"numNodes is {{nodes}}, and without the agent a job has at most {plain_mode.MOST_NODES} nodes, since each pod "
+    "holds the names of all: set spec.command and use an image with Python 3.9 or later, or take fewer nodes"
 )
 _FOLDERS = ("input", "model", "output", "checkpoints")
 
@@ -74,7 +73,7 @@ def resolve(
         return Refused(Reason.INVALID_TEMPLATE, message)
     if (message := _forbidden(over, settings)) is not None:
         return Refused(Reason.NOT_PERMITTED, message)
-    if plain and job.spec.num_nodes > MOST_PLAIN_NODES:
+    if plain and job.spec.num_nodes > plain_mode.MOST_NODES:
         return Refused(Reason.INVALID_TEMPLATE, _TOO_MANY_PLAIN.format(nodes=job.spec.num_nodes))
     config = job_config(job, template_epoch=epoch, pool=pool, settings=settings, plain=plain)
     spec = overlay(_base(job, epoch, pool, plain, settings), over)
