@@ -15,9 +15,10 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 from e2e.cluster import backend, binaries, golden, network_policy
+from e2e.cluster.layers import UnpackedImage
 from e2e.cluster.local import LocalCluster
 from e2e.harness import Cluster, Object, wait
-from e2e.images.catalogue import images
+from e2e.images.catalogue import Image, images
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "everstep"
@@ -82,20 +83,28 @@ def _is_local(running: backend.Cluster) -> bool:
 
 def _load(running: backend.Cluster, only: Iterable[str] | None) -> None:
     chosen = [image for image in images() if only is None or _short(image.name) in only]
-    local = _is_local(running)
     keys = {image.name: image.key for image in chosen}
-    blobs = golden.root() / "io.containerd.content.v1.content" / "blobs" / "sha256"
+    if isinstance(running, LocalCluster):
+        chosen = [image for image in chosen if not golden.holds(image.name, keys[image.name])]
+        chosen = [image for image in chosen if not _link(running, image, keys[image.name])]
     archives: dict[str, Path] = {}
-    for image in chosen:
-        if local and golden.holds(image.name, keys[image.name]):
-            archives[image.name] = Path("/nonexistent")  # the nodes have it: no archive is written
-        else:
-            archives[image.name] = image.archive(blobs if local and blobs.is_dir() else None)
     try:
+        for image in chosen:
+            archives[image.name] = image.archive()
+        # With none as well: nodes may lack what was there already.
         running.load_images(archives, keys)
     finally:
         for archive in archives.values():
             archive.unlink(missing_ok=True)
+
+
+def _link(running: LocalCluster, image: Image, key: str) -> bool:
+    """Give an image to the nodes without a copy; False where only an archive can."""
+    with image.layers() as found:
+        if found is None:
+            return False
+        running.link_images({image.name: UnpackedImage(*found)}, {image.name: key})
+    return True
 
 
 def install(found: Cluster, **values: object) -> None:

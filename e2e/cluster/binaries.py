@@ -1,7 +1,8 @@
 """The programs of a cluster, built from their Go modules into a content-addressed cache.
 
-A program is built once per content of its module folder and its link flags. The build happens under another
-name and is renamed when complete, under a file lock: neither a crash nor two test workers can leave half a program.
+A program is built once per content of its module folder and its link flags. The programs of one module are built by one
+`go build`, which compiles what they share once and links them side by side. A build happens in another folder and its
+programs are renamed when complete, under a file lock: neither a crash nor two test workers can leave half a program.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,6 +33,14 @@ class Program:
     folder: str
     package: str
     stamps: tuple[str, ...] = field(default=())
+
+    @property
+    def executable(self) -> str:
+        """The name under which `go build` leaves it: the package's last element that is no major version."""
+        elements = self.package.split("/")
+        if elements == ["."]:
+            return self.folder
+        return elements[-2] if re.fullmatch(r"v\d+", elements[-1]) else elements[-1]
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -139,41 +149,59 @@ def binary(name: str) -> Path:
     return path_of(name)
 
 
+def missing(names: Iterable[str]) -> list[str]:
+    """Return those of ``names`` that the cache lacks."""
+    return [name for name in names if not path_of(name).exists()]
+
+
 def ensure(names: Iterable[str]) -> None:
-    """Build those of ``names`` that the cache lacks, one after the other."""
+    """Build those of ``names`` that the cache lacks, with one `go build` for each module."""
+    for folder, wanted in _by_module(missing(names)).items():
+        with _locked(folder):
+            programs = [PROGRAMS[name] for name in missing(wanted)]
+            if programs:
+                _build(folder, programs)
+
+
+def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
+    """Group programs by the folder of their module, in the order in which these are first named."""
+    found: dict[str, list[str]] = {}
     for name in names:
-        target = path_of(name)
-        if target.exists():
-            continue
-        with _locked(target.parent):
-            if not target.exists():
-                _build(PROGRAMS[name], target)
+        found.setdefault(PROGRAMS[name].folder, []).append(name)
+    return found
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("w") as lock:
+def _locked(folder: str) -> Iterator[None]:
+    """One build of a module at a time."""
+    locks = cache_dir() / "bin"
+    locks.mkdir(parents=True, exist_ok=True)
+    with (locks / f".{folder}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _build(program: Program, target: Path) -> None:
+def _build(folder: str, programs: Sequence[Program]) -> None:
+    names = ", ".join(program.name for program in programs)
     go = shutil.which("go")
     if go is None:
-        raise ClusterError(f"{program.name} has to be built and there is no `go` in PATH: install Go 1.24 or newer")
-    print(f"building {program.name} ({program.folder}/go.mod) ...", flush=True)
+        raise ClusterError(f"{names} must be built and there is no `go` in PATH: install Go 1.24 or newer")
+    (flags,) = {program.flags for program in programs}
+    print(f"building {names} ({folder}/go.mod) ...", flush=True)
     started = time.monotonic()
-    unfinished = target.with_name(f".{target.name}.unfinished")
-    result = subprocess.run(
-        [go, "build", "-mod=readonly", *program.flags, "-o", str(unfinished), program.package],
-        cwd=GO_MODULES / program.folder,
-        env={**os.environ, "CGO_ENABLED": "0", "GOWORK": "off"},
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-    )
-    if result.returncode != 0:
-        raise ClusterError(f"building {program.name} failed:\n{result.stderr[-4000:]}")
-    unfinished.rename(target)
-    print(f"built {program.name} in {time.monotonic() - started:.0f} s", flush=True)
+    with tempfile.TemporaryDirectory(dir=cache_dir() / "bin", prefix=f".{folder}-") as unfinished:
+        result = subprocess.run(
+            [go, "build", "-mod=readonly", *flags, "-o", f"{unfinished}/", *[program.package for program in programs]],
+            cwd=GO_MODULES / folder,
+            env={**os.environ, "CGO_ENABLED": "0", "GOWORK": "off"},
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if result.returncode != 0:
+            raise ClusterError(f"building {names} failed:\n{result.stderr[-4000:]}")
+        for program in programs:
+            target = path_of(program.name)
+            target.parent.mkdir(exist_ok=True)
+            (Path(unfinished) / program.executable).rename(target)
+    print(f"built {names} in {time.monotonic() - started:.0f} s", flush=True)

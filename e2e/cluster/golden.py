@@ -13,13 +13,14 @@ import shutil
 import signal
 import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
-from e2e.cluster import node_config, oci, packages
+from e2e.cluster import layers, node_config, oci, packages
 from e2e.cluster.binaries import binary, cache_dir
 from e2e.cluster.errors import ClusterError
+from e2e.cluster.layers import UnpackedImage
 from e2e.cluster.state import exclusive, write_atomically
 from e2e.cluster.waiting import until
 
@@ -33,6 +34,8 @@ DATABASES = (
 # Names that no pod asks for: of an image on its way in, and of one whose name went to newer content.
 IMPORTED = "import.everstep.dev/image"
 STALE = "stale.everstep.dev/image"
+# containerd's own second name of every image, by the digest of its configuration; it holds the image as well.
+OF_CRI = "sha256:"
 
 
 def root() -> Path:
@@ -80,16 +83,37 @@ def ensure(archives: Mapping[str, Path], keys: Mapping[str, str] | None = None) 
                 if not archive.exists():
                     raise ClusterError(f"image {name}: there is no archive {archive}")
                 new[name] = key
-        if new:
-            with _containerd() as socket:
-                ctr = ["ctr", "--address", str(socket)]
-                _remove_stale(ctr)
-                for name, key in new.items():
-                    print(f"importing {name} ...", flush=True)
-                    import_archive(ctr, name, archives[name])
-                    held[name] = key
-                    write_atomically(_record(), json.dumps(held, indent=1))
+        _add(new, lambda ctr, name: import_archive(ctr, name, archives[name]))
     return list(new)
+
+
+def ensure_linked(unpacked: Mapping[str, UnpackedImage], keys: Mapping[str, str]) -> list[str]:
+    """Take images over from a builder's store by links, without a copy; returns the names of those that were new.
+
+    Args:
+        unpacked: The images by the name that pods use; their layers must lie on the golden root's file system.
+        keys: The content of each, in the caller's own terms.
+    """
+    with exclusive(LOCK):
+        held = images()
+        new = {name: keys[name] for name in unpacked if held.get(name) != keys[name]}
+        _add(new, lambda ctr, name: link_image(ctr, name, unpacked[name]))
+    return list(new)
+
+
+def _add(new: Mapping[str, str], take: Callable[[list[str], str], None]) -> None:
+    """Let ``take`` bring in each of the images ``new``, name -> key, and record it."""
+    if not new:
+        return
+    held = images()
+    with _containerd() as socket:
+        ctr = ["ctr", "--address", str(socket)]
+        _remove_stale(ctr)
+        for name, key in new.items():
+            print(f"importing {name} ...", flush=True)
+            take(ctr, name)
+            held[name] = key
+            write_atomically(_record(), json.dumps(held, indent=1))
 
 
 def ensure_pause() -> None:
@@ -101,14 +125,13 @@ def ensure_pause() -> None:
 
 
 @contextmanager
-def exported(name: str) -> Iterator[Path]:
-    """A whole archive of an image, written from the golden root for the time of the block."""
-    with tempfile.TemporaryDirectory(prefix="everstep-export-", dir=cache_dir()) as folder:
-        written = Path(folder) / "image.tar"
-        with exclusive(LOCK), _containerd() as socket:
-            command = ["ctr", "--address", str(socket), "--namespace", "k8s.io", "images", "export"]
-            _run(*command, str(written), reference(name))
-        yield written
+def unpacked(name: str) -> Iterator[UnpackedImage]:
+    """An image of the golden root, which stays there for the time of the block."""
+    with exclusive(LOCK):
+        with _containerd() as socket:
+            command = ["ctr", "--address", str(socket), "--namespace", "k8s.io"]
+            found = layers.find(command, _listed([*command, "images"])[reference(name)])
+        yield found
 
 
 def seed(target: Path) -> dict[str, str]:
@@ -154,12 +177,25 @@ def import_archive(ctr: list[str], name: str, archive: Path) -> None:
         raise ClusterError(f"{archive} was imported, but under another name than {wanted}")
 
 
+def link_image(ctr: list[str], name: str, image: UnpackedImage) -> None:
+    """Take an image over by links, through a ``ctr`` command line."""
+    command = [*ctr, "--namespace", "k8s.io"]
+    with tempfile.TemporaryDirectory(prefix="everstep-link-", dir=cache_dir()) as folder:
+        archive = Path(folder) / "image.tar"
+        layers.link(command, image, archive, reference(name))
+        import_archive(ctr, name, archive)
+    layers.release(command, image)
+
+
 def _remove_stale(ctr: list[str]) -> None:
     """Free the disk of replaced images, once no node is left that could use them."""
     if any(root().parent.glob("node-*")):
         return
     command = [*ctr, "--namespace", "k8s.io", "images"]
-    stale = [found for found in _listed(command) if found.startswith(STALE)]
+    listed = _listed(command)
+    kept = {digest for name, digest in listed.items() if not name.startswith((STALE, OF_CRI))}
+    # An image that became current again keeps its own names.
+    stale = [name for name, digest in listed.items() if name.startswith(STALE) or digest not in kept]
     if stale:
         _run(*command, "remove", "--sync", *stale)
 

@@ -14,6 +14,7 @@ from e2e.cluster.controlplane import ControlPlane
 from e2e.cluster.controlplane_flags import CONTROLLER_MANAGER, SCHEDULER, ClientLimits
 from e2e.cluster.errors import ClusterError
 from e2e.cluster.kubectl import Kubectl, is_ready
+from e2e.cluster.layers import UnpackedImage
 from e2e.cluster.network import HOST_ADDRESS, MAX_NODES, Place
 from e2e.cluster.node import Node
 from e2e.cluster.phases import phase
@@ -98,24 +99,32 @@ class LocalCluster:
     def load_images(self, archives: Mapping[str, Path], keys: Mapping[str, str] | None = None) -> None:
         """Give images to every node, present and future; ``archives`` and ``keys`` as in ``golden.ensure``."""
         golden.ensure(archives, keys)
+        self._complete_nodes()
+
+    def link_images(self, unpacked: Mapping[str, UnpackedImage], keys: Mapping[str, str]) -> None:
+        """Give images to every node out of a builder's store; ``unpacked`` and ``keys`` as in ``ensure_linked``."""
+        golden.ensure_linked(unpacked, keys)
+        self._complete_nodes()
+
+    def _complete_nodes(self) -> None:
         with exclusive(LOCK):
             if not self._is_complete():
                 return
             for node in self.nodes:
-                self._complete_images(node, archives)
+                self._complete_images(node)
 
-    def _complete_images(self, node: Node, archives: Mapping[str, Path]) -> None:
+    def _complete_images(self, node: Node) -> None:
         missing = node.missing_images()
         if not missing:
             return
         if node.process is None:
             node.reseed()
         elif not self.kubectl.items("pods", "-A", f"--field-selector=spec.nodeName={node.name}"):
-            # Nothing runs there: links instead of another copy of what may be gigabytes.
+            # Nothing runs there: a fresh disk is as good and quicker.
             self.restart_node(node.name)
         else:
             for name in missing:
-                _import_beside_pods(node, name, archives.get(name))
+                node.link_image(name)
 
     # -- faults ----------------------------------------------------------------------------------------------------
 
@@ -277,16 +286,6 @@ class LocalCluster:
             if is_ready(found) and gpu.has(found, gpus)
         }
         return [node for node in self.nodes if node.process is None or node.is_disturbed or node.name not in well]
-
-
-def _import_beside_pods(node: Node, name: str, archive: Path | None) -> None:
-    """An archive may be gone by now, or hold only the layers that the golden root lacked: then a whole one is made."""
-    if archive is not None and archive.exists():
-        with contextlib.suppress(ClusterError):
-            node.import_image(name, archive)
-            return
-    with golden.exported(name) as whole:
-        node.import_image(name, whole)
 
 
 def _places(count: int) -> list[Place]:

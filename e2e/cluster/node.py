@@ -149,11 +149,13 @@ class Node:
         held = json.loads((self.own / "images.json").read_text())
         return [name for name, key in golden.images().items() if held.get(name) != key]
 
-    def import_image(self, name: str, archive: Path) -> None:
-        """Import one image while the node's pods run on."""
-        golden.import_archive([*self.inside(), "ctr"], name, archive)
+    def link_image(self, name: str) -> None:
+        """Take one golden image over while the node's pods run on."""
+        key = golden.images()[name]
+        with golden.unpacked(name) as image:
+            golden.link_image([*self.inside(), "ctr"], name, image)
         record = self.own / "images.json"
-        write_atomically(record, json.dumps({**json.loads(record.read_text()), name: golden.images()[name]}))
+        write_atomically(record, json.dumps({**json.loads(record.read_text()), name: key}))
 
     def remove_disk(self) -> None:
         shutil.rmtree(self.root, ignore_errors=True)

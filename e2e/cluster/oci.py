@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+_LAYER = "application/vnd.oci.image.layer.v1.tar"
+
 
 def write_archive(
     path: Path, name: str, files: Mapping[str, bytes], entrypoint: Sequence[str], links: Mapping[str, str] | None = None
@@ -21,15 +23,26 @@ def write_archive(
             "architecture": "amd64",
             "os": "linux",
             "config": {"Entrypoint": list(entrypoint), "Env": ["PATH=/usr/local/bin:/usr/bin:/bin"]},
-            "rootfs": {"type": "layers", "diff_ids": [_digest(layer)]},
+            "rootfs": {"type": "layers", "diff_ids": [digest(layer)]},
         }
     )
+    _write(path, name, config, [_descriptor(_LAYER, layer)], [layer])
+
+
+def write_index(path: Path, name: str, config: bytes, layer_sizes: Sequence[int]) -> None:
+    """Write an archive that names an image and describes it, without the uncompressed layers that the config lists."""
+    diff_ids = json.loads(config)["rootfs"]["diff_ids"]
+    sizes = zip(diff_ids, layer_sizes, strict=True)
+    _write(path, name, config, [{"mediaType": _LAYER, "digest": diff_id, "size": size} for diff_id, size in sizes], [])
+
+
+def _write(path: Path, name: str, config: bytes, layers: Sequence[Mapping[str, Any]], blobs: Sequence[bytes]) -> None:
     manifest = _json(
         {
             "schemaVersion": 2,
             "mediaType": "application/vnd.oci.image.manifest.v1+json",
             "config": _descriptor("application/vnd.oci.image.config.v1+json", config),
-            "layers": [_descriptor("application/vnd.oci.image.layer.v1.tar", layer)],
+            "layers": layers,
         }
     )
     entry = _descriptor("application/vnd.oci.image.manifest.v1+json", manifest)
@@ -37,7 +50,7 @@ def write_archive(
     with tarfile.open(path, "w") as archive:
         _add(archive, "oci-layout", _json({"imageLayoutVersion": "1.0.0"}))
         _add(archive, "index.json", _json({"schemaVersion": 2, "manifests": [entry]}))
-        for blob in (config, manifest, layer):
+        for blob in (config, manifest, *blobs):
             _add(archive, f"blobs/sha256/{hashlib.sha256(blob).hexdigest()}", blob)
 
 
@@ -80,9 +93,10 @@ def _json(document: object) -> bytes:
     return json.dumps(document, sort_keys=True).encode()
 
 
-def _digest(blob: bytes) -> str:
+def digest(blob: bytes) -> str:
+    """The name of a blob, as the OCI image specification computes it."""
     return f"sha256:{hashlib.sha256(blob).hexdigest()}"
 
 
 def _descriptor(media_type: str, blob: bytes) -> dict[str, Any]:
-    return {"mediaType": media_type, "digest": _digest(blob), "size": len(blob)}
+    return {"mediaType": media_type, "digest": digest(blob), "size": len(blob)}

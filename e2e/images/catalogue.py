@@ -89,19 +89,25 @@ class Image:
         self.build()
         return engine().run(self.name, command, mounts or {})
 
-    def archive(self, known: Path | None = None) -> Path:
-        """An archive of the image for ``ctr images import`` or ``docker load``; whoever imports it deletes it.
+    @contextmanager
+    def layers(self) -> Iterator[tuple[bytes, tuple[Path, ...]] | None]:
+        """The image's configuration and the folders of its layers, which stay for the time of the block.
 
-        ``known`` is the blob folder (``…/io.containerd.content.v1.content/blobs/sha256``) of the containerd that will
-        import it. Its blobs are left out: a containerd finds by their digest the layers that it has.
+        None where the engine does not say where they are: then ``archive`` is the way.
         """
+        self.build()
+        with _locked(self.name):
+            yield engine().layers(self.name)
+
+    def archive(self) -> Path:
+        """An archive of the image for ``ctr images import`` or ``docker load``; whoever imports it deletes it."""
         self.build()
         stem = self.name.rpartition("/")[2].replace(":", "-")
         target = cache_dir() / "images" / f"{stem}-{self.key}.tar"
         with _locked(self.name):
             _remove_forgotten(target.parent, stem)
             unfinished = target.with_suffix(".unfinished")
-            engine().write(self.name, unfinished, known)
+            engine().write(self.name, unfinished)
             unfinished.rename(target)
         return target
 

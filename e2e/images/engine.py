@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import json
 import os
 import shutil
 import subprocess
@@ -44,15 +46,18 @@ class Engine(Protocol):
     def build(self, recipe: Recipe) -> None:
         """Build an image and give it its name."""
 
-    def write(self, name: str, archive: Path, known: Path | None) -> None:
-        """Write an image to ``archive``, if possible without the blobs that the folder ``known`` holds."""
+    def write(self, name: str, archive: Path) -> None:
+        """Write an image to ``archive``."""
+
+    def layers(self, name: str) -> tuple[bytes, tuple[Path, ...]] | None:
+        """An image's configuration and the folders of its layers, the lowest first; None where they are not at hand."""
 
     def run(self, name: str, command: Sequence[str], mounts: Mapping[Path, str]) -> str:
         """Run ``command`` as the image's user with host folders mounted at the given paths; what it printed."""
 
 
 class Docker:
-    """A Docker engine. It takes the public base images, and writes whole archives only."""
+    """A Docker engine. It takes the public base images, and keeps its layers to itself."""
 
     def key(self, name: str) -> str | None:
         template = f'--format={{{{index .Config.Labels "{KEY_LABEL}"}}}}'
@@ -65,8 +70,11 @@ class Docker:
         with _package_mirror() as secrets:
             run("docker", "build", "--network=host", *_options(recipe), *secrets, recipe.context)
 
-    def write(self, name: str, archive: Path, known: Path | None) -> None:
+    def write(self, name: str, archive: Path) -> None:
         run("docker", "save", "--output", archive, name)
+
+    def layers(self, name: str) -> None:
+        return None
 
     def run(self, name: str, command: Sequence[str], mounts: Mapping[Path, str]) -> str:
         volumes = [f"--volume={host}:{path}" for host, path in mounts.items()]
@@ -108,27 +116,25 @@ class Buildah:
             with suppress(ImageError):
                 run(*self._buildah, "rmi", before)
 
-    def write(self, name: str, archive: Path, known: Path | None) -> None:
-        """Write an OCI layout with uncompressed layers, whose digests are the same from one write to the next.
+    def write(self, name: str, archive: Path) -> None:
+        run(*self._buildah, "push", "--quiet", name, f"oci-archive:{archive}:{name}")
 
-        So it can leave out what a containerd holds already, whose content store names its blobs in the same way:
-        after a change of code, `ctr images import` reads a megabyte instead of six gigabytes.
-        """
-        need("skopeo")
-        with tempfile.TemporaryDirectory(dir=archive.parent, prefix=".layout-") as folder:
-            layout = Path(folder)
-            blobs = layout / "blobs" / "sha256"
-            blobs.mkdir(parents=True)
-            for blob in known.iterdir() if known else ():
-                (blobs / blob.name).symlink_to(blob)
-            store = f"containers-storage:[overlay@{self._storage}+{self._state}]{name}"
-            # skopeo, since `buildah push` compresses whatever goes to an OCI layout.
-            run("skopeo", "copy", "--quiet", "--dest-oci-accept-uncompressed-layers", store, f"oci:{layout}:{name}")
-            for blob in blobs.iterdir():
-                if blob.is_symlink():
-                    blob.unlink()
-            # --remove-files: the disk need not hold every layer twice.
-            run("tar", "--create", "--remove-files", "--file", archive, "--directory", layout, ".")
+    def layers(self, name: str) -> tuple[bytes, tuple[Path, ...]] | None:
+        """Read them from the store's own records, as containers/storage writes them."""
+        images = json.loads((self._storage / "overlay-images" / "images.json").read_text())
+        parents = {
+            layer["id"]: layer.get("parent")
+            for layer in json.loads((self._storage / "overlay-layers" / "layers.json").read_text())
+        }
+        (image,) = (each for each in images if name in each.get("names", ()))
+        file = base64.b64encode(f"sha256:{image['id']}".encode()).decode()
+        config = (self._storage / "overlay-images" / image["id"] / f"={file}").read_bytes()
+        folders: list[Path] = []
+        layer = image["layer"]
+        while layer:
+            folders.insert(0, self._storage / "overlay" / layer / "diff")
+            layer = parents[layer]
+        return config, tuple(folders)
 
     def run(self, name: str, command: Sequence[str], mounts: Mapping[Path, str]) -> str:
         container = run(*self._buildah, "from", "--pull-never", name).strip()

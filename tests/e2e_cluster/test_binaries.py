@@ -22,13 +22,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.fixture
 def fake_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A ``go`` that writes half a program and then does what the file ``behaviour`` says."""
+    """A ``go`` that writes half of each program and then does what the file ``behaviour`` says."""
     folder = tmp_path / "path"
     folder.mkdir()
     program = folder / "go"
     program.write_text(
         '#!/bin/bash\necho "$@" >> ' + str(tmp_path / "calls") + "\n"
-        'while [ "$1" != -o ]; do shift; done\necho half > "$2"\n. ' + str(tmp_path / "behaviour") + "\n"
+        'while [ "$1" != -o ]; do shift; done\ntarget=$2; shift 2\n'
+        'for package; do name=${package%/v[0-9]}; echo half > "$target${name##*/}"; done\n'
+        ". " + str(tmp_path / "behaviour") + "\n"
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
@@ -64,12 +66,24 @@ def test_built_once(cache: Path, fake_go: Path) -> None:
     assert len((fake_go / "calls").read_text().splitlines()) == 1
 
 
+def test_the_programs_of_one_module_are_built_by_one_call(cache: Path, fake_go: Path) -> None:
+    (fake_go / "behaviour").write_text("exit 0")
+    binaries.ensure(["kubelet"])
+    binaries.ensure(["etcd", "kubectl", "kubelet", "kube-proxy"])
+    of_kubelet, of_etcd, of_both = (fake_go / "calls").read_text().splitlines()
+    assert of_kubelet.endswith("/ k8s.io/kubernetes/cmd/kubelet")
+    assert of_etcd.endswith("/ go.etcd.io/etcd/server/v3")
+    assert of_both.endswith("/ k8s.io/kubernetes/cmd/kubectl k8s.io/kubernetes/cmd/kube-proxy")
+    assert binaries.missing(["etcd", "kubectl", "kubelet", "kube-proxy", "helm"]) == ["helm"]
+
+
 @pytest.mark.parametrize("end", ["echo 'no such module' >&2; exit 1", "kill -9 $$"])
 def test_a_failed_build_leaves_no_program(cache: Path, fake_go: Path, end: str) -> None:
     (fake_go / "behaviour").write_text(end)
     with pytest.raises(ClusterError, match="building etcd failed"):
         binaries.binary("etcd")
     assert not binaries.path_of("etcd").exists()
+    assert not [path for path in cache.rglob("*") if path.is_file() and path.name != ".etcd.lock"]
 
 
 def test_without_go_the_error_says_what_to_install(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
