@@ -21,7 +21,15 @@ from everstep_operator.cluster.client import Page
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.plan import template
-from everstep_operator.plan.actions import Action, DeleteStale, EnsureAgent, EnsureSecret, EnsureTemplate
+from everstep_operator.plan.actions import (
+    Action,
+    DeletePods,
+    DeleteStale,
+    EnsureAgent,
+    EnsureSecret,
+    EnsureTemplate,
+    PodRef,
+)
 from everstep_operator.plan.observed import Frozen, Settings
 from everstep_operator.plan.template import secret_name
 from tests.builders import job
@@ -57,8 +65,10 @@ class Objects:
     async def list(self, resource: Any, namespace: str, *, labels: str) -> AsyncIterator[Page]:
         yield Page([body for (plural, _), body in self.there.items() if plural == resource.plural], 1)
 
-    async def delete(self, resource: Any, namespace: str, name: str, *, uid: str | None) -> None:
-        self.there.pop((resource.plural, name), None)
+    async def delete(
+        self, resource: Any, namespace: str, name: str, *, uid: str | None, grace: int | None = None
+    ) -> bool:
+        return self.there.pop((resource.plural, name), None) is not None
 
 
 @pytest.fixture
@@ -152,6 +162,15 @@ async def test_a_forged_template_is_replaced_before_a_pod_can_mount_it(actor: Ac
     assert refused is not None
     assert refused.kind == "Conflict"
     assert objects.there[("configmaps", "digits-1")] == strangers
+
+
+async def test_a_pod_that_is_not_there_to_be_deleted_is_not_waited_for(actor: Actor) -> None:
+    """The watch was down when it went."""
+    labels = {"everstep.dev/job": "digits", "everstep.dev/index": "0"}
+    meta = {"namespace": "default", "name": "digits-0", "uid": "u1", "resourceVersion": "5", "labels": labels}
+    actor.cache.pods.put({"metadata": meta})
+    assert await actor.carry_out(JOB, [DeletePods((PodRef("digits-0", "u1"),), "why")]) == (None, None)
+    assert actor.cache.pods_of(("default", "digits")) == ()
 
 
 async def test_a_new_template_finds_the_agent_in_a_namespace_that_was_made_again(actor: Actor, objects: Any) -> None:

@@ -1,14 +1,17 @@
-"""The cache: the newest state wins in whatever order it is told, and ghosts go."""
+"""The cache: the newest state wins in whatever order it is told, and what was deleted goes."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
+from everstep_operator.cluster import tombstones
 from everstep_operator.cluster.cache import Cache, Key
+from everstep_operator.cluster.tombstones import Tombstones
 
 
 def pod(name: str, job: str, *, version: int, uid: str = "u1", namespace: str = "ns", phase: str = "Pending") -> Any:
@@ -64,7 +67,7 @@ def test_a_pod_that_changes_its_job_leaves_the_old_one() -> None:
     assert len(w.cache.pods_of(("ns", "b"))) == 1
 
 
-def test_a_list_removes_ghosts_but_not_what_is_newer_than_the_list() -> None:
+def test_a_list_removes_missed_deletions_but_not_what_is_newer_than_the_list() -> None:
     w = Watched()
     store = w.cache.pods
     store.put(pod("digits-0", "digits", version=5))
@@ -75,6 +78,46 @@ def test_a_list_removes_ghosts_but_not_what_is_newer_than_the_list() -> None:
     assert listing.finish() == 1
     assert {view.name for view in w.cache.pods_of(("ns", "digits"))} == {"digits-0", "digits-2"}
     assert listing.missed == 0
+
+
+def test_an_answer_that_comes_after_the_deletion_brings_nothing_back() -> None:
+    w = Watched()
+    w.cache.pods.remove(("ns", "digits-0"), "u1", 7)  # the watch is faster than the answer to our own create
+    assert not w.cache.pods.put(pod("digits-0", "digits", version=5))
+    assert w.cache.pods_of(("ns", "digits")) == ()
+    assert w.cache.pods.put(pod("digits-0", "digits", version=9, uid="u2")), "a successor is another object"
+
+
+def test_a_page_of_a_list_that_is_older_than_the_deletion_brings_nothing_back() -> None:
+    w = Watched()
+    store = w.cache.pods
+    store.put(pod("digits-0", "digits", version=5))
+    listing = store.listing(6, store.newest)
+    store.remove(("ns", "digits-0"), "u1", 7)
+    listing.add(pod("digits-0", "digits", version=5))
+    assert (listing.missed, listing.finish()) == (0, 0)
+    assert w.cache.pods_of(("ns", "digits")) == ()
+
+
+def test_a_pod_that_has_got_its_label_again_is_not_removed_by_the_late_news_that_it_had_lost_it() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("digits-0", "digits", version=5))
+    w.cache.pods.put(pod("digits-0", "digits", version=9))  # by a list, ahead of the watch
+    assert not w.cache.pods.remove(("ns", "digits-0"), "u1", 7)
+    assert len(w.cache.pods_of(("ns", "digits"))) == 1
+
+
+def test_tombstones_are_dropped_by_age_and_by_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tombstones, "MAX_COUNT", 3)
+    now = 0.0
+    made = Tombstones(lambda: now)
+    for number in range(5):
+        made.add(f"u{number}", 10)
+    assert [number for number in range(5) if made.covers(f"u{number}", 9)] == [2, 3, 4]
+    now = tombstones.LIFETIME_SECONDS + 1
+    made.add("u5")
+    assert len(made) == 1
+    assert made.covers("u5", 1 << 40), "of what is gone at an unknown version nothing is believed"
 
 
 def test_a_list_of_one_namespace_says_nothing_about_others() -> None:
@@ -92,6 +135,17 @@ def test_a_cluster_restored_from_a_backup_is_believed() -> None:
     listing.add(pod("digits-0", "digits", version=40, phase="Pending"))
     listing.finish()
     assert w.cache.pods_of(("ns", "digits"))[0].phase == "Pending"
+
+
+def test_what_was_deleted_after_the_backup_is_there_again_with_it() -> None:
+    w = Watched()
+    w.cache.pods.put(pod("digits-0", "digits", version=40))
+    w.cache.pods.put(pod("digits-1", "digits", version=1000, uid="u2"))
+    w.cache.pods.remove(("ns", "digits-0"), "u1", 900)
+    listing = w.cache.pods.listing(50, w.cache.pods.newest)
+    listing.add(pod("digits-0", "digits", version=40))
+    listing.finish()
+    assert [view.name for view in w.cache.pods_of(("ns", "digits"))] == ["digits-0"]
 
 
 def test_an_object_that_nobody_can_read_is_passed_over() -> None:

@@ -45,9 +45,10 @@ class Server:
         self.created.append(body)
         return {**body, "metadata": {"resourceVersion": "1", "uid": "u", **body["metadata"]}}
 
-    async def delete(self, resource: Any, *_: Any, **__: Any) -> None:
+    async def delete(self, resource: Any, *_: Any, **__: Any) -> bool:
         if resource.plural in self.protected:
             raise errors.Forbidden(403, "Forbidden", 'admission webhook "no-deletes" denied the request')
+        return True
 
     async def get(self, resource: Any, namespace: str, name: str) -> Any:
         raise errors.NotFound(404, "NotFound", name)

@@ -25,7 +25,7 @@ from everstep_operator.api.status import Phase
 from everstep_operator.cluster import errors, key
 from everstep_operator.cluster.act import Actor, Leftover
 from everstep_operator.cluster.agentcode import AgentCode
-from everstep_operator.cluster.cache import Cache, Key, key_of
+from everstep_operator.cluster.cache import Cache, Key, key_of, version_of
 from everstep_operator.cluster.client import Client, login
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.gangs import Gangs
@@ -161,7 +161,7 @@ class Operator:
         store: Any = self._stores[resource]
         self.resync.heard(resource)
         if kind == "DELETED":
-            store.remove(key_of(raw), str((raw.get("metadata") or {}).get("uid") or ""))
+            store.remove(key_of(raw), str((raw.get("metadata") or {}).get("uid") or ""), version_of(raw))
             return
         if kind is None:
             self._list_after(LISTED_SECONDS)

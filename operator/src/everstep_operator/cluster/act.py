@@ -193,7 +193,9 @@ class Actor:
         self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
 
     async def _delete_pod(self, job: Job, pod: act.PodRef) -> None:
-        await self.client.delete(PODS, job.namespace, pod.name, uid=pod.uid, grace=pod.grace_seconds)
+        there = await self.client.delete(PODS, job.namespace, pod.name, uid=pod.uid, grace=pod.grace_seconds)
+        if not there:  # and if its event was missed, the plan would wait for it until the next resync
+            self.cache.pods.remove((job.namespace, pod.name), pod.uid)
 
     async def _each(self, work: Iterable[Coroutine[Any, Any, None]]) -> None:
         """All of them, in parallel within the operator's limit; after the first refusal no more are begun."""

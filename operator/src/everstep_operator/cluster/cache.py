@@ -3,8 +3,10 @@
 Pods are kept as `PodView` (about 1 KB instead of 30): 5,000 of them must fit beside everything else. Each object is
 guarded by its resourceVersion: the watch, the resync and the answers to our own writes arrive in any order, and
 the newest wins. So a reconcile never acts on a job older than its own last status, nor misses the pod that it created.
+A deleted object leaves a tombstone: a page of a list, or an answer to one of our requests, may come after its DELETED,
+and nothing would tell of the deletion a second time.
 
-A watch that was down sends no DELETED for what vanished meanwhile: `Listing` finds these ghosts.
+A watch that was down sends no DELETED for what vanished meanwhile: `Listing` finds these missed deletions.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, Generic, TypeVar
 import structlog
 
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS
+from everstep_operator.cluster.tombstones import NEVER_AGAIN, Tombstones
 from everstep_operator.plan.node import NodeView, node_view
 from everstep_operator.plan.observed import LABEL_JOB, PodView, pod_view
 
@@ -54,6 +57,7 @@ class Store(Generic[T]):
         self._keep = keep
         self._noticed = noticed
         self._entries: dict[Key, Entry[T]] = {}
+        self._tombstones = Tombstones()
         self.newest = 0
 
     def __len__(self) -> int:
@@ -69,21 +73,39 @@ class Store(Generic[T]):
         return ((key, entry.value) for key, entry in self._entries.items())
 
     def put(self, raw: Mapping[str, Any]) -> bool:
-        """Take in an object, unless a newer state of the name is known. True if anything changed."""
+        """Take in an object, unless a newer state of the name is known, or its deletion. True if anything changed."""
         key, version = key_of(raw), version_of(raw)
+        uid = str((raw.get("metadata") or {}).get("uid") or "")
         old = self._entries.get(key)
         if old is not None and 0 < version <= old.version:
             return False
+        if self._tombstones.covers(uid, version):
+            return False
         self.newest = max(self.newest, version)
         value = self._keep(raw)
-        self._entries[key] = Entry(str((raw.get("metadata") or {}).get("uid") or ""), version, value)
+        if old is not None and old.uid != uid:  # two objects never have one name at a time
+            self._tombstones.add(old.uid)
+        self._entries[key] = Entry(uid, version, value)
         self._noticed(key, old.value if old is not None else None, value)
         return True
 
-    def remove(self, key: Key, uid: str) -> bool:
-        """The object with this UID is gone. A successor of the same name stays: its event may have come first."""
+    def remove(self, key: Key, uid: str, version: int = 0) -> bool:
+        """Remove a deleted object, and leave a tombstone. A successor of the same name stays: its event may have come
+        first.
+
+        Args:
+            key: Namespace and name.
+            uid: UID of the deleted object.
+            version: resourceVersion at which it was gone. 0: unknown, and no state of it is believed any more.
+
+        Returns:
+            True if it was there.
+        """
+        self._tombstones.add(uid, version or NEVER_AGAIN)
         old = self._entries.get(key)
         if old is None or (uid and old.uid != uid):
+            return False
+        if 0 < version < old.version:  # a pod that has lost its label and got it again, told late
             return False
         del self._entries[key]
         self._noticed(key, old.value, None)
@@ -97,12 +119,13 @@ class Store(Generic[T]):
         """
         if version < known:
             self._entries = {key: Entry(e.uid, 0, e.value) for key, e in self._entries.items()}
+            self._tombstones.clear()
             self.newest = version
         return Listing(self, version, within)
 
 
 class Listing(Generic[T]):
-    """A complete list, taken page by page: what it shows is taken in, what it does not show is a ghost.
+    """A complete list, taken page by page: what it shows is taken in, what it does not show was deleted.
 
     All pages show the state at the `version` of the first. What the cache holds from later than that is not in the
     list because it was created since.
@@ -125,8 +148,8 @@ class Listing(Generic[T]):
             log.exception("an object that cannot be read", kind=self._store.kind, name="/".join(key))
 
     def finish(self) -> int:
-        """Remove the ghosts; returns how many there were."""
-        ghosts = [
+        """Remove what was deleted and never told; returns how many objects that were."""
+        missed = [
             (key, entry.uid)
             for key in self._store
             if key not in self._seen
@@ -134,7 +157,7 @@ class Listing(Generic[T]):
             and (entry := self._store.get(key)) is not None
             and entry.version <= self._version
         ]
-        return sum(self._store.remove(key, uid) for key, uid in ghosts)
+        return sum(self._store.remove(key, uid, self._version + 1) for key, uid in missed)
 
 
 @dataclass

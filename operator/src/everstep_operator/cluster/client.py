@@ -133,7 +133,7 @@ class Client:
 
     async def delete(
         self, resource: Resource, namespace: str | None, name: str, *, uid: str | None, grace: int | None = None
-    ) -> None:
+    ) -> bool:
         """Delete exactly the object with this UID. Gone, or replaced by another of the name: both are success.
 
         Only a Secret is deleted without: we may not read one, so we cannot know its UID."""
@@ -144,8 +144,11 @@ class Client:
             body["gracePeriodSeconds"] = grace
         try:
             await self._retried("delete", resource, "DELETE", resource.path(namespace, name), (), body)
-        except (errors.NotFound, errors.Conflict):
-            return
+        except errors.NotFound:
+            return False
+        except errors.Conflict:
+            pass
+        return True
 
     async def apply_status(self, resource: Resource, namespace: str | None, body: Object) -> Object:
         """Server-side apply of `status`. `body` carries name, UID and the observed resourceVersion: a stale one is

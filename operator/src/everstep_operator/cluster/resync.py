@@ -1,4 +1,4 @@
-"""Lists everything now and then, and repairs what the watch has missed: ghosts, and changes it never told.
+"""Lists everything now and then, and repairs what the watch has missed: deletions, and changes it never told.
 
 A watch that was cut off re-lists, but says nothing of what vanished meanwhile. And one that has gone deaf says nothing
 at all: if a list shows what the watch should have told long ago, the watch is started again.
@@ -141,11 +141,11 @@ class Resync:
             await asyncio.sleep(0)  # a page is some milliseconds: let others in between
         if listing is None:
             return 0
-        ghosts = listing.finish()
+        deleted = listing.finish()
         if self.done_at is not None:  # the first list repairs nothing, it is the beginning
-            metrics.resync_repairs.labels(resource.plural, "ghost").inc(ghosts)
+            metrics.resync_repairs.labels(resource.plural, "ghost").inc(deleted)
             metrics.resync_repairs.labels(resource.plural, "missed").inc(listing.missed)
-        return ghosts + listing.missed
+        return deleted + listing.missed
 
     async def _collect_agents(self) -> None:
         found: list[Object] = []

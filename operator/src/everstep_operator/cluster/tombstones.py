@@ -1,0 +1,56 @@
+"""Which objects are known to be deleted, so that no late answer brings one back into the cache."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+
+# An answer is late by at most a request's timeout. A page of a list shows the state of its first page, and the API
+# server compacts that away after 5 to 10 minutes. So a quarter of an hour outlives all that can still tell of it.
+LIFETIME_SECONDS = 900.0
+MAX_COUNT = 20_000  # about 6 MB: the pods of the largest job, deleted and replaced several times within the lifetime
+NEVER_AGAIN = 1 << 64  # above every resourceVersion
+
+
+class Tombstones:
+    """UIDs of deleted objects, each with the resourceVersion at which it was gone; the oldest are dropped by age and by
+    count.
+
+    Args:
+        clock: Monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._deleted: OrderedDict[str, tuple[int, float]] = OrderedDict()  # the version and when it was told
+
+    def __len__(self) -> int:
+        return len(self._deleted)
+
+    def add(self, uid: str, version: int = NEVER_AGAIN) -> None:
+        """Note a deletion.
+
+        Args:
+            uid: UID of the object.
+            version: States of the object that are older than this are of before its deletion. A later one is believed:
+                a pod that has lost the label that the watch selects by is told as deleted, and may get it again.
+        """
+        now = self._clock()
+        if uid:
+            known, _ = self._deleted.pop(uid, (0, now))
+            self._deleted[uid] = (max(known, version), now)
+        while self._deleted:
+            oldest, (_, since) = next(iter(self._deleted.items()))
+            if len(self._deleted) <= MAX_COUNT and now - since <= LIFETIME_SECONDS:
+                return
+            del self._deleted[oldest]
+
+    def covers(self, uid: str, version: int) -> bool:
+        """Tell whether a state of this object, at this resourceVersion, is of before its deletion."""
+        known = self._deleted.get(uid)
+        return known is not None and version < known[0]
+
+    def clear(self) -> None:
+        """Forget all: the server's data were restored from a backup, and what was deleted may exist again."""
+        self._deleted.clear()

@@ -1,0 +1,86 @@
+"""What is deleted stays deleted for the operator, in whatever order a real API server's answers and events come."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from e2e.cluster.controlplane import ControlPlane
+from everstep_operator.cluster.cache import Key, version_of
+from everstep_operator.cluster.resources import JOBS, PODS
+from tests.integration.inprocess import operator
+from tests.integration.world import World, until
+
+
+async def test_a_pod_that_is_deleted_before_its_create_is_answered_is_made_again(
+    control_plane: ControlPlane, still_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The event of the deletion is faster than the answer, and nothing tells of it again: no resync comes in time."""
+    told: dict[str, int] = {}  # UIDs of deleted pods, and the version that the event of their deletion has
+    created: list[Any] = []
+    async with operator(control_plane.kubeconfig, still_world, resync_seconds=3600) as (made, client):
+        create, remove = client.create, made.cache.pods.remove
+
+        def removing(key: Key, uid: str, *version: int) -> bool:
+            told[uid] = version[0] if version else 0
+            return remove(key, uid, *version)
+
+        async def creating(resource: Any, namespace: str, body: Any, **options: Any) -> Any:
+            answer = await create(resource, namespace, body, **options)
+            if resource == PODS and not options.get("dry_run"):
+                created.append(answer)
+                if len(created) == 1:
+                    await still_world.remove(answer)
+
+                    async def told_of_it() -> bool:
+                        return answer["metadata"]["uid"] in told
+
+                    await until(told_of_it, "the watch tells of the deletion", 60)
+            return answer
+
+        monkeypatch.setattr(made.cache.pods, "remove", removing)
+        monkeypatch.setattr(client, "create", creating)
+        await still_world.submit("digits", numNodes=1)
+
+        async def made_again() -> bool:
+            return len(created) == 2
+
+        await until(made_again, "the pod is made again", 60)
+        first, second = created
+        (there,) = await still_world.until_pods("digits", 1)
+        assert there["metadata"]["uid"] == second["metadata"]["uid"]
+        entry = made.cache.pods.get((still_world.namespace, "digits-0"))
+        assert entry is not None
+        assert entry.uid == second["metadata"]["uid"]
+        # What tombstones rest on: the event of a deletion has a version of its own, above every state of the object.
+        assert told[first["metadata"]["uid"]] > version_of(first)
+
+
+async def test_a_status_whose_answer_comes_after_the_jobs_deletion_leaves_no_job_behind(
+    control_plane: ControlPlane, still_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the operator would go on planning for it, and make its Service and its ConfigMaps again."""
+    async with operator(control_plane.kubeconfig, still_world, resync_seconds=3600) as (made, client):
+        apply_status, jobs = client.apply_status, made.cache.jobs
+        key = (still_world.namespace, "digits")
+        answered = asyncio.Event()
+
+        async def applying(*args: Any) -> Any:
+            answer = await apply_status(*args)
+            await still_world.client.delete(JOBS, *key, uid=answer["metadata"]["uid"])
+
+            async def told_of_it() -> bool:
+                return jobs.get(key) is None
+
+            await until(told_of_it, "the watch tells of the deletion", 60)
+            answered.set()
+            return answer
+
+        monkeypatch.setattr(client, "apply_status", applying)
+        await still_world.submit("digits", numNodes=1)
+        async with asyncio.timeout(60):
+            await answered.wait()
+            await made.queue.idle()
+        assert jobs.get(key) is None
