@@ -8,6 +8,7 @@ gigabytes of a trainer image are then stored once, and are neither packed nor un
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import uuid
 from collections.abc import Sequence
@@ -96,7 +97,11 @@ def _link_layer(ctr: Sequence[str], chain_id: str, parent: str, folder: Path) ->
     mounts = json.loads(_run(*ctr, "snapshots", "prepare", "--mounts", active, *([parent] if parent else [])))
     (target,) = _folders(mounts, "upperdir")
     # Everything that is no folder is linked; folders keep their owner, mode, times and overlay's own attributes.
-    _run("cp", "--archive", "--link", f"{folder}/.", str(target))
+    # A builder mounts its store on itself while it runs, and for ever when it is killed; there are no links from one
+    # mount into another: over both folders lies one mount here, which only the copying process sees.
+    place = str(Path(os.path.commonpath((folder, target))))
+    script = 'mount --bind "$1" "$1" && exec cp --archive --link "$2/." "$3"'
+    _run("unshare", "--mount", "--propagation", "private", "sh", "-c", script, "sh", place, str(folder), str(target))
     _run(*ctr, "snapshots", "commit", chain_id, active)
 
 

@@ -59,6 +59,18 @@ def test_a_linked_image_is_the_builders_and_takes_no_disk(cache: Path, image: Un
         assert (found.layers[0] / "program").stat().st_ino == (image.layers[0] / "program").stat().st_ino
 
 
+def test_a_store_that_is_mounted_on_itself_is_linked_as_any(cache: Path, image: UnpackedImage) -> None:
+    """As buildah leaves it when it is killed, and as it is while another build runs."""
+    store = image.layers[0].parent
+    subprocess.run(["mount", "--bind", store, store], check=True)
+    try:
+        golden.ensure_linked({NAME: image}, {NAME: "key-1"})
+    finally:
+        subprocess.run(["umount", store], check=True)
+    with golden.unpacked(NAME) as found:
+        assert [_entries(folder) for folder in found.layers] == [_entries(folder) for folder in image.layers]
+
+
 def test_the_layers_of_a_replaced_image_go_with_it(cache: Path, image: UnpackedImage) -> None:
     golden.ensure_linked({NAME: image}, {NAME: "key-1"})
     (image.layers[1].parent / "other").mkdir()
