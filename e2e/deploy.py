@@ -125,6 +125,8 @@ def install(found: Cluster, **values: object) -> None:
         f"--set-string=podAnnotations.everstep\\.dev/image-key={key}",
         *settings,
     )
+    # helm waits for the new operator, which stands by until the former one has gone.
+    wait(lambda: len(_operator_pods(found)) == values.get("replicas", 1), 120, "the former operator has gone")
     found.apply(*POOLS, namespace="default")
 
 
@@ -164,9 +166,14 @@ def _processes_of(container: str) -> list[int]:
     return found
 
 
+def _operator_pods(found: Cluster) -> list[Object]:
+    path = f"/api/v1/namespaces/{SYSTEM}/pods"
+    return list(found.items(path, labelSelector=f"app.kubernetes.io/instance={RELEASE}"))
+
+
 def operator_pod(found: Cluster) -> Object | None:
     """The operator's pod whose container runs now."""
-    for pod in found.items(f"/api/v1/namespaces/{SYSTEM}/pods", labelSelector=f"app.kubernetes.io/instance={RELEASE}"):
+    for pod in _operator_pods(found):
         statuses = pod["status"].get("containerStatuses", [])
         if statuses and "running" in statuses[0]["state"]:
             return pod

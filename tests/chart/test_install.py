@@ -32,6 +32,9 @@ class Release:
         return self._helm(verb, "everstep", *arguments, *common)
 
     def names(self, path: str) -> set[str]:
+        return {item["metadata"]["name"] for item in self.items(path)}
+
+    def items(self, path: str) -> list[dict[str, Any]]:
         try:
             answer: Any = self._api.call_api(
                 path,
@@ -42,9 +45,17 @@ class Release:
             )
         except client.ApiException as error:
             if error.status == 404:  # nothing of that kind is served (yet)
-                return set()
+                return []
             raise
-        return {item["metadata"]["name"] for item in answer["items"]}
+        items: list[dict[str, Any]] = answer["items"]
+        return items
+
+    def keys(self) -> tuple[str, list[str]]:
+        """The Secrets that the operator's pod mounts as its current and its previous keys."""
+        (deployment,) = self.items("/apis/apps/v1/namespaces/everstep-system/deployments")
+        volumes = {volume["name"]: volume for volume in deployment["spec"]["template"]["spec"]["volumes"]}
+        previous = volumes.get("previous-keys", {"projected": {"sources": []}})["projected"]["sources"]
+        return volumes["key"]["secret"]["secretName"], [source["secret"]["name"] for source in previous]
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +80,16 @@ def test_a_release_is_installed_upgraded_and_uninstalled_and_leaves_the_jobs_beh
     upgraded = release.helm("upgrade", str(CHART), "--values", str(values))
     assert upgraded.returncode == 0, upgraded.stderr
     assert release.names("/apis/everstep.dev/v1alpha1/trainingpools") == {"a100"}
+
+    # As docs/how-to/rotate-the-operator-key.md has it.
+    first, second = "everstep-operator-key", "everstep-operator-key-2"
+    current, previous = f'operatorKey.secretName="{second}"', "operatorKey.previousSecretNames"
+    for settings, expected in (((current, f'{previous}=["{first}"]'), [first]), ((f"{previous}=[]",), [])):
+        given = [f"--set-json={setting}" for setting in settings]
+        rotated = release.helm("upgrade", str(CHART), "--reuse-values", *given)
+        assert rotated.returncode == 0, rotated.stderr
+        assert release.keys() == (second, expected)
+    assert release.names("/apis/everstep.dev/v1alpha1/trainingpools") == {"a100"}, "the other values stay"
 
     removed = release.helm("uninstall")
     assert removed.returncode == 0, removed.stderr

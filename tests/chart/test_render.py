@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
+from everstep_operator.settings import Settings
+
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "everstep"
 Render = Callable[..., list[dict[str, Any]]]
@@ -56,7 +58,7 @@ def test_no_object_is_rendered_twice(render: Render) -> None:
 
 
 def test_the_operator_satisfies_the_restricted_pod_security_standard(render: Render) -> None:
-    spec = pod(render())
+    spec = pod(render(operatorKey={"previousSecretNames": ["old"]}))
     (container,) = spec["containers"]
     assert spec["securityContext"]["runAsNonRoot"] is True
     assert spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -66,7 +68,7 @@ def test_the_operator_satisfies_the_restricted_pod_security_standard(render: Ren
         "capabilities": {"drop": ["ALL"]},
     }
     assert {field for field in ("hostNetwork", "hostPID", "hostIPC") if spec.get(field)} == set()
-    assert all(set(volume) & {"emptyDir", "secret"} for volume in spec["volumes"])
+    assert all(set(volume) & {"emptyDir", "secret", "projected"} for volume in spec["volumes"])
 
 
 def test_the_operators_user_may_be_left_to_the_cluster(render: Render) -> None:
@@ -90,10 +92,41 @@ def test_the_operator_starts_before_its_key_exists(render: Render) -> None:
     assert key["secretName"] == "everstep-operator-key"
 
 
-def test_two_operators_never_run_side_by_side_during_an_upgrade(render: Render) -> None:
-    deployment = only(render(), "Deployment")["spec"]
-    assert deployment["replicas"] == 1
-    assert deployment["strategy"] == {"type": "Recreate"}
+def test_a_rotated_key_is_another_secret_and_the_one_before_stays_mounted(render: Render) -> None:
+    old, new = "everstep-operator-key", "everstep-operator-key-2"
+    objects = render(operatorKey={"secretName": new, "previousSecretNames": [old, "older"]})
+    assert environment(objects)["EVERSTEP_KEY_SECRET"] == new
+    volumes = {volume["name"]: volume for volume in pod(objects)["volumes"]}
+    assert volumes["key"]["secret"]["secretName"] == new
+    sources = [source["secret"] for source in volumes["previous-keys"]["projected"]["sources"]]
+    assert [(each["name"], each["items"]) for each in sources] == [
+        (name, [{"key": "key", "path": name}]) for name in (old, "older")
+    ]
+    assert not any(each.get("optional") for each in sources), "without it running jobs would lose their templates"
+    mounts = {mount["name"]: mount for mount in pod(objects)["containers"][0]["volumeMounts"]}
+    assert mounts["previous-keys"]["readOnly"] is True
+    assert mounts["previous-keys"]["mountPath"] == str(Settings.load({}).previous_keys_folder)
+    assert "previous-keys" not in {volume["name"] for volume in pod(render())["volumes"]}
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_rollout_makes_a_new_operator_stand_by_before_an_old_one_goes(render: Render, replicas: int) -> None:
+    """Whichever holds the Lease, the new one is ready: a rollout that waits for it ends."""
+    deployment = only(render(replicas=replicas), "Deployment")["spec"]
+    assert deployment["replicas"] == replicas
+    assert deployment["strategy"] == {"type": "RollingUpdate", "rollingUpdate": {"maxSurge": 1, "maxUnavailable": 0}}
+
+
+def test_operators_are_spread_over_nodes(render: Render) -> None:
+    assert "topologySpreadConstraints" not in pod(render())
+    objects = render(replicas=2)
+    (constraint,) = pod(objects)["topologySpreadConstraints"]
+    assert constraint["topologyKey"] == "kubernetes.io/hostname"
+    assert constraint["whenUnsatisfiable"] == "ScheduleAnyway", (
+        "a cluster of one node is no reason to have one operator"
+    )
+    labels = only(objects, "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert constraint["labelSelector"]["matchLabels"].items() <= labels.items()
 
 
 def test_a_lost_node_gives_the_operator_up_after_seconds(render: Render) -> None:

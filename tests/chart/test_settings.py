@@ -41,6 +41,7 @@ def test_values_reach_the_operator(render: Render) -> None:
             "allowedPriorityClasses": ["high"],
             "copiedLabels": ["a/b", "c/d"],
         },
+        operatorKey={"secretName": "key-2"},
         logging={"level": "debug", "format": "text"},
         env=[{"name": "EVERSTEP_WORKERS", "value": "4"}],
     )
@@ -52,6 +53,7 @@ def test_values_reach_the_operator(render: Render) -> None:
         "allowed_host_fields": ("hostNetwork",),
         "allowed_priority_classes": ("high",),
         "copied_labels": ("a/b", "c/d"),
+        "key_secret": "key-2",
         "log_level": "debug",
         "log_format": "text",
         "workers": 4,

@@ -18,7 +18,10 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 @pytest.mark.parametrize(
     ("values", "word"),
     [
-        ({"replicas": 2}, "replicas"),
+        ({"replica": 2}, "replica"),
+        ({"replicas": 0}, "replicas"),
+        ({"operatorKey": {"secretNam": "x"}}, "secretNam"),
+        ({"operatorKey": {"previousSecretNames": "x"}}, "previousSecretNames"),
         ({"image": {"repositry": "x"}}, "repositry"),
         ({"image": {"repository": "x", "pullPolicy": "Sometimes"}}, "pullPolicy"),
         ({"image": {"repository": "x", "digest": "sha256:short"}}, "digest"),

@@ -66,7 +66,7 @@ async def operator(
     client = InjectedClient(await login(str(kubeconfig)), fault=fault, timeout=10)
     given = {"resync_seconds": 5.0, "agent_port": world.agent_port, "watch_namespaces": (world.namespace,)}
     made = Operator(
-        Settings(kubeconfig=str(kubeconfig), **{**given, **settings}), client, KEY, AgentCode(agent_zip.build())
+        Settings(kubeconfig=str(kubeconfig), **{**given, **settings}), client, (KEY,), AgentCode(agent_zip.build())
     )
     running = asyncio.create_task(made.run(asyncio.Event()))
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import dataclasses
 import re
 from collections.abc import AsyncIterator
 from typing import Any
@@ -30,8 +31,8 @@ from everstep_operator.plan.actions import (
     EnsureTemplate,
     PodRef,
 )
+from everstep_operator.plan.keys import secret_name
 from everstep_operator.plan.observed import Frozen, Settings
-from everstep_operator.plan.template import secret_name
 from tests.builders import job
 
 KEY = b"key"
@@ -79,8 +80,8 @@ def objects() -> Any:
 @pytest_asyncio.fixture
 async def actor(objects: Any) -> Actor:
     cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
-    leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(objects, KEY)
-    return Actor(objects, cache, leaders, AgentCode(b"code"), frozen, KEY)
+    leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(objects, (KEY,))
+    return Actor(objects, cache, leaders, AgentCode(b"code"), frozen, (KEY,))
 
 
 async def test_a_strangers_secret_is_left_alone_whatever_is_lost(actor: Actor, objects: Any) -> None:
@@ -99,6 +100,18 @@ async def test_a_strangers_secret_is_left_alone_whatever_is_lost(actor: Actor, o
     assert await actor.carry_out(JOB, [secret, configured]) == (None, None), "by the next process too"
     assert await actor.carry_out(JOB, [DeleteStale(2)]) == (None, None)
     assert objects.there == theirs
+
+
+async def test_a_secret_gets_the_token_of_the_key_that_its_name_is_of(actor: Actor, objects: Any) -> None:
+    """The template is of before a rotation, and its Secret was deleted. All Secrets of old templates go, too."""
+    secret, configured = of_template(job().build(), 1)
+    rotated = dataclasses.replace(actor, operator_keys=(b"new", KEY), frozen=FrozenTemplates(objects, (b"new", KEY)))
+    assert await rotated.carry_out(JOB, [secret, configured]) == (None, None)
+    made = objects.there[("secrets", secret.name)]
+    assert made["data"]["token"] == base64.b64encode(job_token(KEY, JOB.uid, 1)).decode()
+    assert rotated.frozen.of_previous_keys == {JOB.uid}
+    assert await rotated.carry_out(JOB, [DeleteStale(2)]) == (None, None)
+    assert objects.there == {}
 
 
 async def test_the_name_of_a_secret_is_of_one_job_and_one_template_and_takes_the_key() -> None:

@@ -52,7 +52,7 @@ async def test_an_operator_that_has_just_started_knows_who_waits_before_it_plans
     unreadable = job("odd").manifest()
     unreadable["spec"]["numNodes"] = "many"
     server: Any = Server(unreadable, world.job.manifest())
-    operator = Operator(Settings.load({}, {}), server, b"key", AgentCode(b"code"))
+    operator = Operator(Settings.load({}, {}), server, (b"key",), AgentCode(b"code"))
     await operator._first_list()  # what `run` does before it starts its workers
     (seen,) = operator.gangs.others(("default", "another"))
     assert (seen.key, seen.wanted) == ("default/digits", 3)

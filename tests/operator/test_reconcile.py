@@ -66,12 +66,12 @@ def server() -> Any:
 async def reconciler(server: Any) -> Reconciler:
     queue: WorkQueue[Key] = WorkQueue()
     cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
-    leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(server, b"key")
-    actor = Actor(server, cache, leaders, AgentCode(b"code"), frozen, b"key")
+    leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(server, (b"key",))
+    actor = Actor(server, cache, leaders, AgentCode(b"code"), frozen, (b"key",))
     gangs, clock = Gangs(lambda _: None), CREATED.timestamp
     return Reconciler(
         server, cache, queue, leaders, frozen, gangs, Nodes(server, cache, clock), actor,
-        Settings(operator_key=b"key"), b"key", clock,
+        Settings(operator_key=b"key"), (b"key",), clock,
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ def deaf() -> list[str]:
 def resync(server: Any, deaf: list[str], monkeypatch: pytest.MonkeyPatch) -> Resync:
     monkeypatch.setattr("everstep_operator.cluster.resync.ON_ITS_WAY", 0.2)
     cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
-    frozen, agent = FrozenTemplates(server, b""), AgentCode(b"code")
+    frozen, agent = FrozenTemplates(server, (b"",)), AgentCode(b"code")
     return Resync(server, cache, frozen, agent, (), 300.0, deaf=lambda: deaf.append("deaf"), wake=lambda _: None)
 
 

@@ -194,7 +194,7 @@ def test_what_was_frozen_reads_back_the_same_for_its_job_and_epoch_and_with_the_
     signed, place = template.config_map(built, frozen, b"key"), ("default", built.metadata.uid, 3, b"key")
 
     def read(raw: Any, namespace: str, uid: str, epoch: int, key: bytes) -> Frozen | None:
-        return template.frozen_view(raw, namespace=namespace, uid=uid, epoch=epoch, key=key)
+        return template.frozen_view(raw, namespace=namespace, uid=uid, epoch=epoch, keys=(key,))
 
     assert read(signed, *place) == frozen
     uid = built.metadata.uid

@@ -35,6 +35,7 @@ from everstep_operator.plan.observed import (
     PodView,
     Rejection,
     Settings,
+    token_secret,
 )
 from everstep_operator.plan.pods import pod_body
 from everstep_operator.plan.template import frozen_view
@@ -126,9 +127,9 @@ class World:
         )
 
     def _frozen(self, found: object, epoch: int) -> Frozen | None:
-        meta, key = self.job.metadata, self.settings.operator_key
+        meta, keys = self.job.metadata, self.settings.operator_keys
         namespace = meta.namespace or ""
-        return frozen_view(found, namespace=namespace, uid=meta.uid, epoch=epoch, key=key)  # type: ignore[arg-type]
+        return frozen_view(found, namespace=namespace, uid=meta.uid, epoch=epoch, keys=keys)  # type: ignore[arg-type]
 
     def view(self) -> LeaderView | None:
         leader, head = self.leader, self.pods.get(f"{self.job.metadata.name}-0")
@@ -248,6 +249,7 @@ class World:
             template=int(labels["everstep.dev/template"]),
             created=self.now,
             owner=self.job.metadata.uid,
+            token_secret=token_secret(body["spec"]),  # type: ignore[arg-type]
         )
 
     # --- the cluster

@@ -51,7 +51,7 @@ LISTED_SECONDS, STARTED_SECONDS = 0.5, 5.0
 class Operator:
     """All parts of one process, from the Lease on."""
 
-    def __init__(self, settings: Settings, client: Client, operator_key: bytes, agent: AgentCode) -> None:
+    def __init__(self, settings: Settings, client: Client, operator_keys: tuple[bytes, ...], agent: AgentCode) -> None:
         self.settings = settings
         self.client = client
         self.queue: WorkQueue[Key] = WorkQueue()
@@ -62,14 +62,14 @@ class Operator:
             clock=client.clock.now,
             limit=limits.leaders_at_once(settings.leader_connections),
         )
-        self.frozen = FrozenTemplates(client, operator_key)
+        self.frozen = FrozenTemplates(client, operator_keys)
         self.gangs = Gangs(self.queue.add)
-        actor = Actor(client, self.cache, self.leaders, agent, self.frozen, operator_key)
+        actor = Actor(client, self.cache, self.leaders, agent, self.frozen, operator_keys)
         actor.requests = asyncio.Semaphore(settings.parallel_creates)
         nodes = Nodes(client, self.cache, client.clock.now)
         self.reconciler = Reconciler(
             client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, nodes, actor,
-            plan_settings(settings, agent, operator_key), operator_key, client.clock.now,
+            plan_settings(settings, agent, operator_keys), operator_keys, client.clock.now,
         )  # fmt: skip
         self.watch = Watch(
             lambda: login(settings.kubeconfig), self._event, namespaces=settings.watch_namespaces, ready=self._served
@@ -195,17 +195,19 @@ class Operator:
         metrics.queue_oldest_seconds.set(self.queue.oldest_wait())
         metrics.queue_longest_work_seconds.set(self.queue.longest_work())
         metrics.pods.set(len(self.cache.pods))
+        metrics.jobs_of_previous_keys.set(len(self.frozen.of_previous_keys))
         if self.resync.done_at is not None:
             metrics.resync_seconds.set(time.monotonic() - self.resync.done_at)
         phases = Counter(str((raw.get("status") or {}).get("phase") or "Pending") for _, raw in self.cache.jobs.items())
         health.measure_phases(phases, PHASES)
 
 
-def plan_settings(settings: Settings, agent: AgentCode, operator_key: bytes) -> PlanSettings:
+def plan_settings(settings: Settings, agent: AgentCode, operator_keys: tuple[bytes, ...]) -> PlanSettings:
     """Return what plans depend on, in the planner's words."""
     return PlanSettings(
         agent_digest=agent.digest,
-        operator_key=operator_key,
+        operator_key=operator_keys[0],
+        previous_keys=operator_keys[1:],
         cluster_domain=settings.cluster_domain,
         agent_port=settings.agent_port,
         fence_timeout=settings.fence_timeout,
@@ -244,7 +246,7 @@ async def run(settings: Settings, agent_code: bytes, stop: asyncio.Event) -> Non
         client.may_write = lease.check
         async with asyncio.TaskGroup() as group:
             holding = group.create_task(lease.hold())
-            loading = group.create_task(key.load_or_create(client, settings.pod_namespace, settings.key_folder))
+            loading = group.create_task(_load_keys(client, settings))
             if await _unless(stop, loading):
                 running.append(Operator(settings, client, loading.result(), AgentCode(agent_code)))
                 await running[0].run(stop)
@@ -254,6 +256,13 @@ async def run(settings: Settings, agent_code: bytes, stop: asyncio.Event) -> Non
         metrics.is_leader.set(0)
         await servers.stop()
         await client.close()
+
+
+async def _load_keys(client: Client, settings: Settings) -> tuple[bytes, ...]:
+    """Return the operator keys, the current one first."""
+    previous = key.read_previous(settings.previous_keys_folder)
+    current = await key.load_or_create(client, settings.pod_namespace, settings.key_folder, settings.key_secret)
+    return (current, *(each for each in previous if each != current))
 
 
 async def _unless(stop: asyncio.Event, work: Any) -> bool:

@@ -15,6 +15,9 @@ registry = REGISTRY
 reconcile_seconds = Histogram(
     "everstep_reconcile_duration_seconds", "One look at one job, by result", ["result"], buckets=_SECONDS
 )
+jobs_of_previous_keys = Gauge(
+    "everstep_jobs_of_previous_keys", "Unfinished jobs whose pods go by a previous operator key"
+)
 queue_depth = Gauge("everstep_queue_depth", "Jobs waiting to be looked at")
 queue_oldest_seconds = Gauge("everstep_queue_oldest_seconds", "How long the oldest waiting job has been waiting")
 queue_longest_work_seconds = Gauge("everstep_queue_longest_work_seconds", "How long the slowest look has been going on")

@@ -31,6 +31,7 @@ from everstep_operator.cluster.queue import WorkQueue
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.plan import form, plan
 from everstep_operator.plan.actions import Event, Plan
+from everstep_operator.plan.keys import find_key
 from everstep_operator.plan.leader import LeaderView
 from everstep_operator.plan.observed import Observed, PodView, Rejection, Settings
 
@@ -50,7 +51,7 @@ class Reconciler:
     nodes: Nodes
     actor: Actor
     settings: Settings
-    operator_key: bytes = field(repr=False)
+    operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     clock: Callable[[], float]  # of the API server, by which the times that plans compare were written
     _written: dict[Key, float] = field(default_factory=dict)  # when we last wrote a status, for those that may wait
     _scale_up: dict[Key, float] = field(default_factory=dict)  # when a node was last promised to a pod of the job
@@ -218,8 +219,9 @@ class Reconciler:
         if made.poll is None:
             self.leaders.drop(key)
         else:
-            token = job_token(self.operator_key, job.metadata.uid, made.poll.template)
-            self.leaders.want(key, made.poll, token)
+            uid, template = job.metadata.uid, made.poll.template
+            operator_key = find_key((made.poll.token_secret,), key[1], uid, template, self.operator_keys)
+            self.leaders.want(key, made.poll, job_token(operator_key, uid, template))
 
     def _forget(self, key: Key, uid: str) -> None:
         self.leaders.drop(key)

@@ -52,7 +52,12 @@ class Settings(BaseModel):
     """Where the Lease and the operator key are."""
     pod_uid: str = ""
     """Who holds the Lease. A container that is restarted keeps its pod's UID and goes on at once."""
+    key_secret: str = "everstep-operator-key"  # noqa: S105 (a name)
+    """Name of the Secret of the operator key. The operator makes it if there is none; another name is another key."""
     key_folder: Path = Path("/etc/everstep/key")
+    """Where that Secret is mounted."""
+    previous_keys_folder: Path = Path("/etc/everstep/previous-keys")
+    """One file for each key that was current before, and by which running jobs were started."""
 
     bind: str = "0.0.0.0"  # noqa: S104 (the kubelet probes from outside of the pod; the chart's NetworkPolicy narrows it)
     health_port: int = Field(8080, ge=0, le=65535)

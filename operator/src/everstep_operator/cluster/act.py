@@ -24,9 +24,9 @@ from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, Resource
 from everstep_operator.plan import actions as act
+from everstep_operator.plan.keys import find_key, secret_name
 from everstep_operator.plan.observed import LABEL_JOB, LABEL_TEMPLATE, Rejection
 from everstep_operator.plan.pods import pod_body
-from everstep_operator.plan.template import secret_name
 
 log = structlog.get_logger(__name__)
 
@@ -60,7 +60,7 @@ class Actor:
     leaders: LeaderPoller
     agent: AgentCode
     frozen: FrozenTemplates
-    operator_key: bytes = field(repr=False)
+    operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     requests: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(50))
 
     async def carry_out(self, job: Job, actions: Sequence[act.Action]) -> tuple[Rejection | None, float | None]:
@@ -136,9 +136,10 @@ class Actor:
             raise Leftover(f"ConfigMap {job.namespace}/{made['metadata']['name']}")
 
     async def _ensure_secret(self, job: Job, action: act.EnsureSecret) -> None:
-        """We may not read Secrets, and need not: only this operator can know the name (`template.secret_name`) before
+        """We may not read Secrets, and need not: only this operator can know the name (`keys.secret_name`) before
         the Secret is there. What has it was made by an attempt whose answer was lost, or whose process died."""
-        token = job_token(self.operator_key, job.uid, action.template)
+        key = find_key((action.name,), job.name, job.uid, action.template, self.operator_keys)
+        token = job_token(key, job.uid, action.template)
         body = {**action.body, "data": {**(action.body.get("data") or {}), "token": base64.b64encode(token).decode()}}
         try:
             await self.client.create(SECRETS, job.namespace, body)
@@ -168,8 +169,9 @@ class Actor:
                     continue
                 # Never by a name that was read: who may write ConfigMaps would have us delete any Secret. And the
                 # Secret first: its ConfigMap is all that tells of it.
-                secret = secret_name(job.name, job.uid, int(template), self.operator_key)
-                await self.client.delete(SECRETS, job.namespace, secret, uid=None)
+                for key in self.operator_keys:
+                    secret = secret_name(job.name, job.uid, int(template), key)
+                    await self.client.delete(SECRETS, job.namespace, secret, uid=None)
                 await self.client.delete(CONFIG_MAPS, job.namespace, meta["name"], uid=meta["uid"])
 
     # --- pods

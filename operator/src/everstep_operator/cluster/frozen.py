@@ -16,10 +16,11 @@ log = structlog.get_logger(__name__)
 class FrozenTemplates:
     """The templates of the active jobs, each read once and believed only with the operator's signature."""
 
-    def __init__(self, client: Client, operator_key: bytes) -> None:
+    def __init__(self, client: Client, operator_keys: tuple[bytes, ...]) -> None:
         self._client = client
-        self._key = operator_key
+        self._keys = operator_keys  # the current one first
         self._known: dict[str, Frozen] = {}  # by job UID; a job has one current template
+        self.of_previous_keys: set[str] = set()  # UIDs of the jobs whose template a previous key has signed
         self._damaged: dict[str, int] = {}  # the epoch whose ConfigMap cannot be verified: it stays so until replaced
 
     async def get(self, namespace: str, job: str, uid: str, template: int) -> Frozen | None:
@@ -47,7 +48,7 @@ class FrozenTemplates:
         Returns:
             The template, or None if it does not verify: the job is resolved again when it next needs a pod.
         """
-        frozen = frozen_view(config_map, namespace=namespace, uid=uid, epoch=template, key=self._key)
+        frozen = frozen_view(config_map, namespace=namespace, uid=uid, epoch=template, keys=self._keys)
         if frozen is None:
             if self._damaged.get(uid) != template:
                 log.warning(
@@ -58,6 +59,13 @@ class FrozenTemplates:
             return None
         self._known[uid] = frozen
         self._damaged.pop(uid, None)
+        self.of_previous_keys.discard(uid)
+        current = self._keys[:1]
+        if (
+            current != self._keys
+            and frozen_view(config_map, namespace=namespace, uid=uid, epoch=template, keys=current) is None
+        ):
+            self.of_previous_keys.add(uid)
         return frozen
 
     def known(self, uid: str) -> Frozen | None:
@@ -65,9 +73,11 @@ class FrozenTemplates:
 
     def forget(self, uid: str) -> None:
         self._known.pop(uid, None)
+        self.of_previous_keys.discard(uid)
         self._damaged.pop(uid, None)
 
     def keep_only(self, uids: set[str]) -> None:
         """Drop what belongs to jobs that are finished or gone."""
         self._known = {uid: frozen for uid, frozen in self._known.items() if uid in uids}
+        self.of_previous_keys &= uids
         self._damaged = {uid: template for uid, template in self._damaged.items() if uid in uids}

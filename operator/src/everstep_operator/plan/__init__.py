@@ -295,4 +295,5 @@ def _poll(s: Situation, account: Account, decision: Decision) -> Poll | None:
     last = account.restarts.last
     allowance = 0 if decision.phase is Phase.STOPPING else restart.allowance(s, account.restarts)
     address = f"{head.ip}:{s.observed.settings.agent_port}"
-    return Poll(address, head.uid, head.epoch, head.template, last.id if last else "", allowance)
+    charged = last.id if last else ""
+    return Poll(address, head.uid, head.epoch, head.template, charged, allowance, head.token_secret)

@@ -155,6 +155,7 @@ class Poll:
     template: int  # whose token
     charged: str  # id of the newest ended generation on record; empty: none
     allowance: int  # application restarts left after it
+    token_secret: str = ""  # the Secret that the leader's pod mounts: by its name the operator knows the token's key
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace as replace_fields
 
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
@@ -21,6 +22,7 @@ from everstep_operator.plan.actions import (
     Plan,
 )
 from everstep_operator.plan.decision import Decision
+from everstep_operator.plan.keys import find_key
 from everstep_operator.plan.observed import Frozen, Observed, PodView
 from everstep_operator.plan.pods import pod_body, template_name
 from everstep_operator.plan.situation import HAS_RUN, Situation
@@ -72,7 +74,7 @@ def fill(s: Situation, decision: Decision) -> Decision:
         return decision.look_again(until)
     frozen = s.observed.frozen
     if frozen is None or frozen.epoch != s.template.epoch:
-        made = template.resolve(s.job, epoch=s.template.epoch, pool=s.pool, plain=s.plain, settings=s.observed.settings)
+        made = _resolve_again(s, s.template.epoch)
         if isinstance(made, Refused) and s.is_first_creation:
             return decision.but(phase=Phase.FAILED, reason=made.reason, message=made.message)
         if isinstance(made, Refused):
@@ -154,6 +156,16 @@ def _released(s: Situation) -> bool:
     return s.phase is Phase.PENDING and s.open is not None and s.open.reason == Reason.GANG_RELEASED
 
 
+def _resolve_again(s: Situation, epoch: int) -> Frozen | Refused:
+    """Resolve a lost template by the key of the pods that it once gave: the new ones must share their token."""
+    settings, meta = s.observed.settings, s.job.metadata
+    mounted = (pod.token_secret for pod in s.current.values())
+    settings = replace_fields(
+        settings, operator_key=find_key(mounted, meta.name, meta.uid, epoch, settings.operator_keys)
+    )
+    return template.resolve(s.job, epoch=epoch, pool=s.pool, plain=s.plain, settings=settings)
+
+
 def _make(s: Situation, frozen: Frozen, indices: Iterable[int], epoch: int) -> list[Action]:
     chosen = tuple(indices)
     job, settings, t = s.job, s.observed.settings, frozen.epoch
@@ -170,7 +182,9 @@ def _make(s: Situation, frozen: Frozen, indices: Iterable[int], epoch: int) -> l
         actions.append(EnsureSecret(token, t, template.secret(job, t, token)))
         # By the template's name, not today's: a job that began under another version goes on with that agent.
         actions.append(EnsureAgent(_agent_of(frozen), settings.agent_digest))
-    actions.append(EnsureTemplate(name, t, template.config_map(job, frozen, settings.operator_key)))
+    uid = job.metadata.uid
+    key = find_key((template.secret_of(frozen),), job.metadata.name, uid, t, settings.operator_keys)
+    actions.append(EnsureTemplate(name, t, template.config_map(job, frozen, key)))
     actions.append(CreatePods(chosen, epoch, frozen, _running_leader(s, chosen, epoch)))
     return actions
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from everstep_operator.plan.actions import Action
 
 TRAINER = "trainer"
+TOKEN_VOLUME = "everstep-token"  # noqa: S105 (a name)
 LABEL_JOB = "everstep.dev/job"
 LABEL_GROUP = "everstep.dev/group"
 LABEL_INDEX = "everstep.dev/index"
@@ -84,6 +85,7 @@ class PodView:
     waiting_message: str = ""
     disruption: str | None = None  # reason of a true DisruptionTarget condition
     gone_since: float | None = None  # when its node was found to be removed from the cluster (`Observed.ours`)
+    token_secret: str = ""  # name of the Secret that it mounts as its token
 
     @property
     def scheduled(self) -> bool:
@@ -137,6 +139,7 @@ class Settings:
 
     agent_digest: str = "0" * 64  # SHA-256 of agent.pyz
     operator_key: bytes = field(default=b"", repr=False)  # names the jobs' Secrets, and signs their templates
+    previous_keys: tuple[bytes, ...] = field(default=(), repr=False)  # by which earlier ones still hold
     cluster_domain: str = "cluster.local"
     agent_port: int = 8470
     fence_timeout: float = 40.0
@@ -154,6 +157,11 @@ class Settings:
             f"app.kubernetes.io/{name}" for name in ("name", "part-of", "component", "version")
         }  # never "instance": Argo CD's
     )
+
+    @property
+    def operator_keys(self) -> tuple[bytes, ...]:
+        """All that hold, the current one first."""
+        return (self.operator_key, *self.previous_keys)
 
     @property
     def agent_config_map(self) -> str:
@@ -239,7 +247,14 @@ def pod_view(raw: Mapping[str, Any]) -> PodView:
         waiting_reason=clip(waiting.get("reason"), 128),
         waiting_message=clip(waiting.get("message")),
         disruption=clip(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
+        token_secret=token_secret(spec),
     )
+
+
+def token_secret(spec: Mapping[str, Any]) -> str:
+    """Return the name of the Secret that a pod mounts as its token, or nothing if it mounts none."""
+    volume: Mapping[str, Any] = next((v for v in spec.get("volumes") or () if v.get("name") == TOKEN_VOLUME), {})
+    return str((volume.get("secret") or {}).get("secretName") or "")
 
 
 def _deleting_since(meta: Mapping[str, Any]) -> float | None:

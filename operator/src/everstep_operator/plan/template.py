@@ -10,7 +10,7 @@ import hashlib
 import hmac
 import json
 import posixpath
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,16 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.scalars import parse_quantity
 from everstep_operator.plan import plain as plain_mode
 from everstep_operator.plan.agent_config import GPU, gpu_resource, job_config
+from everstep_operator.plan.keys import secret_name
 from everstep_operator.plan.observed import (
     LABEL_CAPACITY,
     LABEL_JOB,
     LABEL_TEMPLATE,
+    TOKEN_VOLUME,
     TRAINER,
     Frozen,
     Settings,
+    token_secret,
 )
 from everstep_operator.plan.overlay import overlay
 from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
@@ -47,7 +50,6 @@ _REFERENCES = {
 }
 _SHM = "/dev/shm"  # noqa: S108
 _AUTOMOUNT = "automountServiceAccountToken"
-_TOKEN = "everstep-token"  # noqa: S105 - a volume's name
 _SIGNATURE = "signature"  # in the data, which nobody can change once it is there
 _TOO_MANY_PLAIN = (
     f"numNodes is {{nodes}}, and without the agent a job has at most {plain_mode.MOST_NODES} nodes, since each pod "
@@ -143,32 +145,14 @@ def service(job: TrainingJob, settings: Settings) -> dict[str, Any]:
     }
 
 
-def secret_name(job: str, uid: str, epoch: int, key: bytes) -> str:
-    """Return the name of the Secret of a template epoch, which nobody without the operator's key can guess.
-
-    The operator may not read Secrets, so a name is all that tells whose one is. With this one, "already exists" means
-    that an earlier attempt of this operator made it; a stranger's is never taken for the job's, and never deleted.
-
-    Args:
-        job: Name of the job.
-        uid: UID of the job: a former job of the same name has other Secrets.
-        epoch: The template epoch.
-        key: The operator key.
-
-    Returns:
-        `<job>-<epoch>-` and 20 hexadecimal digits. The template's ConfigMap keeps it, in the pod's volumes.
-    """
-    suffix = hmac.new(key, f"secret-name/{uid}/{epoch}".encode(), hashlib.sha256).hexdigest()[:20]
-    return f"{job}-{epoch}-{suffix}"
-
-
 def secret_of(frozen: Frozen) -> str:
     """Return the name of the Secret that the template's pods mount, or nothing where they mount none."""
-    volumes = frozen.pod["spec"].get("volumes") or ()
-    return next((str(v["secret"]["secretName"]) for v in volumes if v["name"] == _TOKEN), "")
+    return token_secret(frozen.pod["spec"])
 
 
-def frozen_view(raw: Mapping[str, Any], *, namespace: str, uid: str, epoch: int, key: bytes) -> Frozen | None:
+def frozen_view(
+    raw: Mapping[str, Any], *, namespace: str, uid: str, epoch: int, keys: Sequence[bytes]
+) -> Frozen | None:
     """Read the ConfigMap of a template epoch back, if the operator's signature on it holds.
 
     Pods are made from it with the operator's rights, and others may write ConfigMaps where the job is. What is in its
@@ -179,7 +163,7 @@ def frozen_view(raw: Mapping[str, Any], *, namespace: str, uid: str, epoch: int,
         namespace: Namespace of the job that asks.
         uid: UID of the job that asks.
         epoch: The template epoch that it asks for.
-        key: The operator key.
+        keys: The operator keys, by any of which it may be signed.
 
     Returns:
         The template; None if it is damaged, forged, of another job or epoch, or signed by nobody or by another key: the
@@ -189,8 +173,8 @@ def frozen_view(raw: Mapping[str, Any], *, namespace: str, uid: str, epoch: int,
     if not isinstance(data, dict) or raw.get("binaryData"):
         return None
     content = {name: value for name, value in data.items() if name != _SIGNATURE}
-    given = str(data.get(_SIGNATURE) or "")
-    if not hmac.compare_digest(_sign(content, namespace, uid, epoch, key).encode(), given.encode(errors="replace")):
+    given = str(data.get(_SIGNATURE) or "").encode(errors="replace")
+    if not any(hmac.compare_digest(_sign(content, namespace, uid, epoch, key).encode(), given) for key in keys):
         return None
     try:
         pod, config = json.loads(content["template.json"]), json.loads(content["job.json"])
@@ -295,7 +279,7 @@ def _volumes(job: TrainingJob, epoch: int, plain: bool, settings: Settings) -> l
         *volumes,
         {"name": "everstep-agent", "configMap": {"name": settings.agent_config_map}},
         {"name": "everstep-job", "configMap": {"name": name, "items": [{"key": "job.json", "path": "job.json"}]}},
-        {"name": _TOKEN, "secret": {"secretName": token, "defaultMode": 0o440}},
+        {"name": TOKEN_VOLUME, "secret": {"secretName": token, "defaultMode": 0o440}},
         {"name": "everstep-run", "emptyDir": {}},
     ]
 
