@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from typing import Any
 
+import pytest
+
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.app import Operator
-from everstep_operator.cluster.resources import EVENTS, NODES
+from everstep_operator.cluster import errors
+from everstep_operator.cluster.resources import EVENTS, NODES, POOLS
+from everstep_operator.plan import gang
 from everstep_operator.plan.gang import PATIENCE_ALONE
 from tests.integration.conftest import USER
 from tests.integration.inprocess import Simulation, operator
@@ -172,3 +177,64 @@ async def until_idle(made: Operator) -> None:
         return made.queue.depth == 0 and made.queue.in_work == 0
 
     await until(idle, "the operator has looked")
+
+
+class SmallCluster:
+    """Nodes of one pool with room for one pod each, a scheduler that takes jobs in the given order, and kubelets."""
+
+    def __init__(self, world: World, jobs: list[str], nodes: int) -> None:
+        self.world, self.jobs, self.pool = world, jobs, f"{world.namespace}-small"
+        self.nodes = [f"{self.pool}-{number}" for number in range(nodes)]
+
+    async def create(self) -> None:
+        for name in self.nodes:
+            room = {"pods": "1", "cpu": "64", "memory": "256Gi"}
+            status = {"allocatable": room, "capacity": room, "conditions": [{"type": "Ready", "status": "True"}]}
+            meta = {"name": name, "labels": {"pool": self.pool}}
+            await self.world.client.create(NODES, None, {"metadata": meta, "status": status})
+        pool = {"apiVersion": POOLS.api_version, "kind": POOLS.kind, "metadata": {"name": self.pool}}
+        await self.world.client.create(POOLS, None, {**pool, "spec": {"nodeSelector": {"pool": self.pool}}})
+
+    async def submit(self, job: str, num_nodes: int) -> None:
+        await self.world.submit(job, numNodes=num_nodes, pools=[{"name": self.pool}])
+
+    async def placed(self) -> dict[str, int]:
+        """Do what is to be done now; returns how many pods of each job have a node."""
+        pods = {job: await self.world.pods(job) for job in self.jobs}
+        for pod in [pod for found in pods.values() for pod in found if "deletionTimestamp" in pod["metadata"]]:
+            with contextlib.suppress(errors.NotFound):
+                await self.world.remove(pod)
+        live = {job: [p for p in found if "deletionTimestamp" not in p["metadata"]] for job, found in pods.items()}
+        bound = {job: [p for p in found if p["spec"].get("nodeName")] for job, found in live.items()}
+        free = sorted(set(self.nodes) - {p["spec"]["nodeName"] for found in bound.values() for p in found})
+        for pod in [pod for found in live.values() for pod in found if not pod["spec"].get("nodeName")][: len(free)]:
+            with contextlib.suppress(errors.NotFound, errors.Conflict):
+                await self.world.bind(pod, free.pop())
+        return {job: len(found) for job, found in bound.items()}
+
+
+async def test_three_jobs_behind_one_that_no_nodes_can_hold_get_theirs(
+    control_plane: ControlPlane, still_world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gang, "PATIENCE", 2.0)
+    names = ["impossible", "one", "two", "three"]
+    small = SmallCluster(still_world, names, nodes=6)
+    await small.create()
+
+    async def hold(**wanted: int) -> bool:
+        found = await small.placed()
+        assert found == {**dict.fromkeys(names, 0), **wanted}
+        return True
+
+    async with operator(control_plane.user_kubeconfig(USER), still_world) as (made, _):
+        await small.submit("impossible", 32)
+        await until(lambda: hold(impossible=6), "it came first", 120)
+        assert [view.possible for view in made.gangs.others(("", ""))] == [False]
+    # It counts again after a restart of the operator, from what the API server has.
+    async with operator(control_plane.user_kubeconfig(USER), still_world):
+        for name in names[1:]:
+            await small.submit(name, 2)
+        await until(lambda: hold(one=2, two=2, three=2), "each has its nodes", 180)
+        for name in names[1:]:
+            await still_world.until_phase(name, "Starting")
+        await still_world.until_phase("impossible", "Pending")

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import AsyncIterator
 from typing import Any
 
 from everstep_operator.app import Operator
+from everstep_operator.cluster import errors
 from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster.cache import Cache
 from everstep_operator.cluster.client import Page
 from everstep_operator.cluster.clock import ServerClock
-from everstep_operator.cluster.gangs import gang_view
-from everstep_operator.cluster.resources import JOBS
+from everstep_operator.cluster.gangs import Gangs, gang_view
+from everstep_operator.cluster.nodes import Nodes
+from everstep_operator.cluster.resources import JOBS, NODES
 from everstep_operator.plan import gang
+from everstep_operator.plan.observed import GangView
 from everstep_operator.settings import Settings
 from tests.builders import job
 from tests.plan.world import World
@@ -32,16 +37,53 @@ def test_a_job_that_nobody_has_looked_at_yet_takes_no_place() -> None:
     assert gang_view(job().nodes(3).build(), ()) is None
 
 
+def test_who_waits_hears_that_another_became_possible_or_impossible() -> None:
+    woken: list[Any] = []
+    gangs = Gangs(woken.append)
+    pools: frozenset[str] = frozenset()
+    one = GangView("default/one", "a", 1.0, pools, wanted=4, places=4)
+    gangs.update(("default", "one"), one)
+    gangs.update(("default", "two"), GangView("default/two", "b", 2.0, pools, wanted=4, places=4))
+    woken.clear()
+    gangs.update(("default", "one"), dataclasses.replace(one, scheduled=2))
+    assert woken == []
+    gangs.update(("default", "one"), dataclasses.replace(one, scheduled=2, places=3))
+    assert woken == [("default", "two")]
+
+
+def test_places_are_counted_anew_when_nodes_change_and_not_when_they_beat() -> None:
+    cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
+    client: Any = None
+    nodes, key = Nodes(client, cache, float), ("default", "digits")
+    assert nodes.count_places(key, "u", 1, {}, 9) is None, "no node is known yet"
+    body: Any = {"metadata": {"name": "n1"}, "status": {"allocatable": {"pods": "1"}}}
+    cache.nodes.put(body)
+    assert nodes.count_places(key, "u", 1, {}, 9) == 1
+    changes = cache.node_changes
+    cache.nodes.put({**body, "status": {**body["status"], "images": []}})
+    assert cache.node_changes == changes
+    cache.nodes.put({**body, "metadata": {"name": "n2"}})
+    assert nodes.count_places(key, "u", 1, {}, 9) == 2
+    cache.nodes.remove(("", "n1"), "")
+    assert nodes.count_places(key, "u", 1, {}, 9) == 1
+
+
 class Server:
-    """Lists jobs, and nothing else."""
+    """Lists jobs and nodes, and has their templates."""
 
     clock = ServerClock()
 
-    def __init__(self, *jobs: Any) -> None:
-        self.jobs = list(jobs)
+    def __init__(self, *jobs: Any, nodes: Any = (), config_maps: Any = ()) -> None:
+        self.listed = {JOBS: list(jobs), NODES: list(nodes)}
+        self.config_maps = dict(config_maps)
+
+    async def get(self, resource: Any, namespace: str, name: str) -> Any:
+        if name not in self.config_maps:
+            raise errors.NotFound(404, "NotFound", name)
+        return self.config_maps[name]
 
     async def list(self, resource: Any, *_: Any, **__: Any) -> AsyncIterator[Page]:
-        yield Page(self.jobs if resource is JOBS else [], 1)
+        yield Page(self.listed.get(resource, []), 1)
 
 
 async def test_an_operator_that_has_just_started_knows_who_waits_before_it_plans() -> None:
@@ -51,9 +93,11 @@ async def test_an_operator_that_has_just_started_knows_who_waits_before_it_plans
         world.reconcile()
     unreadable = job("odd").manifest()
     unreadable["spec"]["numNodes"] = "many"
-    server: Any = Server(unreadable, world.job.manifest())
-    operator = Operator(Settings.load({}, {}), server, (b"key",), AgentCode(b"code"))
+    nodes = [{"metadata": {"name": f"n{n}"}, "status": {"allocatable": {"pods": "1"}}} for n in range(2)]
+    server: Any = Server(unreadable, world.job.manifest(), nodes=nodes, config_maps=world.config_maps)
+    operator = Operator(Settings.load({}, {}), server, world.settings.operator_keys, AgentCode(b"code"))
     await operator._first_list()  # what `run` does before it starts its workers
     (seen,) = operator.gangs.others(("default", "another"))
     assert (seen.key, seen.wanted) == ("default/digits", 3)
+    assert (seen.places, seen.possible) == (2, False), "counted by the frozen template, which is read first"
     assert operator.gangs.others(("default", "digits")) == ()

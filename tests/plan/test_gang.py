@@ -29,6 +29,25 @@ def test_the_oldest_never_yields_to_a_younger() -> None:
     assert not hold(view("old", 0, scheduled=2), view("young", 1, scheduled=2), now=1e9)
 
 
+def test_one_that_todays_nodes_cannot_hold_gives_way_once_it_has_stalled() -> None:
+    impossible, young = view("old", 0, wanted=64, scheduled=12, places=12), view("young", 1, places=4)
+    assert not hold(impossible, young, grew_at=990)
+    assert hold(impossible, young, grew_at=990, now=990 + gang.PATIENCE)
+    assert not hold(impossible, young, scale_up_at=990), "nodes are on their way"
+    gone = dataclasses.replace(impossible, scheduled=0, released_at=1000)
+    assert gang.may_try(gone, [young], now=1001).retry_at == 1000 + gang.BACKOFF + gang._spread("old")
+
+
+def test_one_that_todays_nodes_can_hold_never_gives_way_to_one_that_they_cannot() -> None:
+    impossible, young = view("old", 0, wanted=64, scheduled=2, places=12), view("young", 1, scheduled=2, places=4)
+    assert not hold(young, impossible, now=1e9)
+
+
+def test_the_oldest_looks_again_for_nodes_may_go_without_an_event() -> None:
+    verdict = gang.hold(view("a", 0, scheduled=2), [view("b", 1)], grew_at=0, scale_up_at=None, now=1000)
+    assert verdict == gang.Verdict(retry_at=1000 + gang.LOOK_EVERY)
+
+
 def test_a_younger_gang_yields_once_it_has_stalled() -> None:
     young, old = view("young", 1, scheduled=2), view("old", 0, scheduled=2)
     assert not hold(young, old, grew_at=990)
@@ -98,9 +117,16 @@ class SimulatedGang:
     formed_at: float | None = None
     finished: bool = False
 
-    @property
-    def view(self) -> GangView:
-        return view(self.name, self.created, wanted=self.wanted, scheduled=self.bound, released_at=self.released_at)
+    def view(self, capacity: int) -> GangView:
+        """How others see it while there are so many nodes."""
+        return view(
+            self.name,
+            self.created,
+            wanted=self.wanted,
+            scheduled=self.bound,
+            released_at=self.released_at,
+            places=min(capacity, self.wanted),
+        )
 
 
 class Simulation:
@@ -128,13 +154,16 @@ class Simulation:
             self.reconcile(g)
 
     def reconcile(self, g: SimulatedGang) -> None:
-        others = [o.view for o in self.gangs if o is not g and o.formed_at is None and o.created <= self.now]
+        waiting = [o for o in self.gangs if o is not g and o.formed_at is None and o.created <= self.now]
+        me, others = g.view(self.capacity), [o.view(self.capacity) for o in waiting]
         if not g.tried:
-            g.tried = gang.may_try(g.view, others, now=self.now).retry_at is None
+            g.tried = gang.may_try(me, others, now=self.now).retry_at is None
             g.grew_at = self.now
             return
-        if gang.hold(g.view, others, grew_at=g.grew_at, scale_up_at=None, now=self.now).release:
-            assert any(o.created <= g.created for o in others) or not others, "the oldest yielded"
+        if gang.hold(me, others, grew_at=g.grew_at, scale_up_at=None, now=self.now).release:
+            possible = [o for o in waiting if o.wanted <= self.capacity]
+            overtaken = g.wanted <= self.capacity and others and all(o.created > g.created for o in possible)
+            assert not overtaken, "the oldest that is possible yielded"
             g.tried, g.bound, g.released_at = False, 0, self.now
 
 
@@ -147,6 +176,45 @@ def test_every_gang_that_fits_finishes(data: st.DataObject, capacity: int, seed:
     while not all(g.finished for g in gangs):
         simulation.step(5.0)
         assert simulation.now < len(gangs) * 1000, [(g.name, g.bound, g.wanted) for g in gangs if not g.finished]
+
+
+@given(data=st.data(), capacity=st.integers(1, 20), more=st.integers(0, 20), seed=st.integers(0, 2**32))
+def test_no_gang_that_fits_waits_for_one_that_does_not(
+    data: st.DataObject, capacity: int, more: int, seed: int
+) -> None:
+    """Pools that shrink and grow, gangs that are too large, arrivals and ends at any time."""
+    one = st.tuples(st.integers(1, capacity + more), st.integers(0, 2000), st.integers(1, 400))
+    drawn = data.draw(st.lists(one, min_size=2, max_size=12))
+    gangs = [SimulatedGang(f"g{i:02}", float(at), size, float(end)) for i, (size, at, end) in enumerate(drawn)]
+    simulation = Simulation(capacity, gangs, random.Random(seed))
+    lost = data.draw(st.integers(0, capacity - 1))
+    while simulation.now < 600:  # with fewer nodes than there will be: any gang may be impossible for a while
+        used = sum(g.bound for g in gangs)
+        simulation.capacity = max(used, capacity - lost)
+        simulation.step(5.0)
+    simulation.capacity = capacity
+    possible = [g for g in gangs if g.wanted <= capacity]
+    while not all(g.finished for g in possible):
+        simulation.step(5.0)
+        assert simulation.now < 3000 + len(gangs) * 1500, [(g.name, g.bound, g.wanted) for g in gangs if not g.finished]
+    simulation.capacity = capacity + more
+    end = simulation.now + 2000 + len(gangs) * 1500
+    while not all(g.finished for g in gangs):
+        simulation.step(5.0)
+        assert simulation.now < end, "what was impossible is not lost: it runs once there are nodes for it"
+
+
+def test_three_gangs_behind_one_that_no_nodes_can_hold_all_run_within_minutes() -> None:
+    impossible = SimulatedGang("impossible", 0.0, 64, runs_for=1e9)
+    gangs = [SimulatedGang(f"g{i}", 1.0 + i, 4, runs_for=1e9) for i in range(3)]
+    simulation = Simulation(12, [impossible, *gangs], random.Random(7))
+    simulation.step(0.5)
+    assert impossible.bound == 0
+    simulation.step(0.1)
+    assert impossible.bound == 12, "it came first"
+    while simulation.now < 120:
+        simulation.step(5.0)
+    assert [g.formed_at is not None for g in gangs] == [True] * 3
 
 
 @given(seed=st.integers(0, 2**32))

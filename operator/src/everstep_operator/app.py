@@ -111,7 +111,7 @@ class Operator:
             except (errors.ApiError, errors.Unreachable) as error:
                 log.warning("cannot list", error=str(error))
                 await asyncio.sleep(1)
-        self.gangs.fill(self.cache)
+        await self.gangs.fill(self.cache, self.reconciler.read_and_count_places)
         log.info("listed", jobs=len(self.cache.jobs), pods=len(self.cache.pods), seconds=time.monotonic() - started)
 
     async def _served(self) -> None:

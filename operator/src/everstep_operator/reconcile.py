@@ -31,6 +31,7 @@ from everstep_operator.cluster.queue import WorkQueue
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.plan import form, plan
 from everstep_operator.plan.actions import Event, Plan
+from everstep_operator.plan.gang import waits
 from everstep_operator.plan.keys import find_key
 from everstep_operator.plan.leader import LeaderView
 from everstep_operator.plan.observed import Observed, PodView, Rejection, Settings
@@ -84,7 +85,7 @@ class Reconciler:
             if rejection is None:
                 break
             log.info("refused", job="/".join(key), kind=rejection.kind, message=rejection.message)
-        self.gangs.update(key, gang_view(job, self.cache.pods_of(key)))
+        self.gangs.update(key, gang_view(job, self.cache.pods_of(key), self.count_places(key, job)))
         if again is not None:
             self.queue.add_after(key, again)
         if made.requeue_at is not None:
@@ -141,8 +142,26 @@ class Reconciler:
             rejection=rejection,
             status_written_at=self._written.get(key),
             nodes=await self.nodes.under(pods),
+            places=self.count_places(key, job),
             scale_up_at=self._scale_up.get(key),
         )
+
+    def count_places(self, key: Key, job: TrainingJob) -> int | None:
+        """Count the pods of a waiting job that today's nodes could hold; None: it does not wait, or nobody knows."""
+        frozen = self.frozen.known(job.metadata.uid)
+        if frozen is None or not waits(job):
+            self.nodes.forget(key)
+            return None
+        return self.nodes.count_places(key, job.metadata.uid, frozen.epoch, frozen.pod, job.spec.num_nodes)
+
+    async def read_and_count_places(self, key: Key, job: TrainingJob) -> int | None:
+        """Like `count_places`, with the job's template read first: an operator that has just started knows none."""
+        if job.status.template is not None:
+            try:
+                await self.frozen.get(*key, job.metadata.uid, job.status.template.epoch)
+            except (errors.ApiError, errors.Unreachable) as error:
+                log.warning("cannot read a template", job="/".join(key), error=str(error))
+        return self.count_places(key, job)
 
     def _pools(self, job: TrainingJob) -> dict[str, TrainingPool]:
         found = {}
@@ -226,6 +245,7 @@ class Reconciler:
     def _forget(self, key: Key, uid: str) -> None:
         self.leaders.drop(key)
         self.gangs.update(key, None)
+        self.nodes.forget(key)
         self._written.pop(key, None)
         self._scale_up.pop(key, None)
         self._refused.discard(key)

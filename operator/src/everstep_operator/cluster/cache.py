@@ -166,6 +166,7 @@ class Cache:
 
     touched: Callable[[Key], None]
     pool_changed: Callable[[str], None]
+    node_changes: int = 0  # how often what nodes can hold has changed
     _pods_of: defaultdict[Key, dict[str, PodView]] = field(default_factory=lambda: defaultdict(dict))
     _pods_on: defaultdict[str, Counter[Key]] = field(default_factory=lambda: defaultdict(Counter))  # by node and job
 
@@ -185,6 +186,8 @@ class Cache:
         return tuple(self._pods_on.get(node, ()))
 
     def _node_noticed(self, key: Key, old: NodeView | None, new: NodeView | None) -> None:
+        if old is None or new is None or old.room != new.room:
+            self.node_changes += 1
         if old != new:  # a kubelet writes its node's status every few minutes, to say nothing new
             for job in self.jobs_on(key[1]):
                 self.touched(job)

@@ -6,7 +6,8 @@ jobs to plan for one.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
 
 from pydantic import ValidationError
 
@@ -16,9 +17,9 @@ from everstep_operator.plan import gang
 from everstep_operator.plan.observed import GangView, PodView
 
 
-def gang_view(job: TrainingJob, pods: Iterable[PodView]) -> GangView | None:
+def gang_view(job: TrainingJob, pods: Iterable[PodView], places: int | None = None) -> GangView | None:
     """The job as its rivals see it; None unless it is waiting for nodes."""
-    view = gang.view(job, pods) if gang.waits(job) else None
+    view = gang.view(job, pods, places) if gang.waits(job) else None
     return view if view is not None and view.scheduled < view.wanted else None
 
 
@@ -29,13 +30,19 @@ class Gangs:
         self._changed = changed
         self._views: dict[Key, GangView] = {}
 
-    def fill(self, cache: Cache) -> None:
+    async def fill(self, cache: Cache, count_places: Callable[[Key, TrainingJob], Awaitable[int | None]]) -> None:
         """All that wait now. Before the first plan: one that knows of no rival gives back what it is to keep."""
+        waiting: dict[Key, TrainingJob] = {}
         for key, raw in cache.jobs.items():
             try:
-                view = gang_view(TrainingJob.parse(raw), cache.pods_of(key))
+                job = TrainingJob.parse(raw)
             except ValidationError:
                 continue  # nobody plans for it, so nobody may wait for it
+            if gang_view(job, cache.pods_of(key)) is not None:
+                waiting[key] = job
+        counts = await asyncio.gather(*(count_places(key, job) for key, job in waiting.items()))
+        for (key, job), places in zip(waiting.items(), counts, strict=True):
+            view = gang_view(job, cache.pods_of(key), places)
             if view is not None:
                 self._views[key] = view
 
@@ -50,8 +57,10 @@ class Gangs:
             del self._views[key]
         else:
             self._views[key] = view
-        # One more bound pod of a gang that goes on waiting moves nobody: only who begins, ends or gives back.
-        if old is None or view is None or view.scheduled < old.scheduled or view.pools != old.pools:
+        # One more bound pod of a gang that goes on waiting moves nobody: only who begins, ends, gives back, or
+        # changes its place in the order.
+        moved = old is None or view is None or view.pools != old.pools or view.possible != old.possible
+        if moved or (old and view and view.scheduled < old.scheduled):
             pools = (old.pools if old else frozenset()) | (view.pools if view else frozenset())
             for other, rival in self._views.items():
                 if other != key and (not pools or not rival.pools or rival.pools & pools):

@@ -7,15 +7,17 @@ removed costs its pods. Only the API server's own "not found" counts.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.cache import Cache
+from everstep_operator.cluster.cache import Cache, Key
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import NODES
 from everstep_operator.plan.node import NodeView
 from everstep_operator.plan.observed import PodView
+from everstep_operator.plan.room import count_places
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Nodes:
     cache: Cache
     clock: Callable[[], float]
     _gone: dict[str, float] = field(default_factory=dict)  # since when, by our clock
+    # By job: what its count was made from, and the count.
+    _places: dict[Key, tuple[tuple[int, str, int, int], int]] = field(default_factory=dict)
 
     async def under(self, pods: Iterable[PodView]) -> dict[str, NodeView]:
         """By name, every node that one of these pods is bound to."""
@@ -32,6 +36,32 @@ class Nodes:
         if unknown:
             await asyncio.gather(*(self._ask(name) for name in unknown))
         return {name: view for name in names if (view := self._known(name)) is not None}
+
+    def count_places(self, job: Key, uid: str, template: int, pod: Mapping[str, Any], wanted: int) -> int | None:
+        """Count the pods of a job that all nodes in the cache could hold.
+
+        Args:
+            job: Namespace and name of the job.
+            uid: Its UID.
+            template: The epoch of its template.
+            pod: The frozen pod template.
+            wanted: How many pods the job wants: no more are counted.
+
+        Returns:
+            The count, or None while no node is known.
+        """
+        if not len(self.cache.nodes):
+            return None
+        made_from = (self.cache.node_changes, uid, template, wanted)
+        known = self._places.get(job)
+        if known is None or known[0] != made_from:
+            rooms = (node.room for _, node in self.cache.nodes.items() if node.room is not None)
+            known = self._places[job] = (made_from, count_places(pod, rooms, enough=wanted))
+        return known[1]
+
+    def forget(self, job: Key) -> None:
+        """Drop what was counted for a job that waits no more."""
+        self._places.pop(job, None)
 
     def _known(self, name: str) -> NodeView | None:
         entry = self.cache.nodes.get(("", name))

@@ -23,7 +23,7 @@ from everstep_operator.plan.actions import (
 )
 from everstep_operator.plan.decision import Decision
 from everstep_operator.plan.keys import find_key
-from everstep_operator.plan.observed import Frozen, Observed, PodView
+from everstep_operator.plan.observed import Frozen, GangView, Observed, PodView
 from everstep_operator.plan.pods import pod_body, template_name
 from everstep_operator.plan.situation import HAS_RUN, Situation
 from everstep_operator.plan.template import Refused
@@ -135,8 +135,11 @@ def _hold(s: Situation) -> gang.Verdict:
     grew_at = max((p.scheduled_at or 0.0 for p in s.live if p.scheduled), default=0.0)
     # Pods that came later than the last bound one have not had their chance yet.
     grew_at = max([grew_at, *(p.created for p in waiting)])
-    me = gang.view(s.job, s.observed.pods)
-    return gang.hold(me, s.observed.gangs, grew_at=grew_at, scale_up_at=s.observed.scale_up_at, now=s.now)
+    return gang.hold(_me(s), s.observed.gangs, grew_at=grew_at, scale_up_at=s.observed.scale_up_at, now=s.now)
+
+
+def _me(s: Situation) -> GangView:
+    return gang.view(s.job, s.observed.pods, s.observed.places)
 
 
 def _not_before(s: Situation) -> float | None:
@@ -144,7 +147,7 @@ def _not_before(s: Situation) -> float | None:
     if s.open is not None and _blocked(s) and s.now < s.open.start.timestamp() + RETRY_BLOCKED:
         return s.open.start.timestamp() + RETRY_BLOCKED
     if _released(s):
-        return gang.may_try(gang.view(s.job, s.observed.pods), s.observed.gangs, now=s.now).retry_at
+        return gang.may_try(_me(s), s.observed.gangs, now=s.now).retry_at
     return None
 
 

@@ -1,7 +1,8 @@
 """All or nothing: when a set that is only partly placed gives its nodes back, and when it tries again.
 
 The scheduler binds pods one by one, so two jobs can each hold half of what both need. Gangs that share a pool are
-ordered by age (creation time, then UID), and:
+ordered: first those that today's nodes could hold (room.py), then those that they could not, each by age (creation
+time, then UID). "Older" and "younger" below are by this order. And:
 
 - the oldest never gives back anything while another gang wants the pool;
 - of the others, a gang that has stalled gives back once no younger gang holds nodes, or at once if the nodes that all
@@ -12,6 +13,11 @@ So what the oldest holds only grows, every other holder ends up released, and th
 oldest or to a gang that is then complete and will finish: no deadlock and no livelock (simulated in test_gang.py). The
 second rule's shortcut lets a hundred stalled jobs give back together instead of one after the other. It counts
 pods, not GPUs; a wrong guess costs a job its place, never the proof.
+
+A gang that is too large for today's nodes may become possible: nodes are added, by people or because its pods wait. So
+it is tried again after each back-off, and takes its place by age again once the nodes are there; until then it gives
+way to every gang that can run. One that is possible never gives way to a younger one: the number of times that it is
+overtaken by giving back while it is the oldest is 0, and nothing has to be counted.
 """
 
 from __future__ import annotations
@@ -32,6 +38,7 @@ SCALE_UP = 600.0  # for so long after an autoscaler promised a node, a gang is n
 BACKOFF = 300.0
 BACKOFF_ALONE = 60.0
 BACKOFF_SPREAD = 60.0
+LOOK_EVERY = 300.0  # nodes come and go without an event for the job that holds others up
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +49,9 @@ class Verdict:
     retry_at: float | None = None
 
 
-def age(gang: GangView) -> tuple[float, str]:
-    return gang.created, gang.uid
+def rank(gang: GangView) -> tuple[bool, float, str]:
+    """The order in which gangs get their nodes."""
+    return not gang.possible, gang.created, gang.uid
 
 
 def rivals(me: GangView, gangs: Iterable[GangView]) -> list[GangView]:
@@ -60,8 +68,8 @@ def hold(me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at
     if me.scheduled == 0 or me.scheduled >= me.wanted:
         return Verdict()  # pods without a node cost nothing and keep their place in the scheduler's queue
     others = rivals(me, gangs)
-    if others and age(me) < min(map(age, others)):
-        return Verdict()
+    if others and rank(me) < min(map(rank, others)):
+        return Verdict(retry_at=now + LOOK_EVERY)
     patience = PATIENCE_RECOVERING if me.recovering else PATIENCE
     since = grew_at
     if scale_up_at is not None:
@@ -69,7 +77,7 @@ def hold(me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at
     if not others:
         return _after(since + PATIENCE_ALONE, now)
     if _fits(me, others):
-        younger = [g for g in others if age(g) > age(me)]
+        younger = [g for g in others if rank(g) > rank(me)]
         if any(g.scheduled for g in younger):
             return Verdict()  # theirs first; their release is an event that brings us back here
         # What a younger one has just given back needs the time to be bound.
@@ -82,7 +90,7 @@ def may_try(me: GangView, gangs: Iterable[GangView], *, now: float) -> Verdict:
     `retry_at` = yes."""
     if me.released_at is None:
         return Verdict()
-    older = [g for g in rivals(me, gangs) if age(g) < age(me)]
+    older = [g for g in rivals(me, gangs) if rank(g) < rank(me)]
     if not older:
         # Those who made it give way may have just got their nodes; whoever was alone lets others have a go first.
         alone = me.released_at + (BACKOFF_ALONE if not list(rivals(me, gangs)) else 0.0)
@@ -94,7 +102,7 @@ def may_try(me: GangView, gangs: Iterable[GangView], *, now: float) -> Verdict:
 def _fits(me: GangView, others: Sequence[GangView]) -> bool:
     """Would the nodes that all of us hold now be enough for me, dealt out oldest first?"""
     held = me.scheduled + sum(g.scheduled for g in others)
-    return me.wanted + sum(g.wanted for g in others if age(g) < age(me)) <= held
+    return me.wanted + sum(g.wanted for g in others if rank(g) < rank(me)) <= held
 
 
 def _after(at: float, now: float) -> Verdict:
@@ -110,7 +118,7 @@ def bound(pods: Iterable[PodView]) -> int:
     return sum(1 for p in pods if p.live and p.scheduled)
 
 
-def view(job: TrainingJob, pods: Iterable[PodView]) -> GangView:
+def view(job: TrainingJob, pods: Iterable[PodView], places: int | None = None) -> GangView:
     """A job as others see it in the queue. `waits` tells whether it is in it at all."""
     status, meta = job.status, job.metadata
     template = status.template.epoch if status.template else 0
@@ -124,6 +132,7 @@ def view(job: TrainingJob, pods: Iterable[PodView]) -> GangView:
         scheduled=bound(p for p in pods if p.owner == meta.uid and p.template == template),
         released_at=max(released, default=None),
         recovering=status.phase is Phase.RESTARTING,
+        places=places,
     )
 
 

@@ -7,8 +7,10 @@ is kept must change only when a plan could.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from everstep_operator.plan.room import NodeRoom, node_room
 
 # Taints by which those who remove nodes announce it. A cordon (spec.unschedulable) says the same with no name.
 LEAVING = frozenset(
@@ -26,7 +28,7 @@ LEAVING = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class NodeView:
-    """One node under pods of ours."""
+    """One node, as far as it matters to pods that are on it, and whether more could be."""
 
     name: str
     ready: bool = True
@@ -35,6 +37,7 @@ class NodeView:
     leaving: str = ""  # key of the taint that announces its removal
     deleting: bool = False
     gone_since: float | None = None  # when the operator found that there is no such Node any more (its own clock)
+    room: NodeRoom | None = field(default=None, compare=False)  # no concern of the jobs that are on it already
 
 
 def node_view(raw: Mapping[str, Any]) -> NodeView:
@@ -52,4 +55,5 @@ def node_view(raw: Mapping[str, Any]) -> NodeView:
         cordoned=bool(spec.get("unschedulable")),
         leaving=taints[0] if taints else "",
         deleting=meta.get("deletionTimestamp") is not None,
+        room=node_room(raw),
     )

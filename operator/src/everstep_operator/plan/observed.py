@@ -122,6 +122,12 @@ class GangView:
     scheduled: int = 0  # pods bound now; 0 after a release
     released_at: float | None = None  # when it last gave its nodes back
     recovering: bool = False  # it has run, and waits for the nodes of a few pods (phase Restarting)
+    places: int | None = None  # pods of its that today's nodes could hold, counted up to `wanted`; None: unknown
+
+    @property
+    def possible(self) -> bool:
+        """Whether today's nodes could hold the whole set. A presumption: nodes are added and removed."""
+        return self.places is None or self.places >= self.wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,6 +199,7 @@ class Observed:
     rejection: Rejection | None = None
     status_written_at: float | None = None  # of the observed status; None: unknown, long ago
     nodes: Mapping[str, NodeView] = field(default_factory=dict)  # those under the pods, as far as they are known
+    places: int | None = None  # pods of the set that today's nodes could hold, up to those wanted; None: unknown
     scale_up_at: float | None = None  # a node autoscaler last said that it is making room for the pods (0: never has)
 
     @cached_property

@@ -1,0 +1,112 @@
+"""How many pods of a set today's nodes could hold if they held nothing else.
+
+An upper bound: other pods, affinities and topology are not looked at, and a cordon, a `node.kubernetes.io/` taint or a
+kubelet that has not reported its resources yet may be over in a minute. So a gang that is larger than this cannot be
+placed unless nodes are added or changed; one that is not larger may still lack room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+_UNITS = {
+    unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"), -3)
+}
+_UNITS |= {unit: Decimal(1024) ** power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)}
+_LEAST, _MOST = Decimal("1e-9"), Decimal("1e30")  # no quantity is finer; none that is larger means anything
+_TEMPORARY = "node.kubernetes.io/"
+
+
+@dataclass(frozen=True, slots=True)
+class NodeRoom:
+    """What decides whether pods of a set can ever be bound to a node."""
+
+    labels: Mapping[str, str]
+    taints: tuple[tuple[str, str, str], ...]  # key, value, effect; only those that keep pods away for good
+    allocatable: Mapping[str, Decimal]  # empty: not reported yet
+
+
+def node_room(raw: Mapping[str, Any]) -> NodeRoom:
+    """Sort out what one Node can hold. Never raises on odd values."""
+    labels = (raw.get("metadata") or {}).get("labels") or {}
+    taints = (raw.get("spec") or {}).get("taints") or ()
+    return NodeRoom(
+        labels={str(key): str(value) for key, value in labels.items()},
+        taints=tuple(
+            (str(t.get("key") or ""), str(t.get("value") or ""), str(t.get("effect") or ""))
+            for t in taints
+            if t.get("effect") in ("NoSchedule", "NoExecute") and not str(t.get("key") or "").startswith(_TEMPORARY)
+        ),
+        allocatable=_amounts((raw.get("status") or {}).get("allocatable")),
+    )
+
+
+def count_places(pod: Mapping[str, Any], rooms: Iterable[NodeRoom], *, enough: int) -> int:
+    """Count the pods that nodes could hold.
+
+    Args:
+        pod: The set's frozen pod template.
+        rooms: All nodes of the cluster.
+        enough: Where to stop counting.
+
+    Returns:
+        How many such pods the nodes could hold at once, at most `enough`.
+    """
+    spec: Mapping[str, Any] = pod.get("spec") or {}
+    selector = spec.get("nodeSelector") or {}
+    tolerations = spec.get("tolerations") or ()
+    wanted = _requests(spec)
+    places = 0
+    for room in rooms:
+        if places >= enough:
+            break
+        if any(room.labels.get(key) != value for key, value in selector.items()):
+            continue
+        if not all(any(_tolerates(t, taint) for t in tolerations) for taint in room.taints):
+            continue
+        places += _places(wanted, room.allocatable, enough)
+    return min(places, enough)
+
+
+def _places(wanted: Mapping[str, Decimal], allocatable: Mapping[str, Decimal], enough: int) -> int:
+    if not allocatable:
+        return enough
+    return min((int(allocatable.get(name, Decimal(0)) / amount) for name, amount in wanted.items()), default=enough)
+
+
+def _requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
+    total: dict[str, Decimal] = {"pods": Decimal(1)}
+    for container in spec.get("containers") or ():
+        resources = container.get("resources") or {}
+        # The API server takes a limit for the request where only the limit is given.
+        for name, amount in _amounts({**(resources.get("limits") or {}), **(resources.get("requests") or {})}).items():
+            total[name] = total.get(name, Decimal(0)) + amount
+    return {name: amount for name, amount in total.items() if amount > 0}
+
+
+def _tolerates(toleration: Mapping[str, Any], taint: tuple[str, str, str]) -> bool:
+    key, value, effect = taint
+    if toleration.get("effect") not in (None, "", effect) or toleration.get("key") not in (None, "", key):
+        return False
+    return toleration.get("operator") == "Exists" or (toleration.get("value") or "") == value
+
+
+def _amounts(given: Any) -> dict[str, Decimal]:
+    found = {str(name): _amount(value) for name, value in (given or {}).items()}
+    return {name: amount for name, amount in found.items() if amount is not None}
+
+
+def _amount(quantity: Any) -> Decimal | None:
+    """A Kubernetes quantity as a number; None if it is none."""
+    text = str(quantity)
+    unit = text.lstrip("+-.0123456789")
+    try:
+        number = Decimal(text[: len(text) - len(unit)]) * _UNITS[unit] if unit in _UNITS else Decimal(text)
+    except ArithmeticError:
+        return None
+    if number.is_nan() or number <= 0:
+        return None if number.is_nan() else Decimal(0)
+    return max(_LEAST, min(_MOST, number))
