@@ -36,11 +36,18 @@ class Image:
     name: str
     dockerfile: str
     base: Base | Image = BOOKWORM
+    # The stage of the Dockerfile; empty for the last one.
+    target: str = ""
+
+    @property
+    def short_name(self) -> str:
+        """Such as ``trainer``."""
+        return self.name.rpartition("/")[2].partition(":")[0]
 
     @property
     def key(self) -> str:
         """The content key, read from the files as they are now."""
-        digest = hashlib.sha256(f"{self.name}\0{self.base.key}\0".encode())
+        digest = hashlib.sha256(f"{self.name}\0{self.base.key}\0{self.target}\0".encode())
         for path in (REPOSITORY / self.dockerfile, *self.inputs()):
             # git keeps the executable bit and no other; so does this.
             executable = bool(path.stat().st_mode & 0o100)
@@ -66,6 +73,12 @@ class Image:
         return engine().key(self.name) == self.key
 
     @property
+    def size(self) -> int:
+        """The bytes of all its files, uncompressed, as a node stores them."""
+        self.build()
+        return engine().size(self.name)
+
+    @property
     def exists(self) -> bool:
         """Whether some content has been built before: the next build is then likely one of small layers only."""
         return engine().key(self.name) is not None
@@ -81,7 +94,7 @@ class Image:
             print(f"building {self.name} ({key}) …", flush=True)
             started = time.monotonic()
             base = self.base.name if isinstance(self.base, Image) else _base(self.base)
-            engine().build(Recipe(self.name, key, REPOSITORY / self.dockerfile, REPOSITORY, base))
+            engine().build(Recipe(self.name, key, REPOSITORY / self.dockerfile, REPOSITORY, base, self.target))
             print(f"built {self.name} in {time.monotonic() - started:.0f} s", flush=True)
 
     def run(self, *command: str, mounts: Mapping[Path, str] | None = None) -> str:
@@ -117,7 +130,8 @@ def images() -> list[Image]:
     operator = Image("docker.io/everstep/operator:0.1.0", "operator/Dockerfile")
     found = [
         operator,
-        Image("docker.io/everstep/trainer:0.1.0", "trainer-image/Dockerfile"),
+        Image("docker.io/everstep/trainer:0.1.0", "trainer-image/Dockerfile", target="trainer"),
+        Image("docker.io/everstep/trainer-horovod:0.1.0", "trainer-image/Dockerfile", target="trainer-horovod"),
         Image("docker.io/everstep/byo:test", "e2e/images/byo/Dockerfile"),
         Image("docker.io/everstep/distroless:test", "e2e/images/distroless/Dockerfile"),
         Image("docker.io/everstep/python-minimal:test", "e2e/images/python-minimal/Dockerfile"),

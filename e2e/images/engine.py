@@ -32,6 +32,7 @@ class Recipe:
     dockerfile: Path
     context: Path
     base: str
+    target: str = ""
 
 
 class Engine(Protocol):
@@ -48,6 +49,9 @@ class Engine(Protocol):
 
     def write(self, name: str, archive: Path) -> None:
         """Write an image to ``archive``."""
+
+    def size(self, name: str) -> int:
+        """The bytes of an image's layers, uncompressed."""
 
     def layers(self, name: str) -> tuple[bytes, tuple[Path, ...]] | None:
         """An image's configuration and the folders of its layers, the lowest first; None where they are not at hand."""
@@ -72,6 +76,9 @@ class Docker:
 
     def write(self, name: str, archive: Path) -> None:
         run("docker", "save", "--output", archive, name)
+
+    def size(self, name: str) -> int:
+        return int(run("docker", "image", "inspect", "--format={{.Size}}", name))
 
     def layers(self, name: str) -> None:
         return None
@@ -119,7 +126,11 @@ class Buildah:
     def write(self, name: str, archive: Path) -> None:
         run(*self._buildah, "push", "--quiet", name, f"oci-archive:{archive}:{name}")
 
-    def layers(self, name: str) -> tuple[bytes, tuple[Path, ...]] | None:
+    def size(self, name: str) -> int:
+        _, folders = self.layers(name)
+        return sum(path.lstat().st_size for folder in folders for path in folder.rglob("*") if not path.is_dir())
+
+    def layers(self, name: str) -> tuple[bytes, tuple[Path, ...]]:
         """Read them from the store's own records, as containers/storage writes them."""
         images = json.loads((self._storage / "overlay-images" / "images.json").read_text())
         parents = {
@@ -149,6 +160,16 @@ class Buildah:
         return _answer(*self._buildah, "inspect", "--type=image", f"--format={{{{{field}}}}}", name)
 
 
+def is_present() -> bool:
+    """Whether there is an engine to ask: one that must be installed first has no images."""
+    return shutil.which("buildah") is not None or shutil.which("docker") is not None
+
+
+def missing_tools() -> list[str]:
+    """The Debian packages that building images here would install."""
+    return [] if shutil.which("docker") else [name for name in ("buildah", "mmdebstrap") if not shutil.which(name)]
+
+
 @cache
 def engine() -> Engine:
     """Docker where its engine answers, else buildah."""
@@ -165,6 +186,7 @@ def _options(recipe: Recipe) -> list[str]:
         f"--tag={recipe.name}",
         f"--label={KEY_LABEL}={recipe.key}",
         f"--build-arg=BASE_IMAGE={recipe.base}",
+        *([f"--target={recipe.target}"] if recipe.target else []),
     ]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from e2e.harness import Cluster, condition, python, training_job
+from e2e.images.catalogue import image as find_image
 from e2e.images.catalogue import images
 
 
@@ -72,3 +73,19 @@ print('user', getpass.getuser(), os.getuid(), flush=True)
     output = cluster.all_logs(namespace, "strange")
     assert "read only: Read-only file system" in output
     assert "54321" in output
+
+
+LOOK = """
+import importlib.util, pathlib, shutil
+import everstep.agent, everstep_operator.app, kopf, kubernetes.aio.client
+assert pathlib.Path(everstep.agent.__file__).with_name('config.py').exists(), 'the agent is packed from its sources'
+print([name for name in ('sh', 'bash', 'dpkg', 'apt-get', 'pip', 'perl') if shutil.which(name)])
+print([name for name in ('pip', 'setuptools', 'torch') if importlib.util.find_spec(name)])
+"""
+
+
+@pytest.mark.timeout(600)
+def test_the_operators_image_holds_what_it_runs_and_little_else() -> None:
+    operator = find_image("operator")
+    assert operator.size <= 120_000_000
+    assert operator.run("python", "-c", LOOK).splitlines() == ["[]", "[]"]

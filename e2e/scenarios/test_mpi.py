@@ -10,6 +10,7 @@ import pytest
 from e2e.harness import Cluster, Object, training_job
 
 TRAINER = {"image": "docker.io/everstep/trainer:0.1.0", "numNodes": 2, "numProcPerNode": 2}
+HOROVOD = {**TRAINER, "image": "docker.io/everstep/trainer-horovod:0.1.0"}
 DIGITS = "/opt/everstep/examples/digits"
 # As in training: the others are in a collective when it happens, and fail with it.
 ENDS = """
@@ -102,7 +103,7 @@ def test_horovod_averages_the_gradients_that_torch_does(cluster: Cluster, namesp
     scripts = {"torch": "train.py", "horovod": "train_horovod.py"}
     for name, script in scripts.items():
         command = ["python", "-c", TELL, f"{DIGITS}/{script}"]
-        cluster.apply(training_job(name, command, distribution={name: {}}, **TRAINER), namespace=namespace)
+        cluster.apply(training_job(name, command, distribution={name: {}}, **HOROVOD), namespace=namespace)
     found = {}
     for name in scripts:
         cluster.wait_phase(namespace, name, "Succeeded", timeout=200)

@@ -56,11 +56,12 @@ def trainer(tmp_path: Path, request: pytest.FixtureRequest) -> Trainer:
     if all(importlib.util.find_spec(module) for module in needed):
         return Trainer(str(EXAMPLES), str(tmp_path), None, tmp_path)
     tmp_path.chmod(0o777)  # the image's user is another
-    candidate = image("trainer")
+    short = "trainer-horovod" if "horovod" in needed else "trainer"
+    candidate = image(short)
     try:
         exists = candidate.exists
     except ImageError as error:
         pytest.skip(str(error))
     if not exists:
-        pytest.skip(f"no {', '.join(needed)} here, and there is no trainer image: `python -m e2e.images build trainer`")
+        pytest.skip(f"no {', '.join(needed)} here, and there is no image {short}: `python -m e2e.images build {short}`")
     return Trainer("/opt/everstep/examples", "/mnt", candidate, tmp_path)
