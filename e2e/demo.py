@@ -7,6 +7,7 @@ went. On a machine that cannot have a cluster the same manifest runs as local pr
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator
@@ -19,14 +20,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-from e2e import deploy
+from e2e import demo_steps, deploy
 from e2e.cluster import backend
 from e2e.cluster.errors import NoBackendError
+from e2e.demo_steps import Track
 from e2e.harness import FINISHED, Cluster, Object, phase
 
 EXAMPLE = Path("examples/digits/trainingjob.yaml")
 NAMESPACE = "default"
 NAME = "digits"
+# From the cluster's start to the end of the job, and to everstep's start.
+JOB_SECONDS = 100
+CLUSTER_SECONDS = 30
 console = Console(highlight=False)
 
 
@@ -63,8 +68,7 @@ def main(
     except NoBackendError as reason:
         console.print(f"{reason} Running the same job as local processes instead.")
         raise typer.Exit(local()) from None
-    with watch("images (built where they changed, loaded where they are missing)"):
-        deploy.load(running, deploy.DEMO_IMAGES)
+    prepare(running, watch, JOB_SECONDS if not only_cluster else CLUSTER_SECONDS)
     with watch("cluster"):
         running.up()
     with watch("helm upgrade --install everstep"):
@@ -87,6 +91,29 @@ def main(
     if phase(job) != "Succeeded":
         console.print(cluster.explain(NAMESPACE, NAME))
         raise typer.Exit(1)
+
+
+def prepare(running: backend.Cluster, watch: Stopwatch, afterwards: int) -> None:
+    """Build and load what is missing, after saying what that is and what it costs."""
+    compiled = Track("programs", demo_steps.program_steps(deploy.programs(running)))
+    built = Track("images", demo_steps.image_steps(deploy.missing_images(running, deploy.DEMO_IMAGES)))
+    cost = demo_steps.announce(console, (compiled, built), afterwards, deploy.missing_packages(running))
+    wrong = demo_steps.missing_disk(cost)
+    if compiled.steps and shutil.which("go") is None:
+        wrong = "The cluster's programs must be compiled and there is no `go` in PATH: install Go 1.24 or newer."
+    if wrong:
+        console.print(wrong, style="red")
+        raise typer.Exit(1)
+
+    def done(part: str) -> None:
+        for track in (compiled, built):
+            track.finish(part, time.monotonic())
+
+    with (
+        watch("images (built where they changed, loaded where they are missing)"),
+        demo_steps.bars(console, (compiled, built)),
+    ):
+        deploy.load(running, deploy.DEMO_IMAGES, done)
 
 
 def follow(cluster: Cluster) -> Object:

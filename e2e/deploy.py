@@ -9,16 +9,18 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
-from e2e.cluster import backend, binaries, golden, network_policy
+from e2e.cluster import backend, binaries, golden, network_policy, packages
+from e2e.cluster.kind import KindCluster
 from e2e.cluster.layers import UnpackedImage
 from e2e.cluster.local import LocalCluster
 from e2e.harness import Cluster, Object, wait
-from e2e.images.catalogue import Image, images
+from e2e.images.catalogue import Image, image, images
+from e2e.images.engine import missing_tools
 
 ROOT = Path(__file__).parents[1]
 CHART = ROOT / "charts" / "everstep"
@@ -68,29 +70,54 @@ def connect(running: backend.Cluster) -> Cluster:
     return Cluster(running.kubeconfig, binaries.binary("kubectl"))
 
 
-def load(running: backend.Cluster, only: Iterable[str] | None = None) -> None:
-    """Build what changed, and give each node what it has not got."""
+def programs(running: backend.Cluster) -> tuple[str, ...]:
+    """The programs that a cluster of this kind is made of, and those with which everstep is installed there."""
+    if isinstance(running, LocalCluster):
+        return (*binaries.LOCAL_CLUSTER, "helm")
+    return ("kubectl", "helm", "kind") if isinstance(running, KindCluster) else ("kubectl", "helm")
+
+
+def missing_packages(running: backend.Cluster) -> list[str]:
+    """The Debian packages that this machine lacks for such a cluster and for its images."""
+    found = packages.missing(packages.NODES) if isinstance(running, LocalCluster) else []
+    return [*found, *missing_tools()]
+
+
+def missing_images(running: backend.Cluster, only: Iterable[str] | None = None) -> list[Image]:
+    """The images, all or those of these short names, that nodes cannot take from what is loaded already."""
+    chosen = images() if only is None else [image(name) for name in only]
+    if isinstance(running, LocalCluster):
+        return [each for each in chosen if not golden.holds(each.name, each.key)]
+    return chosen
+
+
+def load(
+    running: backend.Cluster, only: Iterable[str] | None = None, done: Callable[[str], None] = lambda part: None
+) -> None:
+    """Build what changed, and give each node what it has not got.
+
+    Args:
+        running: The cluster, which need not be up.
+        only: Short names of the images; all images by default.
+        done: Called with the folder of each Go module and the name of each image that is built.
+    """
     # From nothing, compiling the cluster's programs and installing the images' packages take turns well.
     with ThreadPoolExecutor(1) as beside:
-        programs = beside.submit(binaries.ensure, (*binaries.LOCAL_CLUSTER, "helm") if _is_local(running) else ["helm"])
-        _load(running, only)
-        programs.result()
+        compiled = beside.submit(binaries.ensure, programs(running), done)
+        _load(running, only, done)
+        compiled.result()
 
 
-def _is_local(running: backend.Cluster) -> bool:
-    return isinstance(running, LocalCluster)
-
-
-def _load(running: backend.Cluster, only: Iterable[str] | None) -> None:
-    chosen = [image for image in images() if only is None or _short(image.name) in only]
-    keys = {image.name: image.key for image in chosen}
+def _load(running: backend.Cluster, only: Iterable[str] | None, done: Callable[[str], None]) -> None:
+    chosen = missing_images(running, only)
+    keys = {each.name: each.key for each in chosen}
     if isinstance(running, LocalCluster):
-        chosen = [image for image in chosen if not golden.holds(image.name, keys[image.name])]
-        chosen = [image for image in chosen if not _link(running, image, keys[image.name])]
+        chosen = [each for each in chosen if not _link(running, each, keys[each.name], done)]
     archives: dict[str, Path] = {}
     try:
-        for image in chosen:
-            archives[image.name] = image.archive()
+        for each in chosen:
+            archives[each.name] = each.archive()
+            done(each.name)
         # With none as well: nodes may lack what was there already.
         running.load_images(archives, keys)
     finally:
@@ -98,12 +125,13 @@ def _load(running: backend.Cluster, only: Iterable[str] | None) -> None:
             archive.unlink(missing_ok=True)
 
 
-def _link(running: LocalCluster, image: Image, key: str) -> bool:
+def _link(running: LocalCluster, built: Image, key: str, done: Callable[[str], None]) -> bool:
     """Give an image to the nodes without a copy; False where only an archive can."""
-    with image.layers() as found:
+    with built.layers() as found:
         if found is None:
             return False
-        running.link_images({image.name: UnpackedImage(*found)}, {image.name: key})
+        running.link_images({built.name: UnpackedImage(*found)}, {built.name: key})
+    done(built.name)
     return True
 
 
@@ -111,7 +139,7 @@ def install(found: Cluster, **values: object) -> None:
     """`helm upgrade --install` with these values, wait for the operator, then the pools. Idempotent."""
     settings = [f"--set-json={key}={json.dumps(value)}" for key, value in values.items()]
     # The tag of a development image does not change with its content: its key makes the operator's pod a new one.
-    key = next(image.key for image in images() if image.name == OPERATOR_IMAGE)
+    key = image(OPERATOR_IMAGE).key
     helm(
         found,
         "upgrade",
@@ -229,7 +257,3 @@ def agent_of(pod: Object) -> str:
     """The name of the ConfigMap whose agent a pod runs."""
     names: list[str] = [v["configMap"]["name"] for v in pod["spec"]["volumes"] if v["name"] == "everstep-agent"]
     return names[0]
-
-
-def _short(name: str) -> str:
-    return name.rpartition("/")[2].partition(":")[0]

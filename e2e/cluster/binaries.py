@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,16 +154,22 @@ def missing(names: Iterable[str]) -> list[str]:
     return [name for name in names if not path_of(name).exists()]
 
 
-def ensure(names: Iterable[str]) -> None:
-    """Build those of ``names`` that the cache lacks, with one `go build` for each module."""
-    for folder, wanted in _by_module(missing(names)).items():
+def ensure(names: Iterable[str], done: Callable[[str], None] = lambda folder: None) -> None:
+    """Build those of ``names`` that the cache lacks, with one `go build` for each module.
+
+    Args:
+        names: Programs, by their keys in ``PROGRAMS``.
+        done: Called with the folder of each module whose programs are there now.
+    """
+    for folder, wanted in by_module(missing(names)).items():
         with _locked(folder):
             programs = [PROGRAMS[name] for name in missing(wanted)]
             if programs:
                 _build(folder, programs)
+        done(folder)
 
 
-def _by_module(names: Iterable[str]) -> dict[str, list[str]]:
+def by_module(names: Iterable[str]) -> dict[str, list[str]]:
     """Group programs by the folder of their module, in the order in which these are first named."""
     found: dict[str, list[str]] = {}
     for name in names:

@@ -1,0 +1,194 @@
+"""What `make demo` has to do on this machine: told beforehand, with its cost, and shown as a bar while it is done.
+
+The costs were measured from nothing on two cores; they are there to be told, and nothing waits by them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import shutil
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from e2e.cluster import binaries
+from e2e.images import engine
+from e2e.images.catalogue import Image
+from e2e.images.tools import cache_dir
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a part takes from nothing: seconds on two cores, megabytes that are loaded, megabytes that stay."""
+
+    seconds: int
+    download: int = 0
+    stored: int = 0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.seconds + other.seconds, self.download + other.download, self.stored + other.stored)
+
+
+@dataclass(frozen=True)
+class Step:
+    """One part of the work; ``name`` is what `deploy.load` calls it when it is done."""
+
+    name: str
+    what: str
+    cost: Cost
+
+
+# By the folder of the Go module. What is stored there are the programs: Go's own caches are Go's.
+MODULES = {
+    "etcd": Cost(60, 60, 27),
+    "kubernetes": Cost(330, 130, 490),
+    "pause": Cost(3, 0, 2),
+    "coredns": Cost(120, 150, 76),
+    "helm": Cost(60, 100, 61),
+    "kind": Cost(30, 10, 11),
+}
+IMAGES = {
+    "operator": Cost(120, 120, 450),
+    "trainer": Cost(420, 3000, 6700),
+}
+# An image of which an older build is there takes its heavy layers from that.
+REBUILT = Cost(30, 0, 50)
+UNKNOWN = Cost(60)
+
+
+def program_steps(names: Iterable[str]) -> list[Step]:
+    """The modules that have to be compiled for the programs ``names``."""
+    return [
+        Step(folder, f"compile {', '.join(programs)}", MODULES.get(folder, UNKNOWN))
+        for folder, programs in binaries.by_module(binaries.missing(names)).items()
+    ]
+
+
+def image_steps(images: Iterable[Image]) -> list[Step]:
+    """The images that have to be built; asked without installing anything."""
+    can_ask = engine.is_present()
+    found = []
+    for image in images:
+        if not (can_ask and image.built):
+            cost = REBUILT if can_ask and image.exists else IMAGES.get(image.short_name, UNKNOWN)
+            found.append(Step(image.name, f"build the image {image.short_name}", cost))
+    return found
+
+
+@dataclass
+class Track:
+    """Steps that are done one after the other."""
+
+    title: str
+    steps: list[Step]
+    finished: set[str] = field(default_factory=set)
+    since: float = 0.0
+
+    @property
+    def seconds(self) -> int:
+        return sum(step.cost.seconds for step in self.steps)
+
+    @property
+    def current(self) -> Step | None:
+        return next((step for step in self.steps if step.name not in self.finished), None)
+
+    def finish(self, name: str, now: float) -> None:
+        """Note that a step is done; of another track's steps nothing is noted."""
+        if any(step.name == name for step in self.steps):
+            self.finished.add(name)
+            self.since = now
+
+    def estimate(self, now: float) -> float:
+        """The seconds' worth of work that is done: a step that takes longer than it should stays just below its end."""
+        done = sum(step.cost.seconds for step in self.steps if step.name in self.finished)
+        current = self.current
+        return done + (min(now - self.since, 0.95 * current.cost.seconds) if current else 0)
+
+
+def announce(console: Console, tracks: Sequence[Track], afterwards: int, packages: Sequence[str] = ()) -> Cost:
+    """Say what will be done, how long it takes, how much it loads and stores; return the sum.
+
+    Args:
+        console: Where it is said.
+        tracks: What is done side by side.
+        afterwards: Seconds for what comes after all tracks.
+        packages: Debian packages that are installed on this machine.
+    """
+    steps = [step for track in tracks for step in track.steps]
+    total = sum((step.cost for step in steps), Cost(0))
+    total = dataclasses.replace(total, seconds=max(track.seconds for track in tracks))
+    if steps:
+        table = Table(title="What is built, once on this machine", title_justify="left")
+        table.add_column("what")
+        for column in ("minutes", "download", "kept"):
+            table.add_column(column, justify="right")
+        for step in steps:
+            table.add_row(step.what, *_row(step.cost))
+        table.add_row("all, images beside programs", *_row(total), style="bold")
+        console.print(table)
+        console.print(
+            f"Kept in {cache_dir()} for later runs (EVERSTEP_CACHE names another place). "
+            "Go's own caches grow by about 4 GB; `go clean -cache -modcache` empties them."
+        )
+    if packages:
+        console.print(f"Debian packages that are installed: {', '.join(packages)}.")
+    console.print(f"This takes about {_minutes(total.seconds + afterwards)} minutes on two idle cores.")
+    return total
+
+
+def missing_disk(cost: Cost) -> str | None:
+    """Say what is wrong if the disk has no room for it; None if nothing is."""
+    folder = next(path for path in (cache_dir(), *cache_dir().parents) if path.exists())
+    free = shutil.disk_usage(folder).free // 1_000_000
+    # An image is built beside the packages that it is built from.
+    needed = cost.stored * 3 // 2
+    if free >= needed:
+        return None
+    return (
+        f"{folder} has {_megabytes(free)} free and this needs {_megabytes(needed)}: free some, or set EVERSTEP_CACHE "
+        "to a folder on a larger disk."
+    )
+
+
+class _EstimatedBar(ProgressColumn):
+    """Drawn from the track at each refresh: between the ends of two steps it goes by the clock."""
+
+    def render(self, task: Task) -> ProgressBar:
+        track: Track = task.fields["track"]
+        return ProgressBar(total=track.seconds, completed=track.estimate(time.monotonic()), width=30)
+
+
+class _CurrentStep(ProgressColumn):
+    def render(self, task: Task) -> str:
+        track: Track = task.fields["track"]
+        return track.current.what if track.current else "done"
+
+
+@contextmanager
+def bars(console: Console, tracks: Iterable[Track]) -> Iterator[None]:
+    """Show a bar for each track that has something to do, for the time of the block."""
+    columns = (TextColumn("{task.description}"), _EstimatedBar(), TimeElapsedColumn(), _CurrentStep())
+    with Progress(*columns, console=console, transient=True) as progress:
+        for track in tracks:
+            track.since = time.monotonic()
+            if track.steps:
+                progress.add_task(track.title, total=track.seconds, track=track)
+        yield
+
+
+def _row(cost: Cost) -> tuple[str, str, str]:
+    return _minutes(cost.seconds), _megabytes(cost.download), _megabytes(cost.stored)
+
+
+def _minutes(seconds: int) -> str:
+    return "< 1" if seconds < 60 else str(round(seconds / 60))
+
+
+def _megabytes(count: int) -> str:
+    return "" if count == 0 else f"{count} MB" if count < 1000 else f"{count / 1000:.1f} GB"
