@@ -60,13 +60,17 @@ class InjectedClient(Client):
 
 @contextlib.asynccontextmanager
 async def operator(
-    kubeconfig: Path, world: World, fault: Fault | None = None, **settings: Any
+    kubeconfig: Path, world: World, fault: Fault | None = None, *, agent: bytes | None = None, **settings: Any
 ) -> AsyncIterator[tuple[Operator, InjectedClient]]:
-    """A running operator for the namespace of `world`; it ends as a killed process would, in the middle of anything."""
+    """A running operator for the namespace of `world`; it ends as a killed process would, in the middle of anything.
+    `agent` is its agent's code, if not this repository's."""
     client = InjectedClient(await login(str(kubeconfig)), fault=fault, timeout=10)
     given = {"resync_seconds": 5.0, "agent_port": world.agent_port, "watch_namespaces": (world.namespace,)}
     made = Operator(
-        Settings(kubeconfig=str(kubeconfig), **{**given, **settings}), client, (KEY,), AgentCode(agent_zip.build())
+        Settings(kubeconfig=str(kubeconfig), **{**given, **settings}),
+        client,
+        (KEY,),
+        AgentCode(agent or agent_zip.build()),
     )
     running = asyncio.create_task(made.run(asyncio.Event()))
     try:

@@ -177,6 +177,19 @@ async def test_a_forged_template_is_replaced_before_a_pod_can_mount_it(actor: Ac
     assert objects.there[("configmaps", "digits-1")] == strangers
 
 
+async def test_no_pod_is_made_with_other_code_under_the_name_of_an_older_agent(actor: Actor, objects: Any) -> None:
+    old = AgentCode(b"old")
+    asked: list[Action] = [EnsureAgent(old.name, old.digest)]
+    assert await actor.carry_out(JOB, asked) == (None, None), "it is gone: the pods say so"
+    objects.there[("configmaps", old.name)] = old.config_map()
+    assert await actor.carry_out(JOB, asked) == (None, None)
+    objects.there[("configmaps", old.name)] = {**old.config_map(), **AgentCode(b"evil").config_map(), "metadata": {}}
+    refused, _ = await actor.carry_out(JOB, asked)
+    assert refused is not None
+    assert refused.kind == "Conflict"
+    assert old.name in refused.message
+
+
 async def test_a_pod_that_is_not_there_to_be_deleted_is_not_waited_for(actor: Actor) -> None:
     """The watch was down when it went."""
     labels = {"everstep.dev/job": "digits", "everstep.dev/index": "0"}

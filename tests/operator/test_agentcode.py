@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.agentcode import ALL, KEEP_SECONDS, AgentCode
+from everstep_operator.cluster.agentcode import ALL, KEEP_SECONDS, AgentCode, verify
 
 
 class ConfigMaps:
@@ -88,6 +88,39 @@ async def test_what_was_deleted_by_hand_is_made_again_after_the_next_look(client
     await agent.collect(client, [], {}, 0)
     await agent.ensure(client, "ns")
     assert ("ns", agent.name) in client.there
+
+
+async def test_an_older_agent_is_the_code_that_the_job_was_started_with(client: Any) -> None:
+    """A stranger who may write ConfigMaps would have other code run in every pod that is replaced."""
+    old = AgentCode(b"old")
+    await old.ensure(client, "ns")
+    for digest in (old.digest, ""):  # "": a template of before it said it
+        await verify(client, "ns", old.name, digest)
+    genuine = client.there[("ns", old.name)]
+    other_code = {"binaryData": AgentCode(b"evil").config_map()["binaryData"]}
+    more_files = {"binaryData": {**genuine["binaryData"], "sitecustomize.py": "eA=="}}
+    for forged in (other_code, more_files, {"binaryData": None}, {"binaryData": {"agent.pyz": "no base64"}}):
+        client.there[("ns", old.name)] = {**genuine, **forged}
+        with pytest.raises(errors.NotOurs):
+            await verify(client, "ns", old.name, old.digest)
+    client.there[("ns", old.name)] = genuine
+    with pytest.raises(errors.NotOurs):
+        await verify(client, "ns", old.name, old.digest[:12] + "0" * 52)
+
+
+async def test_what_is_no_agent_is_neither_deleted_nor_taken_for_one(client: Any) -> None:
+    """Somebody's ConfigMap with our label; and one that was put in place of the agent while jobs use it."""
+    agent = AgentCode(b"code")
+    await agent.ensure(client, "ns")
+    label = {"everstep.dev/agent": "x"}
+    mine = {"metadata": {"namespace": "ns", "name": "mine", "uid": "m", "labels": label}, "data": {"a": "b"}}
+    forged = {**client.there[("ns", agent.name)], "binaryData": AgentCode(b"evil").config_map()["binaryData"]}
+    client.there = {("ns", "mine"): mine, ("ns", agent.name): forged}
+    for now in (0.0, KEEP_SECONDS + 1):
+        await agent.collect(client, list(client.there.values()), {}, now)
+    assert set(client.there) == {("ns", "mine"), ("ns", agent.name)}
+    with pytest.raises(errors.NotOurs):
+        await agent.ensure(client, "ns")
 
 
 async def test_what_jobs_use_and_somebody_has_deleted_is_restored_by_the_next_look(client: Any) -> None:

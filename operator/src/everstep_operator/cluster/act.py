@@ -16,7 +16,7 @@ from typing import Any
 import structlog
 
 from everstep.agent.auth import job_token
-from everstep_operator.cluster import errors
+from everstep_operator.cluster import agentcode, errors
 from everstep_operator.cluster.agentcode import AgentCode
 from everstep_operator.cluster.cache import Cache
 from everstep_operator.cluster.client import Client, Object
@@ -155,7 +155,7 @@ class Actor:
         # An older operator's agent, named by a frozen template. We have only our own code; theirs is there as long as
         # any job names it.
         try:
-            await self.client.get(CONFIG_MAPS, job.namespace, action.name)
+            await agentcode.verify(self.client, job.namespace, action.name, action.digest)
         except errors.NotFound:
             log.warning("a job's agent version is gone", job=f"{job.namespace}/{job.name}", config_map=action.name)
 

@@ -22,6 +22,7 @@ log = structlog.get_logger(__name__)
 
 LABEL = "everstep.dev/agent"
 KEEP_SECONDS = 3600.0
+_FILE = "agent.pyz"
 ALL = "*"  # among the names in use: nobody knows which, so all of them
 
 
@@ -31,6 +32,40 @@ def digest_of(code: bytes) -> str:
 
 def name_of(digest: str) -> str:
     return f"everstep-agent-{digest[:12]}"
+
+
+def stored_digest(config_map: Object) -> str:
+    """Return the digest of the code that a ConfigMap holds, or nothing if it does not hold just that."""
+    data = config_map.get("binaryData")
+    if not isinstance(data, dict) or set(data) != {_FILE}:
+        return ""
+    try:
+        return digest_of(base64.b64decode(data[_FILE], validate=True))
+    except (TypeError, ValueError):
+        return ""
+
+
+async def verify(client: Client, namespace: str, name: str, digest: str) -> None:
+    """Make sure that an agent of an older operator is the code that a job was started with.
+
+    Args:
+        client: Reads ConfigMaps.
+        namespace: Namespace of the job.
+        name: Name of the ConfigMap, which ends in the first digits of the digest.
+        digest: The digest in the job's frozen template; empty if that has none, and the name has to do.
+
+    Raises:
+        errors.NotFound: It is not there.
+        errors.NotOurs: It holds other code, which would run as PID 1 of every pod.
+    """
+    stored = stored_digest(await client.get(CONFIG_MAPS, namespace, name))
+    if not stored or name != name_of(stored) or digest not in ("", stored):
+        raise other_code(namespace, name)
+
+
+def other_code(namespace: str, name: str) -> errors.NotOurs:
+    """Return the error for a ConfigMap that has an agent's name, and other content."""
+    return errors.NotOurs(f"ConfigMap {namespace}/{name}", "whoever put other code into it")
 
 
 @dataclass
@@ -58,7 +93,7 @@ class AgentCode:
                 "labels": {"app.kubernetes.io/managed-by": "everstep", LABEL: self.digest[:12]},
             },
             "immutable": True,
-            "binaryData": {"agent.pyz": base64.b64encode(self.code).decode()},
+            "binaryData": {_FILE: base64.b64encode(self.code).decode()},
         }
 
     async def ensure(self, client: Client, namespace: str) -> None:
@@ -68,8 +103,8 @@ class AgentCode:
             return
         found = await self._stored(client, namespace)
         # Its name is a hash of its content, but anybody may write the name: what runs as PID 1 is compared.
-        if found.get("binaryData") != self.config_map()["binaryData"]:
-            raise errors.NotOurs(f"ConfigMap {namespace}/{self.name}", "whoever put other code into it")
+        if stored_digest(found) != self.digest:
+            raise other_code(namespace, self.name)
         self._present.add(namespace)
 
     async def _stored(self, client: Client, namespace: str) -> Object:
@@ -92,12 +127,15 @@ class AgentCode:
     ) -> None:
         """Delete versions that nothing has named for an hour: a template about to be written may name one just listed.
 
-        `found` are all agent ConfigMaps; `used` the names in use by namespace.
+        `found` are all ConfigMaps with the agent's label; `used` the names in use by namespace.
         """
         seen: defaultdict[str, set[str]] = defaultdict(set)
         for item in found:
             meta = item["metadata"]
             namespace, name, key = meta["namespace"], meta["name"], (meta["namespace"], meta["name"])
+            stored = stored_digest(item)
+            if not stored or name != name_of(stored) or (name == self.name and stored != self.digest):
+                continue  # anybody may set our label and write our name: this is no agent, and not ours to delete
             seen[namespace].add(name)
             names = used.get(namespace, ())
             if name in names or ALL in names:

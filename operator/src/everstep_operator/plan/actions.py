@@ -41,10 +41,10 @@ class EnsureSecret:
 @dataclass(frozen=True, slots=True)
 class EnsureAgent:
     """The agent's ConfigMap in the job's namespace. `name` is what the frozen template mounts; if that is not the name
-    of the present operator's agent (of `digest`), an older operator has made it and it must be there."""
+    of the present operator's agent, an older operator has made it, and it must be there with its content."""
 
     name: str
-    digest: str
+    digest: str  # SHA-256 of agent.pyz, as the frozen template says; empty in one of before templates said it
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ GPU = "nvidia.com/gpu"
 def job_config(
     job: TrainingJob, *, template_epoch: int, pool: TrainingPool | None, settings: Settings, plain: bool = False
 ) -> dict[str, Any]:
-    """The content of job.json. `plain` and the counts of CPUs and GPUs are the operator's own; agents ignore them."""
+    """The content of job.json. `plain`, `agentDigest` and the counts of CPUs and GPUs are the operator's own; agents
+    ignore them."""
     spec = job.spec
     gpus = gpu_count(job, pool)
     grace = spec.pod_template.spec.termination_grace_period_seconds or settings.termination_grace
@@ -47,6 +48,7 @@ def job_config(
         "service": service_name(job) if spec.num_nodes > 1 else "",
         "port": settings.agent_port,
         "plain": plain,
+        "agentDigest": "" if plain else settings.agent_digest,
         "cpus": _cpus(spec.resources.limits or spec.resources.requests),
         "gpus": gpus,
     }

@@ -184,7 +184,7 @@ def _make(s: Situation, frozen: Frozen, indices: Iterable[int], epoch: int) -> l
         token = template.secret_of(frozen)
         actions.append(EnsureSecret(token, t, template.secret(job, t, token)))
         # By the template's name, not today's: a job that began under another version goes on with that agent.
-        actions.append(EnsureAgent(_agent_of(frozen), settings.agent_digest))
+        actions.append(EnsureAgent(_agent_of(frozen), str(frozen.job.get("agentDigest") or "")))
     uid = job.metadata.uid
     key = find_key((template.secret_of(frozen),), job.metadata.name, uid, t, settings.operator_keys)
     actions.append(EnsureTemplate(name, t, template.config_map(job, frozen, key)))
