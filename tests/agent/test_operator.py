@@ -20,8 +20,13 @@ async def test_state_charges_peers_and_stop(tmp_path: Path) -> None:
         try:
             poller.want(KEY, Poll(agents[0].address, "pod-a", 1, 1, "", 1), TOKEN)
             await until(lambda: (view := poller.view(KEY, "pod-a")) and view.phase == "running")
-            assert await poller.push_peers(KEY, 1, {a.config.index: a.address for a in agents})
-            assert not await poller.push_peers(KEY, 2, {})  # another leader's
+            polled = poller._jobs[KEY]
+            assert poller.push_peers(KEY, 1, {a.config.index: a.address for a in agents})
+            await until(lambda: not polled.commands)
+            assert polled.pushed is not None
+            assert poller.push_peers(KEY, 2, {})  # another leader's
+            await until(lambda: not polled.commands)
+            assert polled.pushed[1] == 1
 
             agents[1].processes.exit(7, "ValueError: no")
             await until(lambda: (view := poller.view(KEY, "pod-a")) and view.ledger)
@@ -50,7 +55,7 @@ async def test_stop(tmp_path: Path) -> None:
         poller = LeaderPoller(lambda key, delay: None, fence_timeout=6)
         try:
             poller.want(KEY, Poll(agents[0].address, "pod-a", 1, 1, "", 1), TOKEN)
-            assert await poller.stop(KEY, "suspended")
+            poller.stop(KEY, "suspended")
             await until(lambda: (view := poller.view(KEY, "pod-a")) and view.outcome)
             assert agents[0].node.ended.result().result == "stopped"
         finally:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import json
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -14,8 +16,11 @@ from structlog.testing import capture_logs
 
 from e2e.cluster.ports import free_ports
 from everstep.agent import auth
-from everstep_operator.cluster.leader import LeaderPoller
-from everstep_operator.plan.actions import Poll
+from everstep_operator.cluster.act import Actor, Job
+from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster.leader import COMMAND_AGAIN_SECONDS, LeaderPoller
+from everstep_operator.plan.actions import Poll, PushPeers, StopLeader
+from everstep_operator.settings import Settings
 from tests.integration.world import FakeLeader, until
 
 KEY = ("ns", "digits")
@@ -52,6 +57,17 @@ async def reachable(woken: Woken, expected: bool = True) -> None:
         return view is not None and view.reachable is expected
 
     await until(check, f"reachable is {expected}")
+
+
+async def told(woken: Woken, addresses: dict[int, str]) -> None:
+    """Push the table again and again until the leader has it."""
+
+    async def check() -> bool:
+        woken.poller.push_peers(KEY, 1, addresses)
+        pushed = woken.poller._jobs[KEY].pushed
+        return pushed is not None and pushed[2] == addresses and not woken.poller._jobs[KEY].commands
+
+    await until(check, "the leader has the table")
 
 
 async def test_news_wakes_the_planner_at_once(woken: Woken, leader: FakeLeader) -> None:
@@ -137,13 +153,12 @@ async def test_peers_are_pushed_once_to_each_leader(woken: Woken, leader: FakeLe
     woken.poller.want(KEY, poll(leader), TOKEN)
     await reachable(woken)
     addresses = {0: "10.0.0.1:8470", 1: "10.0.0.2:8470"}
-    for _ in range(3):
-        assert await woken.poller.push_peers(KEY, 1, addresses)
+    await told(woken, addresses)
     assert [body for *_, body in leader.asked("peers")] == [
         {"epoch": 1, "addresses": {"0": "10.0.0.1:8470", "1": "10.0.0.2:8470"}}
     ]
     addresses[1] = "10.0.0.9:8470"
-    assert await woken.poller.push_peers(KEY, 1, addresses)
+    await told(woken, addresses)
     await leader.say(incarnation="restarted")  # it has forgotten the table
 
     async def known() -> bool:
@@ -151,14 +166,103 @@ async def test_peers_are_pushed_once_to_each_leader(woken: Woken, leader: FakeLe
         return view is not None and view.incarnation == "restarted"
 
     await until(known, "the new incarnation")
-    assert await woken.poller.push_peers(KEY, 1, addresses)
+    await told(woken, addresses)
     assert len(leader.asked("peers")) == 3
 
 
 async def test_stop(woken: Woken, leader: FakeLeader) -> None:
     woken.poller.want(KEY, poll(leader), TOKEN)
-    assert await woken.poller.stop(KEY, "Suspended")
-    assert leader.asked("stop")[0][3] == {"reason": "Suspended"}
+    for _ in range(3):
+        woken.poller.stop(KEY, "Suspended")
+
+    async def asked() -> bool:
+        return bool(leader.asked("stop"))
+
+    await until(asked, "it is asked to stop")
+    assert [body for *_, body in leader.asked("stop")] == [{"reason": "Suspended"}]
+
+
+class HangingLeader(FakeLeader):
+    """Answers the poll, and accepts commands without ever answering them."""
+
+    async def _signed(self, request: web.Request) -> web.Response:
+        if request.method == "POST":
+            await asyncio.Event().wait()
+        return await super()._signed(request)
+
+
+async def test_sixteen_hanging_leaders_cost_twenty_healthy_jobs_nothing(
+    woken: Woken, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("everstep_operator.cluster.leader.ANSWER_SECONDS", 3600.0)
+    leaders: dict[tuple[str, str], FakeLeader] = {}
+    for number, port in enumerate(free_ports(36)):
+        kind = HangingLeader if number < 16 else FakeLeader
+        leaders[("ns", f"job-{number}")] = await kind(TOKEN, "127.0.0.1", port, epoch=1).start()
+    try:
+        for key, made in leaders.items():
+            woken.poller.want(key, poll(made), TOKEN)
+
+        async def all_answer() -> bool:
+            views = [woken.poller.view(key, "pod-a") for key in leaders]
+            return all(view is not None and view.reachable for view in views)
+
+        await until(all_answer, "every leader answers the poll", 120)
+        actor: Any = Actor(None, None, woken.poller, AgentCode(b""), None, (b"key",))  # type: ignore[arg-type]
+        queue = collections.deque(leaders)
+
+        async def work() -> None:  # one of the operator's workers; the hanging leaders' jobs come first
+            while queue:
+                key = queue.popleft()
+                job = Job(*key, uid="u", version="1", confirmed=True)
+                await actor.carry_out(job, [PushPeers(1, {0: "10.0.0.1:8470"}), StopLeader("Suspended")])
+
+        async with asyncio.timeout(120):
+            await asyncio.gather(*(work() for _ in range(Settings.load({}, {}).workers)))
+
+        async def healthy_are_told() -> bool:
+            healthy = [made for made in leaders.values() if not isinstance(made, HangingLeader)]
+            return all(made.asked("peers") and made.asked("stop") for made in healthy)
+
+        await until(healthy_are_told, "the commands have reached the healthy ones", 120)
+    finally:
+        await woken.poller.close()
+        await asyncio.gather(*(made.stop() for made in leaders.values()))
+
+
+async def test_one_command_of_a_kind_is_on_its_way_to_a_leader(woken: Woken) -> None:
+    hanging = await HangingLeader(TOKEN, "127.0.0.1", free_ports(1)[0], epoch=1).start()
+    try:
+        woken.poller.want(KEY, poll(hanging), TOKEN)
+        await reachable(woken)
+        assert woken.poller.push_peers(KEY, 1, {0: "10.0.0.1:8470"})
+        assert woken.poller.push_peers(KEY, 1, {0: "10.0.0.1:8470"}), "it is on its way"
+        assert not woken.poller.push_peers(KEY, 1, {0: "10.0.0.2:8470"}), "the caller asks again"
+    finally:
+        await woken.poller.close()
+        await hanging.stop()
+
+
+@pytest.mark.parametrize("command", ["peers", "stop"])
+async def test_a_command_that_fails_wakes_the_planner(
+    woken: Woken, leader: FakeLeader, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    await reachable(woken)
+
+    async def refuse(*_: object) -> bool:
+        return False
+
+    monkeypatch.setattr(woken.poller, "_command", refuse)
+    if command == "peers":
+        assert woken.poller.push_peers(KEY, 1, {0: "10.0.0.1:8470"})
+    else:
+        woken.poller.stop(KEY, "Suspended")
+
+    async def woke() -> bool:
+        return COMMAND_AGAIN_SECONDS in woken.calls
+
+    await until(woke, "the planner is woken")
 
 
 async def test_a_leader_with_another_token_is_not_believed(woken: Woken, leader: FakeLeader) -> None:

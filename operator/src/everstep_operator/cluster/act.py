@@ -101,9 +101,9 @@ class Actor:
             case act.DeleteStale():
                 await self._delete_stale(job, action)
             case act.PushPeers():
-                return await self.leaders.push_peers(job.key, action.epoch, action.addresses)
+                return self.leaders.push_peers(job.key, action.epoch, action.addresses)
             case act.StopLeader():
-                await self.leaders.stop(job.key, action.reason)
+                self.leaders.stop(job.key, action.reason)
             case act.DeleteJob():
                 await self.client.delete(JOBS, job.namespace, job.name, uid=action.uid)
         return True

@@ -11,8 +11,8 @@ import asyncio
 import json
 import random
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import aiohttp
@@ -38,6 +38,7 @@ BACKOFF_MAX = 30.0
 LOST_AFTER = 2  # failed attempts in a row before the view says so: one is a restart or a lost packet
 PROGRESS_SECONDS = 10.0  # steps alone wake the planner this often; it writes them every 30 s at most
 MIN_PAUSE = 0.2
+COMMAND_AGAIN_SECONDS = 3.0  # after one that failed
 
 
 class LeaderError(Exception):
@@ -52,6 +53,8 @@ class _Polled:
     task: asyncio.Task[None] | None = None
     nonce: str = ""  # the leader gives the next one with each answer
     pushed: tuple[str, int, dict[int, str]] | None = None  # incarnation, epoch and addresses it has taken
+    pushing: tuple[str, int, dict[int, str]] | None = None  # … that are being sent
+    commands: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # in flight, by path: one of each
 
 
 class LeaderPoller:
@@ -74,6 +77,7 @@ class LeaderPoller:
         self._limit = limit
         self._clock = clock
         self._jobs: dict[Key, _Polled] = {}
+        self._commands: set[asyncio.Task[None]] = set()  # also of leaders that were dropped since
         self._session: aiohttp.ClientSession | None = None
         self._told_of_turns = False  # that there are more leaders than connections
 
@@ -112,19 +116,29 @@ class LeaderPoller:
         metrics.leaders_polled.set(len(self._jobs))
 
     async def close(self) -> None:
-        tasks = [polled.task for polled in self._jobs.values() if polled.task is not None]
+        tasks = [*(polled.task for polled in self._jobs.values() if polled.task is not None), *self._commands]
+        for command in self._commands:
+            command.cancel()
         for key in list(self._jobs):
             self.drop(key)
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
 
-    # --- commands
+    # --- commands. Nobody waits for a leader's answer: the callers are shared by all jobs, and a leader may hang.
 
-    async def push_peers(self, key: Key, epoch: int, addresses: Mapping[int, str]) -> bool:
-        """`POST /v1/peers`, unless this leader has had the same. False if it refused: the caller asks again soon.
+    def push_peers(self, key: Key, epoch: int, addresses: Mapping[int, str]) -> bool:
+        """Begin `POST /v1/peers`, unless this leader has had the same. If it fails, the planner is woken.
 
         A leader that does not answer the poll is not tried: its first answer wakes the planner, and the planner us.
+
+        Args:
+            key: Namespace and name of the job.
+            epoch: Epoch of the leader.
+            addresses: Address of each pod, by its index.
+
+        Returns:
+            False if another table is still on its way to this leader: the caller asks again soon.
         """
         polled = self._jobs.get(key)
         if polled is None or not polled.view.reachable:
@@ -132,15 +146,47 @@ class LeaderPoller:
         table = (polled.view.incarnation, epoch, dict(addresses))
         if polled.pushed == table:
             return True
+        if "/v1/peers" in polled.commands:
+            return polled.pushing == table
         body = {"epoch": epoch, "addresses": {str(index): address for index, address in addresses.items()}}
-        if not await self._command(polled, "/v1/peers", body):
-            return False
-        polled.pushed = table
+        polled.pushing = table
+        self._begin(polled, "/v1/peers", lambda: self._push(key, polled, body))
         return True
 
-    async def stop(self, key: Key, reason: str) -> bool:
+    def stop(self, key: Key, reason: str) -> None:
+        """Begin `POST /v1/stop`, unless it is on its way. If it fails, the planner is woken."""
         polled = self._jobs.get(key)
-        return polled is not None and await self._command(polled, "/v1/stop", {"reason": reason})
+        if polled is not None and "/v1/stop" not in polled.commands:
+            self._begin(polled, "/v1/stop", lambda: self._ask_to_stop(key, polled, reason))
+
+    def _begin(self, polled: _Polled, path: str, send: Callable[[], Awaitable[object]]) -> None:
+        async def run() -> None:
+            try:
+                await send()
+            except Exception:
+                log.exception("a bug or a surprise", path=path, address=polled.poll.address)
+            finally:
+                del polled.commands[path]
+
+        task = polled.commands[path] = asyncio.create_task(run(), name=f"{path} to {polled.poll.address}")
+        self._commands.add(task)
+        task.add_done_callback(self._commands.discard)
+
+    async def _push(self, key: Key, polled: _Polled, body: Mapping[str, Any]) -> None:
+        table = polled.pushing
+        if await self._command(polled, "/v1/peers", body):
+            polled.pushed = table
+        else:
+            self._wake_planner(key, polled)
+
+    async def _ask_to_stop(self, key: Key, polled: _Polled, reason: str) -> None:
+        if not await self._command(polled, "/v1/stop", {"reason": reason}):
+            self._wake_planner(key, polled)
+
+    def _wake_planner(self, key: Key, polled: _Polled) -> None:
+        """A command has failed; the next plan gives it again if it is still wanted."""
+        if self._jobs.get(key) is polled:
+            self._changed(key, COMMAND_AGAIN_SECONDS)
 
     async def _command(self, polled: _Polled, path: str, body: Mapping[str, Any]) -> bool:
         try:
