@@ -63,17 +63,23 @@ def hold(store: Store, attempt: Attempt, identity: RunIdentity) -> None:
     name = f"{ATTEMPTS}{attempt}"
     if store.put_if_absent(name, json.dumps(asdict(identity)).encode()):
         return
-    try:
-        fields = json.loads(store.read(name))
-        first = RunIdentity(str(fields["job"]), tuple(map(str, fields["machines"])))
-    except (ValueError, KeyError, TypeError):
-        return  # claimed by who says nothing about itself, as a run does whose attempts are counted
-    if not first.is_same_run(identity):
+    first = read_identity(store, attempt)
+    if first is not None and not first.is_same_run(identity):
         raise AttemptTaken(
             f"attempt {attempt} of {store.url} is that of a run {first}; this run, {identity}, was given the same one. "
             "Give each run a store of its own. If the other one has ended and this one is to go on from it, start this "
             "one as a later attempt: a greater generation, or without attempt="
         )
+
+
+def read_identity(store: Store, attempt: Attempt) -> RunIdentity | None:
+    """Return the run that has claimed an attempt; None where it says nothing about itself, as one whose attempts are
+    counted. StoreError when the store cannot be asked, Missing when nobody has claimed it."""
+    try:
+        fields = json.loads(store.read(f"{ATTEMPTS}{attempt}"))
+        return RunIdentity(str(fields["job"]), tuple(map(str, fields["machines"])))
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def claim(store: Store) -> Attempt:

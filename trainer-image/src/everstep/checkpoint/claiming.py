@@ -7,13 +7,14 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
-from everstep.checkpoint import attempts
+from everstep.checkpoint import attempts, control
 from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.collectives import gather, tell
 from everstep.checkpoint.control import Config
@@ -22,6 +23,7 @@ from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
 from everstep.checkpoint.leases import find_time
 from everstep.checkpoint.peers import meet
 from everstep.checkpoint.save import Node
+from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.together import together
 from everstep.checkpoint.topology import Topology
@@ -29,10 +31,29 @@ from everstep.checkpoint.topology import Topology
 _log = logging.getLogger("everstep.checkpoint")
 
 
+@dataclass(frozen=True)
+class LastSeen:
+    """What a session knew of its store when it restored, or found it empty.
+
+    `newest`: the greatest checkpoint, also one that was not chosen, or that the writer of a run which was over had not
+    stored yet. `restored`: the one that training goes on from.
+    """
+
+    newest: Key | None
+    restored: Key | None
+
+    def __str__(self) -> str:
+        if self.restored is None:
+            return "there was no checkpoint when this session began"
+        if self.restored == self.newest:
+            return f"{_describe(self.restored)} was restored and was the newest"
+        return f"{_describe(self.restored)} was restored when {_describe(self.newest)} was the newest"
+
+
 def claim_node(
     store: Store,
     given: Attempt | None,
-    restored: Key | None,
+    seen: LastSeen | None,
     topology: Topology,
     group: dist.ProcessGroup | None,
     directory: Path,
@@ -47,7 +68,7 @@ def claim_node(
     Args:
         store: Where the run saves.
         given: The attempt that the run was given, if any.
-        restored: The checkpoint that training goes on from, if any.
+        seen: What the session saw when it restored; None where it starts over, whatever there is.
         topology: This rank's place in the run.
         group: All ranks; None for one process.
         directory: Of this node's slots.
@@ -60,14 +81,15 @@ def claim_node(
         This rank's link to its node's writer.
 
     Raises:
-        CheckpointError: The store or the slots are another run's; see claim_attempt.
+        CheckpointError: The store or the slots are another run's, or something newer was saved since the session
+            restored, which what it saves would push out; see claim_attempt.
     """
 
     def claim_on_first() -> tuple[str, str]:
         if topology.rank != 0:
             return "", ""  # rank 0's is told to all
         learn()
-        return claim_attempt(store, given, identity, restored)
+        return claim_attempt(store, given, identity, None if seen is None else seen.restored)
 
     machines = dict.fromkeys(gather(attempts.identify_machine(), group))
     identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(machines))
@@ -84,7 +106,18 @@ def claim_node(
         run=run,
         **settings,
     )
+    # First what may keep a writer from starting, which one rank of its node alone hears: the others would wait for it.
+    together(lambda: control.ensure_writer(directory, linger_seconds) if topology.local == 0 else None, group)
     node = together(lambda: Node(directory, config, topology.local, linger_seconds), group)
+    if seen is not None:
+        try:
+            # Only now: the run that had the node may have saved for as long as it was waited for.
+            together(lambda: _check_nothing_newer(store, seen, given, identity, topology, directory, config), group)
+        except BaseException:
+            with suppress(CheckpointError):
+                node.call("bye")  # its memory is given back, once what is in it is stored
+            node.close()
+            raise
     if config.secret:
         try:
             found = meet(node.port or 0, config.secret, topology, group)
@@ -151,6 +184,58 @@ def read_history(store: Store) -> tuple[int, float]:
         return 0, 0.0
     tokens = {entry.name.partition("-")[0] for entry in entries}
     return len(tokens), max(0.0, find_time(store) - min(entry.modified for entry in entries))
+
+
+def _check_nothing_newer(
+    store: Store,
+    seen: LastSeen,
+    given: Attempt | None,
+    identity: attempts.RunIdentity,
+    topology: Topology,
+    directory: Path,
+    config: Config,
+) -> None:
+    """See that nobody has saved anything since the session restored: it would be removed after some saves of ours.
+
+    Rank 0 looks into the store, and one rank of each node into its slots, from which a writer still stores. What this
+    attempt has saved itself is no matter here, see _check_goes_on.
+
+    Raises:
+        CheckpointError: Somebody has.
+    """
+    own = Attempt.parse(config.attempt)
+    found: list[Key | None] = []
+    if topology.local == 0:
+        found.append(Slots(directory).find_newest_claimed(config.run, without=own))
+    if topology.rank == 0:
+        try:
+            found.append(max((key for key in candidates(store) if key.attempt != own), default=None))
+        except StoreError as error:
+            _log.warning("whether somebody has saved since this session restored is not known: %s", error)
+    newest = max((key for key in found if key is not None), default=None)
+    if newest is None or (seen.newest is not None and newest <= seen.newest):
+        return
+    what = f"{seen}, and {_describe(newest)} was saved in {store.url} since"
+    if given is not None and _is_earlier_incarnation(store, newest.attempt, identity):
+        # Whoever gave the attempts has ended that one: were it alive somewhere, we would never begin.
+        _log.warning("%s, by an earlier attempt of this job, which is over: it is left behind", what)
+        return
+    raise CheckpointError(
+        f"{what}, by another run or by an earlier one that had not ended: what this session saves would push it out. "
+        "Start this run again, and it goes on from there"
+    )
+
+
+def _is_earlier_incarnation(store: Store, attempt: Attempt, identity: attempts.RunIdentity) -> bool:
+    try:
+        first = attempts.read_identity(store, attempt)
+    except StoreError:
+        return False
+    return first is not None and bool(identity.job) and first.job == identity.job
+
+
+def _describe(key: Key | None) -> str:
+    return "none" if key is None else f"step {key.step} (attempt {key.attempt})"
 
 
 def _check_goes_on(store: Store, token: Attempt, restored: Key | None) -> None:

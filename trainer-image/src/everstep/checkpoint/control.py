@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ MAX_LINE = 1 << 20
 START_TIMEOUT = 30.0
 ANSWER_TIMEOUT = 60.0
 TAKEOVER_TIMEOUT = 10.0  # seconds that processes of an earlier attempt may take to die
+SUM_TIMEOUT = 60.0  # seconds that a restore waits for what a writer sums; memory is read at some GB each second
 _ASK_TIMEOUT = 5.0
 
 
@@ -200,79 +201,137 @@ def start(directory: Path, linger: float, patience: float = START_TIMEOUT) -> su
     """A writer in a session of its own, without torch, CUDA or any open file of ours.
 
     It ends when another writer keeps the directory for `patience` seconds.
+
+    Raises:
+        CheckpointError: The directory is not ours alone.
+        WriterLost: It cannot be started.
     """
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
     slot_files.secure(directory)
-    with (directory / LOG).open("ab") as log:
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "everstep.checkpoint.writer",
-                str(directory),
-                f"--linger={linger:g}",
-                f"--patience={patience:g}",
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd="/",
-            env=environment,
-            start_new_session=True,
-        )
+    command = [sys.executable, "-P", "-m", "everstep.checkpoint.writer", str(directory)]
+    try:
+        with (directory / LOG).open("ab") as log:
+            return subprocess.Popen(
+                [*command, f"--linger={linger:g}", f"--patience={patience:g}"],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd="/",
+                env=environment,
+                start_new_session=True,
+            )
+    except OSError as error:
+        raise WriterLost(f"no writer can be started in {directory}: {error}") from error
+
+
+def ensure_writer(directory: Path, linger: float, timeout: float = START_TIMEOUT) -> None:
+    """See that a writer listens in a directory, and start one where none does. For one process of a node.
+
+    Whatever keeps a writer from starting is known here: a rank that only connects would wait for it until its timeout.
+
+    Raises:
+        CheckpointError: The directory or the writer in it is not ours.
+        WriterLost: None can be started.
+    """
+    _Starter(directory, linger, timeout).connect(may_start=True).close()
 
 
 def join(directory: Path, config: Config, local: int, linger: float, timeout: float = START_TIMEOUT) -> Link:
     """Connects this rank to its node's writer. Local rank 0 starts one where none runs; one that outlived an earlier
     attempt goes on, so that what it still stores is not disturbed."""
-    until = time.monotonic() + timeout
-    child: subprocess.Popen[bytes] | None = None
+    starter = _Starter(directory, linger, timeout)
     while True:
+        link = starter.connect(may_start=local == 0)
         try:
-            link = Link.connect(directory)
-            link.hello(config, local, max(1.0, until - time.monotonic()))
-        except (OSError, WriterLost) as error:  # none yet, or one that is just about to end
-            if local == 0 and (child is None or child.poll() is not None):
-                if child is not None and child.returncode != 0:
-                    raise WriterLost(f"the writer ended with {child.returncode}: {_tail(directory)}") from error
-                child = start(directory, linger)
-            if time.monotonic() >= until:
-                raise WriterLost(f"no writer answers in {directory} after {timeout:g} s: {_tail(directory)}") from error
-            time.sleep(0.01)
+            link.hello(config, local, max(1.0, starter.seconds_left))
+        except WriterLost as error:  # it was just about to end
+            link.close()
+            starter.wait_or_raise(error)
+        except BaseException:
+            link.close()
+            raise
         else:
             return link
 
 
-def is_occupied(directory: Path, *, given: Attempt | None = None, claimed: Attempt | None = None) -> bool:
+class _Starter:
+    """Tries to connect to the writer of a directory for so many seconds, and starts one in between."""
+
+    def __init__(self, directory: Path, linger: float, timeout: float) -> None:
+        self._directory = directory
+        self._linger = linger
+        self._timeout = timeout
+        self._until = time.monotonic() + timeout
+        self._child: subprocess.Popen[bytes] | None = None
+
+    @property
+    def seconds_left(self) -> float:
+        return self._until - time.monotonic()
+
+    def connect(self, *, may_start: bool) -> Link:
+        while True:
+            try:
+                return Link.connect(self._directory)
+            except OSError as error:  # none yet
+                if may_start and (self._child is None or self._child.poll() is not None):
+                    if self._child is not None and self._child.returncode != 0:
+                        why = f"the writer ended with {self._child.returncode}: {_tail(self._directory)}"
+                        raise WriterLost(why) from error
+                    self._child = start(self._directory, self._linger)
+                self.wait_or_raise(error)
+
+    def wait_or_raise(self, error: Exception) -> None:
+        """Give the writer a moment; WriterLost when the time is over."""
+        if self.seconds_left <= 0:
+            why = f"no writer answers in {self._directory} after {self._timeout:g} s: {_tail(self._directory)}"
+            raise WriterLost(why) from error
+        time.sleep(0.01)
+
+
+def is_occupied(
+    directory: Path,
+    *,
+    given: Attempt | None = None,
+    claimed: Attempt | None = None,
+    while_waiting: Callable[[], None] = lambda: None,
+) -> bool:
     """Say whether a live run has the slots in this directory, so that a process that only reads leaves them alone.
 
-    Asking claims nothing and changes nothing for the run.
+    Asking claims nothing and changes nothing for the run. What the ranks of a run that is over had filled is waited for
+    until its writer has made it whole, for SUM_TIMEOUT seconds at most: a restore right after a kill finds it.
 
     Args:
         directory: The slots' directory.
         given: The attempt that this process was given, if any. What is left of an earlier one gets TAKEOVER_TIMEOUT
             seconds to die: a run that was started again finds in the slots what that one saved last.
         claimed: The attempt that this process takes part in, if any: its own slots are not occupied.
+        while_waiting: Called now and then.
 
     Returns:
-        True when processes of a run are connected to the writer and alive, or when the writer does not say in time.
+        True when processes of a run are connected to the writer and alive, or when it does not say in time or may not
+        be asked.
     """
     began = time.monotonic()
     while True:
         try:
             with contextlib.closing(Link.connect(directory)) as link:
                 said = link.call("occupants", _ASK_TIMEOUT)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
             return False  # nobody listens
-        except WriterLost:  # one that is just about to end, or hangs
+        except PermissionError:
+            return True  # somebody whom we may not ask
+        except (OSError, WriterLost):  # one that is just about to end, or hangs
             if time.monotonic() - began > _ASK_TIMEOUT:
                 return True
         except CheckpointError:
             return True  # somebody else's, or another version
         else:
             theirs = Attempt.parse(said["attempt"]) if said["pids"] else None
+            if theirs is None and said.get("is_summing") and time.monotonic() - began < SUM_TIMEOUT:
+                while_waiting()
+                time.sleep(0.02)
+                continue
             if theirs is None or theirs == claimed:
                 return False
             if given is None or given <= theirs or time.monotonic() - began > TAKEOVER_TIMEOUT:

@@ -27,6 +27,7 @@ from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.peer_copies import Copies
 from everstep.checkpoint.peer_link import MAX_MESSAGE, Link, PeerLost
+from everstep.checkpoint.slot_files import is_own
 from everstep.checkpoint.slots import Claim, Slot, Slots
 
 _log = logging.getLogger("everstep.checkpoint.peer")
@@ -199,8 +200,10 @@ def held(directory: Path, run: str | None = None) -> Iterator[tuple[Slot, Manife
     """The whole slots of a node and the whole copies that it keeps.
 
     `run`: what the store is called now, empty when it has no name, None when that is not known. Slots of another name
-    are left of a store that was deleted, and count for nothing.
+    are left of a store that was deleted, and count for nothing. So do those of another user.
     """
+    if not is_own(directory):
+        return
     for slots in (Slots(directory), peer_copies.of(directory)):
         for slot, manifest in slots.whole():
             claim = slot.claimed()

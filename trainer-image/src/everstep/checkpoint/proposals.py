@@ -16,6 +16,8 @@ from everstep.checkpoint.control import is_occupied
 from everstep.checkpoint.errors import StoreError
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.leases import SECONDS, Lease
+from everstep.checkpoint.slot_files import is_own
+from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.topology import Topology
@@ -34,13 +36,17 @@ def mine(
     run: str | None = None,
     given: Attempt | None = None,
     claimed: Attempt | None = None,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> dict[str, Any] | None:
     """What this rank offers: the shares of checkpoints in its node's memory, its own and copies of others', told by
-    one rank of each node. Nothing where a live run has the slots: who reads one keeps that run from filling it.
+    one rank of each node. Nothing where a live run has the slots: who reads one keeps that run from filling it; nor
+    where they are another user's.
 
-    `run`: see peer_server.held(). `given`, `claimed`: see control.is_occupied().
+    `run`: see peer_server.held(). `given`, `claimed`, `while_waiting`: see control.is_occupied().
     """
-    if topology.local != 0 or not memory.is_dir() or is_occupied(memory, given=given, claimed=claimed):
+    if topology.local != 0 or not is_own(memory):
+        return None
+    if is_occupied(memory, given=given, claimed=claimed, while_waiting=while_waiting):
         return None
     shares = {
         (str(manifest.key), claim.node, claim.nodes): [int(Path(part.name).stem) for part in manifest.parts]
@@ -49,9 +55,11 @@ def mine(
     }
     own = [str(manifest.key) for slot, manifest in peer_server.held(memory, run) if slot.path.parent == memory]
     newest = own[:1]
+    claimed_key = Slots(memory).find_newest_claimed(run)
     return {
         "node": topology.node,
         "newest": newest[0] if newest else None,  # in slots of its own
+        "claimed": None if claimed_key is None else str(claimed_key),  # the same, whole or not
         "shares": [[*which, ranks] for which, ranks in shares.items()],
     }
 
@@ -65,7 +73,9 @@ class Proposal:
 
     `shares`: by the number of the node that saved it, the ranks whose parts are in a share and the nodes of this run
     that hold it. `complete`: they are all held, so that the store is not needed. `rejected`: newer checkpoints that are
-    bad, with the reason. `steps`: when there is nothing to try, the steps that there are.
+    bad, with the reason. `steps`: when there is nothing to try, the steps that there are. `newest`: the greatest
+    checkpoint that there is, or that the writer of a run which is over may still store, good or not, whatever was asked
+    for.
     """
 
     key: str | None
@@ -74,6 +84,7 @@ class Proposal:
     complete: bool = False
     rejected: dict[str, str] = field(default_factory=dict)
     steps: tuple[int, ...] = ()
+    newest: str | None = None
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Proposal:
@@ -110,10 +121,14 @@ class Proposals:
 
         StoreError when the store cannot be listed and the nodes do not hold what must be the newest: no fresh start.
         """
-        held = {key: shares for key, shares in _held(offers).items() if self._means(key)}
+        everything = _held(offers)
+        held = {key: shares for key, shares in everything.items() if self._means(key)}
         complete = {key for key, shares in held.items() if self._serves(shares)}
         there = self._committed(max(held, default=None), complete, offers)
         committed = {key for key in there if self._means(key)}
+        waiting = [Key.parse(offer["claimed"]) for offer in offers if offer and offer.get("claimed")]
+        newest = max([*there, *everything, *waiting], default=None)
+        seen = None if newest is None else str(newest)
         # What is committed may lie in memory in part; the store has the rest.
         tries = [(key, MEMORY) for key in held if key in complete or key in committed]
         tries += [(key, STORE) for key in committed]
@@ -122,7 +137,8 @@ class Proposals:
         for (key, tier), why in self._rejected.items():
             told[str(key)] = f"{told[str(key)]}; {tier}: {why}" if str(key) in told else f"{tier}: {why}"
         if not left:
-            return asdict(Proposal(None, rejected=told, steps=tuple(sorted({key.step for key in there}))))
+            steps = tuple(sorted({key.step for key in there}))
+            return asdict(Proposal(None, rejected=told, steps=steps, newest=seen))
         key, tier = self._last = max(left, key=lambda each: (each[0], each[1] == MEMORY))
         told.pop(str(key), None)  # a bad copy in memory is no older step
         shares = held[key] if tier == MEMORY else ()
@@ -130,7 +146,7 @@ class Proposals:
         self.close()
         if not alone:  # slots are held by who reads them
             self._hold(key)
-        return asdict(Proposal(str(key), tier, shares, alone, told))
+        return asdict(Proposal(str(key), tier, shares, alone, told, newest=seen))
 
     def reject(self, why: str) -> None:
         """The last proposal is bad. Only rank 0's list counts, but every rank may say so."""

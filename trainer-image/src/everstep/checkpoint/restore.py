@@ -120,6 +120,7 @@ class Restorer:
         # Beyond what a store repeats by itself, a folder for one: what passes within seconds ends no restore.
         self._retry = Retry(tries=5, first=0.5, longest=5.0, sleep=self._wait)
         self._manifest: Manifest | None = None  # of this try, on a node's leader
+        self.newest_seen: Key | None = None  # see Proposal.newest
 
     def restore(self) -> Restored:
         """Loads the newest checkpoint that is good on all ranks, of those that the options mean.
@@ -131,8 +132,8 @@ class Restorer:
         began = time.monotonic()
         try:
             while True:
-                offer = mine(self._memory, self._topology, run=self._run, given=self._attempt, claimed=self._claimed)
-                proposal = self._agree_on_proposal(offer)
+                proposal = self._agree_on_proposal(self._offer())
+                self.newest_seen = None if proposal.newest is None else Key.parse(proposal.newest)
                 if proposal.key is None:
                     if proposal.rejected:
                         raise NoGoodCheckpoint(proposal.rejected)
@@ -151,18 +152,34 @@ class Restorer:
             self._proposals.close()
             self._vote.settle()
 
-    def _agree_on_proposal(self, offer: dict[str, Any] | None) -> Proposal:
-        """CheckpointError on all ranks where they were given different options."""
+    def _offer(self) -> dict[str, Any]:
+        """This rank's part of the message from which rank 0 makes a proposal."""
+        try:
+            offer = mine(
+                self._memory,
+                self._topology,
+                run=self._run,
+                given=self._attempt,
+                claimed=self._claimed,
+                while_waiting=self._alive,
+            )
+        except OSError as error:  # the others wait for our message
+            return {"offer": None, "failure": f"rank {self._topology.rank}: slots in {self._memory}: {error}"}
+        return {"offer": offer, "failure": None}
+
+    def _agree_on_proposal(self, offer: dict[str, Any]) -> Proposal:
+        """CheckpointError on all ranks where they were given different options, or one cannot read its slots."""
 
         def propose(messages: list[Any]) -> dict[str, Any]:
-            difference = find_difference([message["options"] for message in messages])
-            if difference is not None:
-                return {"difference": difference}
+            why = find_difference([message["options"] for message in messages])
+            why = why or "; ".join(message["failure"] for message in messages if message["failure"])
+            if why:
+                return {"refused": why}
             return {"proposal": self._proposals.next([message["offer"] for message in messages])}
 
-        agreed = self._vote.agree({"options": self._options.describe(), "offer": offer}, propose)
-        if "difference" in agreed:
-            raise CheckpointError(agreed["difference"])
+        agreed = self._vote.agree({"options": self._options.describe(), **offer}, propose)
+        if "refused" in agreed:
+            raise CheckpointError(agreed["refused"])
         return Proposal.of(agreed["proposal"])
 
     def _load(self, key: Key, proposal: Proposal) -> Restored:

@@ -20,12 +20,14 @@ from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.planning import Plan
 from everstep.checkpoint.same_step import check_same_step
+from everstep.checkpoint.slot_files import check_is_own
 from everstep.checkpoint.slots import Record, Slot, Slots
 from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.state.flat import Flat, coming, flatten, of_optimizers
 from everstep.checkpoint.state.kinds import unwrap
 from everstep.checkpoint.state.steps import STEPS, has_hooked_steps
+from everstep.checkpoint.together import together
 from everstep.checkpoint.topology import Topology
 from everstep.checkpoint.user_metadata import pack_metadata
 
@@ -149,8 +151,10 @@ def check_start(
         slots: How many there will be.
 
     Raises:
-        CheckpointError: A value cannot be saved, the ranks' states do not fit together, or there is no room (NoRoom).
+        CheckpointError: A value cannot be saved, the ranks' states do not fit together, there is no room (NoRoom), or
+            the slots that are there are another user's.
     """
+    together(lambda: check_is_own(directory), group)
     plan = planning.make(lambda: _after_a_step(objects, topology.rank, how), topology.rank, group)
     sizes = [plan.sizes[rank] for rank in topology.ranks]
     memory = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())

@@ -17,6 +17,7 @@ from everstep.checkpoint.auto import Trigger, learned
 from everstep.checkpoint.best import KeepBest, Mode
 from everstep.checkpoint.board import Alone, Board, Shared
 from everstep.checkpoint.casting import Cast, Casts
+from everstep.checkpoint.claiming import LastSeen
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Callback, Event, Events, Metrics
 from everstep.checkpoint.host_group import close_host_group, open_host_group
@@ -135,7 +136,7 @@ class Checkpointer:
         self._linger = linger
         self._node: Node | None = None
         self._objects: dict[str, object] | None = None
-        self._restored: Key | None = None
+        self._seen: LastSeen | None = None
         self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
         self._noted: dict[str, Any] = {}  # for the save that is being begun
         self._has_restored = False
@@ -188,7 +189,7 @@ class Checkpointer:
         options = together(check, self._group)
         run = attempts.read_run(self.store) if self._topology.local == 0 else None
         with serve_reads(self._directory, self._topology, self._group, run, wanted=self._keeps_copies) as peers:
-            restored = Restorer(
+            restorer = Restorer(
                 everything,
                 self.store,
                 self._topology,
@@ -199,15 +200,16 @@ class Checkpointer:
                 claimed=self.attempt,
                 run=run,
                 options=options,
-            ).restore()
+            )
+            restored = restorer.restore()
         self._has_restored = True
+        self._seen = LastSeen(restorer.newest_seen, restored.key)
         for key, why in restored.fell_back.items():
             self._metrics.fell_back += 1
             self._events.emit(Event("fell_back", Key.parse(key), why))
         if restored.key is not None:
             figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}
             self._events.emit(Event("restored", restored.key, "", figures))
-        self._restored = restored.key
         self._set_objects(everything, restored.step)
         return restored
 
@@ -221,7 +223,8 @@ class Checkpointer:
         if self._pilot is None and not self._has_restored:
             keep_last = self._settings["keep_last"]
             together(lambda: self._first(lambda: claiming.check_is_empty(self.store, keep_last)), self._group)
-        self.start_over(**objects)
+            self._seen = LastSeen(None, None)
+        self._track(objects)
 
     def start_over(self, **objects: object) -> None:
         """Names what is saved from here on, and leaves behind what the store holds.
@@ -232,6 +235,10 @@ class Checkpointer:
         Raises:
             CheckpointError: These objects cannot be saved, or find no room in this node's memory.
         """
+        self._seen = None
+        self._track(objects)
+
+    def _track(self, objects: Mapping[str, object]) -> None:
         everything = self._with_generators(objects)
         check_source_ranks(everything, self._group)
         if self._pilot is None:
@@ -244,7 +251,8 @@ class Checkpointer:
         """Says that `step` steps are trained; saves when it is time. Costs next to nothing otherwise.
 
         The first call, or the first save(), claims the store and the slots for this run. Superseded when a later
-        attempt has the store; CheckpointError when another live process has the slots, or they find no room.
+        attempt has the store; CheckpointError when another live process has the slots, they find no room, or somebody
+        has saved something newer since this session restored.
         AgreementLost when rank 0 is gone. A save that fails is an event, not an error.
         """
         self._claimed().step(step)
@@ -386,7 +394,7 @@ class Checkpointer:
         node = claiming.claim_node(
             self.store,
             self._given,
-            self._restored,
+            self._seen,
             self._topology,
             self._group,
             self._directory,

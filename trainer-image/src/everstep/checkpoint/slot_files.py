@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import stat
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,20 +15,74 @@ from everstep.checkpoint.errors import CheckpointError
 
 _ATTEMPTS = 100
 MEMORY_VARIABLE = "EVERSTEP_CHECKPOINT_MEMORY"
+_ANOTHER = f"name another memory: memory=... or {MEMORY_VARIABLE}"
 
 
 def secure(directory: Path) -> None:
     """Make the directory, or see that it is ours: in a memory that all may write, another user could have made it.
 
     Raises:
+        CheckpointError: It is somebody else's, others may enter it, or it cannot be made.
+    """
+    try:
+        found = _make_directory(directory)
+    except OSError as error:
+        raise CheckpointError(
+            f"{directory} cannot be made for slots by user {_name_user(os.geteuid())}: {error}; make it possible, or "
+            f"{_ANOTHER}"
+        ) from error
+    if (why := _find_stranger(found)) is not None:
+        raise CheckpointError(_tell_stranger(directory, why))
+
+
+def check_is_own(directory: Path) -> None:
+    """See that a directory of slots, where there is one, is ours alone; make nothing.
+
+    Raises:
         CheckpointError: It is somebody else's, or others may enter it.
     """
-    found = _make_directory(directory)
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-        raise CheckpointError(
-            f"{directory} is not a directory of our own that nobody else may enter: remove it, "
-            f"or name another memory in {MEMORY_VARIABLE}"
-        )
+    try:
+        why = _find_stranger(directory.lstat())
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    except PermissionError:
+        why = "is in a folder that we may not enter"
+    if why is not None:
+        raise CheckpointError(_tell_stranger(directory, why))
+
+
+def is_own(directory: Path) -> bool:
+    """Tell whether a directory of slots is there and ours alone. What is in another user's is never read: a restore
+    takes nothing from there, and somebody could have put anything there."""
+    try:
+        return _find_stranger(directory.lstat()) is None
+    except OSError:
+        return False
+
+
+def _find_stranger(found: os.stat_result) -> str | None:
+    """Return why a directory is not ours alone."""
+    if not stat.S_ISDIR(found.st_mode):
+        return "is not a directory of its own, but a file or a link"
+    if found.st_uid != os.geteuid():
+        return f"belongs to user {_name_user(found.st_uid)}"
+    if found.st_mode & 0o077:
+        return f"has mode {stat.S_IMODE(found.st_mode):04o}, so that others may enter it; it must be 0700"
+    return None
+
+
+def _tell_stranger(directory: Path, why: str) -> str:
+    return (
+        f"{directory} {why}: it is not a directory of our own that nobody else may enter, and user "
+        f"{_name_user(os.geteuid())} saves nothing there. When no run uses it any more, let its owner or root remove "
+        f"it, or {_ANOTHER}; to go on from the store needs neither"
+    )
+
+
+def _name_user(number: int) -> str:
+    with contextlib.suppress(KeyError):
+        return f"{pwd.getpwuid(number).pw_name} ({number})"
+    return str(number)
 
 
 def _make_directory(directory: Path) -> os.stat_result:

@@ -40,7 +40,7 @@ from pathlib import Path
 from everstep.checkpoint import room
 from everstep.checkpoint.errors import Damaged, Missing, NoSlot, UnknownFormat
 from everstep.checkpoint.format import Manifest, decode, encode
-from everstep.checkpoint.keys import Key
+from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.slot_files import MEMORY_VARIABLE, allocate_file, find_size, read_json, replace_file, secure
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - the node's own shared memory; the folder in it is ours alone
@@ -269,6 +269,17 @@ class Slots:
             if (claim := slot.claimed()) and slot.state in (State.WHOLE, State.STORED)
         ]
         return self[max(whole)[1]] if whole else None
+
+    def find_newest_claimed(self, run: str | None = None, without: Attempt | None = None) -> Key | None:
+        """Return the greatest checkpoint that these slots are for and that may still get into the store.
+
+        Args:
+            run: What the store is called; slots of another one count for nothing. None or empty where it is not known.
+            without: An attempt that does not count.
+        """
+        claims = [claim for slot in self if (claim := slot.claimed()) is not None]
+        keys = [claim.key for claim in claims if not run or not claim.run or claim.run == run]
+        return max((key for key in keys if key.attempt != without), default=None)
 
     def first(self, count: int) -> list[Slot]:
         """The slots that a run with so many of them fills; others that are there were an earlier run's."""

@@ -118,7 +118,8 @@ class Writer:
             return await self._hello(writer, said)
         if said["verb"] == "occupants":  # for who only reads, and takes part in nothing
             attempt = None if self._config is None else self._config.attempt
-            return {"attempt": attempt, "pids": self._membership.list_pids(beside=writer)}
+            pids = self._membership.list_pids(beside=writer)
+            return {"attempt": attempt, "pids": pids, "is_summing": self._is_summing()}
         rank = self._ranks.get(writer)
         if rank is None or self._config is None:
             raise CheckpointError("say hello first")
@@ -314,6 +315,14 @@ class Writer:
         if self._filling.fill(key, local, len(self._config.ranks)):
             slot, claim = next((slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key == key)
             self._storing.start(slot, claim, self._config)
+
+    def _is_summing(self) -> bool:
+        """Whether something that all ranks have filled is going to be whole."""
+        return any(
+            slot.state is State.FILLED and (claim.key in self._storing.saves or claim.key in self._filling)
+            for slot in self._slots
+            if (claim := slot.claimed()) is not None
+        )
 
     def _give_up(self, key: Key, why: str) -> None:
         """This save will not be complete: a slot that is being filled is free again, one that is stored is not."""
