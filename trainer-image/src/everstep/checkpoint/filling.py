@@ -61,13 +61,23 @@ class Filling(Generic[C]):
         self._void[key] = why
         return self._saves.pop(key, None) is not None
 
-    def join(self, local: int, connection: C, before: C | None) -> None:
+    def forget(self, key: Key) -> None:
+        """All ranks are done with this save, whether they could say so or not."""
+        self._saves.pop(key, None)
+
+    def join(self, local: int, connection: C, before: C | None, *, is_new_process: bool) -> None:
         """A local rank has made a new connection; `before`: the lost one of the same process, whose saves it goes on
-        with. A process that begins may come to steps that another one gave up."""
-        self._void.clear()
+        with. A process that begins may come to steps that another one gave up; one that only connects again does not,
+        and what was given up stays so for the ranks that have not come to it yet."""
+        if is_new_process:
+            self._void.clear()
         for save in self._saves.values():
             if before is not None and save.ranks.get(local) == before:
                 save.ranks[local] = connection
+
+    def list_passed(self, local: int, key: Key) -> list[Key]:
+        """Return the saves that this local rank, which is at a newer one, has not said to be done with."""
+        return [each for each, save in self._saves.items() if each < key and local not in save.done]
 
     def without(self, local: int, connection: C) -> list[Key]:
         """The saves that cannot be complete when this connection has ended."""

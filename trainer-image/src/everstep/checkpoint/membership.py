@@ -40,6 +40,7 @@ class Membership:
         self.connected: dict[asyncio.StreamWriter, Member] = {}
         self.known: set[int] = set()
         self.gone: set[int] = set()
+        self._processes: dict[int, ProcessIdentity] = {}  # the last one that has come as each local rank
         self._coming: dict[asyncio.StreamWriter, tuple[Config, int]] = {}  # wait to take part; their process ids
 
     def is_of_run(self, run: Config) -> bool:
@@ -86,12 +87,18 @@ class Membership:
         self.config = config
         self.known.clear()
         self.gone.clear()
+        self._processes.clear()
 
     def join(self, connection: asyncio.StreamWriter, local: int, config: Config) -> None:
         """This rank takes part in the run."""
-        self.connected[connection] = Member(local, identify_process(connection), identify_run(config))
+        process = self._processes[local] = identify_process(connection)
+        self.connected[connection] = Member(local, process, identify_run(config))
         self.known.add(local)
         self.gone.discard(local)
+
+    def is_new_process(self, connection: asyncio.StreamWriter, local: int) -> bool:
+        """Whether another process, or none, has come as this local rank before."""
+        return self._processes.get(local) != identify_process(connection)
 
     def find_earlier_connection(self, connection: asyncio.StreamWriter, local: int) -> asyncio.StreamWriter | None:
         """The connection that the same process had before this one."""

@@ -151,6 +151,11 @@ class Slot:
         """This local rank is done."""
         replace_file(self.path / f"{local}.json", {**vars(record), "key": str(record.key)})
 
+    def has_record(self, local: int, key: Key) -> bool:
+        """Tell whether a local rank is done with its part of a checkpoint."""
+        fields = read_json(self.path / f"{local}.json")
+        return fields is not None and fields["key"] == str(key)
+
     def records(self) -> list[Record] | None:
         """Those of all local ranks in order; None when one is not done."""
         claim = self.claimed()

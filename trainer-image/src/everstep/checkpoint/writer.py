@@ -105,6 +105,11 @@ class Writer:
                     answer = {"id": said["id"], "ok": await self._verb(writer, said)}
                 except CheckpointError as error:
                     answer = {"id": said["id"], "error": str(error)}
+                except ConnectionError:
+                    raise
+                except Exception as error:  # whatever it is: the rank waits for the reason, and goes on
+                    _log.exception("%s", said["verb"])
+                    answer = {"id": said["id"], "error": f"{type(error).__name__}: {error}"}
                 writer.write(json.dumps(answer).encode() + b"\n")
                 await writer.drain()
         except (ConnectionError, ValueError) as error:
@@ -160,7 +165,9 @@ class Writer:
             self._take_over(config)
         self._membership.config = config  # the keeper of our copies is known now
         if writer not in self._ranks:
-            self._filling.join(local, writer, self._membership.find_earlier_connection(writer, local))
+            before = self._membership.find_earlier_connection(writer, local)
+            is_new = self._membership.is_new_process(writer, local)
+            self._filling.join(local, writer, before, is_new_process=is_new)
         self._membership.join(writer, local, config)
         self._removing_since = None
         self._copier.aim(config.keeper, config.secret)
@@ -208,6 +215,7 @@ class Writer:
                 slot.release()
             case State.FILLED | State.WHOLE:
                 _log.info("%s was left behind: storing it", claim.key)
+                self._filling.forget(claim.key)
                 self._storing.start(slot, claim, config, left_behind=True)
             case State.STORED if claim.node == 0:  # the writer before us may have died just before the commit
                 self._storing.start(slot, claim, config, left_behind=True)
@@ -251,9 +259,15 @@ class Writer:
         self._found_no_room = False
 
         def allocate() -> None:
-            self._slots.reserve(sizes, count)
-            if kept:
-                copies.reserve(kept, count)
+            try:
+                self._slots.reserve(sizes, count)
+                if kept:
+                    copies.reserve(kept, count)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{count} slots with parts of up to {max(sizes)} bytes cannot be made in {self._slots.directory}: "
+                    f"{error}; see its file system's space and inodes (df, df -i) and the limit of a file (ulimit -f)"
+                ) from error
 
         self._reserving = asyncio.get_running_loop().run_in_executor(None, allocate)
         return why
@@ -269,6 +283,7 @@ class Writer:
 
     async def _begin(self, key: Key, writer: asyncio.StreamWriter) -> int:
         """The number of the slot for this save, as soon as one is free."""
+        self._leave_behind(key, self._ranks[writer].local)
         if self._reserving is not None:
             await asyncio.shield(self._reserving)
         began = time.monotonic()
@@ -282,6 +297,17 @@ class Writer:
                 ):
                     raise
             await asyncio.sleep(0.005)
+
+    def _leave_behind(self, key: Key, local: int) -> None:
+        """This rank is at a newer save: what it has not filled of earlier ones it never will, and nobody waits for it.
+        It has filled what it could not say, because it lost its connection then."""
+        for passed in self._filling.list_passed(local, key):
+            slot = next((slot for slot in self._slots if (its := slot.claimed()) and its.key == passed), None)
+            if slot is not None and slot.has_record(local, passed):
+                self._fill(passed, local)
+            else:
+                rank = self._config.ranks[local] if self._config is not None else local
+                self._give_up(passed, f"rank {rank} has not taken part in it, and is at step {key.step} by now")
 
     def _find_slot(self, key: Key, writer: asyncio.StreamWriter) -> int:
         """The slot that another rank has begun this save in, or one that is claimed for it now. NoSlot."""
