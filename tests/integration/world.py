@@ -19,6 +19,7 @@ from urllib.request import urlopen
 from aiohttp import web
 
 from e2e.cluster.ports import free_ports
+from e2e.harness import PATIENCE
 from everstep.agent import auth
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
@@ -81,7 +82,7 @@ class OperatorProcess:
             return str(answer.read().decode())
 
     def wait_ready(self, seconds: float = 60) -> None:
-        deadline = time.monotonic() + seconds
+        deadline = time.monotonic() + PATIENCE * seconds
         while True:
             assert self.running(), self.log.read_text()[-3000:]
             try:
@@ -93,7 +94,9 @@ class OperatorProcess:
 
 
 async def until(check: Callable[[], Awaitable[T]], what: str, seconds: float = 30) -> T:
-    """The first true result of `check`; exceptions of its assertions are reported when time is up."""
+    """The first true result of `check`, at most `seconds` later on an idle machine; exceptions of its assertions are
+    reported when time is up."""
+    seconds *= PATIENCE
     deadline = asyncio.get_running_loop().time() + seconds
     last: object = None
     while True:
