@@ -38,7 +38,7 @@ class Away:
         self.here = folder / "keeper"
         self.slots = Slots.create(folder / "node", 2)
         self.slots.reserve(PARTS, 2)
-        self.here.mkdir()
+        self.here.mkdir(0o700)
         self.server = PeerServer(self.here)
         self.address: Address = ("127.0.0.1", self.server.trust(SECRET, 2) or 0)
 
