@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 pytest.importorskip("torch")
+import numpy as np
 import torch
 
 from everstep.checkpoint import control
@@ -408,3 +409,34 @@ def test_figures_are_there_after_a_save(folder: Path) -> None:
     assert (figures["bytes"] or 0) > 4000
     assert (figures["bandwidth"] or 0) > 0
     assert 0 <= (figures["age_seconds"] or 0) < 60
+
+
+@pytest.mark.parametrize("step", [2.0, "7", None, torch.tensor(1.5)])
+def test_a_step_that_is_no_whole_number_is_refused_before_other_ranks_hear_of_it(folder: Path, step: Any) -> None:
+    with session(folder, every_steps=1) as ckpt:
+        ckpt.track(model=Model())
+        with pytest.raises(TypeError, match="a step is a whole number"):
+            ckpt.step(step)
+        with pytest.raises(TypeError, match="a step is a whole number"):
+            ckpt.save(step)
+
+
+def test_a_step_may_be_numpys_or_a_tensors(folder: Path) -> None:
+    given: list[Any] = [np.int64(1), torch.tensor(2), np.int64(3), np.float32(100)]
+    first, second, third, soon = given
+    with session(folder, every_steps=1, policy="wait", keep_last=10) as ckpt:
+        ckpt.track(model=Model())
+        ckpt.step(first)
+        ckpt.save(second)
+        ckpt.save(third, deadline=soon)
+    assert steps_in(folder) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(("deadline", "error"), [("30", TypeError), (float("nan"), ValueError)])
+def test_a_deadline_that_is_no_time_is_refused(folder: Path, deadline: Any, error: type[Exception]) -> None:
+    with session(folder, every_steps=1) as ckpt:
+        ckpt.track(model=Model())
+        with pytest.raises(error, match="a deadline is a number of seconds"):
+            ckpt.save(1, deadline)
+        with pytest.raises(error, match="a deadline is a number of seconds"):
+            ckpt.request(deadline)

@@ -207,3 +207,9 @@ def test_frozen_weights_come_back_with_those_that_are_trained(tmp_path: Path, on
 def test_a_quantized_tensor_is_refused_with_advice() -> None:
     with pytest.raises(CheckpointError, match=r"state\.q is a tensor that is quantized; save its int_repr"):
         flatten({"state": {"q": torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8)}}, rank=0)
+
+
+def test_a_masked_tensor_is_refused_since_its_mask_would_be_lost() -> None:
+    masked = torch.masked.MaskedTensor(torch.rand(3), torch.tensor([True, False, True]))
+    with pytest.raises(CheckpointError, match=r"state\.m is a MaskedTensor"):
+        flatten({"state": {"m": masked}}, rank=0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import operator
 import re
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 MANIFESTS = "manifests/"
 DATA = "data/"
@@ -17,6 +20,34 @@ RUN = "run"
 _ATTEMPT = re.compile(r"(\d{10})\.(\d{10})", re.ASCII)
 _KEY = re.compile(r"(\d{10}\.\d{10})-(\d{12})", re.ASCII)
 _PART = re.compile(r"(\d{5,})(?:-[0-9a-f]{1,64})?\.part", re.ASCII)
+
+
+def check_step(step: SupportsIndex) -> int:
+    """Return a step as a plain number: NumPy's would not get through JSON, and only rank 0 would find that out.
+
+    Raises:
+        TypeError: It is no whole number.
+    """
+    try:
+        return operator.index(step)
+    except TypeError as error:
+        raise TypeError(f"a step is a whole number, not {step!r}: count the steps that are trained") from error
+
+
+def check_deadline(seconds: float | None) -> float | None:
+    """Return a deadline as a plain number.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is not a time.
+    """
+    if seconds is None:
+        return None
+    if isinstance(seconds, (str, bytes)) or not hasattr(seconds, "__float__"):
+        raise TypeError(f"a deadline is a number of seconds from now, not {seconds!r}")
+    if math.isnan(found := float(seconds)):
+        raise ValueError("a deadline is a number of seconds from now, not nan")
+    return found
 
 
 @dataclass(frozen=True, order=True)

@@ -21,7 +21,7 @@ from everstep.checkpoint.claiming import LastSeen
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Callback, Event, Events, Metrics
 from everstep.checkpoint.host_group import close_host_group, open_host_group
-from everstep.checkpoint.keys import Attempt, Key
+from everstep.checkpoint.keys import Attempt, Key, check_deadline, check_step
 from everstep.checkpoint.outcomes import SaveFailed
 from everstep.checkpoint.peers import serve_reads
 from everstep.checkpoint.pilot import Forecast, Pilot, Policy
@@ -255,6 +255,7 @@ class Checkpointer:
         has saved something newer since this session restored.
         AgreementLost when rank 0 is gone. A save that fails is an event, not an error.
         """
+        step = check_step(step)
         self._claimed().step(step)
 
     def save(self, step: int, deadline: float | None = None, *, metadata: Mapping[str, Any] | None = None) -> Forecast:
@@ -266,6 +267,7 @@ class Checkpointer:
         deadline: seconds from now within which the checkpoint must be in the store. If it will not be, nothing is
         saved, and the forecast says how long it would take.
         """
+        step, deadline = check_step(step), check_deadline(deadline)
         pack_metadata(metadata or {})
         pilot = self._claimed()
         self._noted = dict(metadata or {})
@@ -288,6 +290,7 @@ class Checkpointer:
         A boundary is a step(), about once a second. Where neither a boundary nor a save() comes any more, `failed` is
         told at the end, and close() raises SaveFailed unless the deadline is over by then.
         """
+        deadline = check_deadline(deadline)
         if self._pilot is not None:
             self._pilot.request(deadline)
         else:  # one rank alone claims nothing

@@ -34,7 +34,7 @@ def why_not_saved(tensor: torch.Tensor) -> str | None:
         return None
     if isinstance(here, torch._subclasses.FakeTensor):
         return "is a fake tensor and has no memory: make the object outside of FakeTensorMode"
-    if is_traceable_wrapper_subclass(here):
+    if is_traceable_wrapper_subclass(here) or isinstance(here, torch.masked.MaskedTensor):
         return f"is a {type(here).__name__}, which has no memory of its own and cannot be saved; unwrap it"
     return None
 

@@ -110,10 +110,13 @@ class OptimizerObject:
         yield names.join(self.prefix, KIND), describe(OPTIMIZER, more, is_leaf)
         yield names.join(self.prefix, _KIND), kind_of(self._optimizer)
         yield from self._leaves_of_params(state["state"])
+        told: set[str] = set()  # groups may have the same options
         for number, group in enumerate(state["param_groups"]):
             options = pack_options(group)
             digest = digest_options(options)
-            yield names.join(self.prefix, _OPTIONS, digest), options
+            if digest not in told:
+                told.add(digest)
+                yield names.join(self.prefix, _OPTIONS, digest), options
             for place in group["params"]:
                 yield names.join(self.prefix, _GROUPS, self._names[place]), digest
                 # In the name, because ranks that share a parameter may have other groups beside it.
