@@ -1,4 +1,4 @@
-"""What `make demo` has to do on this machine: told beforehand, with its cost, and shown as a bar while it is done.
+"""The steps of `make demo` on this machine: told beforehand, with their cost, and shown as a bar while they are done.
 
 The costs are those of a run from nothing, its seconds computed from the processor time that the parts took beside each
 other on two cores. They are there to be told, and nothing waits by them.
@@ -26,7 +26,7 @@ from e2e.images.tools import cache_dir
 
 @dataclass(frozen=True)
 class Cost:
-    """What a part takes from nothing: seconds on two cores, megabytes that are loaded, megabytes that stay."""
+    """The cost of a part from nothing: seconds on two cores, megabytes that are loaded, megabytes that stay."""
 
     seconds: int
     download: int = 0

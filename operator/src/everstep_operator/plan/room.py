@@ -1,4 +1,4 @@
-"""How many pods of a set today's nodes could hold if they held nothing else.
+"""Counts how many pods of a set today's nodes could hold if they held nothing else.
 
 An upper bound: other pods, affinities and topology are not looked at, and a cordon, a `node.kubernetes.io/` taint or a
 kubelet that has not reported its resources yet may be over in a minute. So a gang that is larger than this cannot be
@@ -22,7 +22,7 @@ _TEMPORARY = "node.kubernetes.io/"
 
 @dataclass(frozen=True, slots=True)
 class NodeRoom:
-    """What decides whether pods of a set can ever be bound to a node."""
+    """The part of a Node that decides whether pods of a set can ever be bound to it."""
 
     labels: Mapping[str, str]
     taints: tuple[tuple[str, str, str], ...]  # key, value, effect; only those that keep pods away for good
