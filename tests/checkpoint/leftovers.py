@@ -14,7 +14,7 @@ from everstep.checkpoint.slot_files import MEMORY_VARIABLE
 MARK = "EVERSTEP_TEST_SESSION"  # in the environment of all that this session starts
 MEMORY = "EVERSTEP_TEST_MEMORY"  # a folder in shared memory, where there is some
 
-_PATIENCE = 60.0  # seconds; a writer whose ranks were killed stays for a while
+_PATIENCE = 200.0  # seconds; a writer whose ranks were killed stays for `linger`, 120 where a script says nothing else
 
 
 @contextmanager

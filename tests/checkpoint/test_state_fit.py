@@ -238,3 +238,18 @@ def test_an_object_gets_a_state_with_containers_of_their_kinds(tmp_path: Path) -
     after = Average(0.0)
     moved(tmp_path, {"ema": Average(3.0)}, {"ema": after})
     assert torch.equal(after.shadow["b"], torch.full((2,), 3.0))
+
+
+def test_a_dictionary_of_the_script_comes_back_in_the_order_in_which_it_was_saved(tmp_path: Path) -> None:
+    def make() -> dict[str, Any]:
+        return {"a": 1, "b": {"p": 1, "q": [{"y": 1, "x": 2}]}, "c": torch.ones(1)}
+
+    saved, resumed = make(), make() | {"new": 0}
+    for each, key in ((saved, "a"), (saved["b"], "p"), (saved["b"]["q"][0], "y")):
+        each[key] = each.pop(key)
+    inner = resumed["b"]
+    moved(tmp_path, {"state": saved}, {"state": resumed})
+    assert list(resumed) == ["b", "c", "a", "new"]
+    assert resumed["b"] is inner
+    assert list(inner) == ["q", "p"]
+    assert list(inner["q"][0]) == ["x", "y"]

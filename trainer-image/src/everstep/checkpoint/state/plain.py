@@ -63,7 +63,8 @@ class StatefulObject:
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         live, self._live = self._live, {}
-        state = with_types_of(live, saved.nested(tensors))  # makes containers anew
+        # Makes containers anew.
+        state = with_types_of(live, saved.nested(tensors), is_ordered=saved.description is not None)
         self._inner.load_state_dict(share(state, (saved.description or {}).get("aliases", ())))
 
 
@@ -109,14 +110,19 @@ class Value:
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         loaded = saved.nested(tensors)
         before = list_objects(self.value)
+        is_ordered = saved.description is not None
         if isinstance(self.value, MutableMapping) and isinstance(loaded, Mapping):
-            self.kept = [names.join(self.prefix, f"{key}") for key in self.value if key not in loaded]
+            kept = [key for key in self.value if key not in loaded]
+            self.kept = [names.join(self.prefix, f"{key}") for key in kept]
             for key, value in loaded.items():
-                self.value[key] = _put_into(self.value[key], value) if key in self.value else value
+                self.value[key] = _put_into(self.value[key], value, is_ordered) if key in self.value else value
+            if is_ordered and isinstance(self.value, dict):
+                for key in (*loaded, *kept):
+                    self.value[key] = self.value.pop(key)
         elif is_tensor(self.value) and overlaps(self.value):
             fill_overlapping(self.value, loaded, self.prefix)
         else:
-            taken = _put_into(self.value, loaded)
+            taken = _put_into(self.value, loaded, is_ordered)
             if taken is not self.value:
                 shown = type(self.value).__name__
                 raise CheckpointError(
@@ -127,25 +133,32 @@ class Value:
         self.value = share(self.value, (saved.description or {}).get("aliases", ()), keep=before)
 
 
-def with_types_of(live: Any, loaded: Any) -> Any:
-    """The loaded value, with dictionaries of the kinds, and in the order, of those in `live` at the same places.
+def with_types_of(live: Any, loaded: Any, *, is_ordered: bool) -> Any:
+    """Return the loaded value, with dictionaries of the kinds of those in `live` at the same places.
 
     Names in a checkpoint say that something is a dictionary, not of which kind.
+
+    Args:
+        live: What the script holds.
+        loaded: What was saved.
+        is_ordered: Whether its dictionaries are in the order in which they were saved; an older checkpoint does not
+            say it, and then the order of those in `live` counts.
     """
     if isinstance(live, dict) and isinstance(loaded, dict):
         # What was saved in one piece has its own order and kind.
-        order = loaded if type(loaded) is not dict else {**{key: 0 for key in live if key in loaded}, **loaded}
-        content = {key: with_types_of(live.get(key), loaded[key]) for key in order}
+        has_order = is_ordered or type(loaded) is not dict
+        order = loaded if has_order else {**{key: 0 for key in live if key in loaded}, **loaded}
+        content = {key: with_types_of(live.get(key), loaded[key], is_ordered=is_ordered) for key in order}
         new = copy.copy(live if type(loaded) in (dict, type(live)) else loaded)
         new.clear()
         new.update(content)
         return new
     if type(live) is type(loaded) is list and len(live) == len(loaded):
-        return [with_types_of(*pair) for pair in zip(live, loaded, strict=True)]
+        return [with_types_of(*pair, is_ordered=is_ordered) for pair in zip(live, loaded, strict=True)]
     return loaded
 
 
-def _put_into(live: Any, loaded: Any) -> Any:
+def _put_into(live: Any, loaded: Any, is_ordered: bool) -> Any:
     """Give what the script holds the loaded content: others, as an optimizer, may hold the same tensor or list.
 
     Returns:
@@ -154,20 +167,21 @@ def _put_into(live: Any, loaded: Any) -> Any:
     if is_tensor(live) and is_tensor(loaded):
         return _fill(live, loaded)
     if isinstance(live, MutableMapping) and isinstance(loaded, Mapping):
-        typed = with_types_of(live, loaded)
-        content = {key: _put_into(live[key], each) if key in live else each for key, each in typed.items()}
+        typed = with_types_of(live, loaded, is_ordered=is_ordered)
+        content = {key: _put_into(live[key], each, is_ordered) if key in live else each for key, each in typed.items()}
         live.clear()
         live.update(content)
         return live
     if isinstance(live, list | tuple) and isinstance(loaded, list | tuple) and len(live) == len(loaded):
-        elements = [_put_into(*pair) for pair in zip(live, with_types_of(live, loaded), strict=True)]
+        typed = with_types_of(live, loaded, is_ordered=is_ordered)
+        elements = [_put_into(*pair, is_ordered) for pair in zip(live, typed, strict=True)]
         if isinstance(live, list):
             live[:] = elements
         elif any(one is not other for one, other in zip(live, elements, strict=True)):
             return type(loaded)(elements) if type(loaded) in (list, tuple) else loaded
         return live
     if isinstance(live, list) and isinstance(loaded, list):
-        live[:] = with_types_of(live, loaded)
+        live[:] = with_types_of(live, loaded, is_ordered=is_ordered)
         return live
     if isinstance(live, bytearray) and isinstance(loaded, bytearray):
         live[:] = loaded
