@@ -77,8 +77,12 @@ async def test_a_running_job_keeps_its_pods_its_token_and_its_template_over_a_ro
         other = await world.submit("new", numNodes=1)
         await world.until_pods("new", 1, seconds=120)
         assert [*(await tokens(world, "new")).values()] == [job_token(NEW_KEY, other["metadata"]["uid"], 1)]
-        metrics = await asyncio.to_thread(operator.fetch, "/metrics", operator.metrics_port)
-        assert "everstep_jobs_of_previous_keys 1.0" in metrics
+
+        async def one_is_counted() -> bool:  # figures are taken every few seconds
+            metrics = await asyncio.to_thread(operator.fetch, "/metrics", operator.metrics_port)
+            return "everstep_jobs_of_previous_keys 1.0" in metrics
+
+        await until(one_is_counted, "the job of the previous key is counted", 60)
 
         simulation.finish.set()  # only a leader that is authenticated can tell of it: the pods go on running
         status = await world.until_phase("digits", "Succeeded", seconds=120)
