@@ -336,6 +336,25 @@ def test_a_store_that_fails_ends_no_training_but_is_told_at_the_end(folder: Path
     assert len(failures) == 1
 
 
+def test_a_writer_that_is_killed_before_it_has_made_the_memory_is_replaced(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hello, killed = control.Link.hello, []
+
+    def greet_and_kill(link: control.Link, *what: Any) -> None:
+        hello(link, *what)
+        if not killed:
+            killed.append(link.pid)
+            os.kill(link.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(control.Link, "hello", greet_and_kill)
+    with session(folder) as ckpt:
+        ckpt.track(model=Model())
+        ckpt.save(1)
+    assert killed
+    assert steps_in(folder) == [1]
+
+
 def test_a_killed_writer_is_replaced_and_loses_nothing(folder: Path) -> None:
     model = Model()
     with session(folder, policy="wait") as ckpt:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -9,15 +10,18 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from everstep.checkpoint import control, slot_files
 from everstep.checkpoint.candidates import candidates
 from everstep.checkpoint.control import WriterLost
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import RUN
 from everstep.checkpoint.slots import Claim, State
 from everstep.checkpoint.store.base import open_store
+from everstep.checkpoint.writer import Writer
 from tests.checkpoint.builders import key
 from tests.checkpoint.writers import PATIENCE, Node, Site, until
 
@@ -127,6 +131,33 @@ def test_after_a_clean_end_nothing_is_left(site: Site) -> None:
     until(lambda: not node.runs, "the writer has ended")
     assert not node.directory.exists()
     assert site.good(key(10))
+
+
+def test_a_rank_that_comes_while_a_writer_ends_gets_another_one(site: Site) -> None:
+    """One that had given its memory back answered, and was gone when the rank asked for memory."""
+    directory = site.folder / "memory-0"
+    slot_files.secure(directory)
+
+    async def serve_until_a_rank_comes() -> None:
+        writer = Writer(directory, 30.0)
+        wait = writer._membership.wait_for_place
+
+        async def wait_and_end(*rank: Any) -> None:
+            await wait(*rank)
+            writer._ended.set()
+
+        writer._membership.wait_for_place = wait_and_end  # type: ignore[method-assign]
+        await writer.serve()
+
+    ending = threading.Thread(target=asyncio.run, args=(serve_until_a_rank_comes(),))
+    ending.start()
+    until((directory / control.SOCKET).exists, "the writer listens")
+    node = site.node()
+    assert node.pid != os.getpid()
+    node.save(key(10))
+    node.report("saved")
+    ending.join(PATIENCE)
+    assert not ending.is_alive()
 
 
 @pytest.mark.parametrize("stored", [True, False])

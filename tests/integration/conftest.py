@@ -18,7 +18,7 @@ from e2e.cluster.ports import free_ports
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.rbac import USED
-from everstep_operator.cluster.resources import Resource
+from everstep_operator.cluster.resources import JOBS, Resource
 from tests.integration.world import NAMESPACES, OWN_NAMESPACE, SERVICE_ACCOUNTS, OperatorProcess, World, until
 
 CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False)
@@ -138,5 +138,10 @@ async def _world(control_plane: ControlPlane, agent_port: int) -> AsyncIterator[
     await client.create(NAMESPACES, None, _namespace(name))
     # Without a controller-manager nobody else makes it, and no pod is admitted before.
     await client.create(SERVICE_ACCOUNTS, name, {"metadata": {"name": "default"}})
-    yield World(client, name, agent_port, network=number)
-    await client.close()
+    world = World(client, name, agent_port, network=number)
+    try:
+        yield world
+    finally:
+        for job in await world.all(JOBS):  # else every operator of later tests looks after it too, and counts it
+            await client.delete(JOBS, name, job["metadata"]["name"], uid=job["metadata"]["uid"])
+        await client.close()

@@ -3,15 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from e2e.cluster.controlplane import ControlPlane
+from everstep_operator.app import Operator
 from everstep_operator.cluster.cache import Key, version_of
-from everstep_operator.cluster.resources import JOBS, PODS
-from tests.integration.inprocess import operator
+from everstep_operator.cluster.resources import JOBS, PODS, Resource
+from tests.integration.inprocess import InjectedClient, operator
 from tests.integration.world import World, until
+
+
+@contextlib.asynccontextmanager
+async def watching_operator(
+    control_plane: ControlPlane, world: World, resource: Resource, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Operator, InjectedClient]]:
+    """An operator whose watch of `resource` has begun: it never tells of what was deleted before that."""
+    async with operator(control_plane.kubeconfig, world, resync_seconds=3600) as (made, client):
+        heard, hear = set[Resource](), made.resync.heard
+
+        def hearing(which: Resource) -> None:
+            heard.add(which)
+            hear(which)
+
+        monkeypatch.setattr(made.resync, "heard", hearing)
+        if resource == JOBS:
+            await world.submit("first", suspend=True)
+        else:
+            container = {"name": "first", "image": "first"}
+            meta = {"name": "first", "labels": {"app.kubernetes.io/managed-by": "everstep"}}
+            await world.client.create(PODS, world.namespace, {"metadata": meta, "spec": {"containers": [container]}})
+
+        async def is_heard() -> bool:
+            return resource in heard
+
+        await until(is_heard, f"the watch of {resource.plural} has begun", 60)
+        await made.queue.idle()
+        yield made, client
 
 
 async def test_a_pod_that_is_deleted_before_its_create_is_answered_is_made_again(
@@ -20,7 +51,7 @@ async def test_a_pod_that_is_deleted_before_its_create_is_answered_is_made_again
     """The event of the deletion is faster than the answer, and nothing tells of it again: no resync comes in time."""
     told: dict[str, int] = {}  # UIDs of deleted pods, and the version that the event of their deletion has
     created: list[Any] = []
-    async with operator(control_plane.kubeconfig, still_world, resync_seconds=3600) as (made, client):
+    async with watching_operator(control_plane, still_world, PODS, monkeypatch) as (made, client):
         create, remove = client.create, made.cache.pods.remove
 
         def removing(key: Key, uid: str, *version: int) -> bool:
@@ -62,13 +93,15 @@ async def test_a_status_whose_answer_comes_after_the_jobs_deletion_leaves_no_job
     control_plane: ControlPlane, still_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the operator would go on planning for it, and make its Service and its ConfigMaps again."""
-    async with operator(control_plane.kubeconfig, still_world, resync_seconds=3600) as (made, client):
+    async with watching_operator(control_plane, still_world, JOBS, monkeypatch) as (made, client):
         apply_status, jobs = client.apply_status, made.cache.jobs
         key = (still_world.namespace, "digits")
         answered = asyncio.Event()
 
         async def applying(*args: Any) -> Any:
             answer = await apply_status(*args)
+            if answer["metadata"]["name"] != "digits":
+                return answer
             await still_world.client.delete(JOBS, *key, uid=answer["metadata"]["uid"])
 
             async def told_of_it() -> bool:

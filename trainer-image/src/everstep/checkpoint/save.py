@@ -59,11 +59,23 @@ class Node:
     def settle(self, config: Config, kept: tuple[int, ...]) -> None:
         """Tells the writer what is known only after all nodes have met; all ranks of the node do."""
         self.config, self.kept = config, kept
-        self._found().hello(config, self._local)
+        link = self._found()
+        try:
+            link.hello(config, self._local)
+        except WriterLost:
+            self.close()
+            self._found()
 
     def call(self, verb: str, timeout: float = control.ANSWER_TIMEOUT, **fields: Any) -> Any:
         """See Link.call; a writer that was lost before is looked for first."""
         return self.answer(self.tell(verb, **fields), timeout)
+
+    def call_until_heard(self, verb: str, timeout: float = control.ANSWER_TIMEOUT, **fields: Any) -> Any:
+        """See Link.call, for what may be said twice: where the writer is lost meanwhile, a new one is told, once."""
+        try:
+            return self.call(verb, timeout, **fields)
+        except WriterLost:
+            return self.call(verb, timeout, **fields)
 
     def tell(self, verb: str, **fields: Any) -> int:
         """See Link.tell."""
@@ -324,7 +336,7 @@ class Saver:
         except RankLost as error:
             raise RankLost(error.ranks or self._absent(), "left while ranks planned this save together") from error
         sizes = [[plan.sizes[rank] for rank in ranks] for ranks in (topology.ranks, self._node.kept)]
-        why = self._node.call("reserve", ALLOCATION_TIMEOUT, sizes=sizes[0], kept=sizes[1])
+        why = self._node.call_until_heard("reserve", ALLOCATION_TIMEOUT, sizes=sizes[0], kept=sizes[1])
         if why is not None:
             _log.warning("no copy of another node's slots is kept here: %s", why)
         layout = self._slots.save_layout(plan.boxes)

@@ -161,6 +161,8 @@ class Writer:
         self._verifier.stop()
         await self._disown(config)
         await self._membership.wait_for_place(writer, config, local)
+        if self._ended.is_set():  # while this rank waited: it has seen nobody connected, and given the memory back
+            raise ConnectionAbortedError("this writer ends, and the rank gets another one")
         if not self._membership.is_of_run(config):
             self._take_over(config)
         self._membership.config = config  # the keeper of our copies is known now
