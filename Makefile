@@ -42,7 +42,7 @@ test-gpu: $(if $(PYTHON),,venv-torch) ## state on NVIDIA GPUs, for real; fails w
 	$(RUN_GPU) -m tests.gpu $(ARGS)
 
 test-integration: venv ## the operator against a real API server, checkpoints on a real S3 server
-	$(RUN) pytest tests -m "integration and not chaos" -q
+	$(RUN) pytest tests -m "integration and not chaos" -n 2 --dist worksteal -q
 
 test-e2e: venv ## real pods on a real cluster, brought up if there is none
 	$(RUN) pytest e2e/scenarios tests -m "e2e and not chaos" -q

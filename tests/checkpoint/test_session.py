@@ -339,7 +339,8 @@ def test_a_store_that_fails_ends_no_training_but_is_told_at_the_end(folder: Path
 def test_a_writer_that_is_killed_before_it_has_made_the_memory_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hello, killed = control.Link.hello, []
+    hello = control.Link.hello
+    killed: list[int] = []
 
     def greet_and_kill(link: control.Link, *what: Any) -> None:
         hello(link, *what)

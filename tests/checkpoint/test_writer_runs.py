@@ -146,7 +146,7 @@ def test_a_rank_that_comes_while_a_writer_ends_gets_another_one(site: Site) -> N
             await wait(*rank)
             writer._ended.set()
 
-        writer._membership.wait_for_place = wait_and_end  # type: ignore[method-assign]
+        writer._membership.wait_for_place = wait_and_end  # type: ignore[assignment,method-assign]
         await writer.serve()
 
     ending = threading.Thread(target=asyncio.run, args=(serve_until_a_rank_comes(),))

@@ -33,6 +33,20 @@ async def running(world: World, name: str, simulation: Simulation) -> dict[str, 
     return await world.job(name)
 
 
+async def until_still(world: World, name: str) -> None:
+    """The last events of its start are over: nothing is written for two seconds."""
+
+    async def versions() -> list[str]:
+        return [item["metadata"]["resourceVersion"] for item in (await world.job(name), *await world.pods(name))]
+
+    async def still() -> bool:
+        before = await versions()
+        await asyncio.sleep(2)
+        return await versions() == before
+
+    await until(still, f"nothing is written for {name}", 60)
+
+
 async def test_a_restarted_api_server_costs_nothing(
     control_plane: ControlPlane, operator: OperatorProcess, world: World
 ) -> None:
@@ -72,7 +86,7 @@ async def test_applying_the_same_again_changes_nothing(world: World) -> None:
     await world.submit("digits", numNodes=2)
     async with Simulation(world, "digits") as simulation:
         await running(world, "digits", simulation)
-        await asyncio.sleep(1)  # the last events of its start
+        await until_still(world, "digits")
         pods = [pod["metadata"]["resourceVersion"] for pod in await world.pods("digits")]
         path = JOBS.path(world.namespace, "digits")
         await world._patch(path, {"metadata": {"annotations": {"team": "red"}}, "spec": {"numNodes": 2}})
@@ -147,6 +161,7 @@ async def test_a_ghost_is_found_by_listing(control_plane: ControlPlane, still_wo
     await still_world.submit("digits", numNodes=2)
     serving = operator(control_plane.kubeconfig, still_world, resync_seconds=3600)
     async with Simulation(still_world, "digits") as simulation, serving as (made, _):
+        made.resync.soon = lambda: None  # type: ignore[method-assign]
         await running(still_world, "digits", simulation)
         hearing = made.watch._receive
         made.watch._receive = lambda *_: None

@@ -15,8 +15,11 @@ from everstep_operator.cluster.resources import LEASES
 from tests.integration.world import OperatorProcess, World, until
 
 
-def lease(world: World, identity: str, name: str) -> Lease:
-    return Lease(world.client, world.namespace, name, identity, duration=2.0, renew_deadline=1.0, period=0.1)
+def lease(world: World, identity: str, name: str, seconds: float = 6.0) -> Lease:
+    """On a busy machine a renewal may take a second or two."""
+    return Lease(
+        world.client, world.namespace, name, identity, duration=seconds, renew_deadline=seconds / 2, period=0.1
+    )
 
 
 async def test_the_second_waits_until_the_first_is_silent(world: World) -> None:
@@ -24,14 +27,14 @@ async def test_the_second_waits_until_the_first_is_silent(world: World) -> None:
     await first.acquire()
     holding = asyncio.create_task(first.hold())
     waiting = asyncio.create_task(second.acquire())
-    await asyncio.sleep(3)
+    await asyncio.sleep(8)
     assert not waiting.done(), "taken while it was being renewed"
     holding.cancel()  # the first is gone without a word
     started = asyncio.get_running_loop().time()
-    await asyncio.wait_for(waiting, 10)
-    assert asyncio.get_running_loop().time() - started >= 1.5
+    await asyncio.wait_for(waiting, 60)
+    assert asyncio.get_running_loop().time() - started >= 4.5
     with pytest.raises(LeaseLost):
-        await asyncio.wait_for(first.hold(), 5)
+        await asyncio.wait_for(first.hold(), 60)
 
 
 async def test_a_replica_that_stands_by_is_ready_while_the_api_server_answers_it(world: World) -> None:
@@ -66,15 +69,15 @@ async def test_the_second_of_two_operators_is_ready(operator: OperatorProcess, t
 
 
 async def test_a_restarted_container_goes_on_at_once(world: World) -> None:
-    await lease(world, "pod", "x").acquire()
-    await asyncio.wait_for(lease(world, "pod", "x").acquire(), 1)
+    await lease(world, "pod", "x", 600).acquire()
+    await asyncio.wait_for(lease(world, "pod", "x", 600).acquire(), 60)
 
 
 async def test_a_released_lease_is_free_at_once(world: World) -> None:
-    first = lease(world, "a", "x")
+    first = lease(world, "a", "x", 600)
     await first.acquire()
     await first.release()
-    await asyncio.wait_for(lease(world, "b", "x").acquire(), 1)
+    await asyncio.wait_for(lease(world, "b", "x", 600).acquire(), 60)
 
 
 async def test_who_cannot_renew_gives_up_before_others_may_take_over(world: World) -> None:
@@ -87,8 +90,8 @@ async def test_who_cannot_renew_gives_up_before_others_may_take_over(world: Worl
     first.client = type("CutOff", (), {"get": lost, "replace": lost, "create": lost})()
     started = asyncio.get_running_loop().time()
     with pytest.raises(LeaseLost):
-        await asyncio.wait_for(first.hold(), 10)
-    assert asyncio.get_running_loop().time() - started < 2.0
+        await asyncio.wait_for(first.hold(), 60)
+    assert asyncio.get_running_loop().time() - started < first.duration
 
 
 async def test_two_that_start_together(world: World) -> None:

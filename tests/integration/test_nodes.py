@@ -11,6 +11,7 @@ import pytest
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.app import Operator
 from everstep_operator.cluster import errors
+from everstep_operator.cluster.cache import key_of, version_of
 from everstep_operator.cluster.resources import EVENTS, NODES, POOLS
 from everstep_operator.plan import gang
 from everstep_operator.plan.gang import PATIENCE_ALONE
@@ -97,6 +98,16 @@ async def test_heartbeats_of_nodes_reconcile_nothing(control_plane: ControlPlane
         Simulation(world, "digits", (name,)) as simulation,
     ):
         await running(world, simulation)
+
+        async def heard_of_all() -> bool:
+            job, pods = await world.job("digits"), await world.pods("digits")
+            held = made.cache.jobs.get(key_of(job))
+            known = [made.cache.pods.get(key_of(pod)) for pod in pods]
+            versions = [entry.version if entry is not None else 0 for entry in (held, *known)]
+            return all(version >= version_of(item) for version, item in zip(versions, (job, *pods), strict=True))
+
+        await until(heard_of_all, "the last events of the start")
+        await made.queue.idle()
         looks: list[object] = []
         made.cache.touched = looks.append
         for _ in range(20):
