@@ -138,6 +138,33 @@ def test_a_mean_is_weighted_by_samples_or_by_what_the_user_says() -> None:
     assert Fabric(2).run(work)[0] == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize(("schedule", "recompute"), [("1f1b", frozenset()), ("zb-h1", frozenset()), ("1f1b", {0, 1})])
+def test_a_micro_batch_in_which_nothing_counts_adds_nothing_to_a_weighted_mean(
+    schedule: str, recompute: frozenset[int]
+) -> None:
+    batch = batch_of(MLP, 0)
+    weights = torch.tensor([0, 0, 1, 2, 0, 0, 0, 3], dtype=torch.float64)  # two of four micro-batches count nothing
+    targets = {"y": batch.targets, "w": weights}
+
+    def weighted(output: Any, targets: Any) -> Any:
+        return ((output - targets["y"]).square().mean(1) * targets["w"]).sum() / targets["w"].sum()
+
+    def work(transport: Transport) -> tuple[list[float], dict[str, Any]]:
+        options = Options(loss_weight=lambda output, targets: targets["w"].sum(), recompute=frozenset(recompute))
+        engine = engine_of(replace(MLP, schedule=schedule), transport, weighted, options)
+        losses = [engine.evaluate(batch.inputs, targets).loss, engine.step(batch.inputs, targets).loss]
+        return losses, {name: parameter.grad for name, parameter in engine.parameters.named.items()}
+
+    model = CASES["mlp"].build()
+    expected = weighted(model(batch.inputs["x"]), targets)
+    expected.backward()
+    wanted = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for losses, found in Fabric(2).run(work):
+        assert losses == pytest.approx([expected.item()] * 2, rel=1e-12)
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, wanted[name], rtol=1e-10, atol=1e-12)
+
+
 def test_metrics_of_a_loss_are_sums_over_its_count() -> None:
     def loss(output: Any, targets: Any) -> Any:
         total, count = CASES["resnet"].loss(output, targets)

@@ -38,23 +38,31 @@ class Total:
 
 
 def evaluate(loss: Loss, output: Any, targets: Any, samples: int, weight: Loss | None) -> Part:
-    """What `loss` gives for a micro-batch of `samples`: (sum, count), (sum, count, metrics), or a mean, which is then
-    weighted by `weight(output, targets)` or else by the samples.
+    """Return the loss of a micro-batch of `samples`, as a sum and how much it counts.
 
-    PipelineError if it is none of them.
+    `loss` gives (sum, count), (sum, count, metrics), or a mean, which is then weighted by `weight(output, targets)` or
+    else by the samples. The mean of a micro-batch in which nothing counts is 0 / 0: its sum is 0, and has no graph.
+    With `weight`, a count on a GPU is waited for.
+
+    Raises:
+        PipelineError: If the loss gives none of them.
     """
     given = loss(output, targets)
+    metrics: Mapping[str, Any] = {}
     if isinstance(given, tuple) and len(given) in (2, 3):
         total, count, *more = given
+        metrics = more[0] if more else {}
         if weight is not None:
             raise PipelineError("loss_weight= is for a loss that gives a mean; this one gives (sum, count)")
     else:
-        count = weight(output, targets) if weight is not None else samples
-        total, more = given * count, []
+        total, count = given, samples if weight is None else weight(output, targets)
     if not isinstance(total, torch.Tensor) or total.dim():
         what = f"a tensor of shape {tuple(total.shape)}" if isinstance(total, torch.Tensor) else type(total).__name__
         raise PipelineError(f"a loss gives a scalar mean, or (sum, count) with a scalar sum; this one gave {what}")
-    return Part(total, _plain(count), {name: _plain(value) for name, value in (more[0] if more else {}).items()})
+    if not isinstance(given, tuple):
+        # A factor of 0 would not do: 0 times a gradient that is not a number is none either.
+        total = torch.zeros_like(total) if weight is not None and not count else total * count
+    return Part(total, _plain(count), {name: _plain(value) for name, value in metrics.items()})
 
 
 def _plain(number: Any) -> Any:

@@ -5,7 +5,9 @@ let the trunk be the nodes from which an input can be reached. The first part ru
 each node that has a branch: an edge to a node outside the trunk, which leads to parameters only. The second part runs
 the branches. Each native node computes each of its gradients once, since autograd asks it only for those that lie on
 the way. Where asking for one branch would draw in the trunk again, or another branch, as when a parameter is used twice
-and one use lies above the other, the gradients of the parameters under it are taken in the first part.
+and one use lies above the other, the gradients of the parameters under it are taken in the first part. So are those
+under a function that is written in Python, or compiled: it computes all of its gradients whenever it is asked for one,
+and may do more than that.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 Gradients = list[Any]  # a tensor or None for each
@@ -76,16 +79,14 @@ def input_grad(roots: Sequence[Any], gradients: Gradients, inputs: Sequence[Any]
 
     `roots` require gradients, which are `gradients`; None for an input that none of them depends on.
     """
-    trunk, branches, early = _survey(roots, inputs)
+    edges = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
+    first, branches, early = _survey([(edge.node, edge.output_nr) for edge in edges], inputs)
     deferred = Deferred()
-    through, coming = [], []
-    for root, gradient in zip(roots, gradients, strict=True):
-        if root.grad_fn in trunk or any(root is leaf for leaf in inputs):
-            through.append(root)
-            coming.append(gradient)
-        else:
-            deferred.roots.append(torch.autograd.graph.get_gradient_edge(root))
-            deferred.gradients.append(gradient)
+    through, coming = list[Any](), list[Any]()
+    for edge, gradient in zip(edges, gradients, strict=True):
+        is_first = edge.node in first
+        (through if is_first else deferred.roots).append(edge)
+        (coming if is_first else deferred.gradients).append(gradient)
     if not through:
         return [None] * len(inputs), deferred
     came: dict[Any, Gradients] = {}
@@ -109,10 +110,10 @@ def input_grad(roots: Sequence[Any], gradients: Gradients, inputs: Sequence[Any]
     return list(found[: len(inputs)]), deferred
 
 
-def _survey(roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[set[Any], list[dict[Any, list[Any]]], list[Any]]:
-    """The trunk; the branches that can wait, by their node, those together that have one in common; the edges that
-    cannot."""
-    order = _order([root.grad_fn for root in roots if root.grad_fn is not None])
+def _survey(roots: Sequence[Edge], inputs: Sequence[Any]) -> tuple[set[Any], list[dict[Any, list[Any]]], list[Any]]:
+    """Return the nodes that the first part begins at or passes, the branches that can wait, by their node, those
+    together that have one in common, and the edges that cannot wait."""
+    order = _order([node for node, _ in roots])
     ends = {torch.autograd.graph.get_gradient_edge(leaf).node for leaf in inputs}
     trunk = set(ends)
     for node, children in order.items():
@@ -124,13 +125,19 @@ def _survey(roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[set[Any], list
             for edge in children:
                 if edge[0] not in trunk and node not in starts.setdefault(edge, []):
                     starts[edge].append(node)
+    for edge in roots:
+        if edge[0] not in trunk:
+            starts.setdefault(edge, [])  # it begins at no node, but may have some in common with the branches
+    first = set(trunk)
     home: dict[Any, dict[Any, list[Any]]] = {}
     early: dict[Any, Any] = {}
     for edges, under in _together(starts, order):
-        nested = any(child in under for child, _ in edges)
-        if nested or any(_one_above_another(starts[edge], order, trunk) for edge in edges):
-            last = [node for node in (*under, *(child for child, _ in edges)) if not order[node]]
-            early.update((node, GradientEdge(node, 0)) for node in last)
+        nested = any(edge[0] in under for edge in edges if starts[edge])
+        is_python = any(isinstance(node, BackwardCFunction) for edge in edges for node in starts[edge])
+        if nested or is_python or any(_one_above_another(starts[edge], order, trunk) for edge in edges):
+            tops = {child for child, _ in edges}
+            early.update((node, GradientEdge(node, 0)) for node in (*under, *tops) if not order[node])
+            first |= tops
         else:
             together: dict[Any, list[Any]] = {}
             for node, way in [(node, edge) for edge in edges for node in starts[edge]]:
@@ -140,7 +147,7 @@ def _survey(roots: Sequence[Any], inputs: Sequence[Any]) -> tuple[set[Any], list
                         home[other] = together
                 together.setdefault(node, []).append(GradientEdge(*way))
                 home[node] = together
-    return trunk, list({id(each): each for each in home.values()}.values()), list(early.values())
+    return first, list({id(each): each for each in home.values()}.values()), list(early.values())
 
 
 def _together(branches: Iterable[Edge], order: Graph) -> list[tuple[list[Edge], set[Any]]]:
