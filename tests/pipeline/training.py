@@ -18,6 +18,7 @@ from everstep.pipeline.schedules import Schedule, lower, make
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.by_hand import cut, recipe
+from tests.pipeline.compiled import COMPILED
 from tests.pipeline.library_models import LIBRARY
 from tests.pipeline.models import CASES, Batch, Case, slice_batch
 
@@ -81,7 +82,7 @@ def setting_of(row: Mapping[str, Any], **more: Any) -> Setting:
 
 
 def case_of(setting: Setting) -> Case:
-    return CASES.get(setting.case) or LIBRARY[setting.case]
+    return CASES.get(setting.case) or COMPILED.get(setting.case) or LIBRARY[setting.case]
 
 
 def batch_of(setting: Setting, step: int) -> Batch:

@@ -23,6 +23,7 @@ from everstep.pipeline.engine.stage import why_not_split
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.check import compare
+from everstep.pipeline.frontend.compiled import is_compiled
 from everstep.pipeline.frontend.materialise import Seeded, Source, materialise
 from everstep.pipeline.frontend.skeleton import joined
 from everstep.pipeline.frontend.split import split
@@ -336,6 +337,8 @@ def _check_kind(model: nn.Module) -> None:
     wrapped = nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule
     kind = next((each.__name__ for each in wrapped if isinstance(model, each)), None)
     kind = "compiled module" if hasattr(model, "_orig_mod") else kind
+    if kind is None and is_compiled(model):
+        raise PipelineError("the model is compiled as a whole, and cannot be cut: compile its blocks instead")
     if kind is not None:
         raise PipelineError(f"the model is a {kind}: give the module that is in it; parts of it may be compiled")
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+_REASON = "a pipeline puts the statistics of batch normalisation together itself: compile without fullgraph=True"
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -35,8 +36,9 @@ class RunningStatistics:
         self._own: dict[nn.Module, tuple[dict[str, Any], float | None]] = {}
         self._hooks: list[Any] = []
         for layer in self._layers:
-            self._hooks.append(layer.register_forward_pre_hook(self._enter))
-            self._hooks.append(layer.register_forward_hook(self._leave))
+            # Where a layer is compiled, what changes its buffers stays outside of the compiled code.
+            self._hooks.append(layer.register_forward_pre_hook(torch.compiler.disable(self._enter, reason=_REASON)))
+            self._hooks.append(layer.register_forward_hook(torch.compiler.disable(self._leave, reason=_REASON)))
 
     def begin(self, *, count: bool) -> None:
         """Before the forward of a micro-batch in training; without `count` it is a recomputation."""

@@ -5,6 +5,9 @@ leaves it with a seed that the code around it goes on with. So a module draws th
 runs. What a module's own code draws beside its submodules belongs to it; such a module must not be cut, and the front
 end does not.
 
+A module that is compiled draws as one, and so must what is inside it: by the same compiled code wherever the model is
+cut, but not as the same modules do uncompiled.
+
 Seeding costs some 10 µs a call. Modules of torch that never draw are left out from the start, others when the first
 step has shown that they do not; should one begin to draw later, all are back.
 """
@@ -18,10 +21,13 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+
+from everstep.pipeline.frontend.compiled import is_compiled
 
 NOTHING: Mapping[str, Sequence[int]] = {}
 _DRAWING = ("Dropout", "RReLU", "MultiheadAttention", "Transformer", "RNN", "LSTM", "GRU", "FractionalMaxPool")
@@ -76,11 +82,18 @@ class Random:
         self._generator: Any = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
         self._generator = self._generator or torch.default_generator
         self._hooks: list[Any] = []
+        self._compiled: list[tuple[nn.Module, Any]] = []  # with what they were called by
+        whole = [f"{name}." for name, module in modules.items() if is_compiled(module)]
         for name, module in modules.items():
-            if module not in self._names and _may_draw(module):
+            # Hooks inside of what is compiled would only have it compiled anew.
+            if module not in self._names and _may_draw(module) and not name.startswith(tuple(whole)):
                 self._names[module] = name
-                self._hooks.append(module.register_forward_pre_hook(self._enter))
-                self._hooks.append(module.register_forward_hook(self._leave))
+                if module._compiled_call_impl is not None:  # its hooks would be compiled too
+                    self._compiled.append((module, module._compiled_call_impl))
+                    module._compiled_call_impl = partial(self._call, module, module._compiled_call_impl)
+                else:
+                    self._hooks.append(module.register_forward_pre_hook(self._enter))
+                    self._hooks.append(module.register_forward_hook(self._leave))
 
     @contextlib.contextmanager
     def of(self, microbatch: int, repeats: Mapping[str, Sequence[int]] = NOTHING, stage: int = 0) -> Iterator[None]:
@@ -114,6 +127,8 @@ class Random:
         """Leaves the modules as if it had never been."""
         for hook in self._hooks:
             hook.remove()
+        for module, call in self._compiled:
+            module._compiled_call_impl = call
 
     def next_step(self) -> None:
         """The numbers of the next step."""
@@ -135,7 +150,17 @@ class Random:
             self._generator.set_state(before)
             self.microbatch, self._repeats, self._log, self._inside, self._again, self._frames = around
 
+    def _call(self, module: nn.Module, call: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # a part of what is compiled around it
+            return call(*args, **kwargs)
+        self._enter(module, args)
+        result = call(*args, **kwargs)
+        self._leave(module)
+        return result
+
     def _enter(self, module: nn.Module, _: Any) -> None:
+        if torch.compiler.is_compiling():  # what is compiled draws as one, from the seed of the whole
+            return
         if not self._inside or not module.training:
             return
         name = self._names[module]
@@ -153,6 +178,8 @@ class Random:
         self._frames.append(_Frame(module, around, self._generator.get_state(), entered[call]))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
+        if torch.compiler.is_compiling():
+            return
         if not self._frames or self._frames[-1].module is not module:
             return
         frame = self._frames.pop()

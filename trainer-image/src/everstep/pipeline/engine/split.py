@@ -96,7 +96,7 @@ def input_grad(roots: Sequence[Any], gradients: Gradients, inputs: Sequence[Any]
 
     hooks = [node.register_prehook(keep(node)) for together in branches for node in together]
     try:
-        found = torch.autograd.grad(through, [*inputs, *early], coming, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(through, [*inputs, *early], coming, retain_graph=bool(branches), allow_unused=True)
     finally:
         for hook in hooks:
             hook.remove()
@@ -129,12 +129,14 @@ def _survey(roots: Sequence[Edge], inputs: Sequence[Any]) -> tuple[set[Any], lis
         if edge[0] not in trunk:
             starts.setdefault(edge, [])  # it begins at no node, but may have some in common with the branches
     first = set(trunk)
+    # The graph of compiled code cannot be kept for another part.
+    compiled = any(type(node).__name__ == "CompiledFunctionBackward" for node in order)
     home: dict[Any, dict[Any, list[Any]]] = {}
     early: dict[Any, Any] = {}
     for edges, under in _together(starts, order):
         nested = any(edge[0] in under for edge in edges if starts[edge])
         is_python = any(isinstance(node, BackwardCFunction) for edge in edges for node in starts[edge])
-        if nested or is_python or any(_one_above_another(starts[edge], order, trunk) for edge in edges):
+        if compiled or nested or is_python or any(_one_above_another(starts[edge], order, trunk) for edge in edges):
             tops = {child for child, _ in edges}
             early.update((node, GradientEdge(node, 0)) for node in (*under, *tops) if not order[node])
             first |= tops

@@ -15,6 +15,7 @@ from everstep.pipeline.engine.nested import Value, unflatten, value_of
 from everstep.pipeline.engine.split import Deferred, input_grad
 from everstep.pipeline.engine.values import Gradients
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.compiled import is_compiled
 
 OUTPUT = "output"  # what the model returns, as a value of the last stage
 INPUT = "input:"  # before the name of an argument of the model
@@ -237,6 +238,6 @@ def why_not_split(module: StageModule) -> str | None:
     for name, part in module.module.named_modules():
         if part._backward_hooks or part._backward_pre_hooks:
             return f"{name or 'the stage'} has backward hooks"
-        if hasattr(part, "_orig_mod"):
+        if is_compiled(part):
             return f"{name or 'the stage'} is compiled"
     return None

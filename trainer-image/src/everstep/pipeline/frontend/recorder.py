@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend import opaque
+from everstep.pipeline.frontend.compiled import COMPILED, is_compiled
 from everstep.pipeline.frontend.patches import listening
 from everstep.pipeline.frontend.placement import built_in, current
 from everstep.pipeline.frontend.record import Call, Op, Record, Tensor, Untraceable
@@ -378,7 +379,10 @@ def _name(func: Any) -> str:
 
 
 def _hooks(module: nn.Module) -> str:
-    """Why a module runs as one, if it does: hooks see what it is given and what it gives."""
+    """Why a module runs as one, if it does: hooks see what it is given and what it gives, and parts of what is compiled
+    would run uncompiled."""
+    if is_compiled(module):
+        return COMPILED
     found = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "it has hooks" if any(getattr(module, name) for name in found) else ""
 

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend import modes
 from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.compiled import uncompiled
 from everstep.pipeline.frontend.record import Record, Untraceable
 from everstep.pipeline.frontend.recorder import BatchFixed, Recorder, taken
 from everstep.pipeline.frontend.sizes import Sizes, evaluate
@@ -111,7 +112,7 @@ def _record(
     while True:
         recorder = Recorder(model, Sizes(known), device, unseen, whole)
         try:
-            with attributes_kept(model), _python_draws_nothing():
+            with attributes_kept(model), _python_draws_nothing(), uncompiled():
                 return recorder.run(model, arguments, call)
         except BatchFixed as fixed:
             reason = (

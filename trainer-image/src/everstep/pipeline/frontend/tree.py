@@ -11,6 +11,7 @@ from torch import nn
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend import placement
+from everstep.pipeline.frontend.compiled import is_compiled
 from everstep.pipeline.frontend.placement import built_in
 from everstep.pipeline.frontend.refs import Argument, Maker, Ref, Value, binder, maker
 from everstep.pipeline.frontend.skeleton import skeleton
@@ -103,7 +104,7 @@ def tree(model: nn.Module, blocks: Sequence[str | nn.Module] | None = None, *, r
     PipelineError if the model is no such chain, or if parameters are in no block.
     """
     if blocks is None:
-        if type(model).forward is not nn.Sequential.forward or _hooked(model):
+        if type(model).forward is not nn.Sequential.forward or _must_stay_whole(model):
             lists = [name for name, each in model.named_modules() if isinstance(each, nn.Sequential | nn.ModuleList)]
             raise PipelineError(
                 f"{type(model).__name__} is no plain nn.Sequential: name the blocks in the order in which each is "
@@ -131,14 +132,15 @@ def tree(model: nn.Module, blocks: Sequence[str | nn.Module] | None = None, *, r
 def _flat(module: nn.Module, path: str) -> Iterator[str]:
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
-        if type(child).forward is nn.Sequential.forward and not _hooked(child):
+        if type(child).forward is nn.Sequential.forward and not _must_stay_whole(child):
             yield from _flat(child, below)
         else:
             yield below
 
 
-def _hooked(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+def _must_stay_whole(module: nn.Module) -> bool:
+    hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks
+    return any(hooks) or is_compiled(module)
 
 
 def _bind(ref: Ref) -> Maker:
