@@ -18,12 +18,14 @@ from everstep.pipeline.engine.mail import Mail
 from everstep.pipeline.engine.microbatch import Parts, bounds, pick, split
 from everstep.pipeline.engine.nested import Value
 from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.parameter_hooks import call_hooks
 from everstep.pipeline.engine.parameters import Parameters
 from everstep.pipeline.engine.rng import Random
 from everstep.pipeline.engine.scaling import LossScale, Scaled, scale
 from everstep.pipeline.engine.stage import Ran, Stage, StageModule, why_not_split
 from everstep.pipeline.engine.values import Gradients, Values
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.gradients import has_hooks, without_hooks
 from everstep.pipeline.graph import StageGraph
 from everstep.pipeline.schedules import Action, Kind, Limits, Rendezvous, Schedule, validate
 from everstep.pipeline.schedules.flow import Flow
@@ -114,7 +116,8 @@ class Engine:
             self.parameters.forget_gradients()
             self._total = Total()
         with self.aborting():
-            self._pass(batch, targets, TRAIN if last else ACCUMULATE, reduce=last)
+            with without_hooks(self.parameters.own):
+                self._pass(batch, targets, TRAIN if last else ACCUMULATE, reduce=last)
             self._batches += 1
             return self._finish() if last else Output(float("nan"), 0.0)
 
@@ -241,7 +244,10 @@ class Engine:
             self._statistics.commit(lambda tensor: None)
         counted = self.parameters.counted if self.transport.replica == 0 else []
         device, own = self.transport.device, self.parameters.own
-        scaled = scale(own, counted, self._total, self._sum, self.loss_scale, self.options.clip, device)
+        hooks = None
+        if any(map(has_hooks, own)):
+            hooks = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
+        scaled = scale(own, counted, self._total, self._sum, self.loss_scale, self.options.clip, device, hooks)
         self.steps, self._batches = self.steps + 1, 0
         self._random.next_step()
         return Output(scaled.loss, scaled.count, self._metrics(scaled), scaled.norm, scaled.skipped)

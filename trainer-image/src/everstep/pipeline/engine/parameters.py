@@ -62,6 +62,13 @@ class Parameters:
         """Those of this rank's stages, by their names in the whole model."""
         return {name: buffer for stage in self._stages.values() for name, buffer in stage.module.named_buffers()}
 
+    @property
+    def by_original_name(self) -> dict[str, Any]:
+        """Each parameter once, under a name that all its owners have for it."""
+        names = {parameter: name for name, parameter in reversed(self.named.items())}
+        names |= {parameter: name for name, parameter in self.shared.items()}
+        return {name: parameter for parameter, name in names.items()}
+
     def forget_gradients(self) -> None:
         for parameter in self.own:
             parameter.grad = None

@@ -123,6 +123,16 @@ class Random:
         with self._calls(microbatch, repeats, self._logs.get((stage, microbatch), _Log()), again=True):
             yield
 
+    @contextlib.contextmanager
+    def of_hooks(self, name: str) -> Iterator[None]:
+        """Draw inside what all copies of the parameter of this name draw in this step."""
+        before = self._generator.get_state()
+        try:
+            self._generator.manual_seed(seed_of(self.seed, self.step, 0, f"/hooks of {name}"))
+            yield
+        finally:
+            self._generator.set_state(before)
+
     def close(self) -> None:
         """Leaves the modules as if it had never been."""
         for hook in self._hooks:

@@ -53,35 +53,56 @@ def scale(
     scaling: LossScale,
     clip: float | None,
     device: torch.device,
+    hooks: Callable[[], None] | None = None,
 ) -> Scaled:
     """Makes sums of gradients those of the mean loss. Of `parameters`, this rank's, those in `counted` are in the norm
     for all; `reduce` sums a tensor in place over all ranks and replicas.
 
     A step without anything that counts, and under fp16 one with an overflow, leaves no gradients: an optimizer that is
-    called then changes nothing.
+    called then changes nothing. `hooks` change gradients of the mean loss, before they are clipped.
     """
     asked = clip is not None or scaling.moves
-    sums = torch.zeros(5, dtype=torch.float64, device=device)
+    sums = torch.zeros(6, dtype=torch.float64, device=device)
     sums[0], sums[1] = total.sum, total.count
     if asked:
-        gradients = [parameter.grad for parameter in counted if parameter.grad is not None]
-        sums[2] = torch.nn.utils.get_total_norm(gradients).double() ** 2 if gradients else 0.0
+        sums[2] = _squares(counted)
+    sums[5] = float(hooks is not None)
     sums[3], sums[4] = len(total.metrics), float(bool(total.metrics))
     reduce(sums)
-    loss, count, squares, metrics, givers = sums.tolist()
+    loss, count, squares, metrics, givers, hooked = sums.tolist()
     each = round(metrics / givers) if givers else 0
     overflow = scaling.moves and not math.isfinite(squares)
+    factor = 1.0 / (count * scaling.value) if count else 0.0
+    if hooked and count and not overflow:
+        _multiply(parameters, factor)
+        if hooks is not None:
+            hooks()
+        factor = 1.0
+        if asked:  # by all ranks, since there are hooks on some
+            again = sums.new_zeros(1)
+            again[0] = _squares(counted)
+            reduce(again)
+            squares = again.item()
+            overflow = scaling.moves and not math.isfinite(squares)
     if not count or overflow:
         for parameter in parameters:
             parameter.grad = None
         scaling.update(overflow)
         return Scaled(loss / count if count else math.nan, count, None, True, each)
-    factor = 1.0 / (count * scaling.value)
     norm = math.sqrt(squares) * factor if asked else None
     if clip is not None and norm is not None:
         factor *= min(1.0, clip / (norm + 1e-6))
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)
+    _multiply(parameters, factor)
     scaling.update(False)
     return Scaled(loss / count, count, norm, False, each)
+
+
+def _squares(parameters: Sequence[Any]) -> Any:
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients).double() ** 2 if gradients else 0.0
+
+
+def _multiply(parameters: Sequence[Any], factor: float) -> None:
+    for parameter in parameters if factor != 1.0 else ():
+        if parameter.grad is not None:
+            parameter.grad.mul_(factor)

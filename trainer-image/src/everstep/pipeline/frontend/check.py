@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.compiled import uncompiled
+from everstep.pipeline.frontend.gradients import without_hooks
 from everstep.pipeline.frontend.patches import divisible_checkpoints
 from everstep.pipeline.frontend.stages import INPUT, OUTPUT, StageModule
 from everstep.pipeline.frontend.trace import attributes_kept
@@ -151,7 +152,7 @@ def _as_before(model: nn.Module) -> Iterator[None]:
     """Random numbers and buffers are afterwards what they were; what is compiled runs as it was written."""
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(devices)), uncompiled():
+    with torch.random.fork_rng(sorted(devices)), uncompiled(), without_hooks(model.parameters()):
         try:
             yield
         finally:

@@ -158,4 +158,11 @@ def _empty(like: Any, device: Any) -> Any:
 
 
 def _of_kind(like: Any, made: Any) -> Any:
-    return nn.Parameter(made, requires_grad=like.requires_grad) if isinstance(like, nn.Parameter) else made
+    if not isinstance(like, nn.Parameter):
+        return made
+    parameter = nn.Parameter(made, requires_grad=like.requires_grad)
+    if like._backward_hooks:  # what listens to its gradient does so still
+        parameter._backward_hooks = like._backward_hooks
+    if like._post_accumulate_grad_hooks:
+        parameter._post_accumulate_grad_hooks = like._post_accumulate_grad_hooks
+    return parameter
