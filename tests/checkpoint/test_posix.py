@@ -44,6 +44,29 @@ def everything(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.parametrize("call", ["write", "rename", "sync_folder"])
+def test_a_store_that_is_moved_away_in_the_middle_of_a_write_may_come_back(tmp_path: Path, call: str) -> None:
+    """Told by an error that may pass: the save is tried again."""
+
+    class Moved(Files):
+        """The folder goes right before one of the calls."""
+
+    moved = Moved()
+    real: Callable[..., Any] = getattr(Files, call).__get__(moved)
+
+    def go(*what: Any) -> Any:
+        if (tmp_path / "store" / "data").exists():
+            (tmp_path / "store").rename(tmp_path / "elsewhere")
+        return real(*what)
+
+    store = PosixStore(tmp_path / "store", files=moved)
+    store.put_whole("latest", [b"abc"], 3)
+    setattr(moved, call, go)
+    with pytest.raises(StoreError, match="its folder is gone") as caught:
+        store.put_whole(PART, [b"abc"], 3)
+    assert caught.value.may_pass
+
+
 def test_what_is_put_is_read(tmp_path: Path) -> None:
     store = open_store(tmp_path / "deep" / "store")
     store.put(PART, [b"abc", memoryview(b"defg")], 7)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -121,6 +122,28 @@ def test_slots_that_are_read_are_removed_after_that(slots: Slots, folder: str) -
         assert len(list(copies)) == 2
     assert slots.remove()
     assert list(slots.directory.parent.iterdir()) == []
+
+
+def test_a_limit_of_files_is_known_before_any_is_made(slots: Slots) -> None:
+    room.check_files(slots.directory, 1 << 40, 10)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(NoRoom, match=r"has up to 2\.0 MB, and a file of this user 1\.0 MB at most"):
+            room.check_files(slots.directory, 2_000_000, 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    if os.statvfs(slots.directory).f_files:
+        with pytest.raises(NoRoom, match="inodes left"):
+            room.check_files(slots.directory, 1, 1 << 62)
+
+
+def test_slots_are_removed_though_their_file_system_has_no_inode_left_for_a_lock(slots: Slots) -> None:
+    for slot in slots:
+        (slot.path / "lock").unlink(missing_ok=True)
+        (slot.path / "lock").mkdir()  # cannot be opened either
+    assert slots.remove()
+    assert not slots.directory.exists()
 
 
 def test_who_waited_for_a_slot_that_was_removed_meanwhile_is_told_so(slots: Slots) -> None:

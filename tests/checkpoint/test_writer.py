@@ -76,6 +76,24 @@ def test_a_writer_that_was_killed_is_followed_by_one_that_stores_what_it_left(si
     assert site.good(key(10))
 
 
+def test_a_rank_that_lost_its_writer_hears_from_the_next_one_how_its_saves_ended(site: Site) -> None:
+    node = site.node()
+    node.save(key(10))
+    node.report("saved")
+    number = node.begin(key(11))
+    node.fill(key(11), number, 0)
+    os.kill(node.pid, signal.SIGKILL)
+    until(lambda: not node.runs, "it is gone")
+    node.die()
+    again = site.node()
+
+    def ends() -> dict[str, str]:
+        found = again.links[0].call("ended", keys=[str(key(step)) for step in (10, 11)])
+        return {each["key"]: each["event"] for each in found}
+
+    until(lambda: ends() == {str(key(10)): "saved", str(key(11)): "failed"}, f"both have ended: {ends()}")
+
+
 def test_a_slot_that_a_dead_writer_left_half_filled_is_free(site: Site) -> None:
     slots = Slots.create(site.folder / "memory-0", 2)
     slots.reserve(SIZES, 2)
@@ -131,13 +149,14 @@ def test_memory_that_cannot_be_allocated_is_told_with_the_reason_and_the_ranks_s
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (max(SIZES) // 2, hard))  # of the writer, which inherits it
     try:
-        node = site.node()
+        link = control.join(site.folder / "memory", site.config(ranks=(0,), world=1), 0, 30.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    for link in node.links:
-        with pytest.raises(CheckpointError, match=r"slots with parts of up to 300000 bytes cannot be made.*too large"):
-            link.call("begin", key=str(key(10)))
-        assert link.call("ranks") == [0, 1]
+    site.pids.append(link.pid)
+    with pytest.raises(CheckpointError, match=r"up to 0\.3 MB, and a file of this user 0\.1 MB at most \(ulimit -f\)"):
+        link.call("reserve", sizes=SIZES[:1], kept=[])
+    assert link.call("ranks") == [0]
+    link.close()
 
 
 def test_an_error_that_nobody_expects_is_an_answer_and_the_next_save_is_good(site: Site) -> None:

@@ -143,7 +143,8 @@ class Agreement:
         assert decision is not None
         self._made = None
         self._pass()
-        self.boundary = decision.next
+        # Where steps have gone back since it was made, what lies ahead does so of the step that was.
+        self.boundary = min(decision.next, step + decision.next - decision.step)
         return decision
 
     def prepare(self, step: int, choose: ChooseEarly) -> None:

@@ -92,6 +92,7 @@ class Trigger:
         """Whether a save is to be taken at this step."""
         if math.isnan(self._since):
             self.start(step - 1, now)
+        self._steps_since = min(self._steps_since, step - 1)  # after steps that went back, or one that was void
         interval = self.interval
         if interval is not None and now - self._since >= interval:
             return True

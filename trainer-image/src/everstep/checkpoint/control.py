@@ -35,6 +35,8 @@ ANSWER_TIMEOUT = 60.0
 TAKEOVER_TIMEOUT = 10.0  # seconds that processes of an earlier attempt may take to die
 SUM_TIMEOUT = 60.0  # seconds that a restore waits for what a writer sums; memory is read at some GB each second
 _ASK_TIMEOUT = 5.0
+_OTHERS_PATIENCE = 3.0  # seconds that other ranks than local rank 0 wait for its writer before they start one
+_MAX_KILLED = 3  # writers that are started anew since a signal ended them at once
 
 
 class WriterLost(CheckpointError):
@@ -234,15 +236,16 @@ def ensure_writer(directory: Path, linger: float, timeout: float = START_TIMEOUT
         CheckpointError: The directory or the writer in it is not ours.
         WriterLost: None can be started.
     """
-    _Starter(directory, linger, timeout).connect(may_start=True).close()
+    _Starter(directory, linger, timeout).connect().close()
 
 
 def join(directory: Path, config: Config, local: int, linger: float, timeout: float = START_TIMEOUT) -> Link:
-    """Connects this rank to its node's writer. Local rank 0 starts one where none runs; one that outlived an earlier
-    attempt goes on, so that what it still stores is not disturbed."""
+    """Connects this rank to its node's writer. Local rank 0 starts one where none runs, and the others do where it has
+    not, since it may wait for them by then; one that outlived an earlier attempt goes on, so that what it still stores
+    is not disturbed."""
     starter = _Starter(directory, linger, timeout)
     while True:
-        link = starter.connect(may_start=local == 0)
+        link = starter.connect(starts_after=local and _OTHERS_PATIENCE + local)
         try:
             link.hello(config, local, max(1.0, starter.seconds_left))
         except WriterLost as error:  # it was just about to end
@@ -264,22 +267,31 @@ class _Starter:
         self._timeout = timeout
         self._until = time.monotonic() + timeout
         self._child: subprocess.Popen[bytes] | None = None
+        self._killed = 0  # writers that a signal ended before they listened
 
     @property
     def seconds_left(self) -> float:
         return self._until - time.monotonic()
 
-    def connect(self, *, may_start: bool) -> Link:
+    def connect(self, *, starts_after: float = 0.0) -> Link:
+        began = time.monotonic()
         while True:
             try:
                 return Link.connect(self._directory)
             except OSError as error:  # none yet
-                if may_start and (self._child is None or self._child.poll() is not None):
-                    if self._child is not None and self._child.returncode != 0:
-                        why = f"the writer ended with {self._child.returncode}: {_tail(self._directory)}"
-                        raise WriterLost(why) from error
-                    self._child = start(self._directory, self._linger)
+                if time.monotonic() - began >= starts_after:
+                    self._ensure_child(error)
                 self.wait_or_raise(error)
+
+    def _ensure_child(self, error: Exception) -> None:
+        if self._child is not None:
+            if (status := self._child.poll()) is None:
+                return
+            self._killed += status < 0
+            if status > 0 or self._killed > _MAX_KILLED:
+                how = f"was ended by signal {-status}" if status < 0 else f"ended with {status}"
+                raise WriterLost(f"the writer {how}: {_tail(self._directory)}") from error
+        self._child = start(self._directory, self._linger)
 
     def wait_or_raise(self, error: Exception) -> None:
         """Give the writer a moment; WriterLost when the time is over."""

@@ -29,10 +29,11 @@ _MARKS_PATIENCE = 30.0  # seconds
 
 
 class Committed(CheckpointError):
-    """Nothing is left to do for what was found in a slot."""
+    """Nothing is left to do for what was found in a slot. `size`: its bytes; None where only a newer one is there."""
 
-    def __init__(self, key: Key) -> None:
-        super().__init__(f"{key} is in the store")
+    def __init__(self, key: Key, size: int | None) -> None:
+        super().__init__(f"{key} is in the store" if size is not None else f"a newer one than {key} is in the store")
+        self.size = size
 
 
 class Save:
@@ -139,7 +140,8 @@ class Keeper:
     def _store(self, save: Save) -> Manifest:
         slot, config = save.slot, save.config
         if slot.state is State.STORED and self._is_over(save.claim.key, config):
-            raise Committed(save.claim.key)
+            key, there = save.claim.key, self._at(config)
+            raise Committed(key, read_index(there, key).bytes if any(there.list(key.manifest_name)) else None)
         save.doing = "summing"
         manifest = slot.manifest() or sum_slot(self._slots, slot, self._mappings, self._pieces, save.progress)
         self._on_whole(slot, save.claim, manifest)

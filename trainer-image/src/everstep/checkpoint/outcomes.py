@@ -51,6 +51,8 @@ class SaveOutcomes:
         self.pending: dict[int, Key] = {}
         self.number = 0  # saves begun so far
         self.last: Key | None = None  # the newest one that was begun
+        self._before_last: Key | None = None
+        self._newest_ended = 0  # the number of the newest one whose end is known
         self.failure: str | None = None  # of the newest save that has ended
         self._node = node
         self._board = board
@@ -60,6 +62,7 @@ class SaveOutcomes:
         self._events = events
         self._metrics = metrics
         self._drop = drop
+        self._asked = node.connections  # of the connections, the one by which the writer was last asked for ends
         self._retrying: set[int] = set()  # rank 0: that wait until the store is back; nobody waits for them
 
     @property
@@ -71,7 +74,8 @@ class SaveOutcomes:
     def begin(self, key: Key) -> int:
         """One more save; its number, which is the same on all ranks."""
         self.number += 1
-        self.pending[self.number] = self.last = key
+        self._before_last, self.last = self.last, key
+        self.pending[self.number] = key
         return self.number
 
     def find_number(self, key: Key) -> int | None:
@@ -84,8 +88,14 @@ class SaveOutcomes:
         """Hear what the writer of this node has to say about its saves."""
         try:
             reports = self._node.reports(timeout_seconds)
+            if self._asked != self._node.connections and self.pending:  # what ended in between, we were not told
+                reports += self._node.call("ended", keys=[str(key) for key in self.pending.values()])
+                self._asked = self._node.connections
         except WriterLost as error:
             self.alarm(f"{error}; a new one will look at what it left")
+            return
+        except CheckpointError as error:  # it refuses us
+            self.alarm(f"{error}")
             return
         for report in reports:
             self._hear(report)
@@ -147,14 +157,16 @@ class SaveOutcomes:
     def void_on_all(self, number: int, key: Key, why: str) -> None:
         """End a save that is void on all ranks, which all know: nobody needs to tell the others.
 
+        Nothing has the step that rank 0 gave it, so that steps before it are as new as they were.
+
         Args:
-            number: Of the save.
+            number: Of the save, which is the last one that was begun.
             key: The one that rank 0 gave it, which may not be this rank's.
             why: For a person.
         """
         if number in self.pending:
             self.pending[number] = key
-        self.last = key  # the same on all ranks: they decide by it whether a step is new
+        self.last = self._before_last  # the same on all ranks: they decide by it whether a step is new
         self.guard(partial(self._drop, key, why))
         self.end(number, {"failed": why})
 
@@ -163,23 +175,28 @@ class SaveOutcomes:
         if result is None or number not in self.pending:
             return
         key = self.pending.pop(number)
+        is_newest, self._newest_ended = number > self._newest_ended, max(number, self._newest_ended)
         self._retrying.discard(number)
         if self._leads:
             self._results.leave(number, result)
         self._results.mark_read(min(self.pending, default=self.number + 1) - 1)
         if "failed" in result:
             self._metrics.failed += 1
-            self.failure = f"step {key.step} was not saved: {result['failed']}"
+            if is_newest:  # an end may be heard after that of a later one
+                self.failure = f"step {key.step} was not saved: {result['failed']}"
             self._events.emit(Event("failed", key, result["failed"]))
             return
         figures = result["saved"]
-        self.failure = None
+        if is_newest:
+            self.failure = None
         self._metrics.saved += 1
         self._metrics.saved_at = figures["at"]
         self._metrics.bytes = figures["bytes"]
-        self._metrics.duration = self._trigger.duration = figures["seconds"]
-        self._metrics.bandwidth = figures["bytes"] / max(figures["seconds"], 1e-9)
-        details = {"bytes": figures["bytes"], "seconds": round(figures["seconds"], 3)}
+        details = {"bytes": figures["bytes"]}
+        if figures["seconds"] is not None:  # None: by a writer that was lost
+            self._metrics.duration = self._trigger.duration = figures["seconds"]
+            self._metrics.bandwidth = figures["bytes"] / max(figures["seconds"], 1e-9)
+            details["seconds"] = round(figures["seconds"], 3)
         self._events.emit(Event("saved", key, "", details))
 
     def alarm(self, why: str) -> None:
@@ -211,7 +228,7 @@ class SaveOutcomes:
                 self.leave_note({"kind": "void", "number": number, "why": report["why"], "replan": False})
         elif report["event"] == "saved" and number is not None and self._leads:
             self.end(number, {"saved": report})
-        elif report["event"] == "saved" and key == self.last and self._leads:  # it had failed before
+        elif report["event"] == "saved" and key == self.last and self._leads and self.failure is not None:
             self._tell_saved_at_last(key)
         elif report["event"] == "uncopied":
             self._events.emit(Event("uncopied", key, report["why"]))

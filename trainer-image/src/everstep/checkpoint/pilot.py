@@ -76,6 +76,7 @@ class Pilot:
         self._wish: tuple[float | None] | None = None  # this rank's own request, not told yet
         self._requested: tuple[int, float | None] | None = None  # the same until it is met: since which step, deadline
         self._step = -1  # the last one that was made
+        self._told_not_new: Key | None = None  # the newest save, if steps before it were told of
         self._end = SessionEnd(self.node, self.agreement, self._outcomes)
         self._told = 0.0  # seconds that rank 0 had taken for a decision when that was told last
 
@@ -101,6 +102,7 @@ class Pilot:
     def step(self, step: int) -> None:
         """See Checkpointer.step."""
         self._step = step
+        self._tell_not_new(step)
         self._finish_copy()
         if self._wish is not None:
             until, self._wish = self._wish[0], None
@@ -111,8 +113,8 @@ class Pilot:
             if decision.dropped:
                 self._hear_dropped(decision.dropped)
             # The script may have saved it itself since this was decided. By the step that all ranks know: alike on all.
-            if decision.save and self._is_new(decision.step):
-                self._take(step, decision.step, decision.replan)
+            if decision.save and self._is_new(decision.step) and not self._take(step, decision.step, decision.replan):
+                self.agreement.restart()  # the next boundary was counted from a step that is not that of all
             if not self.agreement.leads:
                 self._outcomes.learn()
         self.agreement.prepare(step, self._choose_early)
@@ -120,6 +122,7 @@ class Pilot:
     def save(self, step: int, deadline: float | None) -> Forecast:
         """See Checkpointer.save."""
         self._explicit += 1
+        self._tell_not_new(step)
         told = self.agreement.answer(self._explicit, lambda: self._forecast(step, deadline), self._waiting)
         saves = told["saves"] and self._take(step, told["step"], told["replan"])
         if not self.agreement.leads:
@@ -247,6 +250,17 @@ class Pilot:
         would void the first."""
         return self._outcomes.last is None or step > self._outcomes.last.step
 
+    def _tell_not_new(self, step: int) -> None:
+        """Tell once that steps have gone back, and that nothing is saved until they have come up again."""
+        last = self._outcomes.last
+        if last is None or step >= last.step or last == self._told_not_new:
+            return
+        self._told_not_new = last
+        self._outcomes.alarm(
+            f"step {step} comes before step {last.step}, which was saved: nothing is saved until a later step than "
+            "that. Count steps over all epochs"
+        )
+
     def _forecast(self, step: int, deadline: float | None) -> dict[str, Any]:
         began = time.monotonic()
         seconds = self._seconds
@@ -324,12 +338,15 @@ class Pilot:
             self._replan |= replan
             self._outcomes.void_on_all(number, Key(self.attempt, told_step), f"{error}")
             return False
-        except Exception as error:  # training goes on; the others are told that this save is void
+        except BaseException as error:  # training goes on; the others are told that this save is void
             if isinstance(error, CheckpointError):
                 _log.info("%s was not taken: %s", key, error)  # an event tells the user
-            else:
+            elif isinstance(error, Exception):
                 _log.exception("%s was not taken", key)
-            self._outcomes.void(key, f"{error}", plans)  # a plan that could not be made is of no use to the next either
+            why = f"{error}" if isinstance(error, Exception) else f"it was interrupted by {type(error).__name__}"
+            self._outcomes.void(key, why, plans)  # a plan that could not be made is of no use to the next either
+            if not isinstance(error, Exception):  # as from a signal's handler; the session may end now, or go on
+                raise
         took = time.perf_counter() - began
         self.metrics.stalled(took)
         self.trigger.cost = self.metrics.stalls[-1] if self.metrics.stalls else took

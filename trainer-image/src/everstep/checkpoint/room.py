@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,6 +43,26 @@ def check(directory: Path, need: int, copies: int, kept: int = 0) -> None:
         raise NoRoom(
             f"{' and '.join(parts)} need {_size(need)} more memory, {where} has {_size(free)} left, and {_size(spare)} "
             f"must stay free: {_size(need + spare - free)} are missing; {remedy}{fewer}"
+        )
+
+
+def check_files(directory: Path, largest: int, count: int) -> None:
+    """See that `count` more files may be made in a directory, of up to `largest` bytes each.
+
+    Raises:
+        NoRoom: The limit of a file is less, or the file system has fewer inodes left.
+    """
+    limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if resource.RLIM_INFINITY != limit < largest:
+        raise NoRoom(
+            f"a rank's part has up to {_size(largest)}, and a file of this user {_size(limit)} at most (ulimit -f): "
+            "raise the limit"
+        )
+    found = os.statvfs(directory)
+    if found.f_files and found.f_favail < count:
+        raise NoRoom(
+            f"the slots are up to {count} files, and the file system of {directory} has {found.f_favail} inodes left "
+            "(df -i): give it more (nr_inodes)"
         )
 
 

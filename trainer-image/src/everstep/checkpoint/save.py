@@ -50,6 +50,7 @@ class Node:
         self._linger = linger
         self._link: Link | None = control.join(directory, config, local, linger)
         self._tried = time.monotonic()
+        self.connections = 1  # so many times it was made
 
     @property
     def port(self) -> int | None:
@@ -124,6 +125,7 @@ class Node:
         if self._link is None:
             self._tried = time.monotonic()
             self._link = control.join(self.directory, self.config, self._local, self._linger)
+            self.connections += 1
         return self._link
 
 
@@ -247,7 +249,10 @@ class Saver:
             values={**flat.values, **self._noted(key.step)},
         )
         self._copying = (slot, record)
-        self.finish_copy()
+        try:
+            self.finish_copy()
+        except WriterLost as error:  # a new one finds in the slot what could not be said
+            _log.warning("%s is copied, and its writer could not be told: %s", key, error)
 
     @property
     def copying(self) -> Key | None:

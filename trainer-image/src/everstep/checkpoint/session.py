@@ -135,6 +135,7 @@ class Checkpointer:
         self._directory = Path(memory).absolute() if memory is not None else default_directory(self.store.url, place)
         self._linger = linger
         self._node: Node | None = None
+        self._process = os.getpid()
         self._objects: dict[str, object] | None = None
         self._seen: LastSeen | None = None
         self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
@@ -311,7 +312,10 @@ class Checkpointer:
         return self._metrics.snapshot()
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the session; with `wait` after the last commit, with the slots removed."""
+        """Ends the session; with `wait` after the last commit, with the slots removed. In a child that was forked from
+        the process of the session it does nothing: the session is its parent's."""
+        if os.getpid() != self._process:
+            return
         try:
             if self._pilot is not None:
                 self._pilot.close(wait)

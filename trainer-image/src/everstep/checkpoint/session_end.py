@@ -63,7 +63,7 @@ class SessionEnd:
             world: The number of ranks.
             timeout_seconds: How long rank 0 waits for ranks of which nothing is known.
         """
-        self._outcomes.guard(lambda: self._node.call("bye"))
+        self._outcomes.guard(lambda: self._node.call_until_heard("bye"))
         with contextlib.suppress(AgreementLost):
             self._tell_end()
             if self._agreement.leads:
@@ -77,8 +77,9 @@ class SessionEnd:
                 self._tell_end()
 
         telling = threading.Thread(target=tell_end, daemon=True)
-        telling.start()
-        telling.join(_BRIEF)
+        with contextlib.suppress(RuntimeError):  # no more threads: the error that ends the session is what counts
+            telling.start()
+            telling.join(_BRIEF)
 
     def _tell_end(self) -> None:
         if self._agreement.leads:

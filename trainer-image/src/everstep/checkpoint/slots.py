@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from everstep.checkpoint import room
-from everstep.checkpoint.errors import Damaged, Missing, NoSlot, UnknownFormat
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, NoSlot, UnknownFormat
 from everstep.checkpoint.format import Manifest, decode, encode
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.slot_files import MEMORY_VARIABLE, allocate_file, find_size, read_json, replace_file, secure
@@ -334,8 +334,13 @@ class Slots:
         text = json.dumps([[*vars(box).values()] for box in boxes], separators=(",", ":")).encode()
         name = hashlib.sha256(text).hexdigest()[:32]
         path = self.directory / "layouts" / f"{name}.json"
-        if not path.exists():
-            replace_file(path, text)
+        try:
+            if not path.exists():
+                replace_file(path, text)
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be written: {error}; see the space and the inodes of its file system (df, df -i)"
+            ) from error
         return name
 
     def layout(self, name: str) -> list[Box]:
@@ -358,12 +363,15 @@ class Slots:
         """
         with ExitStack() as stack:
             for slot in (*self, *Slots(self.directory / COPIES)):
-                with contextlib.suppress(FileNotFoundError):
+                with contextlib.suppress(OSError):  # without a lock file, and with no inode left for one, nobody reads
                     if not slot.lock_out_readers(stack) and not is_forced:
                         return False
             # At once: a new writer that comes meanwhile makes a directory of its own, and loses nothing of it.
-            with contextlib.suppress(OSError):
+            try:
                 self._move_away()
+            except OSError:  # it is gone, or has no inode left for a folder within
+                for path in self.directory.glob("*"):
+                    shutil.rmtree(path, ignore_errors=True)
         self.clear_removed()
         return True
 

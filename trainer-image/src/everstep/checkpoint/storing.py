@@ -116,8 +116,13 @@ class Storing:
         try:
             async with asyncio.timeout(save.config.commit_timeout):
                 result = await self._keep_trying(save)
-        except Committed:
+        except Committed as found:
             self._failed.discard(key)
+            # The writer before us may have died before it could say so, and ranks wait for the end of this save.
+            end: dict[str, Any] = {"event": "failed", "why": f"{found}"}
+            if found.size is not None:
+                end = {"event": "saved", "bytes": found.size, "seconds": None, "at": time.time()}
+            self._report({**end, "key": str(key)})
         except TimeoutError:
             why = save.progress.given_up = f"not stored in {save.config.commit_timeout:g} s, at last {save.doing}"
         except Exception as error:  # whatever a store does, the next save gets its chance

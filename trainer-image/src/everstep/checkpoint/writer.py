@@ -31,6 +31,7 @@ from everstep.checkpoint.lock import lock
 from everstep.checkpoint.membership import Member, Membership
 from everstep.checkpoint.peer_copier import Copier
 from everstep.checkpoint.peer_server import PeerServer
+from everstep.checkpoint.save_ends import SaveEnds
 from everstep.checkpoint.slot_choice import choose_slot, will_be_free
 from everstep.checkpoint.slots import Claim, Slot, Slots, State
 from everstep.checkpoint.store.base import open_store
@@ -41,6 +42,7 @@ _log = logging.getLogger("everstep.checkpoint.writer")
 
 _NICE = 5
 _LEFT = "left before its part was copied"
+_FILES_OF_A_RANK = 4  # in a slot: a part, what is said of it, and the slot's own files
 
 
 class Writer:
@@ -60,6 +62,7 @@ class Writer:
         self._ended = asyncio.Event()
         self._changed = asyncio.Event()  # it may be time to end
         self._storing = Storing(self._slots, self._keeper, self._report, self._changed.set)
+        self._ends = SaveEnds()
         self._idle_since = time.monotonic()
         self._told_to_end = False
         self._removing_since: float | None = None  # processes that restore are waited for since then
@@ -146,6 +149,12 @@ class Writer:
                 return self._give_up(Key.parse(said["key"]), said["why"])
             case "ranks":
                 return sorted(each.local for each in self._ranks.values())
+            case "ended":
+                claims = {claim.key for slot in self._slots if (claim := slot.claimed()) is not None}
+                under_way = claims | self._storing.saves.keys()
+                return self._ends.find(
+                    [Key.parse(key) for key in said["keys"]], lambda key: key in under_way or key in self._filling
+                )
             case "lost":
                 return sorted(self._membership.known - {each.local for each in self._ranks.values()})
             case "bye":
@@ -181,6 +190,7 @@ class Writer:
         """This run has the node from here on. What an earlier one's ranks had filled is still stored: see _recover."""
         Slots.create(self._slots.directory, 0)  # reserve() makes the slots, once they are known to find room
         self._membership.take_over(config)
+        self._ends.clear()
         self._filling = Filling()
         self._storing.take_over(config)
         for slot in self._slots:
@@ -250,8 +260,11 @@ class Writer:
         if kept:
             await self._loop.run_in_executor(None, copies.remove_surplus, count)
         try:
-            need = copies.need(kept, count) if kept else 0
-            room.check(self._slots.directory, self._slots.need(sizes, count) + need, count, count if kept else 0)
+            own, need = self._slots.need(sizes, count), copies.need(kept, count) if kept else 0
+            if own + need > 0:
+                files = count * _FILES_OF_A_RANK * (len(sizes) + len(kept) + 1)
+                room.check_files(self._slots.directory, max([*sizes, *kept]), files)
+            room.check(self._slots.directory, own + need, count, count if kept else 0)
         except room.NoRoom as error:
             self._found_no_room = True
             if not kept or self._config.insist:
@@ -377,17 +390,27 @@ class Writer:
     # ---- time
 
     async def _watch(self) -> None:
-        while not self._done():
+        while not self._has_ended():
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._changed.wait(), min(1.0, self._linger / 4))
             self._changed.clear()
-            self._verifier.look(is_idle=not self._ranks and not self._storing.is_busy)
-            if self._config is not None:
-                self._storing.try_again(self._config)
-                if self._reserving is None or self._reserving.done():
-                    await self._remove_surplus(self._config.slots)
-            self._storing.tell_stalled()
+            try:
+                self._verifier.look(is_idle=not self._ranks and not self._storing.is_busy)
+                if self._config is not None:
+                    self._storing.try_again(self._config)
+                    if self._reserving is None or self._reserving.done():
+                        await self._remove_surplus(self._config.slots)
+                self._storing.tell_stalled()
+            except Exception:  # it may pass, and without this task nobody would ever end the process
+                _log.exception("while looking after the slots")
         self._ended.set()
+
+    def _has_ended(self) -> bool:
+        try:
+            return self._done()
+        except OSError:  # as for one of the slots, so in a second for all
+            _log.exception("the slots in %s cannot be looked at", self._slots.directory)
+            return False
 
     def _done(self) -> bool:
         ended_well = self._membership.has_ended_well
@@ -429,6 +452,7 @@ class Writer:
 
     def _report(self, report: dict[str, Any]) -> None:
         _log.info("%s", report)
+        self._ends.note(report)
         line = json.dumps(report).encode() + b"\n"
         for writer in self._ranks:
             with contextlib.suppress(ConnectionError):

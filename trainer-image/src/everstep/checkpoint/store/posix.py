@@ -147,9 +147,14 @@ class PosixStore:
         own folder is the one that it was."""
         with _errors(f"write {name}", self.url):
             self._folder.check()
-            self._make_folders(folder)
-            self._folder.pin()
-            yield
+            try:
+                self._make_folders(folder)
+                self._folder.pin()
+                yield
+            except OSError as error:
+                if error.errno in _GONE:
+                    self._folder.check()  # the store itself went meanwhile, and may come back
+                raise
             self._folder.check()
 
     def _files_of_stores(self, folder: str) -> Iterator[tuple[Path, os.stat_result]]:
