@@ -285,11 +285,15 @@ def test_a_value_that_a_script_holds_stays_and_what_is_new_joins_it(tmp_path: Pa
     assert held.tolist() == other.tolist() == [3.0, 3.0]
 
 
-def test_two_values_do_not_load_into_what_is_one_tensor_here(tmp_path: Path) -> None:
-    ranks.save(PosixStore(tmp_path), ranks.key(1), {"value": {"a": torch.zeros(2), "b": torch.ones(2)}})
+@pytest.mark.parametrize(
+    "keys", [("a", "b"), (1, 2), ((0, 1), (1, 1)), (1.5, 2.5), (True, False), (None, b"x")], ids=repr
+)
+def test_two_values_do_not_load_into_what_is_one_tensor_here(tmp_path: Path, keys: tuple[Any, Any]) -> None:
+    a, b = keys
+    ranks.save(PosixStore(tmp_path), ranks.key(1), {"value": {a: torch.zeros(2), b: torch.ones(2)}})
     one = torch.full((2,), 5.0)
-    with pytest.raises(StateMismatch, match=r"value.a and value.b are one tensor here and have different values"):
-        ranks.restore(tmp_path, tmp_path / "memory", {"value": {"a": one, "b": one}})
+    with pytest.raises(StateMismatch, match=r"value\..* and value\..* are one tensor here and have different values"):
+        ranks.restore(tmp_path, tmp_path / "memory", {"value": {a: one, b: one}})
     assert one.tolist() == [5.0, 5.0]
 
 

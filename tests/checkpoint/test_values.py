@@ -75,6 +75,32 @@ def test_arrays_come_back_with_dtype_shape_and_bits(dtype: str) -> None:
     assert carried(array[1, 2]) == array[1, 2]
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        numpy.str_(""),
+        numpy.bytes_(b""),
+        numpy.str_("ab\0"),
+        numpy.bytes_(b"ab\0"),
+        numpy.array(["x"], dtype=">U1")[0],
+        numpy.zeros((), numpy.dtype([]))[()],
+        numpy.zeros((2, 0), "V0"),
+        numpy.zeros(2, "V0"),
+        numpy.zeros(3, numpy.dtype([])),
+    ],
+    ids=repr,
+)
+def test_values_of_numpy_without_bytes_or_with_zeros_at_their_end_come_back(value: Any) -> None:
+    """One that could be saved and not be read cost the whole checkpoint."""
+    found = carried(value)
+    assert type(found) is type(value)
+    assert found.shape == value.shape
+    if isinstance(value, str | bytes):
+        assert (len(found), found) == (len(value), value)
+    else:
+        assert found.dtype == value.dtype
+
+
 def test_an_array_is_saved_in_row_major_order_whatever_its_own() -> None:
     array = numpy.asfortranarray(numpy.arange(6).reshape(2, 3))
     assert (carried(array) == array).all()

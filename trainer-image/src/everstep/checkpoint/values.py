@@ -229,9 +229,18 @@ def _of_numpy(value: Any) -> dict[str, object] | None:
 def _to_numpy(tag: str, content: dict[str, Any]) -> Any:
     import numpy
 
-    dtype = _to_dtype(content["dtype"])
-    # A copy, because an array over bytes could not be written to.
-    array = numpy.frombuffer(base64.b64decode(content["data"], validate=True), dtype).reshape(content["shape"]).copy()
+    dtype, data = _to_dtype(content["dtype"]), base64.b64decode(content["data"], validate=True)
+    if tag == "numpy.scalar" and dtype.kind in "SU":
+        data = data[: dtype.itemsize]  # NumPy says that an empty text has the bytes of one character
+    if tag == "numpy.scalar" and dtype.kind == "S":
+        return numpy.bytes_(data)  # as an element of an array it would lose the zeros at its end
+    if tag == "numpy.scalar" and dtype.kind == "U":
+        order = "be" if dtype.byteorder == ">" or (dtype.byteorder == "=" and sys.byteorder == "big") else "le"
+        return numpy.str_(data.decode(f"utf-32-{order}", "surrogatepass"))
+    if dtype.itemsize == 0:
+        array = numpy.zeros(content["shape"], dtype)
+    else:  # a copy, because an array over bytes could not be written to
+        array = numpy.frombuffer(data, dtype).reshape(content["shape"]).copy()
     return array if tag == "numpy.ndarray" else array[()]
 
 

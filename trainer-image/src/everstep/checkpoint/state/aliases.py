@@ -78,7 +78,7 @@ def name_path(state: Any, path: Path) -> str:
         if isinstance(state, list | tuple):
             pieces.append(f"[{key}]" if isinstance(state, list) else f"({key})")
         else:
-            pieces.append(names.segment(key) if isinstance(key, str) else f"#{key}")
+            pieces.append(names.name_key(key) or "")
         state = state[key]
     return names.join(*pieces)
 

@@ -73,7 +73,7 @@ def children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]
     if isinstance(value, dict) and value and (type(value) is dict or _holds(value, is_leaf)):
         if all(type(key) is str for key in value):
             return [(segment(key), child) for key, child in value.items()]
-        pieces = [_piece(key) for key in value] if _holds(value, is_leaf) else [None]
+        pieces = [name_key(key) for key in value] if _holds(value, is_leaf) else [None]
         if None not in pieces:
             return list(zip(map(str, pieces), value.values(), strict=True))
     elif type(value) is list and _holds(value, is_leaf):
@@ -83,8 +83,8 @@ def children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]
     return None
 
 
-def _piece(key: Any) -> str | None:
-    """A key as a piece of a name; None where it has none."""
+def name_key(key: Any) -> str | None:
+    """Return a dictionary's key as a piece of a name; None where it has none."""
     if type(key) is str:
         return segment(key)
     if type(key) is int:
