@@ -17,6 +17,8 @@ Rename = Mapping[str, str | None] | Callable[[str], str | None]
 Only = str | Sequence[str]
 
 _SHOWN = 12
+# Beside an optimizer's `state`, what a checkpoint says of each parameter, by the same names.
+_OF_PARAMS = ("param_groups", "places", "layout", "kept", "box", "stateless", "built", "aliases", "order")
 
 
 class NoSuchStep(CheckpointError):
@@ -86,6 +88,7 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
     """New names by the old ones; what describes an object goes with its leaves."""
     if rename is None:
         return {name: name for name in given}
+    rename = rename if callable(rename) else _with_all_of_params(rename)
     found: dict[str, str] = {}
     origin: dict[str, str] = {}
     objects: dict[str, str] = {}
@@ -106,6 +109,18 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
         if described is not None and described not in origin:
             found[name], origin[described] = described, name
     return found
+
+
+def _with_all_of_params(prefixes: Mapping[str, str | None]) -> dict[str, str | None]:
+    """Return prefixes that also rename what belongs to a parameter whose state is renamed, such as what that shares."""
+    every = dict(prefixes)
+    for old, new in prefixes.items():
+        parent, dot, rest = old.partition(".state.")
+        if not dot or "." in parent or (new is not None and ".state." not in new):
+            continue
+        for kind in _OF_PARAMS:
+            every.setdefault(f"{parent}.{kind}.{rest}", new and new.replace(".state.", f".{kind}.", 1))
+    return every
 
 
 def _renamed_description(name: str, rename: Rename, new_object: str | None) -> str | None:

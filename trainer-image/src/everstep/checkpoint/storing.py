@@ -12,7 +12,7 @@ from everstep.checkpoint.commit import Fenced
 from everstep.checkpoint.control import Config
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.keeping import Committed, Keeper, Save
-from everstep.checkpoint.keys import Key
+from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.slots import Claim, Slot, Slots
 
 _log = logging.getLogger("everstep.checkpoint.writer")
@@ -118,11 +118,8 @@ class Storing:
                 result = await self._keep_trying(save)
         except Committed as found:
             self._failed.discard(key)
-            # The writer before us may have died before it could say so, and ranks wait for the end of this save.
-            end: dict[str, Any] = {"event": "failed", "why": f"{found}"}
-            if found.size is not None:
-                end = {"event": "saved", "bytes": found.size, "seconds": None, "at": time.time()}
-            self._report({**end, "key": str(key)})
+            if key.attempt == Attempt.parse(save.config.attempt):
+                self._report_left_behind(key, found)
         except TimeoutError:
             why = save.progress.given_up = f"not stored in {save.config.commit_timeout:g} s, at last {save.doing}"
         except Exception as error:  # whatever a store does, the next save gets its chance
@@ -166,6 +163,13 @@ class Storing:
             if self.newest is not None and self.newest > save.claim.key:
                 raise CheckpointError(f"{self.newest} is newer, and in the store ({why})")
             save.needs_slot, save.left_behind, pause = save.stored is None, True, min(2 * pause, _LONGEST_PAUSE)
+
+    def _report_left_behind(self, key: Key, found: Committed) -> None:
+        """The writer before this one may have died before it could tell, and ranks wait for the end of this save."""
+        end: dict[str, Any] = {"event": "failed", "why": f"{found}"}
+        if found.size is not None:
+            end = {"event": "saved", "bytes": found.size, "seconds": None, "at": time.time()}
+        self._report({**end, "key": str(key)})
 
     def _fail(self, save: Save, why: str) -> None:
         key = save.claim.key

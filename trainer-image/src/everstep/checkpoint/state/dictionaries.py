@@ -12,7 +12,7 @@ from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import share
 from everstep.checkpoint.state.flat import RANK
-from everstep.checkpoint.state.param_states import read_aliases, read_structure
+from everstep.checkpoint.state.param_states import read_aliases, read_structure, sort_states
 from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, nest
 
 _ODD = re.compile(r"(?:^|\.)[#\[(]")
@@ -99,6 +99,6 @@ def _optimizer(leaves: Mapping[str, Any], descriptions: Mapping[str, Any]) -> di
     options = {digest: leaves.get(f"options.{digest}", {}) for digest in groups}
     return {
         **(nest(more, descriptions.get(KIND)) if more else {}),
-        "state": {names.to_module(param): each for param, each in states.items()},
+        "state": {names.to_module(param): states[param] for param in sort_states(states, [descriptions.get])},
         "param_groups": [{**options[digest], "params": every} for digest, every in groups.items()],
     }

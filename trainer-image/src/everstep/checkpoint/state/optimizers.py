@@ -38,9 +38,11 @@ from everstep.checkpoint.state.param_options import digest_options, pack_options
 from everstep.checkpoint.state.param_states import (
     Lookup,
     describe_aliases,
+    describe_order,
     describe_states,
     read_aliases,
     read_structure,
+    sort_states,
 )
 from everstep.checkpoint.state.structure import KIND, OPTIMIZER, describe, nest
 
@@ -178,7 +180,7 @@ class OptimizerObject:
             if full not in said:
                 said.add(full)
                 yield full, value
-        for name, value in describe_aliases(self.prefix, states):
+        for name, value in (*describe_order(states, self._names), *describe_aliases(self.prefix, states)):
             yield names.join(self.prefix, name), value
             # Another rank may have no state for some of these parameters, and say it in words that meet with none here.
             if not self._is_own and any(map(is_dtensor, self.params)):
@@ -323,7 +325,8 @@ class OptimizerObject:
                 state[place] = nest(leaves, read_structure(self._names[place], lookups))
         by_name = {self._names[place]: own for place, own in state.items()}
         share(by_name, read_aliases(by_name, lookups))
-        state = {place: by_name[self._names[place]] for place in state}
+        places = {self._names[place]: place for place in state}
+        state = {places[name]: by_name[name] for name in sort_states(by_name, lookups)}
         whole: dict[str, Any] = saved.below("more").nested(tensors, saved.description) if saved.below("more") else {}
         groups = [self._group(group, saved) for group in self._optimizer.param_groups]
         known = {place: leave_out_others(own) for place, own in state.items()}

@@ -21,6 +21,7 @@ from everstep.checkpoint.values import pack
 _BUILT = "built"  # of each parameter: how its state is built, as the digest of that
 _STRUCTURES = "structures"  # by their own digest, since most parameters have the same
 _ALIASES = "aliases"  # of each parameter: what of its state is that of another place, too
+_ORDER = "order"  # of each parameter: which one its state is, where states are not in the order of the parameters
 
 Lookup = Callable[[str], Any]  # a value of the optimizer by its name below it; None where there is none
 
@@ -65,6 +66,31 @@ def describe_aliases(prefix: str, states: Mapping[str, Any]) -> Iterator[tuple[s
             said.setdefault(place[0], []).append([label, list(place[1:])])
     for param, every in said.items():
         yield names.join(_ALIASES, param, KIND), every
+
+
+def describe_order(states: Collection[str], params: Collection[str]) -> Iterator[tuple[str, int]]:
+    """Yield names below the optimizer and values that say in which order it holds the states of its parameters.
+
+    Nothing where that is the order of the parameters: it is another one where a parameter was used later than others.
+
+    Args:
+        states: Names of the parameters that have a state, in the order of the states.
+        params: Names of all parameters, in the order of the groups.
+    """
+    held = list(states)
+    if held != [param for param in params if param in states]:
+        yield from ((names.join(_ORDER, param, KIND), number) for number, param in enumerate(held))
+
+
+def sort_states(params: Collection[str], lookups: Collection[Lookup]) -> list[str]:
+    """Return names of parameters in the order in which their states were held; as they come where nothing says so."""
+
+    def find_number(place: int, param: str) -> int:
+        said = (lookup(names.join(_ORDER, param, KIND)) for lookup in lookups)
+        return next((number for number in said if number is not None), place)
+
+    numbers = {param: find_number(place, param) for place, param in enumerate(params)}
+    return sorted(numbers, key=numbers.__getitem__)
 
 
 def read_structure(param: str, lookups: Collection[Lookup]) -> dict[str, Any] | None:
