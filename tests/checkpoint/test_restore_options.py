@@ -15,6 +15,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import everstep  # noqa: E402
+from everstep.checkpoint import restore  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.selection import NoSuchStep  # noqa: E402
 from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
@@ -189,6 +190,23 @@ def trained(dtype: Any, steps: int) -> tuple[Any, Any]:
         model(torch.ones(2, 5, dtype=dtype)).sum().backward()
         optimizer.step()
     return model, optimizer
+
+
+def test_slots_that_a_writer_removes_while_a_restore_looks_at_them_are_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does whose run has just ended: what it had is in the store."""
+    model, _ = trained(torch.float32, 0)
+    with session(tmp_path) as ckpt:
+        ckpt.track(model=model)
+        ckpt.save(3)
+
+    def vanish(*_: Any, **__: Any) -> None:
+        raise FileNotFoundError(2, "No such file or directory", "slots")
+
+    monkeypatch.setattr(restore, "mine", vanish)
+    with session(tmp_path) as ckpt:
+        assert ckpt.restore(model=model).step == 3
 
 
 @pytest.mark.parametrize("how", ["restore", "load_into"])

@@ -92,3 +92,17 @@ def test_a_mapping_that_renames_states_renames_all_that_is_said_of_them(tmp_path
     assert held(other, sgd) == [name.replace("first", "begin") for name in HELD]
     for state in sgd.state.values():
         assert state["same"] is state["momentum_buffer"]
+
+
+def test_a_mapping_renames_nothing_else_of_a_module_that_has_a_part_called_state(tmp_path: Path) -> None:
+    def made(**parts: nn.Module) -> nn.ModuleDict:
+        return nn.ModuleDict({"state": nn.ModuleDict(parts), "order": nn.ModuleDict({"a": nn.Linear(2, 2)})})
+
+    saved, here = made(a=nn.Linear(2, 2)), made(b=nn.Linear(2, 2))
+    with session(tmp_path) as ckpt:
+        ckpt.track(model=saved, optimizer=torch.optim.SGD(saved.parameters(), lr=0.1))
+        ckpt.save(1)
+    with session(tmp_path, memory=tmp_path / "other") as ckpt:
+        ckpt.restore(model=here, rename={"model.state.a.": "model.state.b."})
+    for one, other in zip(here.parameters(), saved.parameters(), strict=True):
+        assert torch.equal(one, other)

@@ -163,6 +163,8 @@ class Restorer:
                 claimed=self._claimed,
                 while_waiting=self._alive,
             )
+        except (FileNotFoundError, NotADirectoryError):  # a writer that ends has removed them meanwhile
+            return {"offer": None, "failure": None}
         except OSError as error:  # the others wait for our message
             return {"offer": None, "failure": f"rank {self._topology.rank}: slots in {self._memory}: {error}"}
         return {"offer": offer, "failure": None}

@@ -88,7 +88,8 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
     """New names by the old ones; what describes an object goes with its leaves."""
     if rename is None:
         return {name: name for name in given}
-    rename = rename if callable(rename) else _with_all_of_params(rename)
+    given = list(given)
+    rename = rename if callable(rename) else _with_all_of_params(rename, given)
     found: dict[str, str] = {}
     origin: dict[str, str] = {}
     objects: dict[str, str] = {}
@@ -111,12 +112,13 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
     return found
 
 
-def _with_all_of_params(prefixes: Mapping[str, str | None]) -> dict[str, str | None]:
+def _with_all_of_params(prefixes: Mapping[str, str | None], given: Iterable[str]) -> dict[str, str | None]:
     """Return prefixes that also rename what belongs to a parameter whose state is renamed, such as what that shares."""
     every = dict(prefixes)
+    optimizers = {name.partition(".param_groups.")[0] for name in given if ".param_groups." in name}
     for old, new in prefixes.items():
         parent, dot, rest = old.partition(".state.")
-        if not dot or "." in parent or (new is not None and ".state." not in new):
+        if not dot or parent not in optimizers or (new is not None and ".state." not in new):
             continue
         for kind in _OF_PARAMS:
             every.setdefault(f"{parent}.{kind}.{rest}", new and new.replace(".state.", f".{kind}.", 1))
