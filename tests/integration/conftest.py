@@ -97,8 +97,10 @@ def _namespace(name: str) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="session")
-def operator(control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory) -> Iterator[OperatorProcess]:
-    """Running; a test that kills it starts it again. Its key is given, so that tests can play the leader."""
+def operator_process(
+    control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[OperatorProcess]:
+    """Running or stopped, as the last test left it. Its key is given, so that tests can play the leader."""
     folder = tmp_path_factory.mktemp("operator")
     (folder / "key").mkdir()
     (folder / "key" / "key").write_bytes(KEY)
@@ -112,21 +114,28 @@ def operator(control_plane: ControlPlane, tmp_path_factory: pytest.TempPathFacto
             process.stop()
 
 
+@pytest.fixture
+def operator(operator_process: OperatorProcess) -> OperatorProcess:
+    """Running, whatever test came before: the order of tests is not told."""
+    if not operator_process.running():
+        operator_process.start()
+        operator_process.wait_ready()
+    return operator_process
+
+
 @pytest_asyncio.fixture
 async def world(control_plane: ControlPlane, operator: OperatorProcess) -> AsyncIterator[World]:
     """A namespace of its own, served by the operator's process."""
-    if not operator.running():
-        operator.start()
     async with _world(control_plane, operator.agent_port) as made:
         yield made
 
 
 @pytest_asyncio.fixture
-async def still_world(control_plane: ControlPlane, operator: OperatorProcess) -> AsyncIterator[World]:
+async def still_world(control_plane: ControlPlane, operator_process: OperatorProcess) -> AsyncIterator[World]:
     """A namespace that no operator serves until the test starts one."""
-    if operator.running():
-        operator.stop()
-    async with _world(control_plane, operator.agent_port) as made:
+    if operator_process.running():
+        operator_process.stop()
+    async with _world(control_plane, operator_process.agent_port) as made:
         yield made
 
 
