@@ -1,6 +1,7 @@
 """Stores for the tests: a folder, memory, and a real S3 server which is started once, when a test asks for it.
 
-When the last test has ended, no process that any of them started is left, and nothing in shared memory.
+When the last of these tests has ended, no process that any of them started is left, and nothing in shared memory. Of
+this folder alone: what other tests share, as an API server, goes on where the order of tests is another.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tests.checkpoint.s3_server import ENVIRONMENT, S3Server, s3_server
 from tests.checkpoint.writers import Site
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="package", autouse=True)
 def nothing_is_left() -> Iterator[None]:
     mark = uuid.uuid4().hex
     os.environ[leftovers.MARK] = mark
@@ -32,18 +33,18 @@ def nothing_is_left() -> Iterator[None]:
         leftovers.check(mark)
 
 
-@pytest.fixture(scope="session")
-def s3_session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
+@pytest.fixture(scope="package")
+def s3_server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with s3_server(tmp_path_factory.mktemp("s3")) as server:
         yield server
 
 
 @pytest.fixture
-def s3(s3_session: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
+def s3(s3_server_of_all: S3Server, monkeypatch: pytest.MonkeyPatch) -> S3Server:
     """The server, and the environment in which clients find their credentials."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    return s3_session
+    return s3_server_of_all
 
 
 @pytest.fixture

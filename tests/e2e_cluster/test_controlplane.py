@@ -45,9 +45,10 @@ def test_a_user_may_do_what_rbac_gives_and_nothing_else(control: ControlPlane, k
     user = Kubectl(control.user_kubeconfig("tester"))
     with pytest.raises(ClusterError, match="forbidden"):
         user.items("configmaps")
+    kubectl.run("create", "configmap", "read-by-it")
     kubectl.run("create", "role", "reader", "--verb=list", "--resource=configmaps")
     kubectl.run("create", "rolebinding", "reader", "--role=reader", "--user=tester")
-    assert user.items("configmaps")
+    assert "read-by-it" in {item["metadata"]["name"] for item in user.items("configmaps")}
 
 
 def test_pod_security_is_enforced(kubectl: Kubectl) -> None:
