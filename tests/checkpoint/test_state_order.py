@@ -69,13 +69,22 @@ def test_states_come_back_in_the_order_in_which_they_began(tmp_path: Path) -> No
     assert ranks.run(2, restored, tmp_path / "sharded") == [[HELD] * 3] * 2
 
 
-def test_a_mapping_that_renames_states_renames_all_that_is_said_of_them(tmp_path: Path) -> None:
+RENAMED = {"model.first.": "model.begin."}
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [RENAMED, {**RENAMED, "sgd.": "optimizer."}, {**RENAMED, "optimizer.state.first.": "optimizer.state.begin."}],
+)
+def test_a_mapping_that_renames_a_module_or_its_states_renames_all_that_is_said_of_them(
+    rename: dict[str, str], tmp_path: Path
+) -> None:
     model, optimizer = trained()
     for param in model.parameters():
         state = optimizer.state[param]
         state["same"] = state["momentum_buffer"]
     with session(tmp_path) as ckpt:
-        ckpt.track(model=model, optimizer=optimizer)
+        ckpt.track(**{"model": model, "sgd" if "sgd." in rename else "optimizer": optimizer})
         ckpt.save(1)
 
     class Renamed(nn.Module):  # type: ignore[misc]
@@ -86,7 +95,6 @@ def test_a_mapping_that_renames_states_renames_all_that_is_said_of_them(tmp_path
     other = Renamed()
     sgd = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)
     objects: dict[str, Any] = {"model": other, "optimizer": sgd}
-    rename = {"model.first.": "model.begin.", "optimizer.state.first.": "optimizer.state.begin."}
     with session(tmp_path, memory=tmp_path / "other") as ckpt:
         assert ckpt.restore(**objects, rename=rename).step == 1
     assert held(other, sgd) == [name.replace("first", "begin") for name in HELD]

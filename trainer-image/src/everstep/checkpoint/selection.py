@@ -18,6 +18,7 @@ Only = str | Sequence[str]
 
 _SHOWN = 12
 # Beside an optimizer's `state`, what a checkpoint says of each parameter, by the same names.
+_PARAM_GROUPS = ".param_groups."
 _OF_PARAMS = ("param_groups", "places", "layout", "kept", "box", "stateless", "built", "aliases", "order")
 
 
@@ -89,7 +90,9 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
     if rename is None:
         return {name: name for name in given}
     given = list(given)
-    rename = rename if callable(rename) else _with_all_of_params(rename, given)
+    # A prefix may end with the dot that is behind the name of a part.
+    by_name = rename if callable(rename) else _renaming(rename, given)
+    by_part = rename if callable(rename) else _of_parts(by_name)
     found: dict[str, str] = {}
     origin: dict[str, str] = {}
     objects: dict[str, str] = {}
@@ -98,7 +101,7 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
         if is_description(name):
             descriptions.append(name)
             continue
-        new = rename(name) if callable(rename) else _with_prefix(name, rename)
+        new = by_name(name)
         if new is None:
             continue
         if new in origin:
@@ -106,31 +109,78 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
         found[name], origin[new] = new, name
         objects.setdefault(object_of(name), object_of(new))
     for name in descriptions:
-        described = _renamed_description(name, rename, objects.get(object_of(name)))
+        described = _renamed_description(name, by_part, objects.get(object_of(name)))
         if described is not None and described not in origin:
             found[name], origin[described] = described, name
     return found
 
 
-def _with_all_of_params(prefixes: Mapping[str, str | None], given: Iterable[str]) -> dict[str, str | None]:
-    """Return prefixes that also rename what belongs to a parameter whose state is renamed, such as what that shares."""
+def _renaming(prefixes: Mapping[str, str | None], given: Sequence[str]) -> Callable[[str], str | None]:
+    """Return the function that a mapping stands for: what an optimizer has of a parameter goes with the parameter."""
     every = dict(prefixes)
-    optimizers = {name.partition(".param_groups.")[0] for name in given if ".param_groups." in name}
+    params: dict[str, set[str]] = {}  # by their optimizer
+    for name in given:
+        optimizer, found, param = name.partition(_PARAM_GROUPS)
+        if found:
+            params.setdefault(optimizer, set()).add(param)
     for old, new in prefixes.items():
         parent, dot, rest = old.partition(".state.")
-        if not dot or parent not in optimizers or (new is not None and ".state." not in new):
+        if not dot or parent not in params or (new is not None and ".state." not in new):
             continue
         for kind in _OF_PARAMS:
             every.setdefault(f"{parent}.{kind}.{rest}", new and new.replace(".state.", f".{kind}.", 1))
-    return every
+    moved = _find_moved_params(prefixes, given, params)
+
+    def rename(name: str) -> str | None:
+        optimizer = next((each for each in moved if name.startswith(f"{each}.")), None)
+        if optimizer is None:
+            return _with_prefix(name, every)
+        kind, _, rest = name.removeprefix(f"{optimizer}.").partition(".")
+        start, pieces = f"{optimizer}.{kind}.", rest.split(".")
+        if kind not in ("state", *_OF_PARAMS) or any(len(old) > len(start) and name.startswith(old) for old in every):
+            return _with_prefix(name, every)  # as it is given for this very parameter
+        for end in range(len(pieces), 0, -1):
+            if (new := moved[optimizer].get(".".join(pieces[:end]))) is not None:
+                return _with_prefix(start + ".".join([new, *pieces[end:]]), every)
+        return _with_prefix(name, every)
+
+    return rename
 
 
-def _renamed_description(name: str, rename: Rename, new_object: str | None) -> str | None:
+def _of_parts(rename: Callable[[str], str | None]) -> Callable[[str], str | None]:
+    """Return the renaming of what leaves lie below."""
+
+    def rename_part(name: str) -> str | None:
+        new = rename(f"{name}.")
+        return None if new is None else new.removesuffix(".")
+
+    return rename_part
+
+
+def _find_moved_params(
+    prefixes: Mapping[str, str | None], given: Sequence[str], params: Mapping[str, Collection[str]]
+) -> dict[str, dict[str, str]]:
+    """Return new names of parameters by the old ones, by optimizer: those of the one module that has such a parameter,
+    or of all that have it where these agree."""
+    tops = sorted({name.partition(".")[0] for name in given} - params.keys())
+    names = set(given)
+    found: dict[str, dict[str, str]] = {}
+    for optimizer, every in params.items():
+        for param in every:
+            full = [param] if param in names else [f"{top}.{param}" for top in tops if f"{top}.{param}" in names]
+            new = {_with_prefix(name, prefixes) for name in full}
+            moved = {each if param in names else each.partition(".")[2] for each in new if each is not None}
+            if len(moved) == 1 and None not in new and moved != {param}:
+                found.setdefault(optimizer, {})[param] = moved.pop()
+    return found
+
+
+def _renamed_description(name: str, rename: Callable[[str], str | None], new_object: str | None) -> str | None:
     """The new name of what describes an object, or a part of one; None where it is left out."""
     described = name.removesuffix(f".{KIND}")
     if new_object is None or described == object_of(name):
         return None if new_object is None else f"{new_object}.{KIND}"
-    new = rename(described) if callable(rename) else _with_prefix(described, rename)
+    new = rename(described)
     return None if new is None else f"{new}.{KIND}"
 
 

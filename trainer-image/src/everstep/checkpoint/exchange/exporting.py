@@ -29,6 +29,7 @@ from everstep.checkpoint.restore import NoGoodCheckpoint
 from everstep.checkpoint.selection import NoSuchStep, Only, Rename, is_meant, rename_leaves, select_keys
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import dtype_name
+from everstep.checkpoint.state.module_metadata import read_unusual
 from everstep.checkpoint.store.base import open_store
 
 _log = logging.getLogger("everstep.checkpoint")
@@ -257,7 +258,7 @@ def _changed_by_dcp(name: str, value: object) -> Iterator[str]:
             yield from _changed_by_dcp(f"{name}[{number}]", each)
     if not isinstance(value, Mapping):
         return
-    if type(value) is not dict:
+    if type(value) is not dict and read_unusual(value) is None:  # a module's state is what DCP itself has
         yield f"{name} (a {type(value).__name__} becomes a dict)"
     if not value:
         yield f"{name} (an empty dictionary is left out)"

@@ -14,8 +14,9 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.selection import Only
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.flat import RANK
+from everstep.checkpoint.state.module_metadata import read_unusual
 from everstep.checkpoint.state.param_states import describe_aliases, describe_states
-from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, describe
+from everstep.checkpoint.state.structure import KIND, OPTIMIZER, VALUE, describe, describe_module
 from everstep.checkpoint.values import pack
 
 _SUFFIX = "_state_dict"
@@ -126,7 +127,10 @@ def _orders(objects: Mapping[str, Any], given: OptimizerOrder | None) -> Mapping
 
 def _leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
     if _is_module(state):
-        yield names.join(prefix, KIND), describe(MODULE)
+        unusual = read_unusual(state)
+        if unusual is not None:
+            unusual = {names.of_module(path): each for path, each in unusual.items()}
+        yield from ((names.join(prefix, name), each) for name, each in describe_module(unusual))
         for key, each in state.items():
             yield from names.walk(each, _is_tensor, names.join(prefix, names.of_module(key)))
     else:

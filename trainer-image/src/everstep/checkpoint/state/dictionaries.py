@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,6 +13,7 @@ from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import share
 from everstep.checkpoint.state.flat import RANK
+from everstep.checkpoint.state.module_metadata import find_unusual, set_metadata
 from everstep.checkpoint.state.param_states import read_aliases, read_structure, sort_states
 from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, nest
 
@@ -54,7 +56,10 @@ def _state(every: Mapping[str, Any]) -> Any:
     if kind == MODULE:
         extra = {name for name in leaves if _EXTRA.search(name)}
         tensors = {names.to_module(name): leaf for name, leaf in leaves.items() if name not in extra}
-        return tensors | _extra_states(leaves, extra, descriptions)
+        state = OrderedDict(tensors | _extra_states(leaves, extra, descriptions))
+        if (unusual := find_unusual(descriptions)) is not None:
+            set_metadata(state, unusual)
+        return state
     return nest(leaves, description)
 
 

@@ -6,6 +6,7 @@ each other; not through it, because its checks cost a save milliseconds for each
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,15 +15,23 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.kinds import Absent, Saved, filled_later, fresh, have_other_bytes, is_tensor, misfit
 from everstep.checkpoint.state.loaded import is_instance
 from everstep.checkpoint.state.memory import fill_overlapping, local, overlaps
-from everstep.checkpoint.state.structure import KIND, MODULE, describe, describe_state
+from everstep.checkpoint.state.module_metadata import (
+    find_own_loading,
+    find_unusual,
+    read_unusual,
+    set_metadata_as_here,
+)
+from everstep.checkpoint.state.structure import KIND, describe_module, describe_state
 
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+_EXTRA_STATE = "_extra_state"
 _ACTIVATIONS = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper")
 
 
@@ -46,9 +55,23 @@ class Modules:
                 yield names.of_module(plain(name)), parameter
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        yield names.join(self.prefix, KIND), describe(MODULE)
-        for _, name, value in self._entries():
-            full = names.join(self.prefix, name)
+        states = [(unwrapped(module), module.state_dict()) for module in self._modules]
+        unusual: dict[str, dict[str, Any]] | None = {}
+        for plain, state in states:
+            said = read_unusual(state)
+            if said is None or unusual is None:
+                unusual = None
+            else:
+                unusual |= {names.of_module(plain(path)): each for path, each in said.items()}
+        if unusual and len(states) > 1:
+            unusual.pop("", None)  # of each stage of a pipeline, which nobody else has
+        yield from ((names.join(self.prefix, name), each) for name, each in describe_module(unusual))
+        for plain, state in states:
+            yield from self._leaves_of(plain, state)
+
+    def _leaves_of(self, plain: Callable[[str], str], state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key, value in state.items():
+            full = names.join(self.prefix, names.of_module(plain(key)))
             if is_tensor(value):
                 yield full, value
             else:
@@ -68,50 +91,54 @@ class Modules:
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         first: dict[tuple[object, ...], str] = {}  # the name by which a tensor with several was met first
-        for _, name, value in self._entries():
-            full = saved.full(name)
-            if not is_tensor(value):
-                found.update({saved.full(each): fresh(tensor) for each, tensor in _subtree(saved.tensors, name)})
-            elif name not in saved.tensors:
-                problems.append(Absent.of_name(full))
-            elif why := misfit(saved.tensors[name], value, saved.casts):
-                problems.append(f"{full} {why}")
-            elif (known := first.setdefault(_memory(value), name)) != name and have_other_bytes(saved, known, name):
-                problems.append(
-                    f"{saved.full(known)} and {full} are one tensor here (tied) and have different values in the "
-                    "checkpoint: untie them before restore(), or tie them in the model that saves"
-                )
-            else:
-                found[full] = filled_later(value)
+        for module in self._modules:
+            plain = unwrapped(module)
+            resizing = {names.of_module(plain(path)) for path in find_own_loading(module)}
+            for key, value in module.state_dict().items():
+                name = names.of_module(plain(key))
+                full = saved.full(name)
+                owner, _, last = name.rpartition(".")
+                if not is_tensor(value) or (last == _EXTRA_STATE and name in saved.tensors):
+                    found.update({saved.full(each): fresh(tensor) for each, tensor in _subtree(saved.tensors, name)})
+                elif name not in saved.tensors:
+                    problems.append(Absent.of_name(full))
+                elif owner in resizing and saved.tensors[name].shape != tuple(value.shape):
+                    found[full] = fresh(saved.tensors[name])  # as lazily made buffers: the module takes any size
+                elif why := misfit(saved.tensors[name], value, saved.casts):
+                    problems.append(f"{full} {why}")
+                elif (known := first.setdefault(_memory(value), name)) != name and have_other_bytes(saved, known, name):
+                    problems.append(
+                        f"{saved.full(known)} and {full} are one tensor here (tied) and have different values in the "
+                        "checkpoint: untie them before restore(), or tie them in the model that saves"
+                    )
+                else:
+                    found[full] = filled_later(value)
         return found
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
+        unusual = find_unusual({name: saved.value(name) for name in saved.values if is_description(name)})
         for module in self._modules:
+            plain, here = unwrapped(module), module.state_dict()
             own = {_address(each) for each in (*module.parameters(), *module.buffers())}
-            rest: dict[str, Any] = {}
-            for key, name, value in _entries(module):
+            # What changes a state on its way gets all of it; everything is in place already for all others.
+            is_changed = bool(find_own_loading(module))
+            given: OrderedDict[str, Any] = OrderedDict()
+            for key, value in here.items():
+                name = names.of_module(plain(key))
+                filled = tensors.get(saved.full(name))
                 if not is_tensor(value):
                     extra = saved.below(name)
                     if extra:
-                        rest[key] = extra.nested(tensors)
-                elif saved.full(name) in tensors and _address(value) not in own:
+                        given[key] = extra.nested(tensors)
+                elif filled is None:
+                    continue
+                elif overlaps(value):
+                    fill_overlapping(value, filled, saved.full(name))
+                elif is_changed or _address(value) not in own or _address(filled) != _address(value):
                     # A hook made this tensor, or took it apart: the module itself knows how to take it back.
-                    rest[key] = tensors[saved.full(name)]
-                elif saved.full(name) in tensors and overlaps(value):
-                    fill_overlapping(value, tensors[saved.full(name)], saved.full(name))
-            # Everything else is in place; the call lets the module's own hooks see that a state was loaded.
-            module.load_state_dict(rest, strict=False)
-
-    def _entries(self) -> Iterator[tuple[str, str, Any]]:
-        for module in self._modules:
-            yield from _entries(module)
-
-
-def _entries(module: nn.Module) -> Iterator[tuple[str, str, Any]]:
-    """Keys of the module's state_dict, names below the prefix, values."""
-    plain = unwrapped(module)
-    for key, value in module.state_dict().items():
-        yield key, names.of_module(plain(key)), value
+                    given[key] = filled.detach()
+            set_metadata_as_here(given, here, unusual, plain)
+            module.load_state_dict(given, strict=False)
 
 
 def _received_buffers(ddp: DDP) -> Iterator[str]:

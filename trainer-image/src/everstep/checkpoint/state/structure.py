@@ -7,12 +7,13 @@ goes by the names: then dictionaries are plain ones, in the order of their names
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from everstep.checkpoint.descriptions import KIND
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import find_aliases, share
+from everstep.checkpoint.state.module_metadata import IS_SAID, METADATA, read_unusual, set_metadata
 from everstep.checkpoint.values import pack, unpack
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "VALUE",
     "describe",
     "describe_containers",
+    "describe_module",
     "describe_state",
     "nest",
 ]
@@ -41,6 +43,22 @@ def describe(kind: str, state: Any = None, is_leaf: Callable[[Any], bool] | None
     """
     found: dict[str, Any] = {"is": kind, **{key: each for key, each in more.items() if each}}
     return found if is_leaf is None else {**found, **describe_state(state, is_leaf)}
+
+
+def describe_module(unusual: Mapping[str, Mapping[str, Any]] | None) -> Iterator[tuple[str, Any]]:
+    """Yield names below a module and the descriptions that a checkpoint has there.
+
+    Args:
+        unusual: As read_unusual() gives it, by names.
+    """
+    root: dict[str, Any] = {"is": MODULE}
+    # Beside each module and not in the one description: the ranks of a pipeline have other modules each.
+    for name, said in (unusual or {}).items():
+        if name:
+            yield names.join(name, KIND), {METADATA: dict(said)}
+        else:
+            root[METADATA] = dict(said)
+    yield KIND, root | ({} if unusual is None else {IS_SAID: True})
 
 
 def describe_state(state: Any, is_leaf: Callable[[Any], bool]) -> dict[str, Any]:
@@ -81,6 +99,8 @@ def _describe_containers(value: Any, is_leaf: Callable[[Any], bool], name: str, 
             described["empty"] = pack(defaultdict(value.default_factory))
         if pieces != sorted(pieces):
             described["order"] = pieces
+        if type(value) is OrderedDict and (said := read_unusual(value)) is not None:
+            described[METADATA] = said
         if described:
             found[name] = described
     for piece, child in pairs:
@@ -95,4 +115,6 @@ def _build(described: Mapping[str, Any], children: Mapping[str, tuple[Any, Any]]
     for piece in (*ordered, *sorted(children.keys() - set(ordered))):
         key, value = children[piece]
         built[key] = value
+    if METADATA in described:
+        set_metadata(built, described[METADATA])
     return built
