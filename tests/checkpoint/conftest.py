@@ -1,7 +1,6 @@
 """Stores for the tests: a folder, memory, and a real S3 server which is started once, when a test asks for it.
 
-When the last of these tests has ended, no process that any of them started is left, and nothing in shared memory. Of
-this folder alone: what other tests share, as an API server, goes on where the order of tests is another.
+When the last test has ended, no process that any of them started is left, and nothing in shared memory.
 """
 
 from __future__ import annotations
@@ -24,16 +23,22 @@ from tests.checkpoint.s3_server import ENVIRONMENT, S3Server, s3_server
 from tests.checkpoint.writers import Site
 
 
-@pytest.fixture(scope="package", autouse=True)
-def nothing_is_left() -> Iterator[None]:
+@pytest.fixture(scope="session")
+def mark() -> Iterator[str]:
+    """What processes of these tests have in their environment: none of them is left in the end."""
     mark = uuid.uuid4().hex
-    os.environ[leftovers.MARK] = mark
     with leftovers.shared_memory():
-        yield
+        yield mark
         leftovers.check(mark)
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(autouse=True)
+def nothing_is_left(mark: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What other tests start beside them, such as an API server that goes on for all, has no mark."""
+    monkeypatch.setenv(leftovers.MARK, mark)
+
+
+@pytest.fixture(scope="session")
 def s3_server_of_all(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with s3_server(tmp_path_factory.mktemp("s3")) as server:
         yield server
