@@ -78,12 +78,12 @@ class Alone:
 
 
 class Shared:
-    """The board of a run with several: a TCPStore that rank 0 hosts at a port of its own.
+    """The board of a run with several: a TCPStore that rank 0 hosts at a port of its own (see open()), or any other.
 
     Names begin with a secret that is told by one broadcast, since a TCPStore asks nobody who they are.
     """
 
-    def __init__(self, store: dist.TCPStore, secret: str, ranks: int) -> None:
+    def __init__(self, store: dist.Store, secret: str, ranks: int) -> None:
         self.ranks = ranks
         self._store = store
         self._secret = secret

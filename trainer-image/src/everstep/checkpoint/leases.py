@@ -108,13 +108,25 @@ def reading(store: Store, key: Key) -> Iterator[ReadLease]:
     """
     held = ReadLease(store, key)
     try:
-        yield held
+        with telling_removed(store, key):
+            yield held
+    finally:
+        held.release()
+
+
+@contextmanager
+def telling_removed(store: Store, key: Key) -> Iterator[None]:
+    """Tell what was removed from what is damaged.
+
+    Raises:
+        Removed: Instead of what the block raised about damage, where the checkpoint is not there any more.
+    """
+    try:
+        yield
     except CheckpointError as error:
         if is_damage(error) and not is_committed(store, key):
             raise Removed(key.manifest_name) from error
         raise
-    finally:
-        held.release()
 
 
 def leases(store: Store) -> dict[str, tuple[Key, float]]:

@@ -1,16 +1,18 @@
 """`everstep.load` and `everstep.load_into`: a checkpoint is read by anybody, beside any run, and nothing is claimed.
 
-No process group, no writer, no attempt; the store is only read (a lease is left where it may be written). So a script
-that evaluates may run in the environment of a live job, on its machine or on another.
+No writer, no attempt, and no process group except for what is sharded; the store is only read (a lease is left where it
+may be written). So a script that evaluates may run in the environment of a live job, on its machine or on another.
 """
 
 from __future__ import annotations
 
 import logging
+import operator
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -25,13 +27,25 @@ from everstep.checkpoint.candidates import (
 )
 from everstep.checkpoint.casting import Cast, Casts
 from everstep.checkpoint.descriptions import is_description, object_of
-from everstep.checkpoint.errors import CheckpointError, Damaged, Removed, StoreError, is_damage
+from everstep.checkpoint.errors import CheckpointError, Damaged, Removed, StoreError
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.leases import ReadLease, reading
+from everstep.checkpoint.leases import ReadLease, reading, telling_removed
+from everstep.checkpoint.load_ranks import LoadingRanks, find_ranks
 from everstep.checkpoint.object_filling import ObjectFilling
 from everstep.checkpoint.restore import NoGoodCheckpoint, Restored
-from everstep.checkpoint.selection import Only, Rename, is_meant, is_wanted, rename_leaves, rename_manifest, select_keys
+from everstep.checkpoint.restore_options import RestoreOptions
+from everstep.checkpoint.restore_steps import BadCheckpoint, UndefinedObjects
+from everstep.checkpoint.selection import (
+    NoSuchStep,
+    Only,
+    Rename,
+    check_wanted,
+    is_meant,
+    is_wanted,
+    rename_leaves,
+    rename_manifest,
+)
 from everstep.checkpoint.state.bulk import stand_in
 from everstep.checkpoint.state.dictionaries import build_objects
 from everstep.checkpoint.state.kinds import with_bytes
@@ -74,6 +88,9 @@ def load(
 ) -> LoadedCheckpoint:
     """Read a checkpoint as state dictionaries, without a process group, beside any run.
 
+    Each process reads by itself: ranks that must have the same give one key as `step`, else each takes what is newest
+    and good for it.
+
     A module's state is flat, as its state_dict() is, whatever number of ranks has saved it; an optimizer's has its
     parameters by name, as torch.distributed.checkpoint.state_dict gives it; anything else is as its own state_dict()
     was. What was each rank's own is under "rank", by its number. Everything that is read is verified. Takes the memory
@@ -103,9 +120,14 @@ def load(
     """
     casts = Casts(cast)
     check_threads(threads)
+    check_wanted(step)
     casts.result(torch.float32)  # cast=True is an error before anything is read
 
-    def read(store: Store, manifest: Manifest, lease: ReadLease) -> dict[str, Any]:
+    def read(source: _Source) -> dict[str, Any]:
+        found: dict[str, Any] = source.run(lambda: read_all(source.store, source.manifest, source.alive))
+        return found
+
+    def read_all(store: Store, manifest: Manifest, alive: Callable[[], None]) -> dict[str, Any]:
         wanted_tensors = {name: name for name in manifest.tensors if is_wanted(name, only)}
         plain = {name: each for name, each in manifest.values.items() if name != VALUE and not is_description(name)}
         wanted_values = {name: each for name, each in plain.items() if is_wanted(name, only)}
@@ -122,12 +144,12 @@ def load(
         leaves: dict[str, Any] = {}
         with TensorReader(store, manifest, threads=threads) as reader:
             for name in wanted_tensors:
-                lease.renew()
+                alive()
                 leaves[name] = _leaf(reader, manifest, name, values.get(name), map_location, casts)
         leaves.update({name: value for name, value in values.items() if name not in leaves})
         return build_objects(rename_leaves(leaves, rename))
 
-    objects, manifest, bad = _first_good(uri, options, step, read)
+    objects, manifest, bad = _first_good(uri, options, step, read, LoadingRanks())
     return LoadedCheckpoint(objects, manifest, bad)
 
 
@@ -143,11 +165,16 @@ def load_into(
     options: Mapping[str, Any] | None = None,
     **objects: object,
 ) -> Restored:
-    """Read a checkpoint into objects, without a process group, beside any run: everstep.load_into(uri, model=model).
+    """Read a checkpoint into objects, beside any run: everstep.load_into(uri, model=model). It needs no process group.
 
     The bytes go into the objects' own memory, so no second copy of a model is made, and of a sharded one only this
     rank's pieces are read. They are verified first and read again: where the second read fails, the error says that the
-    objects are undefined. Ranks that call it do not agree on anything: give them the same `step`.
+    objects are undefined.
+
+    Where an object is sharded (a DTensor is in it), all ranks of its mesh call this together, and all take the same
+    checkpoint: one that is bad for any of them is passed over by all. A mesh that is cut out of another stands for that
+    one. Whatever is not sharded, a replica under DDP or a stage of a pipeline without DTensors, each rank loads by
+    itself, and may fall back by itself: give all of them one key as `step`, as that of the rank which loads first.
 
     Args:
         uri: A folder or a URL, as given to everstep.checkpointer(). It may be one that can only be read.
@@ -168,29 +195,45 @@ def load_into(
         NoSuchStep: There is none of this step; it lists those that there are.
         NoGoodCheckpoint: There are some, and none of them is good; the objects are untouched.
         StateMismatch: It is not of these objects; they are untouched.
+        RestoreFailed: It was verified, and could not be read again: the objects are undefined.
+        RankLost: A rank of the mesh has died or has not called this: so long as 180 s is waited for its sign of life.
+        CheckpointError: Another rank of the mesh failed, which is named, or they were given different arguments.
     """
     if not objects:
         raise CheckpointError("load_into what? Name the objects as they were saved: load_into(uri, model=model)")
     check_threads(threads)
+    check_wanted(step)
     began = time.monotonic()
     count = 0
 
-    def read(store: Store, manifest: Manifest, lease: ReadLease) -> Restored:
+    ranks = LoadingRanks(find_ranks(objects))
+
+    def read(source: _Source) -> Restored:
         nonlocal count
-        renamed = rename_manifest(manifest, rename)
-        filling = ObjectFilling(renamed, objects, Casts(cast), allow_pickle=allow_pickle, strict=strict)
-        with TensorReader(store, renamed, threads=threads) as reader:
-            for chunks in filling.chunks(reader):
-                lease.renew()
-                reader.verify(chunks)
-                count += sum(chunk.length for chunk in chunks)
-            try:
-                values = filling.fill(reader, lease.renew)
-            except (Damaged, StoreError) as error:
-                raise CheckpointError(
-                    f"checkpoint {manifest.key} was verified, and could not be read again ({error}): the objects are "
-                    "undefined now; make them anew and load again"
-                ) from error
+        manifest = source.manifest
+
+        def prepare() -> tuple[Manifest, ObjectFilling]:
+            renamed = rename_manifest(manifest, rename)
+            return renamed, ObjectFilling(renamed, objects, Casts(cast), allow_pickle=allow_pickle, strict=strict)
+
+        prepared: tuple[Manifest, ObjectFilling] = source.run(prepare)
+        renamed, filling = prepared
+        with TensorReader(source.store, renamed, threads=threads, on_bytes=lambda _: source.alive()) as reader:
+
+            def verify() -> None:
+                nonlocal count
+                for chunks in filling.chunks(reader):
+                    reader.verify(chunks)
+                    count += sum(chunk.length for chunk in chunks)
+
+            def fill() -> dict[str, Any]:
+                try:
+                    return filling.fill(reader, source.alive)
+                except (Damaged, StoreError) as error:
+                    raise UndefinedObjects(str(error)) from error
+
+            source.run(verify)
+            values: dict[str, Any] = source.run(fill)
         return Restored(
             manifest.key.step,
             manifest.key,
@@ -202,7 +245,12 @@ def load_into(
             metadata=read_metadata(manifest.values),
         )
 
-    restored, _, bad = _first_good(uri, options, step, read)
+    try:
+        wanted = step if step is None or isinstance(step, Key) else operator.index(step)
+        ranks.check_options(RestoreOptions(wanted, strict, rename, Casts(cast), allow_pickle))
+        restored, _, bad = _first_good(uri, options, step, read, ranks)
+    finally:
+        ranks.close()
     return replace(restored, fell_back=bad, bytes=count, seconds=time.monotonic() - began)
 
 
@@ -210,37 +258,76 @@ class _NothingWanted(CheckpointError):
     """The checkpoint has nothing of the names that were asked for."""
 
 
+@dataclass(frozen=True)
+class _Source:
+    """A checkpoint that is read. `run`: does a share of the work, which succeeds or fails on all ranks that load
+    together. `alive`: to be called while that lasts, from any thread."""
+
+    store: Store
+    manifest: Manifest
+    run: Callable[[Callable[[], Any]], Any]
+    alive: Callable[[], None]
+
+
 def _first_good(
     uri: str | os.PathLike[str],
     options: Mapping[str, Any] | None,
     step: int | Key | None,
-    read: Callable[[Store, Manifest, ReadLease], T],
+    read: Callable[[_Source], T],
+    ranks: LoadingRanks,
 ) -> tuple[T, Manifest, dict[str, str]]:
-    """Return what `read` makes of the first checkpoint that is good, and why others before it are not."""
-    store = open_store(uri, **(options or {}))
+    """Return what `read` makes of the first checkpoint that is good for all ranks, and why others before it are not."""
+    store = ranks.run(lambda: open_store(uri, **(options or {})))
     if step is not None:
-        select_keys(candidates(store), step, store.url)
+        steps = ranks.ask_first(lambda: _list_others(store, step))
+        if steps is not None:
+            raise NoSuchStep(store.url, step.step if isinstance(step, Key) else step, steps)
     bad: dict[str, str] = {}
     removed: Removed | None = None
-    for key in each_candidate(store):
-        if not is_meant(key, step):
-            continue
+    tried = (each for each in each_candidate(store) if is_meant(each, step))
+    while (found := ranks.ask_first(lambda: next(map(str, tried), None))) is not None:
+        key = Key.parse(found)
         try:
             with reading(store, key) as lease:
-                manifest = read_manifest(store, key)
-                return read(store, manifest, lease), manifest, bad
+                run = _run_while_there(store, key, ranks)
+                manifest: Manifest = run(partial(read_manifest, store, key))
+                return read(_Source(store, manifest, run, _signs(lease, ranks))), manifest, bad
         except Removed as error:
             removed = error
-        except CheckpointError as error:
-            if not is_damage(error):
-                raise
-            _log.warning("checkpoint %s is passed over: %s", key, error)
-            bad[str(key)] = str(error)
+        except BadCheckpoint as error:
+            why = error if ranks.are_several else error.__cause__
+            _log.warning("checkpoint %s is passed over: %s", key, why)
+            bad[str(key)] = str(why)
     if bad:
         raise NoGoodCheckpoint(bad)
     if removed is not None:
         raise removed
     raise CheckpointError(f"there are no checkpoints in {store.url}: nothing was saved there, or it is another place")
+
+
+def _list_others(store: Store, step: int | Key) -> list[int] | None:
+    """The steps that there are, where none is the wanted one; else None."""
+    keys = candidates(store)
+    return None if any(is_meant(key, step) for key in keys) else sorted({key.step for key in keys})
+
+
+def _run_while_there(store: Store, key: Key, ranks: LoadingRanks) -> Callable[[Callable[[], Any]], Any]:
+    def run(work: Callable[[], Any]) -> Any:
+        def checked() -> Any:
+            with telling_removed(store, key):
+                return work()
+
+        return ranks.run(checked)
+
+    return run
+
+
+def _signs(lease: ReadLease, ranks: LoadingRanks) -> Callable[[], None]:
+    def alive() -> None:
+        lease.renew()
+        ranks.give_sign()
+
+    return alive
 
 
 def _tops(manifest: Manifest) -> str:

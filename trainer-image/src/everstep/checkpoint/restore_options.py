@@ -56,23 +56,30 @@ class RestoreOptions:
         return self.step is None or self.step in (key, key.step)
 
 
-def find_difference(described: Sequence[Mapping[str, str]]) -> str | None:
+def find_difference(
+    described: Sequence[Mapping[str, str]], call: str = "restore()", ranks: Sequence[int] | None = None
+) -> str | None:
     """Say where ranks were given different options.
 
     Args:
         described: What RestoreOptions.describe() returned, by rank.
+        call: That they were given to.
+        ranks: The numbers of those that were asked, where they are not all ranks.
 
     Returns:
         Each option that differs, with the first two ranks that do and what they were given; None where all agree.
     """
     first, found = described[0], []
+    called = range(len(described)) if ranks is None else ranks
     for name in first:
         rank = next((rank for rank, each in enumerate(described) if each[name] != first[name]), None)
         if rank is not None:
-            found.append(f"{name}={first[name]} on rank 0 and {name}={described[rank][name]} on rank {rank}")
+            found.append(
+                f"{name}={first[name]} on rank {called[0]} and {name}={described[rank][name]} on rank {called[rank]}"
+            )
     if not found:
         return None
-    return f"restore() was given {'; '.join(found)}: give all ranks the same; nothing was loaded, no object was touched"
+    return f"{call} was given {'; '.join(found)}: give all ranks the same; nothing was loaded, no object was touched"
 
 
 def _describe_rename(rename: Rename | None) -> str:

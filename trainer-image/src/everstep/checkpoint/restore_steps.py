@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from everstep.checkpoint.errors import CheckpointError, RestoreFailed, is_damage
+from everstep.checkpoint.errors import CheckpointError, Removed, RestoreFailed, is_damage
 from everstep.checkpoint.vote import Vote
 
 T = TypeVar("T")
@@ -34,6 +34,7 @@ def run_on_all_ranks(vote: Vote, rank: int, work: Callable[[], T], *, is_local: 
     Raises:
         BadCheckpoint: On all ranks: the checkpoint is bad for one of them.
         RestoreFailed: On all ranks: objects are undefined.
+        Removed: On all ranks: it is not there any more for one of them.
         CheckpointError: On all ranks: anything else went wrong. Where it did, the error itself.
     """
     made: T | None = None
@@ -47,9 +48,11 @@ def run_on_all_ranks(vote: Vote, rank: int, work: Callable[[], T], *, is_local: 
         failure = error
         kind = "undefined" if isinstance(error, UndefinedObjects) else "bad" if is_damage(error) else "failed"
         message[kind] = f"rank {rank}: {error}"
+        if isinstance(error, Removed):
+            message = {"removed": error.name}
     outcome = vote.agree(message, _judge)
     if outcome.get("failed"):
-        if failure is not None and not (isinstance(failure, UndefinedObjects) or is_damage(failure)):
+        if failure is not None and not (isinstance(failure, UndefinedObjects | Removed) or is_damage(failure)):
             raise failure
         raise CheckpointError(outcome["failed"])
     if outcome.get("undefined"):
@@ -57,15 +60,19 @@ def run_on_all_ranks(vote: Vote, rank: int, work: Callable[[], T], *, is_local: 
             f"{outcome['undefined']}, though they were verified a moment before. The objects that were to be "
             "restored are undefined now: start all ranks again, and restore into new objects"
         ) from failure
+    if outcome.get("removed"):
+        raise Removed(outcome["removed"]) from failure
     if outcome.get("bad"):
         raise BadCheckpoint(outcome["bad"]) from failure
     return made if is_local else outcome["made"]
 
 
 def _judge(messages: list[dict[str, Any]]) -> dict[str, Any]:
-    for kind in ("failed", "undefined", "bad"):
+    for kind in ("failed", "undefined", "removed", "bad"):
         said = [message[kind] for message in messages if kind in message]
         if said:
+            if kind == "removed":
+                return {kind: said[0]}
             more = f" (and {len(said) - 1} more ranks)" if len(said) > 1 else ""
             return {kind: said[0] + more}
     return {"made": [message.get("made") for message in messages]}

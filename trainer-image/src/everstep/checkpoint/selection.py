@@ -47,15 +47,24 @@ def select_keys(keys: Collection[Key], step: int | Key | None, where: str) -> li
         NoSuchStep: None of them is of this step.
         TypeError: `step` is none of these: neither "3" nor 3.0 nor True is taken for a number of steps.
     """
+    check_wanted(step)
+    found = [key for key in keys if is_meant(key, step)]
+    if step is not None and not found:
+        raise NoSuchStep(where, step.step if isinstance(step, Key) else step, (key.step for key in keys))
+    return sorted(found, reverse=True)
+
+
+def check_wanted(step: object) -> None:
+    """Refuse what says of no checkpoint which one is meant.
+
+    Raises:
+        TypeError: It is no step, no key and not None: neither "3" nor 3.0 nor True is taken for a number of steps.
+    """
     if isinstance(step, bool) or not (step is None or isinstance(step, Key | SupportsIndex)):
         raise TypeError(
             f"step is {step!r}, a {type(step).__name__}: give the number of a step as an integer, or the key of a "
             "checkpoint, as best() returns"
         )
-    found = [key for key in keys if is_meant(key, step)]
-    if step is not None and not found:
-        raise NoSuchStep(where, step.step if isinstance(step, Key) else step, (key.step for key in keys))
-    return sorted(found, reverse=True)
 
 
 def is_meant(key: Key, step: int | Key | None) -> bool:

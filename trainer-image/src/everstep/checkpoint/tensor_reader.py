@@ -86,6 +86,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             if len(getattr(self._own, "buffer", b"")) < chunk.length:
                 self._own.buffer = memoryview(bytearray(longest))
             read_chunk(self._store, self._manifest, chunk, self._own.buffer[: chunk.length])
+            self._on_bytes(chunk.length)
 
         for _ in self._pool.map(check, every):
             pass

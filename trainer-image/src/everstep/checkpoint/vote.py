@@ -25,8 +25,12 @@ _SETTLE = 10.0  # seconds
 class Vote:
     """One rank's side. All ranks call agree() equally often; `patience` in seconds."""
 
-    def __init__(self, board: Board, rank: int, world: int, patience: float = PATIENCE) -> None:
+    def __init__(
+        self, board: Board, rank: int, world: int, patience: float = PATIENCE, ranks: Sequence[int] | None = None
+    ) -> None:
+        """`ranks`: what those that vote are called in messages, where they are not all ranks of the run."""
         self._board = board
+        self._names = range(world) if ranks is None else ranks
         self._rank = rank
         self._world = world
         self._patience = patience
@@ -48,7 +52,7 @@ class Vote:
             self._board.leave(f"vote/{number}/{self._rank}", [mine])  # None is a message too
             return self._outcome(number)
         except AgreementLost as error:
-            raise RankLost([0], "cannot be reached during the restore") from error
+            raise self._lost([0], "cannot be reached during the restore") from error
 
     def alive(self) -> None:
         """A sign of life; call it often between two rounds, from any thread."""
@@ -60,7 +64,7 @@ class Vote:
         try:
             self._board.count(f"vote/alive/{self._rank}", 1)
         except AgreementLost as error:
-            raise RankLost([0], "cannot be reached during the restore") from error
+            raise self._lost([0], "cannot be reached during the restore") from error
 
     def post(self, name: str, message: Any) -> None:
         """Leaves something for other ranks to read() after the next round, without giving it to all of them."""
@@ -71,9 +75,9 @@ class Vote:
         try:
             found = self._board.read(f"vote/post/{name}", self._patience)
         except AgreementLost as error:
-            raise RankLost([0], "cannot be reached during the restore") from error
+            raise self._lost([0], "cannot be reached during the restore") from error
         if found is None:
-            raise RankLost([0], f"has posted nothing for {self._patience:g} s during the restore")
+            raise self._lost([0], f"has posted nothing for {self._patience:g} s during the restore")
         return found
 
     def remove(self, name: str) -> None:
@@ -108,6 +112,9 @@ class Vote:
         self._leave(number, {"decided": decided})
         return decided
 
+    def _lost(self, numbers: Sequence[int], why: str) -> RankLost:
+        return RankLost([self._names[number] for number in numbers], why)
+
     def _leave(self, number: int, outcome: dict[str, Any]) -> None:
         if self._world > 1:
             self._board.leave(f"vote/{number}", outcome)
@@ -124,7 +131,7 @@ class Vote:
             self.alive()
             silent = signs.silent([rank for rank in missing if rank not in found])
             if silent:
-                raise RankLost(silent, f"gave no sign of life for {self._patience:g} s during the restore")
+                raise self._lost(silent, f"gave no sign of life for {self._patience:g} s during the restore")
         return [found[rank] for rank in sorted(found)]
 
     def _outcome(self, number: int) -> Any:
@@ -132,12 +139,12 @@ class Vote:
         while (outcome := self._board.read(f"vote/{number}", _BEAT)) is None:
             self.alive()
             if signs.silent([0]):
-                raise RankLost([0], f"gave no sign of life for {self._patience:g} s during the restore")
+                raise self._lost([0], f"gave no sign of life for {self._patience:g} s during the restore")
         if "decided" in outcome:
             return outcome["decided"]
         if outcome["lost"]:
             raise RankLost(outcome["lost"], f"gave no sign of life for {self._patience:g} s during the restore")
-        raise CheckpointError(f"rank 0 could not decide: {outcome['why']}")
+        raise CheckpointError(f"rank {self._names[0]} could not decide: {outcome['why']}")
 
 
 class _Signs:
