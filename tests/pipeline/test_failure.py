@@ -36,7 +36,7 @@ def watched(transport: ProcessGroups, progress: Any = lambda: 0) -> Iterator[Hea
     heart = Heartbeat(dist.get_rank(), TIMEOUT, progress, lambda lost: transport.abort(str(lost)))
     addresses: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(addresses, heart.address)
-    heart.start(addresses)
+    heart.start(addresses, b"of this job")
     try:
         yield heart
     finally:

@@ -21,7 +21,7 @@ def ring(size: int, alive: Sequence[int]) -> Iterator[list[Heartbeat]]:
     hearts = [Heartbeat(rank, TIMEOUT, lambda rank=rank: 10 * rank) for rank in range(size)]  # type: ignore[misc]
     addresses = [heart.address for heart in hearts]
     for rank in alive:
-        hearts[rank].start(addresses)
+        hearts[rank].start(addresses, b"of this job")
     try:
         yield hearts
     finally:
@@ -78,13 +78,52 @@ def test_a_rank_that_has_left_still_watches_the_one_before_it() -> None:
         assert getattr(hearts[0].lost(SOON), "rank", None) == 1
 
 
-def test_strangers_that_come_to_the_port_change_nothing() -> None:
+WORDS = [
+    b"7",
+    b'{"alive": 0, "progress": 0}',
+    b'{"lost": 0, "why": "says a stranger"}',
+    b'{"leaves": 0, "passes": 0}',
+    b"[" * 50_000,
+    b"GET / HTTP/1.1",
+    b"\xff" * 100_000,
+]
+
+
+@pytest.mark.parametrize("word", WORDS, ids=range(len(WORDS)))
+def test_strangers_that_come_to_the_port_change_nothing(word: bytes) -> None:
     with ring(2, range(2)) as hearts:
-        for word in (b"7\n", b'{"alive": 0}\n', b'{"lost": "x"}\n', b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 100_000):
+        for code in (b"", b"0" * 64):
             with socket.create_connection(hearts[1].address) as stranger, contextlib.suppress(OSError):
-                stranger.sendall(word)
-        assert hearts[0].lost(3 * TIMEOUT) is None
+                stranger.sendall(code + word + b"\n")
+                assert stranger.recv(1) == b""
+        assert hearts[0].lost(2 * TIMEOUT) is None
         assert hearts[1].lost() is None
+
+
+def test_what_was_said_to_another_rank_is_not_believed() -> None:
+    with ring(3, range(3)) as hearts:
+        said = hearts[0]._line(1, {"lost": 2, "why": "as another was told"})
+        with socket.create_connection(hearts[2].address) as stranger, contextlib.suppress(OSError):
+            stranger.sendall(said)
+            assert stranger.recv(1) == b""
+        assert hearts[2].lost(2 * TIMEOUT) is None
+
+
+def test_strangers_that_stay_keep_no_rank_away() -> None:
+    """More connections than a rank holds, before the ring has begun: ranks join, and a lost one is named."""
+    hearts = [Heartbeat(rank, TIMEOUT) for rank in range(3)]
+    with contextlib.ExitStack() as stack:
+        for heart in hearts:
+            for _ in range(80):
+                connection = stack.enter_context(socket.socket())
+                connection.setblocking(False)
+                connection.connect_ex(heart.address)
+        for heart in hearts[:2]:
+            stack.callback(heart.stop)
+            heart.start([each.address for each in hearts], b"of this job")
+        lost = hearts[0].lost(SOON)
+        assert lost
+        assert lost.rank == 2
 
 
 def test_ranks_of_a_node_that_is_gone_do_not_delay_the_word_to_others() -> None:

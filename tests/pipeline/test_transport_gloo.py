@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 import torch
+import torch.distributed as dist
 
 from everstep.pipeline.transport.base import Spec, Tag, TransportError
 from everstep.pipeline.transport.gloo import ProcessGroups
@@ -75,3 +79,47 @@ def test_an_abort_from_another_thread_ends_every_kind_of_wait(what: str) -> None
     (reason, took), _ = run(2, _wait_in_vain, what)
     assert reason == "rank 1 is late"
     assert took < 50  # the transport's own limit is 60 s
+
+
+def _abort_beside_another_connection(rank: int, port: int) -> list[bytes]:
+    """Connections that other threads open while groups are made: to a server elsewhere, and within this process."""
+    opened: list[socket.socket] = []
+    make = dist.new_group
+
+    def make_beside(*given: Any, **options: Any) -> Any:
+        group = make(*given, **options)
+        own = socket.create_server(("127.0.0.1", 0))
+        opened.extend([socket.create_connection(own.getsockname()), own.accept()[0]])
+        opened.append(socket.create_connection(("127.0.0.1", port)))
+        return group
+
+    dist.new_group = make_beside
+    transport = ProcessGroups(grid(2, 2), timeout=60)
+    transport.group([0, 1], replicas=False)
+    transport.abort("one is lost")
+    with pytest.raises(TransportError):
+        transport.hear(1 - rank)
+    answers = []
+    for client, served, remote in zip(opened[::3], opened[1::3], opened[2::3], strict=True):
+        client.sendall(b"within")
+        remote.sendall(b"beside")
+        answers += [served.recv(6), remote.recv(6)]
+    return answers
+
+
+def test_an_abort_leaves_the_connections_of_others_alone() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def echo(connection: socket.socket) -> None:
+            with connection:
+                connection.sendall(connection.recv(6))
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                while True:
+                    threading.Thread(target=echo, args=server.accept()[:1], daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        for answers in run(2, _abort_beside_another_connection, server.getsockname()[1]):
+            assert len(answers) >= 4
+            assert set(answers) == {b"within", b"beside"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 import socket
 from collections.abc import Iterator, Mapping
 from dataclasses import fields
@@ -41,13 +42,14 @@ def watched(control: Control, seconds: float | None) -> Iterator[Heartbeat | Non
             on_lost=lambda lost: control.abort(str(lost)),
             host=control.address or _host(),
         )
-    addresses = control.gather(None if heart is None else heart.address)
-    if heart is None or None in addresses:
-        if any(addresses):
+    # The key is the first one's: with a collective of its own, one more wait would be without heartbeats.
+    every = control.gather(None if heart is None else (heart.address, secrets.token_bytes(32)))
+    if heart is None or None in every:
+        if any(every):
             raise Everywhere("the ranks do not agree: heartbeat is None on some of them, and not on others")
         yield None
         return
-    heart.start(addresses)
+    heart.start([address for address, _ in every], every[0][1])
     try:
         heart.joined()
         # The connections of the ring are all there: none of them is taken for one of a group that is made later.

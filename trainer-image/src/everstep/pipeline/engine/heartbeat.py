@@ -3,13 +3,16 @@
 Each process has a thread that tells its successor in a ring that it is alive, and listens to its predecessor. The one
 that hears nothing for `timeout` seconds, or sees the connection end without a word, names its predecessor to all. A
 thread of its own answers also while its process computes for long or waits: slow is not silent. A rank that fails says
-so itself, with its reason; one that leaves says after how many steps. Needs no torch.
+so itself, with its reason; one that leaves says after how many steps. What is said has a code by a key that all ranks
+were given: anybody may come to an open port, and nobody else is believed. Needs no torch.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import hashlib
+import hmac
 import json
 import selectors
 import socket
@@ -24,6 +27,8 @@ Address = tuple[str, int]
 
 _AT_ONCE = 64  # ranks that are told of a loss at the same time
 _LONGEST = 1 << 16  # bytes without a new line: not of this job
+_STRANGERS = 64  # connections that have said nothing of this job yet; the oldest gives way
+_CODE = 2 * hashlib.sha256().digest_size  # characters before a word
 
 
 class RankLost(RuntimeError):
@@ -41,12 +46,13 @@ class _Peer:
     connection: socket.socket
     rest: bytes = b""
     rank: int = -1
+    is_known: bool = False  # it has said something with the key
 
 
 class Heartbeat:
     """`progress()` is a number that grows while this rank works, for the report on it; `passes()` how many steps and
     evaluations it has begun. `on_lost(error)` is called once, in the thread of the heartbeat. Give `address` to all
-    ranks, then `start` with those of all."""
+    ranks, then `start` with those of all and the key."""
 
     def __init__(
         self,
@@ -64,6 +70,7 @@ class Heartbeat:
         self._selector = selectors.DefaultSelector()
         self._listen(self._server, None)
         self._ring: Sequence[Address] = ()
+        self._key = b""
         self._next: socket.socket | None = None
         self._before: tuple[float, int] = (0.0, 0)  # when the predecessor was last heard, and how far it was
         self._left: int | None = None  # the passes after which it left
@@ -78,8 +85,9 @@ class Heartbeat:
         host, port = self._server.getsockname()[:2]
         return host, port
 
-    def start(self, addresses: Sequence[Address]) -> None:
-        """Begins to tell and to listen; `addresses` of all ranks, in their order."""
+    def start(self, addresses: Sequence[Address], key: bytes) -> None:
+        """Begins to tell and to listen; `addresses` of all ranks, in their order; `key`: the same on all, a secret."""
+        self._key = key
         self._ring = [(host, port) for host, port in addresses]
         self._before = (time.monotonic(), 0)
         self._thread.start()
@@ -131,7 +139,7 @@ class Heartbeat:
                 if not self._ending.is_set():
                     self._beat()
                 elif not self._told.is_set():
-                    self._tell(self._next, {"leaves": self.rank, "passes": self._passes()})
+                    self._tell_next({"leaves": self.rank, "passes": self._passes()})
                     self._told.set()
                 events = self._selector.select(self._interval / 2)
                 now = time.monotonic()
@@ -147,7 +155,7 @@ class Heartbeat:
                     self._look(now)
             if self._lost is not None:
                 # The successor reads this before it sees the connection end.
-                self._tell(self._next, _lost(self._lost))
+                self._tell_next(_lost(self._lost))
 
     def _alone(self) -> bool:
         """Whether there is nobody to be watched."""
@@ -174,13 +182,16 @@ class Heartbeat:
             return
         if self._next is None:
             with contextlib.suppress(OSError):
-                self._next = socket.create_connection(self._ring[(self.rank + 1) % len(self._ring)], self._interval)
-        self._tell(self._next, {"alive": self.rank, "progress": self._progress()})
+                self._next = socket.create_connection(self._ring[self._successor], self._interval)
+        self._tell_next({"alive": self.rank, "progress": self._progress()})
 
     def _hear(self, key: selectors.SelectorKey) -> None:
         if key.data is None:
-            connection, _ = self._server.accept()
-            self._listen(connection, _Peer(connection))
+            # Who came may be gone again, and where there are no more files, this rank still hears its predecessor.
+            with contextlib.suppress(OSError):
+                connection, _ = self._server.accept()
+                self._make_room()
+                self._listen(connection, _Peer(connection))
             return
         peer: _Peer = key.data
         try:
@@ -188,30 +199,49 @@ class Heartbeat:
         except OSError:
             data = b""
         *lines, peer.rest = (peer.rest + data).split(b"\n")
-        for line in lines:
-            self._understand(peer, line)
-        if not data or len(peer.rest) > _LONGEST:
-            self._selector.unregister(peer.connection)
-            peer.connection.close()
+        is_of_this_job = all(self._understand(peer, line) for line in lines)
+        if not data or not is_of_this_job or len(peer.rest) > _LONGEST:
+            self._leave(peer)
             if peer.rank == self._predecessor and self._lost is None:
                 self._name(self._predecessor, f"has ended ({self._how_far()})")
 
-    def _understand(self, peer: _Peer, line: bytes) -> None:
-        # What is not of this job is nothing: anybody may come to an open port.
-        with contextlib.suppress(ValueError, TypeError, KeyError):
-            word: dict[str, Any] = json.loads(line)
-            if not isinstance(word, dict):
-                return
-            if word.get("alive") == self._predecessor:
-                self._before = time.monotonic(), int(word["progress"])
-                peer.rank = self._predecessor
-                self._heard.set()
-            elif word.get("leaves") == self._predecessor:
-                self._left = int(word["passes"])
-                self._before = float("inf"), self._before[1]
-                peer.rank = -1
-            elif "lost" in word:
-                self._settle(RankLost(int(word["lost"]), str(word["why"])))
+    def _leave(self, peer: _Peer) -> None:
+        self._selector.unregister(peer.connection)
+        peer.connection.close()
+
+    def _make_room(self) -> None:
+        """Who says nothing does not keep others away."""
+        peers = [key.data for key in self._selector.get_map().values() if key.data is not None]
+        strangers = [peer for peer in peers if not peer.is_known]
+        if len(strangers) >= _STRANGERS:
+            self._leave(strangers[0])
+
+    def _understand(self, peer: _Peer, line: bytes) -> bool:
+        """Tell whether a line is of this job; what it says is known then."""
+        code, text = line[:_CODE], line[_CODE:]
+        if not hmac.compare_digest(code, self._code(self.rank, text)):
+            return False
+        peer.is_known = True
+        word: dict[str, Any] = json.loads(text)
+        if word.get("alive") == self._predecessor:
+            self._before = time.monotonic(), int(word["progress"])
+            peer.rank = self._predecessor
+            self._heard.set()
+        elif word.get("leaves") == self._predecessor:
+            self._left = int(word["passes"])
+            self._before = float("inf"), self._before[1]
+            peer.rank = -1
+        elif "lost" in word:
+            self._settle(RankLost(int(word["lost"]), str(word["why"])))
+        return True
+
+    def _code(self, to: int, text: bytes) -> bytes:
+        """What shows that a rank of this job has said this to that rank."""
+        return hmac.new(self._key, b"%d " % to + text, hashlib.sha256).hexdigest().encode()
+
+    def _line(self, to: int, word: dict[str, Any]) -> bytes:
+        text = json.dumps(word).encode()
+        return self._code(to, text) + text + b"\n"
 
     def _name(self, rank: int, why: str) -> None:
         lost = RankLost(rank, why)
@@ -219,26 +249,27 @@ class Heartbeat:
         self._settle(lost)
 
     def _tell_all(self, lost: RankLost) -> None:
-        others = [each for rank, each in enumerate(self._ring) if rank not in (lost.rank, self.rank)]
+        others = [rank for rank in range(len(self._ring)) if rank not in (lost.rank, self.rank)]
         for start in range(0, len(others), _AT_ONCE):
-            self._tell_these(others[start : start + _AT_ONCE], _line(_lost(lost)))
+            self._tell_these(others[start : start + _AT_ONCE], _lost(lost))
 
-    def _tell_these(self, addresses: Sequence[Address], line: bytes) -> None:
+    def _tell_these(self, ranks: Sequence[int], word: dict[str, Any]) -> None:
         """All at once: of those that are gone with the first, each would cost its own wait."""
         until = time.monotonic() + self._interval
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as waiting:
-            for host, port in addresses:
+            for rank in ranks:
+                host, port = self._ring[rank]
                 connection = stack.enter_context(socket.socket(_family(host)))
                 connection.setblocking(False)
                 connection.connect_ex((host, port))
-                waiting.register(connection, selectors.EVENT_WRITE)
+                waiting.register(connection, selectors.EVENT_WRITE, self._line(rank, word))
             while waiting.get_map() and (left := until - time.monotonic()) > 0:
                 for key, _ in waiting.select(left):
                     assert isinstance(key.fileobj, socket.socket)
                     told = key.events == selectors.EVENT_READ
                     with contextlib.suppress(OSError):
                         if not told:
-                            key.fileobj.sendall(line)
+                            key.fileobj.sendall(key.data)
                             # It is known there before this process ends, which would else be taken for another loss.
                             key.fileobj.shutdown(socket.SHUT_WR)
                             waiting.modify(key.fileobj, selectors.EVENT_READ)
@@ -258,15 +289,19 @@ class Heartbeat:
     def _predecessor(self) -> int:
         return (self.rank - 1) % len(self._ring)
 
+    @property
+    def _successor(self) -> int:
+        return (self.rank + 1) % len(self._ring)
+
     def _listen(self, connection: socket.socket, peer: _Peer | None) -> None:
         connection.setblocking(False)
         self._selector.register(connection, selectors.EVENT_READ, peer)
 
-    def _tell(self, connection: socket.socket | None, word: dict[str, Any]) -> None:
-        if connection is not None:
+    def _tell_next(self, word: dict[str, Any]) -> None:
+        if self._next is not None:
             # Who does not take it is watched by its own successor.
             with contextlib.suppress(OSError):
-                connection.sendall(_line(word))
+                self._next.sendall(self._line(self._successor, word))
 
     def _close(self) -> None:
         for key in list(self._selector.get_map().values()):
@@ -279,10 +314,6 @@ class Heartbeat:
 
 def _lost(lost: RankLost) -> dict[str, Any]:
     return {"lost": lost.rank, "why": lost.why}
-
-
-def _line(word: dict[str, Any]) -> bytes:
-    return json.dumps(word).encode() + b"\n"
 
 
 def _family(host: str) -> socket.AddressFamily:

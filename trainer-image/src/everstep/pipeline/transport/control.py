@@ -36,6 +36,7 @@ class Control:
             self.group = dist.new_group(backend="gloo", timeout=self.timeout)
             # Connections are made by the first use of a group; they are then known here.
             dist.barrier(group=self.group)
+        self._sockets.settle(self.gather)
         self.groups.append(self.group)
         _end_retired()
 

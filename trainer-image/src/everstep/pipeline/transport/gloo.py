@@ -56,6 +56,7 @@ class ProcessGroups:
         with Sockets.watch() as self._sockets:
             self._meet.barrier()
             self._pairs = self._directed() if nccl else {}
+        self._sockets.settle(self._meet.gather)
         self._meet.on_abort(self._end)
         self._alike = self._column() if self.replicas > 1 else None
 
@@ -100,8 +101,11 @@ class ProcessGroups:
         columns = [[pipeline[rank] for rank in sorted(set(ranks))] for pipeline in self.grid.processes]
         with self._sockets.watch_more():
             if replicas:
-                return self._group([process for column in columns for process in column])
-            return [self._group(column) for column in columns][self.replica]
+                found = self._group([process for column in columns for process in column])
+            else:
+                found = [self._group(column) for column in columns][self.replica]
+        self._sockets.settle(self._meet.gather)
+        return found
 
     def alike(self, message: bytes) -> list[bytes]:
         """See Transport."""
@@ -149,7 +153,9 @@ class ProcessGroups:
         """What the replicas of this rank tell each other in words; by gloo in any case."""
         columns = [[pipeline[rank] for pipeline in self.grid.processes] for rank in range(self.size)]
         with self._sockets.watch_more():
-            return [self._group(column, "gloo") for column in columns][self.rank]
+            found = [self._group(column, "gloo") for column in columns][self.rank]
+        self._sockets.settle(self._meet.gather)
+        return found
 
     def _group(self, processes: list[int], backend: str = "") -> Any:
         """None for a process that is not in it."""
