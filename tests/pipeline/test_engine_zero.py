@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("torch")
@@ -9,7 +13,7 @@ import torch
 
 from everstep.pipeline.engine.zero import ShardedOptimizer, shares
 from everstep.pipeline.transport.base import Transport
-from everstep.pipeline.transport.inprocess import Fabric
+from everstep.pipeline.transport.inprocess import Fabric, InProcess
 from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, piped, share
 
 pytestmark = pytest.mark.torch
@@ -61,3 +65,33 @@ def test_a_replica_that_keeps_nothing_has_an_optimizer_too() -> None:
     assert any(kept == [0] for _, kept in found)
     for rank in range(2):
         assert sum(kept[0] for _, kept in found[rank::2]) == found[rank][0]
+
+
+def test_new_values_are_on_their_way_two_buckets_at_a_time() -> None:
+    """Else the parameters would be there twice."""
+    setting = Setting("gpt", replicas=2, microbatches=2)
+
+    def work(transport: InProcess) -> tuple[int, int]:
+        engine = engine_of(setting, transport)
+        engine.options = replace(engine.options, bucket=1)
+        sharded = ShardedOptimizer(engine, lambda named: torch.optim.AdamW(named.values()))
+        mine = share(setting, transport.replica, batch_of(setting, 0))
+        engine.step(mine.inputs, mine.targets)
+        buffers: list[weakref.ref[torch.Tensor]] = []
+        most, reduce = 0, transport.all_reduce
+
+        def counted(tensor: torch.Tensor, group: Any) -> Any:
+            nonlocal most
+            work = reduce(tensor, group)
+            buffers.append(weakref.ref(tensor))
+            del tensor
+            most = max(most, sum(each() is not None for each in buffers))
+            return work
+
+        transport.all_reduce = counted  # type: ignore[method-assign]
+        sharded.step()
+        return len(buffers), most
+
+    for count, most in Fabric(2, 2).run(work):
+        assert count > 6
+        assert most <= 4, "two that are on their way, and what this test holds itself"

@@ -66,6 +66,9 @@ class Reduction:
         parts = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
         marks = [float(parameter.grad is not None) for parameter in parameters]
         buffer = torch.cat([*(part.reshape(-1) for part in parts), parts[0].new_tensor(marks)])
+        # It is in the buffer now: else all gradients would be there twice while they are summed.
+        for parameter in parameters:
+            parameter.grad = None
         self._under_way.append(_Bucket(parameters, buffer, self._transport.all_reduce(buffer, group)))
 
 

@@ -5,13 +5,17 @@ Each parameter of a rank has one replica that keeps its optimizer state and step
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.engine.reduction import buckets
+from everstep.pipeline.transport.base import Work
+
+_AT_ONCE = 2  # buckets that are on their way: with all of them the parameters would be there twice
 
 
 class ShardedOptimizer:
@@ -41,7 +45,7 @@ class ShardedOptimizer:
 
     def _share(self) -> None:
         names = {parameter: name for name, parameter in _once(self._engine).items()}
-        under_way = []
+        under_way: deque[tuple[list[Any], Any, Work]] = deque()
         for bucket in buckets(list(names), self._engine.options.bucket):
             # As a sum of one and zeros: exact, and all that a transport has to know.
             parts = [
@@ -49,12 +53,17 @@ class ShardedOptimizer:
                 for p in bucket
             ]
             buffer = torch.cat(parts)
-            work = self._transport.all_reduce(buffer, self._engine.data)
-            under_way.append((bucket, buffer, work))
-        for bucket, buffer, work in under_way:
-            work.wait()
-            for parameter, part in zip(bucket, buffer.split([p.numel() for p in bucket]), strict=True):
-                parameter.detach().copy_(part.view(parameter.shape))
+            under_way.append((bucket, buffer, self._transport.all_reduce(buffer, self._engine.data)))
+            if len(under_way) == _AT_ONCE:
+                _take(*under_way.popleft())
+        for each in under_way:
+            _take(*each)
+
+
+def _take(bucket: Sequence[Any], buffer: Any, work: Work) -> None:
+    work.wait()
+    for parameter, part in zip(bucket, buffer.split([p.numel() for p in bucket]), strict=True):
+        parameter.detach().copy_(part.view(parameter.shape))
 
 
 def shares(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
