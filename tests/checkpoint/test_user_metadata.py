@@ -54,11 +54,24 @@ def test_metadata_comes_back_wherever_a_checkpoint_is_looked_at(tmp_path: Path) 
         assert ckpt.restore(step=1, model=Model()).metadata == expected
 
 
-@pytest.mark.parametrize("bad", [{"x": object()}, {"x": "y" * 70000}, [1], {"x": torch.ones(2)}])
-def test_metadata_that_cannot_be_kept_is_refused_where_it_is_given(bad: Any, tmp_path: Path) -> None:
+RING: dict[str, Any] = {}
+RING["x"] = RING
+
+
+@pytest.mark.parametrize(
+    ("bad", "named"),
+    [
+        ({"a": 1, "x": object()}, "metadata 'x' is a object"),
+        ({"a": 1, "x": "y" * 70000}, "most of them in 'x'"),
+        ([1], "metadata is a list"),
+        ({"x": {"y": [1, torch.ones(2)]}}, r"metadata 'x\.y\[1\]' is a Tensor"),
+        (RING, "metadata 'x' is nested more than 100 deep, or holds itself"),
+    ],
+)
+def test_metadata_that_cannot_be_kept_is_refused_where_it_is_given(bad: Any, named: str, tmp_path: Path) -> None:
     with session(tmp_path) as ckpt:
         ckpt.restore(model=Model())
-        with pytest.raises(CheckpointError, match="metadata"):
+        with pytest.raises(CheckpointError, match=named):
             ckpt.save(1, metadata=bad)
 
 

@@ -181,7 +181,7 @@ class PlanCoordinator:
 def fingerprint(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     """A hash of what a model is: names, dtypes and whole shapes of its tensors, in any order."""
     lines = sorted(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in kinds.items())
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def _check_values(heads: Sequence[Sequence[bytes]], blobs: Mapping[bytes, bytes]) -> None:

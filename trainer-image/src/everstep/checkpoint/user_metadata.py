@@ -13,6 +13,7 @@ from everstep.checkpoint.errors import CheckpointError
 
 VALUE = "%metadata"  # no object's name can begin with a bare %
 LIMIT = 64 << 10  # bytes as JSON
+DEEPEST = 100  # dictionaries and lists within each other, which every reader can follow
 
 
 def pack_metadata(metadata: Mapping[str, Any]) -> dict[str, object]:
@@ -25,19 +26,21 @@ def pack_metadata(metadata: Mapping[str, Any]) -> dict[str, object]:
         raise CheckpointError(f"metadata is a {type(metadata).__name__}: give a dictionary, as {{'loss': 0.5}}")
     if not metadata:
         return {}
+    plain = {str(name): _plain(value, str(name), 1) for name, value in metadata.items()}
     try:
-        plain = {str(name): _plain(value) for name, value in metadata.items()}
         text = json.dumps(plain)
-    except (TypeError, ValueError, RecursionError, RuntimeError) as error:
-        raise CheckpointError(
-            f"metadata cannot be written as JSON ({error}): give numbers, text, booleans, None, lists and dictionaries "
-            "of these"
-        ) from error
+    except ValueError as error:
+        raise CheckpointError(f"metadata cannot be written as JSON: {error}") from error
     if len(text) > LIMIT:
         raise CheckpointError(
-            f"metadata has {len(text)} bytes as JSON, and may have {LIMIT}: save what is large as state"
+            f"metadata has {len(text)} bytes as JSON, most of them in {_find_largest(plain)!r}, and may have "
+            f"{LIMIT}: save what is large as state"
         )
     return {VALUE: text}
+
+
+def _find_largest(plain: Mapping[str, Any]) -> str:
+    return max(plain, key=lambda name: len(json.dumps(plain[name])))
 
 
 def read_metadata(values: Mapping[str, object]) -> dict[str, Any]:
@@ -52,11 +55,26 @@ def read_metadata(values: Mapping[str, object]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _plain(value: Any) -> Any:
-    """A number of NumPy or a tensor of one element as the number that it is."""
+def _plain(value: Any, name: str, depth: int) -> Any:
+    """A value as JSON has it; a number of NumPy or a tensor of one element as the number that it is."""
+    if depth > DEEPEST:
+        top = name.partition(".")[0].partition("[")[0]
+        raise CheckpointError(
+            f"metadata {top!r} is nested more than {DEEPEST} deep, or holds itself: note what is flat"
+        )
     if isinstance(value, Mapping):
-        return {str(name): _plain(each) for name, each in value.items()}
+        return {str(key): _plain(each, f"{name}.{key}", depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each) for each in value]
-    item = getattr(value, "item", None)
-    return item() if callable(item) else value
+        return [_plain(each, f"{name}[{place}]", depth + 1) for place, each in enumerate(value)]
+    why: Exception | None = None
+    try:
+        item = getattr(value, "item", None)
+        value = item() if callable(item) else value
+    except (TypeError, ValueError, RuntimeError) as error:
+        why = error
+    if why is None and (value is None or isinstance(value, bool | int | float | str)):
+        return value
+    raise CheckpointError(
+        f"metadata {name!r} is a {type(value).__name__}, which cannot be written as JSON{f' ({why})' if why else ''}: "
+        "give numbers, text, booleans, None, lists and dictionaries of these"
+    ) from why

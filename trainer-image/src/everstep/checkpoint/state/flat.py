@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,7 +81,7 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
         follows = sources.get(kind.prefix, rank) != rank
         if isinstance(kind, Modules) and not kind.prefix.startswith(f"{RANK}.") and kind.prefix not in sources:
             elsewhere.update(kind.broadcast_from_others())
-        for name, leaf in kind.leaves():
+        for name, leaf in _leaves_of(kind):
             if follows and not is_dtensor(leaf):
                 elsewhere.add(name)
             if name in tensors or name in values:
@@ -100,6 +100,16 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
             else:
                 tensors[name] = leaf
     return Flat(tensors, values, bulk, frozenset(elsewhere & tensors.keys()))
+
+
+def _leaves_of(kind: Kind) -> Iterator[tuple[str, Any]]:
+    """The leaves of an object; what its own code raises is told with its name."""
+    try:
+        yield from kind.leaves()
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise CheckpointError(f"{kind.prefix}: its state cannot be had: {type(error).__name__}: {error}") from error
 
 
 def coming(objects: Mapping[str, object], *, rank: int) -> dict[str, torch.Tensor]:

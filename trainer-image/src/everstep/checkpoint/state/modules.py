@@ -28,6 +28,7 @@ from everstep.checkpoint.state.module_metadata import (
     read_unusual,
     set_metadata_as_here,
 )
+from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, describe_module, describe_state
 
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
@@ -75,6 +76,7 @@ class Modules:
             if is_tensor(value):
                 yield full, value
             else:
+                check_nesting(value, full)
                 yield from names.walk(value, is_leaf, full)
                 if described := describe_state(value, is_leaf):
                     yield names.join(full, KIND), described

@@ -34,6 +34,7 @@ from everstep.checkpoint.state.kinds import (
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.loaded_states import STEP, leave_out_others, uncast
 from everstep.checkpoint.state.memory import local
+from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.param_options import digest_options, pack_options, take_option
 from everstep.checkpoint.state.param_states import (
     Lookup,
@@ -109,6 +110,9 @@ class OptimizerObject:
     def leaves(self) -> Iterator[tuple[str, Any]]:
         state = self._optimizer.state_dict()
         more = {key: each for key, each in state.items() if key not in ("state", "param_groups")}
+        check_nesting(more, self.prefix)
+        for number, group in enumerate(state["param_groups"]):
+            check_nesting(group, names.join(self.prefix, _GROUPS, f"[{number}]"))
         yield names.join(self.prefix, KIND), describe(OPTIMIZER, more, is_leaf)
         yield names.join(self.prefix, _KIND), kind_of(self._optimizer)
         yield from self._leaves_of_params(state["state"])
@@ -146,6 +150,7 @@ class OptimizerObject:
         for place, own in states.items():
             if type(place) is not int:
                 raise CheckpointError(f"{self.prefix}: holds state under {place!r}, which is no parameter")
+            check_nesting(own, names.join(self.prefix, _STATE, self._names[place]))
             every += [(place, below, detached(leaf)) for below, leaf in names.walk(own, is_leaf)]
         layouts: dict[int, dict[str, Any]] = defaultdict(dict)
         keeping: set[int] = set()  # parameters beside which this rank has state of its own

@@ -25,6 +25,7 @@ from everstep.checkpoint.state.kinds import (
     misfit,
 )
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps
+from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe
 
 
@@ -48,6 +49,7 @@ class StatefulObject:
             state = self._inner.state_at(self._step)
         else:
             state = self._inner.state_dict()
+        check_nesting(state, self.prefix)
         yield from _leaves(self.prefix, state)
         described = describe(STATEFUL, state, is_leaf, **{"class": describe_stateful(self._inner)})
         yield names.join(self.prefix, KIND), described
@@ -86,6 +88,7 @@ class Value:
         # Of a mapping that is no dictionary the content is saved: the script's own object gets it back.
         plain = isinstance(self.value, Mapping) and not isinstance(self.value, dict)
         state = dict(self.value) if plain else self.value
+        check_nesting(state, self.prefix)
         yield from _leaves(self.prefix, state)
         yield names.join(self.prefix, KIND), describe(VALUE, state, is_leaf)
 
