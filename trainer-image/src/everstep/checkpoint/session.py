@@ -13,9 +13,11 @@ from typing import Any, Literal, Self
 
 from everstep.checkpoint import attempts, checksum, claiming, fence, topology
 from everstep.checkpoint.agreement import Agreement
+from everstep.checkpoint.arguments import check_arguments
 from everstep.checkpoint.auto import Trigger, learned
-from everstep.checkpoint.best import KeepBest, Mode
+from everstep.checkpoint.best import Mode
 from everstep.checkpoint.board import Alone, Board, Shared
+from everstep.checkpoint.busy import one_at_a_time
 from everstep.checkpoint.casting import Cast, Casts
 from everstep.checkpoint.claiming import LastSeen
 from everstep.checkpoint.errors import CheckpointError
@@ -44,6 +46,9 @@ __all__ = ["Checkpointer", "Forecast", "SaveFailed"]
 _log = logging.getLogger("everstep.checkpoint")
 
 DEFAULT_EVERY = "10m"
+_OF_WRITER = (
+    "slots", "keep_last", "keep_every", "keep_best", "best_metric", "best_mode", "commit_timeout", "stall_after"
+)  # fmt: skip
 GENERATORS = "rng"
 
 
@@ -95,14 +100,13 @@ class Checkpointer:
         linger: float = 600.0,
         options: Mapping[str, Any] | None = None,
     ) -> None:
+        given = check_arguments({name: each for name, each in locals().items() if name != "self"})
+        every, every_steps, timeout, commit_timeout = (
+            given[name] for name in ("every", "every_steps", "timeout", "commit_timeout")
+        )
+        time_between_failures = given["time_between_failures"]
         if every is None and every_steps is None:
             every = DEFAULT_EVERY
-        if slots < 1:
-            raise ValueError(f"there is at least one slot, not {slots}")
-        if peers not in (None, 0, 1):
-            raise ValueError(f"each node's slots are copied to 0 or 1 other nodes, not {peers}")
-        if keep_best is not None:
-            KeepBest(keep_best, best_metric, best_mode)  # ValueError
         self._trigger = Trigger.parse(every, every_steps, time_between_failures)
         self._events = Events()
         self._metrics = Metrics()
@@ -115,17 +119,10 @@ class Checkpointer:
 
         # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
         self.attempt: Attempt | None = None
-        self._given = Attempt(*attempt) if attempt is not None else fence.given()
+        self._given = Attempt(*given["attempt"]) if attempt is not None else fence.given()
         self._time_between_failures = time_between_failures
         self._settings: dict[str, Any] = {
-            "slots": slots,
-            "keep_last": keep_last,
-            "keep_every": keep_every,
-            "keep_best": keep_best,
-            "best_metric": best_metric,
-            "best_mode": best_mode,
-            "commit_timeout": commit_timeout,
-            "stall_after": stall_after,
+            **{name: given[name] for name in _OF_WRITER},
             "fence": str(fence.FENCE) if attempt is None and self._given is not None else None,
             "insist": peers == 1,
         }
@@ -133,7 +130,7 @@ class Checkpointer:
         place = topology.find_place(self._topology, default_memory(), self._group)
         # The writer works in another folder than we do.
         self._directory = Path(memory).absolute() if memory is not None else default_directory(self.store.url, place)
-        self._linger = linger
+        self._linger = given["linger"]
         self._node: Node | None = None
         self._process = os.getpid()
         self._objects: dict[str, object] | None = None
@@ -152,6 +149,7 @@ class Checkpointer:
 
     # ---- a script's calls
 
+    @one_at_a_time
     def restore(
         self,
         *,
@@ -214,6 +212,7 @@ class Checkpointer:
         self._set_objects(everything, restored.step)
         return restored
 
+    @one_at_a_time
     def track(self, **objects: object) -> None:
         """Names what is saved from here on, without loading a checkpoint: see restore().
 
@@ -227,6 +226,7 @@ class Checkpointer:
             self._seen = LastSeen(None, None)
         self._track(objects)
 
+    @one_at_a_time
     def start_over(self, **objects: object) -> None:
         """Names what is saved from here on, and leaves behind what the store holds.
 
@@ -248,17 +248,20 @@ class Checkpointer:
             )
         self._set_objects(everything)
 
+    @one_at_a_time
     def step(self, step: int) -> None:
         """Says that `step` steps are trained; saves when it is time. Costs next to nothing otherwise.
 
         The first call, or the first save(), claims the store and the slots for this run. Superseded when a later
         attempt has the store; CheckpointError when another live process has the slots, they find no room, or somebody
         has saved something newer since this session restored.
-        AgreementLost when rank 0 is gone. A save that fails is an event, not an error.
+        AgreementLost when rank 0 is gone. A save that fails is an event, not an error. CheckpointError also from within
+        another step() or save(), as in a callback of an event.
         """
         step = check_step(step)
         self._claimed().step(step)
 
+    @one_at_a_time
     def save(self, step: int, deadline: float | None = None, *, metadata: Mapping[str, Any] | None = None) -> Forecast:
         """Saves now; all ranks call it at the same step. Waits until an earlier save is in the store.
 

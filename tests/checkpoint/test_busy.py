@@ -1,0 +1,78 @@
+"""Who calls a session from within one of its own calls is told at once, and training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.session import Checkpointer
+from tests.checkpoint.ranks import run
+from tests.checkpoint.sessions import Model, session, steps_in
+
+pytestmark = pytest.mark.torch
+
+
+class Nosy(Model):
+    """Its state_dict() calls something once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call: Callable[[], Any] | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        call, self.call = self.call, None
+        if call is not None:
+            call()
+        return super().state_dict()
+
+
+def calls_within(rank: int, folder: Path, where: str, call: str) -> list[str]:
+    told: list[str] = []
+
+    with session(folder, every=1000, timeout=300.0, commit_timeout=300.0, keep_last=9) as ckpt:
+
+        def again(*_: Any) -> dict[str, Any]:
+            try:
+                ckpt.save(7) if call == "save" else ckpt.step(7)
+            except CheckpointError as error:
+                told.append(str(error))
+            return {}
+
+        model = Nosy()
+        ckpt.track(model=model)
+        _provoke(ckpt, model, where, again)
+        ckpt.save(6)
+        ckpt.wait()
+    return told
+
+
+def _provoke(ckpt: Checkpointer, model: Nosy, where: str, again: Callable[..., Any]) -> None:
+    """Have a save go back and call the session anew."""
+    if where == "state_dict":
+        ckpt.save(3)
+        model.call = again
+    elif where == "metadata":
+        ckpt.metadata = again
+    else:  # a step that comes before one that was saved is told by an event, within the call
+        ckpt.save(5)
+        ckpt.on("stalled", again)
+    ckpt.save(4)
+    ckpt.wait()
+
+
+@pytest.mark.parametrize(("where", "call"), [("state_dict", "save"), ("metadata", "step"), ("callback", "save")])
+def test_a_call_from_within_a_save_is_refused_and_the_next_save_is_taken(where: str, call: str, folder: Path) -> None:
+    worlds = run(2, calls_within, folder, where, call)
+    asked = [told for told in worlds if told]
+    assert asked
+    for told in asked:
+        assert told[0].startswith(f"{call}() is called while save() of the same session goes on: a callback")
+        assert "Call request()" in told[0]
+    assert 6 in steps_in(folder)
+    assert 7 not in steps_in(folder)
