@@ -6,12 +6,14 @@ What is in them is the state's affair (state/structure.py). Pure.
 from __future__ import annotations
 
 KIND = "%kind"  # no key is called so: a key's % is always escaped
+BUILT_AMONG = "%built."  # between a name and a sum of leaves, where ranks compare how they have built what is called so
 
 _RANK = "rank"
 
 
 def is_description(name: str) -> bool:
-    """Whether a value describes an object. Ranks may have built a dictionary in another order: anyone's will do."""
+    """Whether a value describes an object. Ranks that hold the same leaves have the same (see state/structure_sums.py);
+    of those that hold others, as the stages of a pipeline, anyone's will do."""
     return name == KIND or name.endswith(f".{KIND}")
 
 

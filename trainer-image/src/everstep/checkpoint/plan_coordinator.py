@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from everstep.checkpoint.descriptions import BUILT_AMONG
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.layouts import LayoutNames, RankLayout, decode_spans, digest_blob
 from everstep.checkpoint.sharing import Ints, LayoutGroup, WriteShares, share_writes
@@ -194,6 +195,14 @@ def _check_values(heads: Sequence[Sequence[bytes]], blobs: Mapping[bytes, bytes]
         seen.add(digest)
         for name, sum_ in json.loads(zlib.decompress(blobs[digest])).items():
             known, holder = first.setdefault(name, (sum_, rank))
+            thing, is_structure, _ = name.partition(BUILT_AMONG)
+            if known != sum_ and is_structure:
+                raise CheckpointError(
+                    f"{thing} is not built the same on rank {holder} ({known}) and on rank {rank} ({sum_}): "
+                    "dictionaries have another order or kind, or one object is in several places on one of them only. "
+                    "Make them in the same order and share the same on all ranks, or give the object as FromRank(…) or "
+                    "PerRank(…)"
+                )
             if known != sum_:
                 raise CheckpointError(f"{name} is not the same value on rank {holder} and on rank {rank}. {ADVICE}")
 

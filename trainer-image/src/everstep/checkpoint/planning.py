@@ -27,6 +27,7 @@ from everstep.checkpoint.replicas import checksum_tensors
 from everstep.checkpoint.slots import Box
 from everstep.checkpoint.state.flat import RANK, Flat, local
 from everstep.checkpoint.state.loaded import is_dtensor
+from everstep.checkpoint.state.structure_sums import describe_structures
 
 Signature = Mapping[str, tuple[Any, ...]]
 
@@ -187,8 +188,9 @@ def _consult(mine: bytes, decide: Callable[[Sequence[bytes]], list[bytes]], grou
 
 def _checksum_values(flat: Flat, rank: int) -> dict[str, str]:
     own = f"{RANK}.{rank}."
-    return {
+    sums = {
         name: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
         for name, value in flat.values.items()
         if not name.startswith(own) and not is_description(name)
     }
+    return {**sums, **describe_structures(flat, own)}

@@ -8,7 +8,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.checkpoint.errors import CheckpointError
@@ -91,6 +93,43 @@ def sort_states(params: Collection[str], lookups: Collection[Lookup]) -> list[st
 
     numbers = {param: find_number(place, param) for place, param in enumerate(params)}
     return sorted(numbers, key=numbers.__getitem__)
+
+
+@dataclass
+class ParamStructure:
+    """How a parameter's state is built, which of its places hold one object, which of these hold one with the state of
+    another parameter (with the name of that), and its number among the states where that is not the parameter's."""
+
+    built: Any = None
+    shares: list[Any] = field(default_factory=list)
+    shares_with_others: list[Any] = field(default_factory=list)
+    number: int | None = None
+
+
+def list_param_structures(described: Mapping[str, Any]) -> dict[str, ParamStructure]:
+    """Return what is said of each parameter's state.
+
+    Args:
+        described: Values that the functions above gave, by their names below the optimizer.
+    """
+    found: dict[str, ParamStructure] = defaultdict(ParamStructure)
+    holders: dict[str, set[str]] = defaultdict(set)  # of each shared object
+    aliases: dict[str, dict[str, list[Any]]] = {}
+    for name, value in described.items():
+        kind, _, param = name.removesuffix(f".{KIND}").partition(".")
+        if kind == _BUILT:
+            found[param].built = described.get(names.join(_STRUCTURES, str(value), KIND), {})
+        elif kind == _ORDER:
+            found[param].number = value
+        elif kind == _ALIASES:
+            aliases[param] = defaultdict(list)
+            for label, path in value:
+                holders[label].add(param)
+                aliases[param][label].append(path)
+    for param, groups in aliases.items():
+        found[param].shares = [paths for paths in groups.values() if len(paths) > 1]
+        found[param].shares_with_others = [[label, paths] for label, paths in groups.items() if len(holders[label]) > 1]
+    return dict(found)
 
 
 def read_structure(param: str, lookups: Collection[Lookup]) -> dict[str, Any] | None:

@@ -1,0 +1,132 @@
+"""Ranks that hold the same leaves, but share them otherwise or hold them in another order, are told so at a save."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from everstep.checkpoint import planning
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.state.flat import flatten
+from everstep.checkpoint.state.kinds import FromRank, PerRank
+from tests.checkpoint import ranks
+
+pytestmark = pytest.mark.torch
+
+
+class Stateful:
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        self.state = state
+
+
+class Extra(nn.Module):  # type: ignore[misc]
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.state = state
+
+    def get_extra_state(self) -> Any:
+        return self.state
+
+    def set_extra_state(self, state: Any) -> None:
+        self.state = state
+
+
+def trained(how: str, is_sharing: bool, is_last_first: bool = False) -> dict[str, Any]:
+    """A model of which rank 1 has no element of the last layer when it is sharded, and its optimizer."""
+    torch.manual_seed(1)
+    model: nn.Module = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, 1))
+    if how == "sharded":
+        fully_shard(model)
+    if how == "replicated":
+        model = DDP(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    params = list(model.parameters())
+    for some in (params[2:], params) if is_last_first else (params,):
+        for param in some:
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+    with torch.no_grad():
+        for param in params:
+            state = optimizer.state[param]
+            state["momentum_buffer"].fill_(1.0)
+            state["same"] = state["momentum_buffer"] if is_sharing else state["momentum_buffer"].clone()
+            param.fill_(1.0)
+    return {"model": model, "optimizer": optimizer}
+
+
+def in_order(first: bool, make: Any = dict) -> Any:
+    pairs = [("a", torch.ones(2)), ("b", torch.zeros(2))]
+    return make(pairs if first else reversed(pairs))
+
+
+def shared(is_one: bool) -> dict[str, Any]:
+    one = torch.ones(2)
+    return {"a": one, "b": one if is_one else one.clone()}
+
+
+def why_not_planned(objects: dict[str, Any]) -> str:
+    group, rank = dist.group.WORLD, dist.get_rank()
+    try:
+        planning.make(lambda: flatten(objects, rank=rank), rank, group, compare=True)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def plan_all(rank: int) -> dict[str, str]:
+    """Each of these is other on rank 1."""
+    one = rank == 0
+    return {
+        "optimizer.state.0.weight": why_not_planned(trained("replicated", one)),
+        "optimizer.state.0.weight when sharded": why_not_planned(trained("sharded", one)),
+        "optimizer.state.0.bias": why_not_planned(trained("replicated", True, is_last_first=one)),
+        "values": why_not_planned({"values": in_order(one)}),
+        "shared": why_not_planned({"shared": shared(one)}),
+        "kind": why_not_planned({"kind": in_order(True, dict if one else OrderedDict)}),
+        "stateful": why_not_planned({"stateful": Stateful({"inner": in_order(one)})}),
+        "extra": why_not_planned({"extra": Extra(shared(one))}),
+    }
+
+
+def test_ranks_that_share_or_order_otherwise_are_refused_with_both_and_the_name() -> None:
+    first, second = ranks.run(2, plan_all)
+    assert first == second
+    for name, why in first.items():
+        assert "on rank 0 (" in why, name
+        assert "on rank 1 (" in why, name
+        said = why.removeprefix("the ranks' states do not fit together: ")
+        # Of the parameters of an optimizer any one is named.
+        assert said.startswith(f"{name.partition('.state.')[0]}"), (name, why)
+        assert "is not built the same" in said
+
+
+def plan_ordinary(rank: int) -> list[str]:
+    found = [
+        why_not_planned(trained(how, is_sharing)) for how in ("sharded", "replicated") for is_sharing in (False, True)
+    ]
+    found += [why_not_planned(trained(how, True, is_last_first=True)) for how in ("sharded", "replicated")]
+    # Others than these leaves: a stage of a pipeline each, of one object.
+    stages = {0: {"a": torch.ones(1), "c": torch.ones(2)}, 1: {"b": torch.ones(1), "d": torch.zeros(1)}}
+    found.append(why_not_planned({"stages": dict(reversed(stages[rank].items())) if rank else stages[rank]}))
+    found.append(why_not_planned({"own": PerRank(in_order(rank == 0)), "first": FromRank(shared(rank == 0))}))
+    return found
+
+
+def test_ranks_that_build_the_same_or_hold_other_leaves_are_not_refused() -> None:
+    assert ranks.run(2, plan_ordinary) == [[""] * 8] * 2
