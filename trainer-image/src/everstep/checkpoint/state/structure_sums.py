@@ -22,7 +22,7 @@ from everstep.checkpoint.values import unpack
 _LONGEST = 120  # characters of a structure that is told as it is
 _COMPARED = ("containers", "aliases")  # of a description
 
-Statement = tuple[str, Any, Iterable[str]]  # a name, what is said of it, and the leaves that it depends on
+Statement = tuple[str, Any, str]  # a name, what is said of it, and a sum of the leaves that it depends on
 
 
 def describe_structures(flat: Flat, own: str) -> dict[str, str]:
@@ -51,8 +51,7 @@ def describe_structures(flat: Flat, own: str) -> dict[str, str]:
     found = {}
     for each, values in described.items():
         for name, structure, among in _list_structures(each, values, leaves[each]):
-            sum_ = xxhash.xxh3_64_hexdigest("\n".join(sorted(among)).encode("utf-8", "surrogatepass"))
-            found[f"{name}{BUILT_AMONG}{sum_}"] = _shorten(structure)
+            found[f"{name}{BUILT_AMONG}{among}"] = _shorten(structure)
     return found
 
 
@@ -64,11 +63,11 @@ def _list_structures(each: str, values: Mapping[str, Any], leaves: Sequence[str]
         # A module whose extra state has nothing to tell says nothing of it: all is told at once.
         if any("_extra_state" in name for name in leaves):
             structures = {name.removesuffix(f".{KIND}"): _structure_of(value) for name, value in unpacked.items()}
-            yield each, {name: structure for name, structure in structures.items() if structure}, leaves
+            yield each, {name: structure for name, structure in structures.items() if structure}, _sum_up(leaves)
         return
     if kind == OPTIMIZER:
         yield from _list_states(f"{each}.state.", list_param_structures(unpacked), leaves)
-    yield each, _structure_of(described), leaves
+    yield each, _structure_of(described), _sum_up(leaves)
 
 
 def _list_states(prefix: str, params: Mapping[str, ParamStructure], leaves: Sequence[str]) -> Iterator[Statement]:
@@ -79,11 +78,15 @@ def _list_states(prefix: str, params: Mapping[str, ParamStructure], leaves: Sequ
         while owner and owner not in params:
             owner = owner.rpartition(".")[0]
         below[owner].append(name)
-    without_marks = [f"{name.removesuffix('%')}%order" for name in leaves]
+    with_marks, without = _sum_up(leaves), _sum_up(f"{name.removesuffix('%')}%order" for name in leaves)
     for param, said in params.items():
-        yield f"{prefix}{param}", {"built": said.built, "shares": said.shares}, below[param]
-        yield f"{prefix}{param}", {"number": said.number}, without_marks
-        yield f"{prefix}{param}", {"shares with others": said.shares_with_others}, leaves
+        yield f"{prefix}{param}", {"built": said.built, "shares": said.shares}, _sum_up(below[param])
+        yield f"{prefix}{param}", {"number": said.number}, without
+        yield f"{prefix}{param}", {"shares with others": said.shares_with_others}, with_marks
+
+
+def _sum_up(leaves: Iterable[str]) -> str:
+    return xxhash.xxh3_64_hexdigest("\n".join(sorted(leaves)).encode("utf-8", "surrogatepass"))
 
 
 def _structure_of(description: Mapping[str, Any]) -> dict[str, Any]:
