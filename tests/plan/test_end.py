@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import pytest
 
@@ -144,3 +145,11 @@ def test_a_late_leader_of_another_epoch_is_not_believed() -> None:
     world.leader = stale
     world.reconcile()
     assert world.phase == "Restarting"
+
+
+@pytest.mark.parametrize("field", ["exitCode", "rank"])
+def test_what_is_no_number_in_a_last_word_is_nothing(field: str) -> None:
+    """In Python, True is one."""
+    word = last_word(json.dumps({"result": "failed", "epoch": 1, "generation": 1, field: True}))
+    assert word is not None
+    assert (word.exit_code, word.rank) == (None, None)

@@ -101,3 +101,41 @@ def test_pods_carry_the_capacity_type_of_the_pool_they_were_made_for() -> None:
     without = resolve(job().nodes(2).build(), epoch=1, pool=None, plain=False, settings=Settings())
     assert not isinstance(without, Refused)
     assert "everstep.dev/capacity-type" not in pod_body(without, 1, 1)["metadata"]["labels"]
+
+
+def test_a_pool_that_is_missing_at_a_resume_is_waited_for_however_often_it_is_looked_at() -> None:
+    made = world()
+    made.capacity = 2
+    made.run("Running")
+    made.edit(suspend=True)
+    made.run("Suspended")
+    there, made.pools = made.pools, {}
+    made.edit(suspend=False)
+    for _ in range(3):
+        made.reconcile()
+        assert made.phase == "Pending"
+        assert made.status.transitions[-1].reason == "PoolNotFound"
+        assert not made.pods
+    made.pools = there
+    made.run("Running")
+    assert chosen(made) == "spot"
+
+
+def test_without_its_pool_and_its_template_no_pod_is_made_for_any_node() -> None:
+    made = world()
+    made.capacity = 2
+    made.run("Running")
+    there, made.pools = made.pools, {}
+    made.config_maps.clear()
+    made.vanish(1)
+    for _ in range(3):
+        made.tick(30)
+        made.reconcile()
+        assert len(made.pods) == 1
+    ready = next(each for each in made.status.conditions if each.type == "Stalled")
+    assert "there is no TrainingPool 'spot'" in ready.message
+    made.pools = there
+    for _ in range(5):
+        made.tick(30)
+        made.reconcile()
+    assert len(made.pods) == 2

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime, timedelta
+
 import pytest
 
+from everstep_operator.api.status import MAX_CHARGES, Cause, Charge, Restarts
 from everstep_operator.plan.actions import Poll
 from tests.builders import job
 from tests.plan.world import World
@@ -179,3 +182,21 @@ def test_a_vague_loss_waits_for_the_pods_own_word_but_not_forever() -> None:
     world.now += 10
     world.reconcile()
     assert counts(world) == (0, 1, 0)
+
+
+def test_old_restarts_of_one_cause_are_never_counted_as_new_because_another_fills_the_list() -> None:
+    """Weeks of one application failure each five hours, and a lost pod a day."""
+    hour = timedelta(hours=1)
+    start = datetime(2026, 1, 1, tzinfo=UTC)
+    restarts, charged = Restarts(), list[tuple[Cause, datetime]]()
+    for number in range(24 * 60):
+        now = start + number * hour
+        for cause, each in ((Cause.APPLICATION, 5), (Cause.INFRASTRUCTURE, 24), (Cause.PREEMPTION, 7)):
+            if number % each == 0:
+                charged.append((cause, now))
+                restarts = restarts.charge(Charge(id=f"1.{len(charged)}", cause=cause, time=now))
+        for cause in (Cause.APPLICATION, Cause.INFRASTRUCTURE):
+            for window in (hour, 24 * hour):
+                true = sum(time > now - window for other, time in charged if other is cause)
+                assert restarts.within(cause, now - window) == true
+    assert len(restarts.charges) == MAX_CHARGES

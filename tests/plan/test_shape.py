@@ -26,6 +26,20 @@ from tests.plan.world import World
         ({"initContainers": [1]}, "initContainers must be a list of objects, not [1]"),
         ({"priorityClassName": ["x"]}, "priorityClassName must be a string"),
         ({"serviceAccount": {}}, "serviceAccount must be a string"),
+        ({"ephemeralContainers": ["x"]}, "ephemeralContainers must be a list of objects"),
+        (
+            {"containers": [{"name": "x", "image": "y", "volumeMounts": [{"name": "v", "mountPath": 5}]}]},
+            "containers[x].volumeMounts.mountPath must be a string, not 5",
+        ),
+        (
+            {"containers": [{"name": "x", "image": "y", "securityContext": {"capabilities": {"add": [["z"]]}}}]},
+            "containers[x].securityContext.capabilities.add[0] must be a string",
+        ),
+        (
+            {"securityContext": {"seccompProfile": {"type": ["RuntimeDefault"]}}},
+            "securityContext.seccompProfile.type must be a string",
+        ),
+        ({"securityContext": {"sysctls": [{"name": ["x"]}]}}, "securityContext.sysctls[0].name must be a string"),
     ],
 )
 def test_a_template_of_the_wrong_shape_fails_its_job_and_says_where(over: dict[str, Any], said: str) -> None:
@@ -55,6 +69,12 @@ FIELDS = st.sampled_from(
         "hostPort",
         "volumeMounts",
         "mountPath",
+        "ephemeralContainers",
+        "sysctls",
+        "type",
+        "seccompProfile",
+        "add",
+        "capabilities",
         "securityContext",
         "privileged",
         "readOnlyRootFilesystem",

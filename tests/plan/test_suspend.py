@@ -163,3 +163,24 @@ def test_defaults_that_the_api_server_writes_out_are_no_change() -> None:
     changes: list[dict[str, Any]] = [{"distribution": {"mpi": {}}}, {"restart": {"maxBackoff": "1s"}}, {"args": ["x"]}]
     for change in changes:
         assert TrainingJobSpec.parse(spec | change).pods_hash() != TrainingJobSpec.parse(spec).pods_hash(), change
+
+
+def test_another_order_of_containers_or_volumes_is_no_change() -> None:
+    """The API server takes it for none, and lets it through while the job runs."""
+    over: dict[str, list[dict[str, Any]]] = {
+        "containers": [{"name": "trainer"}, {"name": "logs", "image": "x"}],
+        "volumes": [{"name": "a", "emptyDir": {}}, {"name": "b", "emptyDir": {}}],
+    }
+    turned = {kind: items[::-1] for kind, items in over.items()}
+    world = World(job().nodes(2).pod(**over).build()).run("Running")
+    template = world.status.template
+    assert template is not None
+    spec = job().nodes(2).pod(**over).build().spec
+    for known in (template.spec_hash, spec.former_pods_hash()):
+        status = world.status.model_copy(update={"template": template.model_copy(update={"spec_hash": known})})
+        world.job = job().nodes(2).pod(**over).build().model_copy(update={"status": status})
+        assert world.reconcile().actions == (), "as an operator of this or the former version has left it"
+    status = world.status.model_copy(update={"template": template})
+    world.job = job().nodes(2).pod(**turned).build().model_copy(update={"status": status})
+    assert world.reconcile().actions == ()
+    assert world.phase == "Running"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Mapping
 from datetime import timedelta
 from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
@@ -198,6 +199,7 @@ _FIXED = (
     "distribution", "pools", "restart.fencing", "restart.maxBackoff", "securityProfile", "podTemplate",
 )  # fmt: skip
 """What the pods are built from. The rest is judged by the operator at every moment and may change at any."""
+_IN_ANY_ORDER = frozenset({"containers", "volumes"})
 _ALWAYS_THERE = ("image", "numNodes", "distribution", "restart.fencing", "restart.maxBackoff", "securityProfile")
 
 
@@ -320,10 +322,27 @@ class TrainingJobSpec(ApiModel):
 
         A default counts as absent, so that fields of a later version change no job that does not use them.
         """
+        said = self._said()
+        # The API server takes these lists for the same in any order, and so is nobody told of another one.
+        over = said.get("podTemplate", {}).get("spec", {})
+        for kind in _IN_ANY_ORDER & over.keys():
+            if isinstance(over[kind], list):
+                over[kind] = sorted(over[kind], key=lambda item: str(item.get("name")))
+        return self._hash(said)
+
+    def former_pods_hash(self) -> str:
+        """The same as versions told it that took another order of containers or volumes for a change."""
+        return self._hash(self._said())
+
+    def _said(self) -> dict[str, Any]:
         said = self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_defaults=True)
         said["restart"] = {
             name: value for name, value in said.get("restart", {}).items() if f"restart.{name}" in _FIXED
         }
+        return said
+
+    @staticmethod
+    def _hash(said: Mapping[str, Any]) -> str:
         built_from = {name: said[name] for name in {field.partition(".")[0] for field in _FIXED} if said.get(name)}
         return hashlib.sha256(json.dumps(built_from, sort_keys=True).encode()).hexdigest()[:16]
 

@@ -163,14 +163,16 @@ class Restarts(StatusModel):
 def _bounded(charges: list[Charge]) -> list[Charge]:
     if len(charges) <= MAX_CHARGES:
         return charges
-    # Pre-emptions are folded first: no budget asks when they happened.
-    for cause in (Cause.PREEMPTION, Cause.INFRASTRUCTURE, Cause.APPLICATION):
-        same = [charge for charge in charges if charge.cause == cause]
-        if len(same) >= 2:
-            old, next_oldest = same[0], same[1]
-            folded = next_oldest.model_copy(update={"count": old.count + next_oldest.count})
-            return [folded if charge is next_oldest else charge for charge in charges if charge is not old]
-    return charges
+    # Pre-emptions are folded first: no budget asks when they happened. Then those of the cause whose two oldest are
+    # longer ago: what is folded bears the younger time, and must not be counted as new.
+    places = {cause: [number for number, charge in enumerate(charges) if charge.cause == cause] for cause in Cause}
+    several = [cause for cause, numbers in places.items() if len(numbers) >= 2]
+    if not several:
+        return charges
+    cause = min(several, key=lambda each: (each is not Cause.PREEMPTION, places[each][1]))
+    old, next_oldest = (charges[number] for number in places[cause][:2])
+    folded = next_oldest.model_copy(update={"count": old.count + next_oldest.count})
+    return [folded if charge is next_oldest else charge for charge in charges if charge is not old]
 
 
 class StartFailures(StatusModel):

@@ -74,6 +74,14 @@ def fill(s: Situation, decision: Decision) -> Decision:
         return decision.look_again(until)
     frozen = s.observed.frozen
     if frozen is None or frozen.epoch != s.template.epoch:
+        if s.template.pool and s.pool is None:
+            # Without it nobody knows where its pods belong: they would be made for any node.
+            message = (
+                f"there is no TrainingPool {s.template.pool!r}, and the template that was made for it is gone: missing "
+                "pods are made when it is there again"
+            )
+            waiting = decision.but(reason=Reason.POOL_NOT_FOUND, message=message, stalled=True)
+            return waiting.look_again(s.now + RETRY_BLOCKED)
         made = _resolve_again(s, s.template.epoch)
         if isinstance(made, Refused) and s.is_first_creation:
             return decision.but(phase=Phase.FAILED, reason=made.reason, message=made.message)

@@ -273,7 +273,7 @@ def _deleting_since(meta: Mapping[str, Any]) -> float | None:
 def _container_end(over: Mapping[str, Any]) -> ContainerEnd:
     message = clip(over.get("message"), MAX_TERMINATION_LOG)
     code = over.get("exitCode")
-    exit_code = code if isinstance(code, int) else None
+    exit_code = _int32(code)
     # Container runtimes report a death by signal as 128 + signal and leave the field `signal` empty.
     signal = over.get("signal") or (exit_code - 128 if exit_code is not None and 128 < exit_code < 160 else None)
     reason = clip(over.get("reason"), 128)
@@ -337,4 +337,4 @@ def _integer(value: Any, default: int = -1) -> int:
 
 def _int32(value: Any, least: int = -(2**31)) -> int | None:
     """Others are made up, and the API server would refuse the status that tells of them."""
-    return value if isinstance(value, int) and least <= value < 2**31 else None
+    return value if type(value) is int and least <= value < 2**31 else None  # True is none

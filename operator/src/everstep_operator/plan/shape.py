@@ -24,17 +24,40 @@ def _read(over: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """(path, value, shape), from the outside in: what is checked first may be relied on by what follows."""
     yield "serviceAccount", over.get("serviceAccount"), _TEXT
     yield "priorityClassName", over.get("priorityClassName"), _TEXT
+    yield from _security("", over.get("securityContext"))
+    yield "securityContext.sysctls", (over.get("securityContext") or {}).get("sysctls"), _LIST
+    for number, sysctl in enumerate((over.get("securityContext") or {}).get("sysctls") or ()):
+        yield f"securityContext.sysctls[{number}].name", sysctl.get("name"), _TEXT
     for volume in over.get("volumes") or ():
         path = f"volumes[{volume['name']}].projected"
         yield path, volume.get("projected"), _OBJECT
         yield f"{path}.sources", (volume.get("projected") or {}).get("sources"), _LIST
-    for kind in ("containers", "initContainers"):
+    for kind in ("containers", "initContainers", "ephemeralContainers"):
         yield kind, over.get(kind), _LIST
-        for number, container in enumerate(over.get(kind) or ()):
-            path = f"{kind}[{container.get('name', number)}]"
-            yield f"{path}.securityContext", container.get("securityContext"), _OBJECT
+        for place, container in enumerate(over.get(kind) or ()):
+            path = f"{kind}[{container.get('name', place)}]"
+            yield from _security(f"{path}.", container.get("securityContext"))
+            capabilities = (container.get("securityContext") or {}).get("capabilities")
+            yield f"{path}.securityContext.capabilities", capabilities, _OBJECT
+            for verb in ("add", "drop"):
+                named = (capabilities or {}).get(verb)
+                for number, name in enumerate(named if isinstance(named, list) else ()):
+                    yield f"{path}.securityContext.capabilities.{verb}[{number}]", name, _TEXT
             yield f"{path}.ports", container.get("ports"), _LIST
             yield f"{path}.volumeMounts", container.get("volumeMounts"), _LIST
+            for mount in container.get("volumeMounts") or ():
+                yield f"{path}.volumeMounts.mountPath", mount.get("mountPath"), _TEXT
+                yield f"{path}.volumeMounts.name", mount.get("name"), _TEXT
+
+
+def _security(path: str, context: Any) -> Iterator[tuple[str, Any, str]]:
+    """What the security contexts of a pod and of a container have alike."""
+    yield f"{path}securityContext", context, _OBJECT
+    for field in ("seccompProfile", "appArmorProfile", "seLinuxOptions", "windowsOptions"):
+        below = (context or {}).get(field)
+        yield f"{path}securityContext.{field}", below, _OBJECT
+        for name in ("type", "user", "role"):
+            yield f"{path}securityContext.{field}.{name}", (below or {}).get(name), _TEXT
 
 
 def _is(value: Any, wanted: str) -> bool:

@@ -42,9 +42,13 @@ def resuming(s: Situation) -> bool:
         return True
     if s.phase is Phase.SUSPENDED:
         return True
+    if s.phase is Phase.PENDING and s.open is not None and s.open.reason == Reason.POOL_NOT_FOUND:
+        return s.template is not None  # it was to be resolved anew, and had no pool to be resolved for
     return s.phase is Phase.STOPPING and s.open is not None and s.open.reason == Reason.SUSPENDED
 
 
 def _edited(s: Situation) -> bool:
     """Tell whether the pods would be built from something else: a suspension came and went while nobody looked."""
-    return s.template is not None and s.template.spec_hash not in ("", s.spec.pods_hash())
+    if s.template is None or s.template.spec_hash in ("", s.spec.pods_hash()):
+        return False
+    return s.template.spec_hash != s.spec.former_pods_hash()
