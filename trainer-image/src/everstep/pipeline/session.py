@@ -22,6 +22,7 @@ from everstep.pipeline.engine.options import Options
 from everstep.pipeline.engine.stage import why_not_split
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.attributes import FixedAttributes
 from everstep.pipeline.frontend.check import compare
 from everstep.pipeline.frontend.compiled import is_compiled
 from everstep.pipeline.frontend.materialise import Seeded, Source, materialise
@@ -30,6 +31,7 @@ from everstep.pipeline.frontend.split import split
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
+from everstep.pipeline.half import refuse_half_autocast, refuse_half_parameters, refuse_half_regions
 from everstep.pipeline.job import job
 from everstep.pipeline.joining import agreed, by_nccl, known, place, watched, whole
 from everstep.pipeline.partition.solve import Objective
@@ -139,6 +141,7 @@ def pipeline(
             if isinstance(asked["schedule"], Schedule):
                 whole(asked["schedule"])
             _check_kind(model)
+            refuse_half_parameters(model, options.get("precision", "full"))
             if isinstance(loss, nn.Module) and any(each.requires_grad for each in loss.parameters()):
                 raise PipelineError("the loss has parameters, which would not learn: make it a part of the model")
             arguments = Arguments(model if blocks is None else _module(model, blocks[0]))
@@ -162,8 +165,15 @@ def pipeline(
         here = replace(here, nccl=by_nccl(here))
         if asked["plan_from"] == "file":
             control.first(lambda: _must_be(path))
-        found = control.all(lambda: look_into(model, named, blocks, uncut))
         how = options.get("precision", "full")
+
+        def looked_into() -> Traced | Tree:
+            found = look_into(model, named, blocks, uncut)
+            if isinstance(found, Traced):
+                refuse_half_regions(found.record, how)
+            return found
+
+        found = control.all(looked_into)
         weight = options.get("loss_weight")
         made = plan(
             model, found, named, wish, here, stage_of=stage_of, costs=costs, precision=how, path=path,
@@ -196,11 +206,12 @@ def pipeline(
             found.record.constants[:] = [each.to(here.device) for each in found.record.constants]
         again = frozenset(range(len(parts)) if recompute is True else recompute or ())
         engine = Engine(own, actions, made.stages, transport, loss, Options(recompute=again, **options))
-        learning = {name: tuple(each.shape) for name, each in model.named_parameters() if each.requires_grad}
+        shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+        fixed = FixedAttributes(model, found.attributes) if isinstance(found, Traced) else None
         if heart is not None:
             engine.watch = heart
             heart.follow(lambda: engine.progress, lambda: engine.passes)
-        return Pipeline(engine, own, made, here.grid, arguments, learning, control)
+        return Pipeline(engine, own, made, here.grid, arguments, shapes, control, fixed)
 
 
 class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
@@ -218,14 +229,15 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         plan: Plan,
         grid: Grid,
         arguments: Arguments,
-        learning: Mapping[str, tuple[int, ...]],
+        shapes: Mapping[str, tuple[int, ...]],
         control: Control,
+        fixed: FixedAttributes | None = None,
     ) -> None:
         super().__init__()
         self.engine, self.plan, self.grid = engine, plan, grid
         self.replica, self.replicas = engine.transport.replica, engine.transport.replicas
         self.reads, self.data_group = engine.reads, engine.data
-        self._arguments, self._learning, self._control = arguments, dict(learning), control
+        self._arguments, self._shapes, self._control = arguments, dict(shapes), control
         self._stages = dict(stages)
         part = joined([stage.module for stage in stages.values()])
         self.training = part.training
@@ -233,6 +245,9 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         # meet this class's attributes, as it would if they were set one by one.
         self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
         self._non_persistent_buffers_set = part._non_persistent_buffers_set
+        self._fixed = fixed
+        if fixed is not None:
+            fixed.watch([self, *(stage.module for stage in stages.values())])
 
     def step(self, batch: Any = None, targets: Any = None, *, last: bool = True) -> Output:
         """Forward and backward of a batch of this replica; the parameters then have the gradients of the mean loss over
@@ -249,12 +264,12 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
     def groups(self, options: OptionsOf = lambda name, shape: {}) -> list[dict[str, Any]]:
         """Parameter groups for an optimizer; `options(name, shape)` are those of a parameter, by its name in the model.
 
-        The groups are those of the whole model, in the same order on all processes, with this one's parameters in them:
-        also where it has none, so that schedulers and checkpoints fit.
+        The groups are those of the whole model, in the same order on all processes, with those of this one's parameters
+        in them that learn now: also where it has none, so that schedulers and checkpoints fit.
         """
         here = {name: each for name, each in self.named_parameters() if each.requires_grad}
         found: list[tuple[dict[str, Any], list[Any]]] = []
-        for name, shape in self._learning.items():
+        for name, shape in self._shapes.items():
             wanted = dict(options(name, shape))
             group = next((known for known in found if known[0] == wanted), None)
             if group is None:
@@ -263,6 +278,27 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             if name in here:
                 group[1].append(here[name])
         return [{**wanted, "params": parameters} for wanted, parameters in found]
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the gradients of all processes by the norm of all of them, between `step` and the optimizer's.
+
+        It does what `torch.nn.utils.clip_grad_norm_` does in one process, which here would see the gradients of this
+        process only. A shared parameter and the replicas count once. All processes call it alike.
+
+        Args:
+            max_norm: The largest norm; with `inf` nothing changes.
+            norm_type: 2 for the Euclidean norm, `inf` for the largest element, or any number above 0.
+            error_if_nonfinite: Whether a norm that is `inf` or not a number is an error, and not only given back.
+
+        Returns:
+            The norm before, a scalar in float64; the same on all processes.
+
+        Raises:
+            PipelineError: On all processes, if they do not ask for the same, or for what no norm can be.
+        """
+        return self.engine.clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def train(self, mode: bool = True) -> Self:
         """Sets the mode of all modules here; all processes do the same."""
@@ -314,10 +350,16 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             "a pipeline stays where and as it was made: give device= to pipeline(), cast the model before"
         )
 
-    def _read(self, batch: Any, targets: Any) -> tuple[dict[str, Any] | None, Any]:
-        for stage in self._stages.values():
-            stage.check_mode()
+    def _read(self, batch: Any, targets: Any) -> tuple[Any, Any]:
         device = self.engine.transport.device
+        try:
+            for stage in self._stages.values():
+                stage.check_mode()
+            if self._fixed is not None:
+                self._fixed.check()
+            refuse_half_autocast(device, self.engine.options.precision)
+        except PipelineError as error:
+            return error, None  # told to all, when they agree on the step
 
         def bring(tensor: torch.Tensor) -> torch.Tensor:
             return tensor.to(device, non_blocking=True)

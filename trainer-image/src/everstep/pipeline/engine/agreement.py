@@ -67,10 +67,11 @@ def examine(reads: Reads, step: tuple[int, int, str], batch: Any, targets: Any, 
         return Word(step, None, "", str(error))
 
 
-def agree(transport: Transport, mine: Word | None, readers: Sequence[int]) -> tuple[int, str]:
+def agree(transport: Transport, mine: Word | None, readers: Sequence[int], frozen: str = "") -> tuple[int, str]:
     """The samples of this pipeline's batch, and the signature of its inputs; the same on all ranks.
 
-    `mine` is None on a rank that reads nothing. Disagreement on all ranks.
+    `mine` is None on a rank that reads nothing; `frozen` says which of this rank's parameters do not learn.
+    Disagreement on all ranks.
     """
     words: dict[int, Word] = {}
     if mine is not None:
@@ -85,7 +86,7 @@ def agree(transport: Transport, mine: Word | None, readers: Sequence[int]) -> tu
     ordered = [(rank, words[rank]) for rank in readers]
     samples, wrong = _of_readers(ordered)
     step = ordered[0][1].step
-    _of_replicas(transport, step, wrong)
+    _of_replicas(transport, step, wrong, frozen)
     text = repr((samples, step[2] == EVALUATE, [word.shapes for _, word in ordered]))
     return samples, hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -105,7 +106,7 @@ def _of_readers(words: Sequence[tuple[int, Word]]) -> tuple[int, str]:
     return samples, ""
 
 
-def _of_replicas(transport: Transport, step: tuple[int, int, str], wrong: str) -> None:
+def _of_replicas(transport: Transport, step: tuple[int, int, str], wrong: str, frozen: str) -> None:
     """Else one replica would wait for another that does something else, or has refused its batch."""
     if transport.replicas == 1:
         if wrong:
@@ -113,7 +114,7 @@ def _of_replicas(transport: Transport, step: tuple[int, int, str], wrong: str) -
         return
     said = [
         each.decode(errors="ignore")
-        for each in transport.alike(f"{'!' if wrong else ''}{wrong or _place(step)}".encode())
+        for each in transport.alike(f"{'!' if wrong else ''}{wrong or _place(step) + frozen}".encode())
     ]
     if any(each.startswith("!") for each in said):
         found = [f"replica {number}: {each[1:]}" for number, each in enumerate(said) if each.startswith("!")]

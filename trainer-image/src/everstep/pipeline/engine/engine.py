@@ -12,6 +12,7 @@ import torch
 
 from everstep.pipeline.engine.agreement import ACCUMULATE, EVALUATE, TRAIN, Disagreement, Reads, agree, examine
 from everstep.pipeline.engine.batchnorm import RunningStatistics
+from everstep.pipeline.engine.clipping import clip_gradients
 from everstep.pipeline.engine.heartbeat import Heartbeat
 from everstep.pipeline.engine.losses import Loss, Part, Total, evaluate
 from everstep.pipeline.engine.mail import Mail
@@ -149,11 +150,18 @@ class Engine:
     def _pass(self, batch: Any, targets: Any, purpose: str, *, reduce: bool) -> tuple[Any, ...]:
         """All actions of one batch; the model's outputs, of an evaluation."""
         self._training, self.passes = purpose != EVALUATE, self.passes + 1
+        if self._training and not isinstance(batch, PipelineError):
+            try:
+                self.parameters.check_frozen(first=not self._batches)
+            except PipelineError as error:
+                batch = error
         mine = None
         if self.rank in self._readers:
             step = self.steps, self._batches, purpose
             mine = examine(self.reads, step, batch, targets, self.options.whole)
-        samples, signature = agree(self.transport, mine, self._readers)
+        samples, signature = agree(self.transport, mine, self._readers, self._frozen(purpose))
+        if isinstance(batch, PipelineError):
+            raise batch  # this rank tells nothing of a batch, and no other saw anything wrong
         self._cut(batch, targets, samples)
         actions = self._plan(len(self._sizes), reduce)
         self._mail.begin(actions, signature)
@@ -209,10 +217,6 @@ class Engine:
         ran = stage.forward(microbatch, values, inputs, train=self._training)
         for edge in self._flow.outputs[index]:
             value = ran.values[edge.value]
-            if not edge.gradient and any(spec.gradient for spec in value.layout.specs):
-                raise PipelineError(
-                    f"value {edge.value!r} has a gradient, but the graph of the stages says it has none"
-                )
             self._mail.made(edge.value, microbatch, value.layout)
             self._values.put(edge.value, microbatch, value)
         return ran
@@ -251,6 +255,29 @@ class Engine:
         self.steps, self._batches = self.steps + 1, 0
         self._random.next_step()
         return Output(scaled.loss, scaled.count, self._metrics(scaled), scaled.norm, scaled.skipped)
+
+    def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Any:
+        """Clip the gradients of a step by the norm of those of all ranks. See `clipping.clip_gradients`."""
+        if self._batches:
+            raise PipelineError("the batches of a step are being added up: end it before its gradients are clipped")
+        place = self.transport.replica * self.transport.size + self.rank
+        counted = self.parameters.counted if self.transport.replica == 0 else []
+
+        def gather(vector: Any) -> Any:
+            every = vector.new_zeros(self.transport.size * self.transport.replicas, len(vector))
+            every[place] = vector
+            self._sum(every)
+            return every
+
+        with self.aborting(), torch.no_grad():
+            own, device = self.parameters.own, self.transport.device
+            return clip_gradients(
+                own, counted, gather, device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+            )
+
+    def _frozen(self, purpose: str) -> str:
+        """What replicas must agree on, of the parameters that do not learn."""
+        return self.parameters.frozen if purpose != EVALUATE and self.transport.replicas > 1 else ""
 
     def _sum(self, tensor: Any) -> None:
         self.transport.all_reduce(tensor, self._world).wait()

@@ -6,6 +6,7 @@ counted in norms. The copies stay equal since each gets the same sum of gradient
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class Parameters:
             for index, stage in stages.items()
         }
         _only_once(by_stage)
+        self._learning: tuple[bool, ...] = ()
         self.reduction = Reduction(transport, data, by_stage, self.shared, self._groups, bucket)
 
     def ties_of(self, action: Action) -> list[str]:
@@ -68,6 +70,30 @@ class Parameters:
         names = {parameter: name for name, parameter in reversed(self.named.items())}
         names |= {parameter: name for name, parameter in self.shared.items()}
         return {name: parameter for parameter, name in names.items()}
+
+    @property
+    def frozen(self) -> str:
+        """How many parameters of this rank do not learn, and which, in a few letters."""
+        flags = bytes(parameter.requires_grad for parameter in self.own)
+        count = flags.count(0)
+        return f" with {count} frozen parameters ({hashlib.blake2b(flags, digest_size=3).hexdigest()})" if count else ""
+
+    def check_frozen(self, *, first: bool) -> None:
+        """Before a batch, of which the first of a step decides what learns in it.
+
+        Raises:
+            PipelineError: If a parameter was frozen or unfrozen since the step's first batch.
+        """
+        flags = tuple(parameter.requires_grad for parameter in self.own)
+        if first:
+            self._learning = flags
+        elif flags != self._learning:
+            place = next(at for at, pair in enumerate(zip(flags, self._learning, strict=True)) if pair[0] != pair[1])
+            name = next(name for name, parameter in self.named.items() if parameter is self.own[place])
+            raise PipelineError(
+                f"parameter {name!r} was {'unfrozen' if flags[place] else 'frozen'} between the batches of one step: "
+                "change requires_grad after the call of step() that ends it"
+            )
 
     def forget_gradients(self) -> None:
         for parameter in self.own:

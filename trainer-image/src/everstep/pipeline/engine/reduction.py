@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Transport, Work
 
 
@@ -20,6 +21,7 @@ class _Bucket:
     parameters: list[Any]
     buffer: Any
     work: Work
+    tie: str = ""  # the name of a shared parameter
 
 
 class Reduction:
@@ -49,12 +51,20 @@ class Reduction:
     def tie(self, name: str) -> None:
         """Starts to sum the gradients of a shared parameter over its owners and their replicas."""
         if self._groups[name] is not None:
-            self._start([self._shared[name]], self._groups[name])
+            self._start([self._shared[name]], self._groups[name], name)
 
     def finish(self) -> None:
         """Waits, and gives the parameters their sums."""
         for bucket in self._under_way:
             bucket.work.wait()
+            if bucket.tie:
+                learning, owners = bucket.buffer[-2:].tolist()
+                bucket.buffer = bucket.buffer[:-2]
+                if learning not in (0.0, owners):
+                    raise PipelineError(
+                        f"shared parameter {bucket.tie!r} is frozen on some of the ranks that own it, and not on "
+                        "others: set its requires_grad alike on all"
+                    )
             count = len(bucket.parameters)
             marks = bucket.buffer[-count:].tolist()
             parts = bucket.buffer[:-count].split([parameter.numel() for parameter in bucket.parameters])
@@ -62,14 +72,16 @@ class Reduction:
                 parameter.grad = part.view(parameter.shape) if mark else None
         self._under_way = []
 
-    def _start(self, parameters: list[Any], group: Any) -> None:
+    def _start(self, parameters: list[Any], group: Any, tie: str = "") -> None:
         parts = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
         marks = [float(parameter.grad is not None) for parameter in parameters]
+        if tie:  # its owners must agree on whether it learns
+            marks += [float(parameters[0].requires_grad), 1.0]
         buffer = torch.cat([*(part.reshape(-1) for part in parts), parts[0].new_tensor(marks)])
         # It is in the buffer now: else all gradients would be there twice while they are summed.
         for parameter in parameters:
             parameter.grad = None
-        self._under_way.append(_Bucket(parameters, buffer, self._transport.all_reduce(buffer, group)))
+        self._under_way.append(_Bucket(parameters, buffer, self._transport.all_reduce(buffer, group), tie))
 
 
 def buckets(parameters: Sequence[Any], size: int) -> Iterator[list[Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from everstep.pipeline.engine.clipping import multiply, sum_of_powers
 from everstep.pipeline.engine.losses import Total
 
 _GROWS_AFTER = 2000  # steps without overflow
@@ -65,7 +66,7 @@ def scale(
     sums = torch.zeros(6, dtype=torch.float64, device=device)
     sums[0], sums[1] = total.sum, total.count
     if asked:
-        sums[2] = _squares(counted)
+        sums[2] = sum_of_powers(counted)
     sums[5] = float(hooks is not None)
     sums[3], sums[4] = len(total.metrics), float(bool(total.metrics))
     reduce(sums)
@@ -74,13 +75,13 @@ def scale(
     overflow = scaling.moves and not math.isfinite(squares)
     factor = 1.0 / (count * scaling.value) if count else 0.0
     if hooked and count and not overflow:
-        _multiply(parameters, factor)
+        multiply(parameters, factor)
         if hooks is not None:
             hooks()
         factor = 1.0
         if asked:  # by all ranks, since there are hooks on some
             again = sums.new_zeros(1)
-            again[0] = _squares(counted)
+            again[0] = sum_of_powers(counted)
             reduce(again)
             squares = again.item()
             overflow = scaling.moves and not math.isfinite(squares)
@@ -92,17 +93,6 @@ def scale(
     norm = math.sqrt(squares) * factor if asked else None
     if clip is not None and norm is not None:
         factor *= min(1.0, clip / (norm + 1e-6))
-    _multiply(parameters, factor)
+    multiply(parameters, factor)
     scaling.update(False)
     return Scaled(loss / count, count, norm, False, each)
-
-
-def _squares(parameters: Sequence[Any]) -> Any:
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients).double() ** 2 if gradients else 0.0
-
-
-def _multiply(parameters: Sequence[Any], factor: float) -> None:
-    for parameter in parameters if factor != 1.0 else ():
-        if parameter.grad is not None:
-            parameter.grad.mul_(factor)

@@ -96,8 +96,8 @@ class Stage:
         with torch.set_grad_enabled(train and not self._recompute):
             saved, ran = self._run(microbatch, values, inputs, again=False)
         if train:
+            self._declare_gradients(ran)
             if self._recompute:
-                self._keep_gradients(ran, values)
                 saved = _Saved(again=lambda: self._once_more(microbatch, values, inputs, before))
             self._saved[microbatch] = saved
         return ran
@@ -186,18 +186,21 @@ class Stage:
         ran = Ran({}, part, output)
         for name in self._outputs:
             ran.values[name], saved.results[name] = value_of(name, given[name])
+            if not self._outputs[name] and any(tensor.requires_grad for tensor in saved.results[name]):
+                raise PipelineError(
+                    f"value {name!r} of stage {self.index} has a gradient, but had none when pipeline() was called, "
+                    "and the schedule sends none back: if parameters were unfrozen since, let all that shall ever "
+                    "learn require gradients when pipeline() is called, and freeze them after it"
+                )
         saved.loss = part.sum if part is not None else None
         return saved, ran
 
-    def _keep_gradients(self, ran: Ran, values: Mapping[str, Value]) -> None:
-        """Says of values made without a graph which will have one when they are made again."""
-        learns = any(parameter.requires_grad for parameter in self.module.module.parameters()) or any(
-            spec.gradient for source, value in values.items() if self._gradients[source] for spec in value.layout.specs
-        )
+    def _declare_gradients(self, ran: Ran) -> None:
+        """Say of values that have a gradient by the graph of the stages that they have one, also where they are made
+        without: others know them so from the first step, and parameters may be frozen since, or be unfrozen later."""
         for name, value in ran.values.items():
-            asked = learns and self._outputs[name]
             specs = tuple(
-                spec._replace(gradient=asked and (spec.dtype.is_floating_point or spec.dtype.is_complex))
+                spec._replace(gradient=self._outputs[name] and (spec.dtype.is_floating_point or spec.dtype.is_complex))
                 for spec in value.layout.specs
             )
             value.layout = value.layout._replace(specs=specs)

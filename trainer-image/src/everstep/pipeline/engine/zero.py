@@ -13,6 +13,7 @@ import torch
 
 from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.engine.reduction import buckets
+from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Work
 
 _AT_ONCE = 2  # buckets that are on their way: with all of them the parameters would be there twice
@@ -37,7 +38,13 @@ class ShardedOptimizer:
             group["params"] = []
 
     def step(self) -> None:
-        """One step on this replica's share, whose new values go to all replicas. Errors as those of `Engine.step`."""
+        """One step on this replica's share, whose new values go to all replicas. Errors as those of `Engine.step`, and
+        PipelineError if a parameter learns that did not when this was made."""
+        if unknown := sorted(_once(self._engine).keys() - self.owner.keys()):
+            raise PipelineError(
+                f"parameter {unknown[0]!r} was unfrozen after the ShardedOptimizer was made, and no replica steps it: "
+                "make it while all that shall ever learn requires gradients, and freeze them after it"
+            )
         self.optimizer.step()
         if self._transport.replicas > 1:
             with self._engine.aborting():

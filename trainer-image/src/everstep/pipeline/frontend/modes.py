@@ -26,6 +26,17 @@ def merge(one: Record, other: Record) -> bool:
     return True
 
 
+def alike(one: Record, other: Record) -> bool:
+    """Return whether two records of the same mode do the same. Else `one` is of no use afterwards."""
+    try:
+        _Merge(one.constants, other.constants).call(one.root, other.root)
+    except _Differ:
+        return False
+    calls = list(one.root.all_calls())
+    items: list[Op | Call] = [*calls, *one.root.ops()]
+    return all(item.other is None for item in items) and all(call.whole != DIFFERS for call in calls)
+
+
 class _Merge:
     def __init__(self, constants: list[Any], others: list[Any]) -> None:
         place = {id(tensor): index for index, tensor in enumerate(constants)}

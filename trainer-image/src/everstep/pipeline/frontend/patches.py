@@ -21,12 +21,14 @@ class Listener(Protocol):
 
     def call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any: ...
     def function(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any: ...
+    def attribute(self, module: nn.Module, name: str, value: Any) -> None: ...
 
 
 @contextlib.contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """While inside, the listener hears of every module call, custom function and autocast of this process."""
-    with _modules(listener), _functions(listener), _autocast(listener), _Draws(listener):
+    """While inside, the listener hears of every module call, attribute of a module that is read, custom function and
+    autocast of this process."""
+    with _modules(listener), _attributes(listener), _functions(listener), _autocast(listener), _Draws(listener):
         yield
 
 
@@ -44,6 +46,23 @@ def _modules(listener: Listener) -> Iterator[None]:
         yield
     finally:
         nn.Module.__call__ = original
+
+
+@contextlib.contextmanager
+def _attributes(listener: Listener) -> Iterator[None]:
+    plain = object.__getattribute__
+
+    def read(module: nn.Module, name: str) -> Any:
+        value = plain(module, name)  # what is not there, Python itself then asks `__getattr__` for
+        if not listener.busy and not name.startswith("__"):
+            listener.attribute(module, name, value)
+        return value
+
+    nn.Module.__getattribute__ = read
+    try:
+        yield
+    finally:
+        del nn.Module.__getattribute__
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.attributes import Key, Read
 from everstep.pipeline.frontend.refs import Template, Value, references
 from everstep.pipeline.frontend.sizes import Shape, Sizes
 
@@ -129,3 +130,4 @@ class Record:
     held: dict[int, str] = field(default_factory=dict)  # the same of weights
     replaced: set[str] = field(default_factory=set)  # buffers in whose place another tensor is put
     lasting: set[int] = field(default_factory=set)  # memory that was there before
+    reads: dict[Key, Read] = field(default_factory=dict)  # attributes of modules

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend import opaque
+from everstep.pipeline.frontend.attributes import AttributeReads
 from everstep.pipeline.frontend.compiled import COMPILED, is_compiled
 from everstep.pipeline.frontend.patches import listening
 from everstep.pipeline.frontend.placement import built_in, current
@@ -81,6 +82,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.autocasts: list[tuple[str, Any, bool]] = []
         self.drawn = False
         self._paths = {id(module): name for name, module in model.named_modules()}
+        self.attributes = AttributeReads(model)
         self._repeats: dict[str, int] = {}
         self._stack: list[Call] = []
         self._clock = 0
@@ -101,6 +103,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             given = {name: self._arguments(name, value, ()) for name, value in arguments.items()}
             with torch.enable_grad(), listening(self), self:
                 call(given)
+        self.attributes.settle()
+        self.record.reads = self.attributes.found
         self.record.values = [self._describe(tensor) for tensor in self._made]
         for found in self.record.arguments.values():
             for path, tensor in found.items():
@@ -123,6 +127,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             raise CannotFollow(f"{cls.__name__} is given code that it runs itself")
         self.busy = False
         return self._operation(cls.__name__, apply, args, kwargs)
+
+    def attribute(self, module: nn.Module, name: str, value: Any) -> None:
+        """An attribute of a module that its code, or another module's, reads."""
+        if self._stack:
+            self.attributes.note(module, name, value, self._stack)
 
     def call(self, original: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """A call of a module, whose operations are recorded inside."""

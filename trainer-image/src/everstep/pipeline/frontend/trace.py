@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -16,8 +16,9 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend import modes
 from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.attributes import Key, changes_itself
 from everstep.pipeline.frontend.compiled import uncompiled
-from everstep.pipeline.frontend.record import Record, Untraceable
+from everstep.pipeline.frontend.record import Call, Record, Untraceable
 from everstep.pipeline.frontend.recorder import BatchFixed, Recorder, taken
 from everstep.pipeline.frontend.sizes import Sizes, evaluate
 from everstep.pipeline.frontend.units import Item, Units, units
@@ -30,6 +31,7 @@ class Traced:
 
     `both`: whether it holds for training and evaluation; else only for the mode that the model was in. `samples`: of
     the example; the bytes in `graph` are those of a micro-batch of that size, its times are 0 until somebody measures.
+    `attributes`: those of modules that code reads which a cut may open, with their values, which are part of the trace.
     """
 
     model: nn.Module
@@ -38,6 +40,7 @@ class Traced:
     leaves: Mapping[str, str]
     both: bool
     samples: int
+    attributes: Mapping[Key, Any] = field(default_factory=dict)
 
     @cached_property
     def graph(self) -> Graph:
@@ -60,7 +63,7 @@ def trace(model: nn.Module, example: Any, whole: Collection[str] = ()) -> Traced
     differ later.
 
     The model may be on the meta device. Nothing of it changes. Untraceable if nothing can be said of its edges; `tree`
-    may still cut it.
+    may still cut it. PipelineError if it does something else each time, by a plain attribute that it changes.
     """
     signature = Arguments(model)
     arguments, call = signature.name(example), partial(signature.call, model)
@@ -89,15 +92,25 @@ def trace(model: nn.Module, example: Any, whole: Collection[str] = ()) -> Traced
                 module.training = flag
 
     record, both = record_as(flags[model]), False
+    reads = [record.reads]
     with contextlib.suppress(Untraceable):
         other = record_as(not flags[model])
         # Where a module hands on what it is given, as dropped paths do in evaluation, training tells the values apart.
         training, evaluation = (record, other) if flags[model] else (other, record)
         both = modes.merge(training, evaluation)
         record = training if both else record
+        reads = [training.reads, evaluation.reads] if both else reads
     found = units(record)
     leaves = {unit.name: unit.apart for unit in found.all if unit.apart}
-    return Traced(model, record, found, leaves, both, samples.pop())
+    # These run as they are, and read what their attributes are then.
+    whole_calls = {unit.item.name for unit in found.of.values() if isinstance(unit.item, Call)}
+    fixed = {
+        key: read.value
+        for each in reads
+        for key, read in each.items()
+        if any(whole_calls.isdisjoint(during) for during in read.during)
+    }
+    return Traced(model, record, found, leaves, both, samples.pop(), fixed)
 
 
 def _record(
@@ -113,7 +126,11 @@ def _record(
         recorder = Recorder(model, Sizes(known), device, unseen, whole)
         try:
             with attributes_kept(model), _python_draws_nothing(), uncompiled():
-                return recorder.run(model, arguments, call)
+                record = recorder.run(model, arguments, call)
+            if recorder.attributes.changed:
+                again = Recorder(model, Sizes(known), device, unseen, whole)
+                _refuse_changes(model, recorder, partial(again.run, model, arguments, call))
+            return record
         except BatchFixed as fixed:
             reason = (
                 "its code fixes the number of samples, by a loop over them, len() or int(): write x.shape[0] for len(x)"
@@ -121,6 +138,21 @@ def _record(
             if not fixed.path or fixed.path in unseen:
                 raise Untraceable(f"{fixed.path or 'the model'}: {reason}") from fixed
             unseen[fixed.path] = reason
+
+
+def _refuse_changes(model: nn.Module, recorder: Recorder, again: Callable[[], Record]) -> None:
+    """PipelineError if a forward that has changed attributes does something else the next time."""
+    changed = recorder.attributes.changed
+    try:
+        with attributes_kept(model), _python_draws_nothing(), uncompiled():
+            for (path, name), (_, after) in changed.items():
+                vars(model.get_submodule(path))[name] = after
+            second = again()
+    except (Untraceable, BatchFixed):
+        return  # nothing can be said; where it is cut, the comparison with the whole model will
+    if not modes.alike(recorder.record, second):
+        key, (before, after) = next(iter(changed.items()))
+        raise changes_itself(model, key, before, after)
 
 
 @contextlib.contextmanager

@@ -40,6 +40,7 @@ class Tree:
         used = {
             block: {first[id(each)] for each in self.model.get_submodule(block).parameters()} for block in self.blocks
         }
+        learns = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         ties = {name for name in names if sum(name in each for each in used.values()) > 1}
         nodes = [
             Node(
@@ -47,6 +48,7 @@ class Tree:
                 self.blocks[at - 1 : at] if at else (),
                 parameters=sum(sizes[name] for name in used[block] - ties),
                 ties=tuple(sorted(used[block] & ties)),
+                gradient=any(used[each] & learns for each in self.blocks[: at + 1]),
             )
             for at, block in enumerate(self.blocks)
         ]

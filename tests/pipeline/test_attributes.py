@@ -1,0 +1,133 @@
+"""Python attributes that forward reads: what a pipeline does never depends on where it is cut."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend.trace import trace  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.models import squares  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+X = torch.linspace(-1.0, 1.0, 24, dtype=torch.float64).view(6, 4)
+CUTS = ({"head": 1}, {"block.two": 1}, {"block.one": 0, "drop": 1})  # each with another part of the code in a stage
+
+
+class Block(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    slope = 1.0  # of the class, until a script sets it
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.temperature, self.weights = 1.0, [1.0, 2.0]
+
+    def forward(self, x: Any) -> Any:
+        return self.two((self.one(x) / self.temperature).tanh() * self.weights[0] * self.slope)
+
+
+class Annealed(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.drop, self.head, self.is_residual = Block(), nn.Dropout(0.0), nn.Linear(4, 4), True
+        self.register_buffer("scale", torch.ones(()))
+        self.note, self.calls = "not read", 0
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1  # which nothing depends on
+        found = self.block(x)
+        return self.head(self.drop(x + found if self.is_residual else found) * self.scale)
+
+
+CHANGES = (
+    ("block", "temperature", 0.5, "module 'block' has another attribute 'temperature'"),
+    ("block", "weights", [3.0, 2.0], "module 'block' has another attribute 'weights'"),
+    ("block", "slope", 2.0, "module 'block' has another attribute 'slope'"),
+    ("", "is_residual", False, "the model has another attribute 'is_residual'"),
+)
+
+
+def _changed(rank: int) -> list[list[str]]:
+    """What is said of each change under each cut; steps in between go on, with what is no such attribute changed."""
+    every = []
+    for stage_of in CUTS:
+        torch.manual_seed(0)
+        model, told = Annealed(), []
+        with pipeline(model, X, squares, stage_of=stage_of, heartbeat=None, costs="counted") as run:
+            for path, name, value, _ in CHANGES:
+                holder = model.get_submodule(path)
+                before = getattr(holder, name)
+                for do in (run.step, run.evaluate):
+                    setattr(holder, name, value)
+                    with pytest.raises(PipelineError) as caught:
+                        do(X, X)
+                    told.append(str(caught.value))
+                    setattr(holder, name, before)
+                    run.step(X, X)
+            model.note, model.drop.p = "changed", 0.5  # one is not read, the other's module is never cut
+            model.scale.fill_(0.5)
+            told.append(str(run.evaluate(X, X).loss))
+            run.is_residual = False
+            with pytest.raises(PipelineError, match="is_residual"):
+                run.step(X, X)
+        every.append(told)
+    return every
+
+
+def test_an_attribute_that_changes_is_refused_on_all_ranks_wherever_the_cut_falls_and_a_buffer_works() -> None:
+    one, other = ranks.run(2, _changed)
+    assert one == other
+    torch.manual_seed(0)
+    model = Annealed()
+    model.scale.fill_(0.5)
+    model.drop.p = 0.0
+    for told in one:
+        *said, loss = told
+        for index, (_, _, value, words) in enumerate(CHANGES):
+            for each in said[2 * index : 2 * index + 2]:
+                assert words in each
+                assert f"and is {value!r}" in each
+                assert "as an argument" in each
+        assert said == one[0][:-1]
+        assert float(loss) > 0
+    assert {said[0] for said in one} == {one[0][0]}
+
+
+class Counting(nn.Module):  # type: ignore[misc]
+    def __init__(self, *, cached: bool = False) -> None:
+        super().__init__()
+        self.one, self.two, self.calls = nn.Linear(4, 4), nn.Linear(4, 4), 0
+        self.is_built, self.table = not cached, None
+        self.double()
+
+    def forward(self, x: Any) -> Any:
+        if not self.is_built:
+            self.table, self.is_built = torch.arange(4, dtype=x.dtype), True
+        x = self.one(x)
+        if self.table is None:
+            self.calls += 1
+            return self.two(x * self.calls)
+        return self.two(x * self.table)
+
+
+def test_a_forward_that_counts_its_calls_is_refused_and_one_that_keeps_a_table_is_not() -> None:
+    for model, where in (
+        (Counting(), "the model"),
+        (nn.Sequential(nn.Linear(4, 4).double(), Counting()), "module '1'"),
+    ):
+        with pytest.raises(
+            PipelineError, match=rf"{where} \(Counting\) changes its own attribute 'calls'.*from 0 to 1"
+        ):
+            trace(model, X)
+        assert [each.calls for each in model.modules() if isinstance(each, Counting)] == [0]
+    assert not trace(Counting(cached=True), X).attributes
+    assert not trace(nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(4)), X).attributes  # they run as they are

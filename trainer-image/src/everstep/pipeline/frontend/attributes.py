@@ -1,0 +1,160 @@
+"""Python attributes that a forward reads: a trace sees one value of each, which a model that is cut keeps for ever.
+
+A module that is never cut runs its own forward, and reads what its attributes are then. The code of all others may be
+opened by a cut, and which of them are depends on what a machine measured. So an attribute that such code reads is
+fixed wherever the cut falls, and a step with another value is refused.
+"""
+
+from __future__ import annotations
+
+import enum
+import numbers
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.pipeline.errors import PipelineError
+
+Key = tuple[str, str]  # the path of a module, and the name of its attribute
+_EVERY_MODULE = frozenset(vars(nn.Module())) | frozenset(vars(nn.Module))
+_SCALARS = (type(None), numbers.Number, str, bytes, enum.Enum, torch.dtype, torch.device)
+_MANY = 10_000  # elements of a container that are compared at each step
+_NOT_PLAIN, _ABSENT = object(), object()
+
+
+@dataclass
+class Read:
+    """A value that was read. `during`: by the names of the calls that were under way, the outermost first."""
+
+    value: Any
+    during: set[tuple[str, ...]] = field(default_factory=set)
+
+
+class AttributeReads:
+    """The plain attributes of a model's modules that one forward reads, as they were before it.
+
+    `found`: those that it leaves as they are. `changed`: those that it changes, with the values before and after,
+    where nothing says that they are about something that the module keeps, as a table with a flag that it is there.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = {id(module): (path, module, dict(vars(module))) for path, module in model.named_modules()}
+        self.found: dict[Key, Read] = {}
+        self.changed: dict[Key, tuple[Any, Any]] = {}
+
+    def note(self, module: nn.Module, name: str, value: Any, stack: Sequence[Any]) -> None:
+        """Note that an attribute was read while these calls were under way, unless it is no plain one, or this forward
+        has written it."""
+        if name in _EVERY_MODULE or id(module) not in self._modules or not isinstance(value, _PLAIN):
+            return
+        path, _, before = self._modules[id(module)]
+        key = path, name
+        if key not in self.found:
+            held = before.get(name, _ABSENT)
+            if held is _ABSENT and name not in vars(module):
+                held = _of_class(type(module), name)
+            plain = plain_copy(held)
+            if plain is _NOT_PLAIN or plain != plain_copy(value):
+                return
+            self.found[key] = Read(plain)
+        self.found[key].during.add(tuple(call.name for call in stack))
+
+    def settle(self) -> None:
+        """Tell apart what the forward, which has ended, has changed. Called before its changes are undone."""
+        for path, module, before in self._modules.values():
+            now = vars(module)
+            mine = {name: read.value for (of, name), read in self.found.items() if of == path}
+            after = {name: plain_copy(now[name]) for name in mine if name in now}
+            keeps = any(value is _NOT_PLAIN for value in after.values()) or any(
+                value is not before.get(name, _ABSENT) and plain_copy(value) is _NOT_PLAIN
+                for name, value in now.items()
+                if name not in _EVERY_MODULE
+            )
+            for name, value in after.items():
+                if value is _NOT_PLAIN or value != mine[name]:
+                    del self.found[path, name]
+                    if not keeps:
+                        self.changed[path, name] = mine[name], value
+
+
+class FixedAttributes:
+    """The attributes that a cut has fixed, and what they were."""
+
+    def __init__(self, model: nn.Module, values: Mapping[Key, Any]) -> None:
+        self._held = [(path, name, model.get_submodule(path), value) for (path, name), value in values.items()]
+        self._stand_ins: list[tuple[str, str, nn.Module, Any]] = []
+
+    def watch(self, parts: Sequence[nn.Module]) -> None:
+        """Look at these modules too, which stand for the model or for parts of it: a script may set it there."""
+        for path, name, module, value in self._held:
+            for part in parts:
+                try:
+                    found = part.get_submodule(path)
+                except AttributeError:
+                    continue  # it has nothing of that module
+                if found is not module and name not in vars(found):
+                    self._stand_ins.append((path, name, found, value))
+
+    def check(self) -> None:
+        """Compare all of them with what they were.
+
+        Raises:
+            PipelineError: If one is another, with its module, and with both values.
+        """
+        for path, name, module, value in self._held:
+            now = getattr(module, name, _ABSENT)
+            if now is not value and plain_copy(now) != value:
+                raise _changed(path, name, module, value, now)
+        for path, name, module, value in self._stand_ins:
+            now = vars(module).get(name, _ABSENT)
+            if now is not _ABSENT and plain_copy(now) != value:
+                raise _changed(path, name, module, value, now)
+
+
+def plain_copy(value: Any) -> Any:
+    """Return a copy of a number, a text, or a container of them, that stays as it is; else what equals no copy."""
+    if isinstance(value, _SCALARS):
+        return value
+    if isinstance(value, list | tuple | set | frozenset) and len(value) <= _MANY:
+        items = [plain_copy(each) for each in value]
+        if any(each is _NOT_PLAIN for each in items):
+            return _NOT_PLAIN
+        kind = next(kind for kind in (list, tuple, set, frozenset) if isinstance(value, kind))
+        return kind(items)
+    if isinstance(value, dict) and len(value) <= _MANY:
+        found = {key: plain_copy(each) for key, each in value.items()}
+        return _NOT_PLAIN if any(each is _NOT_PLAIN for each in found.values()) else found
+    return _NOT_PLAIN
+
+
+_PLAIN = (*_SCALARS, list, tuple, set, frozenset, dict)
+
+
+def _of_class(kind: type, name: str) -> Any:
+    """What a class says of an attribute that the module itself does not hold; a property is its own code."""
+    return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), _ABSENT)
+
+
+def _changed(path: str, name: str, module: nn.Module, value: Any, now: Any) -> PipelineError:
+    where = f"module {path!r}" if path else "the model"
+    shown = "gone" if now is _ABSENT else f"{now!r:.80}"
+    return PipelineError(
+        f"{where} has another attribute {name!r} than when pipeline() traced it: it was {value!r:.80}, and is {shown}; "
+        "the stages have what forward reads of Python attributes as it was then: give it to forward as an argument "
+        "that is a tensor, or register it as a buffer and change that in place, or call pipeline() again"
+    )
+
+
+def changes_itself(model: nn.Module, key: Key, before: Any, after: Any) -> PipelineError:
+    """Return the error for a forward that does something else because it has changed an attribute."""
+    path, name = key
+    module = model.get_submodule(path)
+    where = f"module {path!r} ({type(module).__name__})" if path else f"the model ({type(module).__name__})"
+    return PipelineError(
+        f"{where} changes its own attribute {name!r} in forward (from {before!r:.80} to {after!r:.80}), and does "
+        "something else the next time: a pipeline calls forward once for each micro-batch, or not at all where it is "
+        "cut; count in the script, and give forward the number as an argument that is a tensor, or make it a buffer"
+    )
