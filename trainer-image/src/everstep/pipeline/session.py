@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from everstep.pipeline.comparison import FirstLook, check_samples, compare_stages
 from everstep.pipeline.engine.engine import Engine, Output
 from everstep.pipeline.engine.losses import Loss, evaluate
 from everstep.pipeline.engine.microbatch import batch_size
-from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.engine.nested import map_tensors
 from everstep.pipeline.engine.options import Options
 from everstep.pipeline.engine.stage import why_not_split
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import FixedAttributes
-from everstep.pipeline.frontend.check import compare
 from everstep.pipeline.frontend.compiled import is_compiled
 from everstep.pipeline.frontend.materialise import Seeded, Source, materialise
 from everstep.pipeline.frontend.skeleton import joined
@@ -47,7 +47,6 @@ __all__ = ["Output", "Pipeline", "pipeline"]
 
 _log = logging.getLogger("everstep.pipeline")
 OptionsOf = Callable[[str, tuple[int, ...]], Mapping[str, Any]]  # of a parameter, by its name and shape
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
 
 
 def pipeline(
@@ -189,7 +188,14 @@ def pipeline(
 
         made, parts, actions = control.all(cut)
         if check:
-            control.first(lambda: _check(model, found, parts, microbatch(named, wish, uncut)))
+            control.first(lambda: compare_stages(model, found, parts, microbatch(named, wish, uncut)))
+        trained = loss
+        if check and made.microbatches * here.grid.replicas > 1:
+            if targets is None:
+                trained = FirstLook(loss, weight)
+            control.first(
+                lambda: "" if targets is None else check_samples(model, found, named, targets, loss, weight, uncut)
+            )
 
         transport = ProcessGroups(here.grid, here.device, nccl=here.nccl, control=control)
         own = {index: parts[index] for index in actions.stages_of(transport.rank)}
@@ -205,7 +211,7 @@ def pipeline(
             arguments.traced_with(named)
             found.record.constants[:] = [each.to(here.device) for each in found.record.constants]
         again = frozenset(range(len(parts)) if recompute is True else recompute or ())
-        engine = Engine(own, actions, made.stages, transport, loss, Options(recompute=again, **options))
+        engine = Engine(own, actions, made.stages, transport, trained, Options(recompute=again, **options))
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         fixed = FixedAttributes(model, found.attributes) if isinstance(found, Traced) else None
         if heart is not None:
@@ -409,39 +415,6 @@ def _unsplit(made: Plan, parts: Sequence[StageModule]) -> Plan:
         _log.info("stage %d does its backward at once: %s", stage, whole[stage])
     made = replace(made, split=tuple(sorted(set(range(len(parts))) - whole.keys())))
     return replace(made, prediction=made.predict())
-
-
-def _check(model: nn.Module, found: Traced | Tree, parts: Sequence[StageModule], batch: Mapping[str, Any]) -> str:
-    """Compares the stages with the model, where that has weights here. There is nothing to tell: else it is refused."""
-    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(batch))]
-    if any(each.device.type == "meta" for each in tensors) or not Arguments(model).fits(batch):
-        return ""
-    batch = map_tensors(dict(batch), lambda tensor: tensor.to(tensors[0].device))
-    tolerance = max(_TOLERANCE.get(each.dtype, 0.0) for each in tensors)
-    modules = {each for whole in (model, *(part.module for part in parts)) for each in whole.modules()}
-    flags = {each: each.training for each in modules}
-    # Dropout draws in the order of the stages, in the engine by names: what is compared must draw nothing.
-    quiet = not isinstance(found, Traced) or found.both
-    try:
-        for each in modules if quiet else ():
-            each.training = False
-        compare(model, parts, batch, _projected, tolerance=tolerance)
-    except torch.OutOfMemoryError:
-        _log.warning("the stages were not compared with the model: there is no room for both")
-    finally:
-        for each, flag in flags.items():
-            each.training = flag
-    return ""
-
-
-def _projected(output: Any) -> Any:
-    """A number to which every element of a result contributes in its own way."""
-    total = torch.zeros(())
-    for each in tensors_of(output):
-        if each.requires_grad:
-            row = each.reshape(-1).float() if each.dtype in (torch.float16, torch.bfloat16) else each.reshape(-1)
-            total = total.to(row) + (row * torch.cos(torch.arange(len(row), device=row.device))).sum()
-    return total
 
 
 def _in_order(error: BaseException) -> bool:

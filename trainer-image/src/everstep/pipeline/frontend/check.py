@@ -49,7 +49,7 @@ def compare(
         return pytree.tree_map(_copy, dict(inputs))
 
     def again(forward: Callable[[Any], Any]) -> dict[str, Any]:
-        with _as_before(model), attributes_kept(model), divisible_checkpoints():
+        with as_before(model), attributes_kept(model), divisible_checkpoints():
             with torch.no_grad():
                 forward(given())  # who counts calls does something else in the second
             return _gradients(parameters, lambda: loss(forward(given())))
@@ -90,7 +90,7 @@ def mixing(nodes: Mapping[str, StageModule], inputs: Mapping[str, Any], model: n
     flags = {module: module.training for module in model.modules()}
     found: list[str] = []
     try:
-        with _as_before(model), torch.no_grad():
+        with as_before(model), torch.no_grad():
             values = {INPUT + name: value for name, value in inputs.items()}
             for name, node in nodes.items():
                 node.module.eval()
@@ -148,7 +148,7 @@ def _gradients(parameters: Mapping[str, Any], run: Callable[[], Any]) -> dict[st
 
 
 @contextlib.contextmanager
-def _as_before(model: nn.Module) -> Iterator[None]:
+def as_before(model: nn.Module) -> Iterator[None]:
     """Random numbers and buffers are afterwards what they were; what is compiled runs as it was written."""
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"}

@@ -1,0 +1,183 @@
+"""A loss that takes the samples of a batch together is refused, before it trains something else in micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.nn import functional as f  # noqa: E402
+
+from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline.comparison import FirstLook, check_samples  # noqa: E402
+from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
+from everstep.pipeline.frontend.trace import trace  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline import front  # noqa: E402
+from tests.pipeline.architectures import Mlp  # noqa: E402
+from tests.pipeline.models import CASES  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+IGNORED = -100
+
+
+class Twins(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Two views of each sample, as their embeddings or, with `compares`, as how alike all are to all."""
+
+    def __init__(self, compares: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.one, self.other = nn.Linear(6, 4), nn.Linear(6, 4)
+        self.compares = compares
+
+    def forward(self, left: Any, right: Any) -> Any:
+        left, right = f.normalize(self.one(left)), f.normalize(self.other(right))
+        return left @ right.T / 0.1 if self.compares else (left, right)
+
+
+class Words(nn.Module):  # type: ignore[misc]
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(9, 8), nn.Linear(8, 9)
+
+    def forward(self, tokens: Any) -> Any:
+        return self.out(self.embed(tokens).tanh())
+
+
+def info_nce(output: Any, targets: Any) -> Any:
+    left, right = output
+    return f.cross_entropy(left @ right.T / 0.1, torch.arange(len(left)))
+
+
+def among_all(output: Any, targets: Any) -> Any:
+    return f.cross_entropy(output, torch.arange(len(output)))
+
+
+def variance(output: Any, targets: Any) -> Any:
+    left, right = output
+    return (left - right).square().mean() + (1 - left.var(0)).relu().mean()
+
+
+def mean_of_words(output: Any, targets: Any) -> Any:
+    return f.cross_entropy(output.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
+
+
+def weighted(output: Any, targets: Any) -> Any:
+    weight = torch.arange(1.0, 10.0)
+    return f.cross_entropy(output.flatten(0, 1), targets.flatten(), weight=weight, ignore_index=IGNORED)
+
+
+def words_counted(output: Any, targets: Any) -> Any:
+    return (targets != IGNORED).sum()
+
+
+def noisy(output: Any, targets: Any) -> Any:
+    left, right = output
+    return (left - right + torch.randn(left.shape)).square().mean()
+
+
+def twins(samples: int = 16) -> dict[str, Any]:
+    random = torch.Generator().manual_seed(1)
+    return {name: torch.randn(samples, 6, generator=random) for name in ("left", "right")}
+
+
+def sentences(samples: int = 16) -> tuple[Any, Any]:
+    random = torch.Generator().manual_seed(2)
+    tokens = torch.randint(9, (samples, 7), generator=random)
+    lengths = torch.arange(samples) % 6 + 1
+    return tokens, tokens.where(torch.arange(7) < lengths[:, None], IGNORED)
+
+
+def look(model: nn.Module, inputs: dict[str, Any], targets: Any, loss: Any, weight: Any = None) -> None:
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    state = torch.get_rng_state()
+    try:
+        check_samples(model, trace(model, inputs), inputs, targets, loss, weight, frozenset())
+    finally:
+        assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+MEETING: list[tuple[nn.Module, Any, Any, Callable[..., Any], str]] = [
+    (Twins(compares=False), twins(), torch.arange(16), info_nce, "the loss takes them together"),
+    (Twins(compares=True), twins(), torch.arange(16), among_all, "they meet in the model"),
+    (Twins(compares=False), twins(), torch.arange(16), variance, "the loss takes them together"),
+    (Words(), {"tokens": sentences()[0]}, sentences()[1], mean_of_words, r"give \(sum, count\) or loss_weight="),
+    (Words(), {"tokens": sentences()[0]}, sentences()[1], weighted, "counts something else than samples"),
+]
+
+
+@pytest.mark.parametrize(("model", "inputs", "targets", "loss", "why"), MEETING)
+def test_where_samples_meet_is_refused(model: nn.Module, inputs: Any, targets: Any, loss: Any, why: str) -> None:
+    with pytest.raises(PipelineError, match=why):
+        look(model, inputs, targets, loss)
+    few = 3 if isinstance(model, Words) else 4
+    with pytest.raises(PipelineError, match=f"the loss of {few} samples is"):
+        look(model, {name: each[:few] for name, each in inputs.items()}, targets[:few], loss)
+
+
+@pytest.mark.parametrize("name", list(CASES))
+def test_ordinary_losses_pass_and_so_does_a_balance_of_experts(name: str) -> None:
+    case = CASES[name]
+    found, batch = front.traced(case), case.example()
+    inputs = Arguments(found.model).name(batch.inputs)
+    check_samples(found.model, found, inputs, batch.targets, case.loss, None, frozenset())
+
+
+def test_a_mean_that_is_weighted_by_what_it_counts_passes_and_so_does_what_is_drawn() -> None:
+    tokens, targets = sentences()
+    look(Words(), {"tokens": tokens}, targets, mean_of_words, words_counted)
+    look(Twins(compares=False), twins(), torch.arange(16), noisy)
+    look(Mlp(), {"x": torch.randn(1, 12)}, torch.randn(1, 5), nn.functional.mse_loss)
+
+
+def test_without_targets_the_first_micro_batch_that_has_two_samples_is_looked_at() -> None:
+    model = Twins(compares=False)
+    loss = FirstLook(info_nce, None)
+    loss(model(**twins(1)), torch.arange(1))
+    with torch.no_grad():
+        loss(model(**twins(8)), torch.arange(8))
+    with pytest.raises(PipelineError, match="the loss takes them together"):
+        loss(model(**twins(8)), torch.arange(8))
+    words = FirstLook(mean_of_words, words_counted)
+    tokens, targets = sentences()
+    given = words(Words()(tokens), targets)
+    assert torch.equal(given, mean_of_words(Words()(tokens), targets))
+    # Samples may be another dimension of the same size.
+    FirstLook(lambda output, targets: output[0].sum() / 7, None)(torch.randn(7, 7, 3), torch.arange(7))
+
+
+def _train(rank: int, with_targets: bool) -> str:
+    torch.manual_seed(0)
+    targets = torch.arange(16)
+    options: dict[str, Any] = {"targets": targets} if with_targets else {}
+    try:
+        run = pipeline(Twins(compares=False), twins(), info_nce, costs="counted", microbatches=2, **options)
+        run.step(twins(), targets)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "trained"
+
+
+@pytest.mark.parametrize("with_targets", [True, False])
+def test_all_ranks_end_with_the_reason(with_targets: bool) -> None:
+    for said in ranks.run(2, _train, with_targets):
+        assert "would train something else than the batch: the loss takes them together" in said
+
+
+def _train_at_once(rank: int) -> float:
+    run = pipeline(Twins(compares=False), twins(), info_nce, costs="counted", microbatches=1, targets=torch.arange(16))
+    with run:
+        return float(run.step(twins(), torch.arange(16)).loss)
+
+
+def test_a_batch_that_is_not_cut_trains_any_loss() -> None:
+    expected = float(info_nce(Twins(compares=False)(**twins()), None))
+    assert ranks.run(2, _train_at_once) == [pytest.approx(expected)] * 2

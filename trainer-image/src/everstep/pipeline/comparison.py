@@ -1,0 +1,258 @@
+"""Before anything is trained: are the stages the model, and is the loss of a batch that of its samples?"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.pipeline.engine.losses import Loss, Part, evaluate
+from everstep.pipeline.engine.microbatch import Parts, batch_size, bounds, split
+from everstep.pipeline.engine.nested import map_tensors, tensors_of
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.check import as_before, compare, mixing
+from everstep.pipeline.frontend.split import node_modules
+from everstep.pipeline.frontend.stages import StageModule
+from everstep.pipeline.frontend.trace import Traced, attributes_kept
+from everstep.pipeline.frontend.tree import Tree
+
+_log = logging.getLogger("everstep.pipeline")
+
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-3, torch.float16: 5e-2, torch.bfloat16: 2e-1}
+_TARGETS = "targets:"  # beside the arguments, of which none has such a name
+_IN_LOSS = "the loss takes them together, or counts something else than samples"
+_SAMPLES = 8  # of the example: the fewer there are, the more it shows that each meets fewer others
+# Relative. A balance of experts is taken over a batch, too, and is a small part of a loss.
+_OF_LOSSES, _OF_MODELS = 1e-3, 0.1
+
+Ran = tuple[Any, Part]  # an output, and its loss
+
+
+def compare_stages(
+    model: nn.Module, found: Traced | Tree, parts: Sequence[StageModule], batch: Mapping[str, Any]
+) -> str:
+    """Compares the stages with the model, where that has weights here. There is nothing to tell: else it is refused."""
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(batch))]
+    if any(each.device.type == "meta" for each in tensors) or not Arguments(model).fits(batch):
+        return ""
+    batch = map_tensors(dict(batch), lambda tensor: tensor.to(tensors[0].device))
+    tolerance = max(_TOLERANCE.get(each.dtype, 0.0) for each in tensors)
+    modules = {each for whole in (model, *(part.module for part in parts)) for each in whole.modules()}
+    flags = {each: each.training for each in modules}
+    # Dropout draws in the order of the stages, in the engine by names: what is compared must draw nothing.
+    quiet = not isinstance(found, Traced) or found.both
+    try:
+        for each in modules if quiet else ():
+            each.training = False
+        compare(model, parts, batch, _projected, tolerance=tolerance)
+    except torch.OutOfMemoryError:
+        _log.warning("the stages were not compared with the model: there is no room for both")
+    finally:
+        for each, flag in flags.items():
+            each.training = flag
+    return ""
+
+
+def _projected(output: Any) -> Any:
+    """A number to which every element of a result contributes in its own way."""
+    total = torch.zeros(())
+    for each in tensors_of(output):
+        if each.requires_grad:
+            row = each.reshape(-1).float() if each.dtype in (torch.float16, torch.bfloat16) else each.reshape(-1)
+            total = total.to(row) + (row * torch.cos(torch.arange(len(row), device=row.device))).sum()
+    return total
+
+
+def check_samples(
+    model: nn.Module,
+    found: Traced | Tree,
+    inputs: Mapping[str, Any],
+    targets: Any,
+    loss: Loss,
+    weight: Loss | None,
+    whole: frozenset[str],
+) -> str:
+    """Compare the loss of some samples with that of their halves, by the model as it evaluates.
+
+    Args:
+        model: With its weights; nothing is compared where it has none here.
+        inputs: The example by the names of arguments.
+        targets: The example's.
+        loss: As given to pipeline().
+        weight: The same.
+        whole: Arguments without samples.
+
+    Returns:
+        Nothing: there is nothing to tell.
+
+    Raises:
+        PipelineError: They differ: a batch is more than its samples, and micro-batches would train something else.
+    """
+    tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(inputs)), *tensors_of(targets)]
+    samples = None if isinstance(targets, Parts) else batch_size(dict(inputs), whole)
+    if any(each.device.type == "meta" for each in tensors) or not samples or samples < 2:
+        return ""
+    device, count = tensors[0].device, min(samples, _SAMPLES)
+    some = {
+        name: each if name in whole else _first(each, samples, count)
+        for name, each in {**inputs, _TARGETS: targets}.items()
+    }
+
+    def run(given: Mapping[str, Any], number: int) -> tuple[Any, Part]:
+        here = {key: map_tensors(each, lambda tensor: tensor.to(device).clone()) for key, each in given.items()}
+        own = here.pop(_TARGETS)
+        output = Arguments(model).call(model, here)
+        return output, evaluate(loss, output, own, number, weight)
+
+    try:
+        with _evaluating(model), as_before(model), attributes_kept(model), torch.no_grad():
+            apart = _find_difference(run, some, count, whole)
+    except PipelineError:
+        raise
+    except Exception as error:
+        _log.info("whether samples meet in the loss was not looked at: %s: %s", type(error).__name__, error)
+        return ""
+    if apart is None:
+        return ""
+    where = _IN_LOSS
+    if not apart.alike:
+        del some[_TARGETS]
+        meeting: list[str] = []
+        # Only for the names: a value whose samples are another dimension cannot be cut.
+        with contextlib.suppress(RuntimeError):
+            meeting = mixing(node_modules(found), some, model) if isinstance(found, Traced) else []
+        where = f"they meet in the model ({', '.join(meeting[:4]) or 'where is not known'})"
+    raise apart.error(where)
+
+
+class FirstLook:
+    """A loss that looks at the first micro-batch whether it takes samples together, where no targets were there before.
+
+    Raises:
+        PipelineError: It does, as check_samples().
+    """
+
+    def __init__(self, loss: Loss, weight: Loss | None) -> None:
+        self._loss, self._weight = loss, weight
+        self._looked = False
+
+    def __call__(self, output: Any, targets: Any) -> Any:
+        if not self._looked and torch.is_grad_enabled():
+            self._look(output, targets)
+        return self._loss(output, targets)
+
+    def _look(self, output: Any, targets: Any) -> None:
+        tensors = [*tensors_of(output), *tensors_of(targets)]
+        samples = next((len(each) for each in tensors_of(targets) if each.dim()), 0)
+        # Another dimension of this size may be that of the samples: then nobody knows which one it is.
+        self._looked = samples > 1 or any(not each.dim() or each.shape.count(samples) != 1 for each in tensors)
+        if samples < 2 or any(not each.dim() or len(each) != samples for each in tensors):
+            return
+        if any(each.shape.count(samples) != 1 for each in tensors):
+            return
+        count = min(samples, _SAMPLES)
+        some = {"output": _first(output, samples, count), _TARGETS: _first(targets, samples, count)}
+
+        def run(given: Mapping[str, Any], number: int) -> Ran:
+            here = {key: map_tensors(each, lambda tensor: tensor.detach().clone()) for key, each in given.items()}
+            # The output is what it is: only the loss is looked at.
+            return here["output"], evaluate(self._loss, here["output"], here[_TARGETS], number, self._weight)
+
+        devices = {each.device.index or 0 for each in tensors if each.device.type == "cuda"}
+        try:
+            with torch.random.fork_rng(sorted(devices)), torch.no_grad():
+                apart = _find_difference(run, some, count, frozenset())
+        except PipelineError:
+            raise
+        except Exception as error:
+            _log.info("whether samples meet in the loss was not looked at: %s: %s", type(error).__name__, error)
+            return
+        if apart is not None:
+            raise apart.error(_IN_LOSS)
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """The losses of some samples, `at_once` and in `parts`. `alike`: the model makes the same of each sample."""
+
+    samples: int
+    parts: int
+    at_once: float
+    together: float
+    alike: bool
+
+    def error(self, where: str) -> PipelineError:
+        return PipelineError(
+            f"the loss of {self.samples} samples is {self.at_once:.4g} at once and {self.together:.4g} in {self.parts} "
+            f"parts, so micro-batches and replicas would train something else than the batch: {where}. For a mean over "
+            "tokens or weights, give (sum, count) or loss_weight=; where each sample is compared with all others of a "
+            "batch (InfoNCE, CLIP), take microbatches=1 and one replica, or let one sample be all that are compared; "
+            "check=False trains it as it is"
+        )
+
+
+def _find_difference(
+    run: Callable[[Mapping[str, Any], int], Ran], some: Mapping[str, Any], count: int, whole: frozenset[str]
+) -> _Difference | None:
+    """What the loss of halves, or of single samples, differs by; None if random numbers are drawn, by which they differ
+    anyway."""
+    torch.manual_seed(0)
+    output, at_once = run(some, count)
+    torch.manual_seed(1)
+    if float(run(some, count)[1].sum) != float(at_once.sum):
+        return None
+    for parts in sorted({2, count}):
+        made = [
+            run(part, stop - start)
+            for part, (start, stop) in zip(split(dict(some), count, parts, whole), bounds(count, parts), strict=True)
+        ]
+        alike = _are_rows(output, [each for each, _ in made], count)
+        one, other, difference = _means(at_once, [part for _, part in made])
+        if difference > (_OF_LOSSES if alike else _OF_MODELS):
+            return _Difference(count, parts, one, other, alike)
+    return None
+
+
+def _first(given: Any, samples: int, count: int) -> Any:
+    """The first of some samples."""
+    return map_tensors(given, lambda tensor: tensor[:count] if tensor.dim() and len(tensor) == samples else tensor)
+
+
+def _are_rows(output: Any, halves: Sequence[Any], count: int) -> bool:
+    """Whether what the model made of the halves is what it made of the samples at once."""
+    ones, others = tensors_of(output), [tensors_of(half) for half in halves]
+    if any(len(each) != len(ones) for each in others):
+        return False
+    for one, *parts in zip(ones, *others, strict=True):
+        if not one.dim() or len(one) != count or any(part.shape[1:] != one.shape[1:] for part in parts):
+            return False
+        if not torch.allclose(one.double(), torch.cat(parts).double(), rtol=1e-3, atol=1e-5, equal_nan=True):
+            return False
+    return True
+
+
+def _means(at_once: Part, made: Sequence[Part]) -> tuple[float, float, float]:
+    """The loss at once, that of the parts together, and how far they are apart, relative to the largest of them."""
+    parts = [(float(part.sum), float(part.count)) for part in (at_once, *made)]
+    total, count = (sum(each) for each in zip(*parts[1:], strict=True))
+    if not parts[0][1] or not count:
+        return 0.0, 0.0, 0.0
+    one, two = parts[0][0] / parts[0][1], total / count
+    return one, two, abs(one - two) / max([*(abs(sum_ / of) for sum_, of in parts if of), 1e-12])
+
+
+@contextlib.contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    flags = {each: each.training for each in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for each, flag in flags.items():
+            each.training = flag
