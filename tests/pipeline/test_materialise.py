@@ -14,6 +14,7 @@ from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend import Traced, split, trace, tree  # noqa: E402
 from everstep.pipeline.frontend.check import run  # noqa: E402
 from everstep.pipeline.frontend.materialise import Seeded, materialise, without_weights  # noqa: E402
+from tests.pipeline.library_models import LIBRARY  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -106,11 +107,61 @@ def test_optimizers_are_built_afterwards_with_groups_by_original_names() -> None
 def test_what_nobody_can_give_is_named() -> None:
     found = on_meta("llama")
     stages = split(found, {"layers.2": 1})
-    with pytest.raises(PipelineError, match=r"the model \(Llama\) has no reset_parameters"):
+    with pytest.raises(PipelineError, match=r"nothing sets cos, sin of the model \(Llama\)"):
         materialise(stages, Seeded(found.model))
     state = CASES["llama"].build(dtype=torch.float32).state_dict()  # without the rotary tables
     with pytest.raises(PipelineError, match="nothing says what cos begins with"):
         materialise(stages, state)
+
+
+class HalfSet(torch.nn.Linear):  # type: ignore[misc, name-defined]  # torch is not where types are checked
+    """A layer with more than its `reset_parameters` sets."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.scale = torch.nn.Parameter(torch.empty(3))
+        self.register_buffer("seen", torch.zeros(2, dtype=torch.long))
+
+
+def test_what_an_initialiser_does_not_set_is_refused_and_never_left_to_chance() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(HalfSet())
+    with pytest.raises(PipelineError, match=r"nothing sets 0\.scale, 0\.seen of 0 \(HalfSet\)"):
+        Seeded(model)("0.weight")
+    with without_weights():
+        kept = torch.nn.Sequential(HalfSet())
+    with pytest.raises(PipelineError, match=r"nothing sets 0\.scale of 0"):
+        Seeded(kept)("0.weight")
+    assert kept[0].scale.device.type == "meta"  # a refusal leaves the model as it was
+    with torch.device("meta"):
+        norm = torch.nn.Sequential(torch.nn.BatchNorm1d(3))  # with a counter, which has no NaN
+    assert Seeded(norm)("0.num_batches_tracked") == 0
+
+
+def test_what_a_module_around_it_sets_begins_as_in_one_process() -> None:
+    with torch.device("meta"):
+        attention = torch.nn.Sequential(torch.nn.MultiheadAttention(8, 2))
+    real = torch.nn.MultiheadAttention(8, 2)
+    drawn = Seeded(attention)
+    assert torch.equal(drawn("0.out_proj.bias"), real.out_proj.bias)
+    assert not drawn("0.in_proj_weight").isnan().any()
+    assert drawn("0.out_proj.weight").detach().std() > 0
+
+
+def test_a_model_of_transformers_begins_as_its_own_code_says() -> None:
+    case = LIBRARY["llama-grouped"]
+    with torch.device("meta"):
+        model = case.factory()
+    batch, real = case.example(dtype=torch.float32), case.build(dtype=torch.float32)
+    stages = split(trace(model, batch.inputs), {"model.layers.1": 1})
+    materialise(stages, Seeded(model, seed=3))
+    found = weights(stages)
+    for name, expected in (*real.named_parameters(), *real.named_buffers()):
+        if expected.dim() < 2:  # norms and rotary tables
+            assert torch.equal(found[name], expected), name
+        else:
+            assert float(found[name].detach().std()) == pytest.approx(0.02, rel=0.3), name
+    assert torch.isfinite(run(stages, batch.inputs).logits).all()
 
 
 def test_models_built_without_weights_keep_their_tables() -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,19 +57,24 @@ def materialise(stages: Iterable[StageModule], source: Source, *, device: Any = 
 class Seeded:
     """The initial weights of a model, by module: f(seed, name of the module), whatever number of stages there is.
 
-    `initialise(module)` sets the parameters and buffers that are the module's own, not its submodules'; without it, the
-    module's `reset_parameters` does. Drawn on the processor, so that all devices get the same.
+    `initialise(module)` sets the parameters and buffers that are the module's own, not its submodules'. Without it, the
+    module's `reset_parameters` does, then those of the modules around it, which may set what is in them as
+    MultiheadAttention does, and then `_init_weights(module)` of the innermost module around it that has one, as a
+    PreTrainedModel of transformers has. Drawn on the processor, so that all devices get the same.
     """
 
     def __init__(
         self, model: nn.Module, seed: int = 0, initialise: Callable[[nn.Module], object] | None = None
     ) -> None:
-        self.model, self.seed = model, seed
-        self.initialise = initialise or _reset
+        self.model, self.seed, self.initialise = model, seed, initialise
         self._last: tuple[str, dict[str, Any]] = ("", {})
 
     def __call__(self, name: str) -> Any:
-        """The data of one parameter or buffer."""
+        """Return the data of one parameter or buffer.
+
+        Raises:
+            PipelineError: If nothing sets all of it.
+        """
         path, _, last = name.rpartition(".")
         if self._last[0] != path or last not in self._last[1]:
             self._last = path, self._draw(path)
@@ -74,6 +82,26 @@ class Seeded:
 
     def _draw(self, path: str) -> dict[str, Any]:
         module = self.model.get_submodule(path)
+        both = (*module._parameters.items(), *module._buffers.items())
+        missing = {name for name, tensor in both if tensor is not None and tensor.device.type == "meta"}
+        first = self._initialised(path, module, is_second=False)
+        others = {name for name in missing if not _can_be_nan(first[name])}
+        unset = {name for name in missing - others if bool(first[name].isnan().any())}
+        if others:
+            second = self._initialised(path, module, is_second=True)
+            unset |= {name for name in others if not torch.equal(first[name], second[name])}
+        if unset:
+            names = ", ".join(f"{path}.{name}" if path else name for name in sorted(unset))
+            raise PipelineError(
+                f"nothing sets {names} of {path or 'the model'} ({type(module).__name__}), or not all of it: neither "
+                "reset_parameters nor _init_weights, its own or of the modules around it. Write one of them, give "
+                "weights=, or build the model in everstep.pipeline.frontend.materialise.without_weights(), which "
+                "leaves buffers their data"
+            )
+        return first
+
+    def _initialised(self, path: str, module: nn.Module, *, is_second: bool) -> dict[str, Any]:
+        """The tensors of a module after initialisation; elements that nothing has set are as `_fill` made them."""
         kept = dict(module._parameters), dict(module._buffers)
         seed = hashlib.blake2b(f"{self.seed}/{path}".encode(), digest_size=8).digest()
         try:
@@ -81,34 +109,59 @@ class Seeded:
                 for held in (module._parameters, module._buffers):
                     for name, tensor in held.items():
                         if tensor is not None:
-                            held[name] = _empty(tensor, "cpu")
+                            held[name] = made = _empty(tensor, "cpu")
+                            if tensor.device.type == "meta":
+                                _fill(made, is_second=is_second)
+                            else:
+                                made.copy_(tensor)  # an initialiser may use a table, and does not change it
                 torch.manual_seed(int.from_bytes(seed, "little", signed=True))
-                self.initialise(module)
-                return {
-                    name: tensor
-                    for held in (module._parameters, module._buffers)
-                    for name, tensor in held.items()
-                    if tensor is not None
-                }
-        except _Unknown:
+                initialisers = (
+                    self._initialisers(path) if self.initialise is None else [partial(self.initialise, module)]
+                )
+                for initialise in initialisers:
+                    initialise()
+                both = (*module._parameters.items(), *module._buffers.items())
+                return {name: tensor for name, tensor in both if tensor is not None}
+        except NotImplementedError as error:
             raise PipelineError(
-                f"{path or 'the model'} ({type(module).__name__}) has no reset_parameters: give initialise=, build the "
-                "model in without_weights() if buffers are what is missing, or give a state dictionary"
-            ) from None
+                f"{path or 'the model'} ({type(module).__name__}) cannot be initialised alone: its reset_parameters or "
+                f"those of a module around it need the data of other modules: give weights= ({error})"
+            ) from error
         finally:
             module._parameters.update(kept[0])
             module._buffers.update(kept[1])
 
+    def _initialisers(self, path: str) -> Iterator[Callable[[], object]]:
+        """In the order in which construction calls them: the module's, then those of the modules around it."""
+        module = self.model.get_submodule(path)
+        parts = path.split(".") if path else []
+        around = [self.model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]
+        for each in around:
+            reset = getattr(each, "reset_parameters", None) or getattr(each, "_reset_parameters", None)
+            if reset is not None:
+                yield reset
+        holder = next((each for each in around if _takes_a_module(getattr(each, "_init_weights", None))), None)
+        if holder is not None:
+            yield partial(holder._init_weights, module)
 
-class _Unknown(Exception):
-    """Nothing says what a module begins with."""
+
+def _takes_a_module(function: Any) -> bool:
+    if not callable(function):
+        return False
+    required = [each for each in inspect.signature(function).parameters.values() if each.default is each.empty]
+    return len(required) == 1 and required[0].kind in (required[0].POSITIONAL_ONLY, required[0].POSITIONAL_OR_KEYWORD)
 
 
-def _reset(module: nn.Module) -> None:
-    reset = getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
-    if reset is None:
-        raise _Unknown
-    reset()
+def _can_be_nan(tensor: Any) -> bool:
+    return bool(tensor.is_floating_point() or tensor.is_complex())
+
+
+def _fill(tensor: Any, *, is_second: bool) -> None:
+    """Fills memory with what no initialiser leaves there: NaN, or where there is none, another value each time."""
+    if _can_be_nan(tensor):
+        tensor.fill_(math.nan)
+    else:
+        tensor.fill_(is_second if tensor.dtype == torch.bool else 42 + is_second)
 
 
 def _without_data(module: nn.Module) -> Iterator[tuple[Sequence[str], Any]]:
