@@ -141,3 +141,21 @@ async def test_one_namespace_that_refuses_it_keeps_it_from_no_other(client: Any)
     client.there[("evil", agent.name)] = {**AgentCode(b"evil").config_map(), "metadata": {"name": agent.name}}
     await agent.restore(client, {"evil": {agent.name}, "ns": {agent.name}})
     assert ("ns", agent.name) in client.there
+
+
+async def test_a_delete_that_a_policy_refuses_ends_no_collection(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One namespace's webhook may not keep all others from being compared; it is tried again each time."""
+    old, new = AgentCode(b"old"), AgentCode(b"new")
+    for namespace in ("a", "b"):
+        await old.ensure(client, namespace)
+    delete = client.delete
+
+    async def refuse(resource: Any, namespace: str, name: str, **keywords: Any) -> Any:
+        if namespace == "a":
+            raise errors.Forbidden(403, "Forbidden", "a policy")
+        return await delete(resource, namespace, name, **keywords)
+
+    monkeypatch.setattr(client, "delete", refuse)
+    for now in (0.0, KEEP_SECONDS + 1, KEEP_SECONDS + 2):
+        await new.collect(client, list(client.there.values()), {}, now)
+    assert set(client.there) == {("a", old.name)}

@@ -99,3 +99,30 @@ def pod() -> Any:
     meta = {"name": "digits-0", "namespace": "default", "uid": "p", "creationTimestamp": "2026-01-01T12:00:00Z"}
     labels = {"everstep.dev/job": "digits", "everstep.dev/template": "1", "everstep.dev/index": "0"}
     return {"metadata": {**meta, "labels": labels, "resourceVersion": "1"}}
+
+
+async def test_a_watched_namespace_that_is_gone_stops_no_other(
+    resync: Resync, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its Role went with it, so every list of it is forbidden."""
+    listed, gone = server.list, {"gone"}
+
+    async def refuse(resource: Any, namespace: str | None, *, labels: str | None) -> AsyncIterator[Page]:
+        if namespace in gone:
+            raise errors.NotAuthorized(403, "Forbidden", "no Role")
+        async for page in listed(resource, namespace, labels=labels):
+            yield page
+
+    monkeypatch.setattr(server, "list", refuse)
+    resync.namespaces = ("gone", "default")
+    server.there["trainingjobs"] = [job().manifest()]
+    await resync.once()
+    assert resync.done_at is not None
+    assert len(resync.cache.jobs) == 1
+    assert resync.forbidden == {"gone"}
+    gone.add("default")
+    with pytest.raises(errors.NotAuthorized):  # nothing can be read at all: not ready
+        await resync.once()
+    gone.clear()
+    await resync.once()
+    assert not resync.forbidden

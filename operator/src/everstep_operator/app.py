@@ -117,18 +117,18 @@ class Operator:
     async def _served(self) -> None:
         """Return once the API server serves our kinds: the CRDs may be installed after the operator."""
         told = False
-        place = next(iter(self.settings.watch_namespaces), None)
         while True:
-            try:
-                for resource in (JOBS, POOLS):
-                    async for _ in self.client.list(resource, place if resource.namespaced else None, page=1):
-                        break
-                return
-            except (errors.ApiError, errors.Unreachable) as error:
-                if not told:
-                    log.warning("waiting for the API server and the CRDs", error=str(error))
-                told = True
-                await asyncio.sleep(1)
+            for place in self.settings.watch_namespaces or (None,):  # one may be gone, and its Role with it
+                try:
+                    for resource in (JOBS, POOLS):
+                        async for _ in self.client.list(resource, place if resource.namespaced else None, page=1):
+                            break
+                    return
+                except (errors.ApiError, errors.Unreachable) as error:
+                    if not told:
+                        log.warning("waiting for the API server and the CRDs", error=str(error))
+                    told = True
+            await asyncio.sleep(1)
 
     async def _work(self) -> None:
         while not self._draining:
@@ -162,6 +162,9 @@ class Operator:
         self.resync.heard(resource)
         if kind == "DELETED":
             store.remove(key_of(raw), str((raw.get("metadata") or {}).get("uid") or ""), version_of(raw))
+            return
+        if (raw.get("metadata") or {}).get("namespace") in self.resync.forbidden:
+            self.resync.soon()  # it can be read again: all of its pods first, then its jobs
             return
         if kind is None:
             self._list_after(LISTED_SECONDS)

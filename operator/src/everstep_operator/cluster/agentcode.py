@@ -146,7 +146,11 @@ class AgentCode:
             log.info("collecting an agent nobody uses", namespace=namespace, config_map=name)
             if name == self.name:
                 self._present.discard(namespace)
-            await client.delete(CONFIG_MAPS, namespace, name, uid=meta["uid"])
+            try:
+                await client.delete(CONFIG_MAPS, namespace, name, uid=meta["uid"])
+            except errors.ApiError as error:  # one namespace's webhook or policy, not all others'
+                log.warning("cannot collect it", namespace=namespace, config_map=name, error=str(error))
+                continue
             del self._unused_since[key]
         self._present = {namespace for namespace in self._present if self.name in seen[namespace]}
         self._unused_since = {key: t for key, t in self._unused_since.items() if key[1] in seen[key[0]]}

@@ -46,6 +46,7 @@ class Resync:
     wake: Callable[[tuple[str, str]], None]
     tried_at: float = field(default_factory=time.monotonic)
     done_at: float | None = None
+    forbidden: set[str] = field(default_factory=set)  # watched namespaces that the last turn could not read
     _events: Counter[Resource] = field(default_factory=Counter)
     _soon: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -81,13 +82,17 @@ class Resync:
         self.tried_at = time.monotonic()
         before, first = self._events.copy(), self.done_at is None
         repaired: Counter[Resource] = Counter()
+        forbidden: set[str] = set()
         for resource, store, labels in (
             (POOLS, self.cache.pools, None),
+            (PODS, self.cache.pods, POD_SELECTOR),  # before the jobs: a job seen without its pods would be restarted
             (JOBS, self.cache.jobs, None),
-            (PODS, self.cache.pods, POD_SELECTOR),
             (NODES, self.cache.nodes, None),
         ):
-            repaired[resource] += await self._compare(resource, store, labels)
+            repaired[resource] += await self._compare(resource, store, labels, forbidden)
+        if forbidden - self.forbidden:
+            log.warning("cannot read watched namespaces; going on with the others", namespaces=sorted(forbidden))
+        self.forbidden = forbidden
         if not (first or wished):
             await self._suspect(repaired, before)
         active = {uid for key in self.cache.jobs if (uid := self._active(key)) is not None}
@@ -118,10 +123,13 @@ class Resync:
             return None
         return entry.uid
 
-    async def _compare(self, resource: Resource, store: Store[Any], labels: str | None) -> int:
+    async def _compare(self, resource: Resource, store: Store[Any], labels: str | None, forbidden: set[str]) -> int:
+        """A watched namespace that was deleted took its Role with it: it joins `forbidden`; all others are listed."""
         repaired = 0
         places: tuple[str | None, ...] = (self.namespaces or (None,)) if resource.namespaced else (None,)
         for place in places:
+            if place in forbidden:
+                continue
             for attempt in range(TRIES):
                 try:
                     repaired += await self._compare_in(place, resource, store, labels)
@@ -129,6 +137,11 @@ class Resync:
                 except errors.Gone:  # the pages were compacted away between two requests: from the start again
                     if attempt == TRIES - 1:
                         raise
+                except errors.NotAuthorized:
+                    if place is None or len(forbidden) + 1 == len(self.namespaces):
+                        raise
+                    forbidden.add(place)
+                    break
         return repaired
 
     async def _compare_in(self, place: str | None, resource: Resource, store: Store[Any], labels: str | None) -> int:
@@ -150,6 +163,8 @@ class Resync:
     async def _collect_agents(self) -> None:
         found: list[Object] = []
         for place in self.namespaces or (None,):
+            if place in self.forbidden:
+                continue
             async for page in self.client.list(CONFIG_MAPS, place, labels=agentcode.LABEL):
                 found += page.items
         used = self._agents_in_use()
