@@ -180,7 +180,9 @@ async def test_a_forged_template_is_replaced_before_a_pod_can_mount_it(actor: Ac
 async def test_no_pod_is_made_with_other_code_under_the_name_of_an_older_agent(actor: Actor, objects: Any) -> None:
     old = AgentCode(b"old")
     asked: list[Action] = [EnsureAgent(old.name, old.digest)]
-    assert await actor.carry_out(JOB, asked) == (None, None), "it is gone: the pods say so"
+    refused, _ = await actor.carry_out(JOB, asked)
+    assert refused is not None
+    assert "is gone, with the agent of an older operator" in refused.message, "a pod would wait for its volume"
     objects.there[("configmaps", old.name)] = old.config_map()
     assert await actor.carry_out(JOB, asked) == (None, None)
     objects.there[("configmaps", old.name)] = {**old.config_map(), **AgentCode(b"evil").config_map(), "metadata": {}}

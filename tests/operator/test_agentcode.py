@@ -48,11 +48,11 @@ async def test_the_name_is_a_digest_of_the_content(client: Any) -> None:
     assert len(one.name) == len("everstep-agent-") + 12
 
 
-async def test_what_is_known_to_be_there_is_not_asked_for_again(client: Any) -> None:
+async def test_it_is_created_once_and_read_for_each_set_of_pods(client: Any) -> None:
     agent = AgentCode(b"code")
     for _ in range(3):
         await agent.ensure(client, "ns")
-    assert (client.creates, client.reads) == (1, 1)
+    assert (client.creates, client.reads) == (1, 3)
 
 
 async def test_other_code_under_our_name_is_not_run(client: Any) -> None:
@@ -159,3 +159,13 @@ async def test_a_delete_that_a_policy_refuses_ends_no_collection(client: Any, mo
     for now in (0.0, KEEP_SECONDS + 1, KEEP_SECONDS + 2):
         await new.collect(client, list(client.there.values()), {}, now)
     assert set(client.there) == {("a", old.name)}
+
+
+async def test_code_that_was_replaced_is_found_before_the_next_pods(client: Any) -> None:
+    """Deleted and made again under its name: a replacement of a lost pod would run it as PID 1."""
+    agent = AgentCode(b"code")
+    await agent.ensure(client, "ns")
+    evil = AgentCode(b"evil").config_map()["binaryData"]
+    client.there[("ns", agent.name)] = {**client.there[("ns", agent.name)], "binaryData": evil}
+    with pytest.raises(errors.NotOurs):
+        await agent.ensure(client, "ns")

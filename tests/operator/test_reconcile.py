@@ -71,7 +71,7 @@ async def reconciler(server: Any) -> Reconciler:
     gangs, clock = Gangs(lambda _: None), CREATED.timestamp
     return Reconciler(
         server, cache, queue, leaders, frozen, gangs, Nodes(server, cache, clock), actor,
-        Settings(operator_key=b"key"), (b"key",), clock,
+        Settings(operator_key=b"key", agent_digest=actor.agent.digest), (b"key",), clock,
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from everstep_operator.plan.actions import StopLeader
 from tests.builders import job
 from tests.plan.world import World
@@ -109,3 +111,61 @@ def test_replacements_that_never_hold_do_not_restart_forever() -> None:
         world.lead()
         world.reconcile()
     assert reason(world) == "PendingTimeout"
+
+
+def away(world: World, seconds: float) -> None:
+    """An operator that comes after a time in which there was none: it has asked nobody yet."""
+    world.now += seconds
+    world.asked = world.answered_at = None
+
+
+@pytest.mark.parametrize("restarting", [False, True])
+@pytest.mark.parametrize("plain", [False, True])
+def test_ranks_that_start_while_no_operator_is_there_have_started(plain: bool, restarting: bool) -> None:
+    builder = job().nodes(2).timeouts(startup="2m", pending="5m")
+    world = World((builder.spec(command=None) if plain else builder).build())
+    if restarting:
+        world.run("Running")
+        world.vanish(1)
+        world.reconcile()
+    else:
+        world.reconcile()
+    for _ in range(10):  # until all pods are bound, and not one look more
+        if world.phase in ("Starting", "Restarting") and len([p for p in world.pods.values() if p.scheduled]) == 2:
+            break
+        world.tick(1)
+        world.reconcile()
+    for _ in range(20):  # they start, and nobody looks
+        world.tick(1)
+        world.lead()
+    leader, world.leader = world.leader, None
+    away(world, 3600)
+    made = world.reconcile()
+    assert made.actions == () or not [each for each in made.actions if isinstance(each, StopLeader)]
+    assert world.phase in ("Starting", "Restarting", "Running")
+    world.leader = leader
+    world.run("Running", limit=30)
+
+
+def test_a_job_that_nobody_looked_at_has_all_of_its_time() -> None:
+    world = World(job().nodes(2).timeouts(pending="5m").build(), capacity=1)
+    away(world, 3600)
+    world.reconcile()
+    assert world.phase != "Failed"
+    began = world.now
+    world.run("Failed", limit=400, step=5)
+    assert reason(world) == "PendingTimeout"
+    assert 300 <= world.now - began <= 310
+
+
+def test_a_job_that_gives_its_nodes_back_again_and_again_waits_as_long_as_it_may() -> None:
+    world = World(job().nodes(2).timeouts(pending="6h").build()).run("Running")
+    world.now += 36_000
+    world.capacity = 1
+    world.vanish(1)
+    began = world.now
+    while world.phase != "Failed":
+        world.tick(30)
+        world.reconcile()
+    assert reason(world) == "PendingTimeout"
+    assert 6 * 3600 <= world.now - began <= 6.2 * 3600

@@ -157,7 +157,8 @@ class Actor:
         try:
             await agentcode.verify(self.client, job.namespace, action.name, action.digest)
         except errors.NotFound:
-            log.warning("a job's agent version is gone", job=f"{job.namespace}/{job.name}", config_map=action.name)
+            # A pod without it would wait for its volume until the job has failed.
+            raise errors.AgentGone(f"ConfigMap {job.namespace}/{action.name}") from None
 
     async def _delete_stale(self, job: Job, action: act.DeleteStale) -> None:
         labels = f"{LABEL_JOB}={job.name},{LABEL_TEMPLATE}"

@@ -97,13 +97,13 @@ class AgentCode:
         }
 
     async def ensure(self, client: Client, namespace: str) -> None:
-        """The ConfigMap is in `namespace` when this returns. Free once that is known; `forget` when it was not true."""
+        """The ConfigMap is in `namespace` when this returns, with this code. Read for each set of pods: who may write
+        ConfigMaps can replace it at any moment."""
         self._unused_since.pop((namespace, self.name), None)
-        if namespace in self._present:
-            return
         found = await self._stored(client, namespace)
         # Its name is a hash of its content, but anybody may write the name: what runs as PID 1 is compared.
         if stored_digest(found) != self.digest:
+            self._present.discard(namespace)
             raise other_code(namespace, self.name)
         self._present.add(namespace)
 

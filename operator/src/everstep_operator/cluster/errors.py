@@ -86,6 +86,18 @@ class NotOurs(Exception):
         self.owner = owner
 
 
+class AgentGone(NotOurs):
+    """The ConfigMap with the agent that a job's pods run is gone, and only an older operator had that agent."""
+
+    def __init__(self, what: str) -> None:
+        Exception.__init__(
+            self,
+            f"{what} is gone, with the agent of an older operator that the pods of this job run: create it again, or "
+            "suspend and resume the job, whose pods then run the present agent",
+        )
+        self.what, self.owner = what, "nobody"
+
+
 # `pods is forbidden: User "x" cannot create resource "pods" in API group …`; admission names the object instead.
 _BY_RBAC = re.compile(r'User "[^"]*" cannot \w+ (resource|path)')
 # A webhook chooses the code of its denial freely; the API server puts these words before its message.

@@ -153,8 +153,8 @@ def _gave_up(s: Situation, account: Account, begun: Starts) -> Decision | None:
     if begun.exhausted:
         return _fail(s, Reason.START_FAILED, begun.message)
     expired = timeouts.expired(s)
-    if expired is None:
-        return None
+    if expired is None or (expired[0] is not Reason.RUNTIME_TIMEOUT and _ranks_run(s)):
+        return None  # ranks that nobody was there to see start have started
     if s.head is None or not s.head.running or s.plain:
         return _fail(s, *expired)
     return Decision(Phase.STOPPING, *expired).do(StopLeader(expired[0].value))

@@ -1,5 +1,5 @@
 """When to give up. All clocks come from the status and the pods, so they survive restarts of the operator and stand
-still while the job is suspended."""
+still while the job is suspended. They begin when an operator has looked: that there was none is no fault of a job."""
 
 from __future__ import annotations
 
@@ -24,13 +24,18 @@ def next_deadline(s: Situation) -> float | None:
 
 
 def waiting_since(s: Situation) -> float:
-    """From when the wait for capacity counts: creation, the last resume, or the end of the last run."""
-    at = s.created
-    suspended = s.status.condition(ConditionType.SUSPENDED)
+    """From when the wait for capacity counts: the first look, the last resume, or the end of the last run.
+
+    Ready tells the first and the last of these: transitions are few, and a job that gives its nodes back and takes them
+    again has soon filled them.
+    """
+    ready, suspended = s.status.condition(ConditionType.READY), s.status.condition(ConditionType.SUSPENDED)
+    if ready is None or ready.status == "True":
+        return s.now
+    at = max(s.created, ready.last_transition_time.timestamp())
     if suspended is not None and suspended.status == "False":
         at = max(at, suspended.last_transition_time.timestamp())
-    ran = [t.end for t in s.status.transitions if t.phase in HAS_RUN and t.end is not None]
-    return max([at, *(end.timestamp() for end in ran)])
+    return at
 
 
 def ran_for(s: Situation) -> float:
@@ -68,7 +73,7 @@ def _pending(s: Situation, limit: float, startup: float) -> float | None:
         return max(waiting_since(s), rejected) + limit
     # Pods that are bound and lost, over and over, never let the start-up clock run: both limits together end that.
     if s.phase in (Phase.STARTING, Phase.RESTARTING) and not _pausing(s):
-        return max(s.since({s.phase}), rejected) + limit + startup
+        return max(max(s.since({s.phase}), rejected) + limit + startup, _asked_at(s))
     return None
 
 
@@ -86,7 +91,12 @@ def _startup(s: Situation, limit: float) -> float | None:
     if s.phase not in (Phase.STARTING, Phase.RESTARTING) or not s.all_bound or _pausing(s):
         return None
     bound = max((p.scheduled_at or 0.0 for p in s.live), default=0.0)
-    return max(s.since({s.phase}), bound) + limit
+    return max(max(s.since({s.phase}), bound) + limit, _asked_at(s))
+
+
+def _asked_at(s: Situation) -> float:
+    """When the leader was asked long enough: an operator that has just come does not know yet what it would say."""
+    return s.degraded_at or 0.0
 
 
 def _pausing(s: Situation) -> bool:
