@@ -235,3 +235,28 @@ def test_of_a_node_little_is_kept() -> None:
     entry = w.cache.nodes.get(("", "n1"))
     assert entry is not None
     assert len(repr(entry)) < 300
+
+
+def job_object(version: int, *, nodes: int = 1, epoch: int = 0) -> Any:
+    meta = {"namespace": "ns", "name": "digits", "uid": "u1", "resourceVersion": str(version)}
+    return {"metadata": meta, "spec": {"numNodes": nodes}, "status": {"epoch": epoch}}
+
+
+def test_a_status_that_is_our_own_wakes_nobody_and_one_of_somebody_else_does() -> None:
+    w = Watched()
+    w.cache.jobs.put(job_object(1))
+    w.touched.clear()
+    with w.cache.writing_status(("ns", "digits")):
+        w.cache.jobs.put(job_object(2, epoch=1))
+    assert w.touched == [], "the event came before the answer"
+    w.cache.jobs.put(job_object(3, epoch=0))
+    assert w.touched == [("ns", "digits")], "somebody reset the status"
+
+
+def test_a_change_of_the_spec_beside_our_own_write_wakes() -> None:
+    w = Watched()
+    w.cache.jobs.put(job_object(1))
+    w.touched.clear()
+    with w.cache.writing_status(("ns", "digits")):
+        w.cache.jobs.put(job_object(2, epoch=1, nodes=2))
+    assert w.touched == [("ns", "digits")]

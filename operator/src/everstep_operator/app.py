@@ -44,6 +44,7 @@ log = structlog.get_logger(__name__)
 
 PHASES = tuple(phase.value for phase in Phase)
 DRAIN_SECONDS = 10.0
+REPORTED_FAILURES = 5  # failures in a row of which an event tells: about three seconds of them
 # The watch's list is over when it has told nothing for so long: after its last object, and where there is none.
 LISTED_SECONDS, STARTED_SECONDS = 0.5, 5.0
 
@@ -144,10 +145,12 @@ class Operator:
                     log.info("still refused", job=job, message=rejection.message, again_in=self.queue.retry(job))
             except Leftover as error:
                 result = "waiting"
-                log.info("waiting for a former object to go", what=str(error), again_in=self.queue.retry(job))
+                again_in = await self._retry(job, error)
+                log.info("waiting for a former object to go", what=str(error), again_in=again_in)
             except (errors.ApiError, errors.Unreachable) as error:
                 result = "refused"
-                log.warning("cannot go on with a job", job=job, error=str(error), again_in=self.queue.retry(job))
+                again_in = await self._retry(job, error)
+                log.warning("cannot go on with a job", job=job, error=str(error), again_in=again_in)
             except LeaseLost:
                 raise
             except Exception:
@@ -156,6 +159,13 @@ class Operator:
             finally:
                 self.queue.done(job)
                 metrics.reconcile_seconds.labels(result).observe(time.monotonic() - started)
+
+    async def _retry(self, job: Key, error: Exception) -> float:
+        """Look again after the back-off, whose seconds are returned; the job's users are told once in a row."""
+        delay = self.queue.retry(job)
+        if self.queue.failures(job) == REPORTED_FAILURES and not isinstance(error, errors.Unreachable):
+            await self.reconciler.report_retries(job, error)
+        return delay
 
     def _event(self, resource: Resource, kind: str | None, raw: Raw) -> None:
         store: Any = self._stores[resource]

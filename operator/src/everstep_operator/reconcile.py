@@ -21,7 +21,7 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster import errors, events
 from everstep_operator.cluster.act import Actor, Job
-from everstep_operator.cluster.cache import Cache, Key
+from everstep_operator.cluster.cache import Cache, Key, version_of
 from everstep_operator.cluster.client import Client, Object
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.gangs import Gangs, gang_view
@@ -66,6 +66,7 @@ class Reconciler:
         if job is None:
             return None
         rejection: Rejection | None = None
+        written = False
         for _ in range(2):  # what is refused is planned for once more; a refusal of that too waits for the next look
             observed = await self._observe(key, job, rejection)
             made = await self._plan(key, observed)
@@ -74,10 +75,10 @@ class Reconciler:
                 return None
             confirmed = made.changed
             if made.changed:
-                written = await self._write_status(key, job, made.status)
-                if written is None:
+                stored = await self._write_status(key, job, made.status)
+                if stored is None:
                     return None
-                job = written
+                job, written = stored, True
             self._poll(key, job, made)
             rejection, again = await self.actor.carry_out(_target(key, job, confirmed), made.actions)
             for event in made.events:
@@ -90,6 +91,8 @@ class Reconciler:
             self.queue.add_after(key, again)
         if made.requeue_at is not None:
             self.queue.add_after(key, max(0.1, made.requeue_at - self.clock()))
+        if written and rejection is None:
+            self.queue.add(key)  # the status that was written is part of what the next plan is made from
         return rejection
 
     async def _plan(self, key: Key, observed: Observed) -> Plan:
@@ -184,23 +187,31 @@ class Reconciler:
     async def _write_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> TrainingJob | None:
         """The job as stored, or None if it has changed or gone: then the next look begins with what it is now."""
         try:
-            try:
-                stored = await self._apply_status(job, status)
-            except errors.Invalid as error:
-                # What came out of the user's pods is the likeliest to be refused, and nothing depends on it.
-                lean = status.model_copy(update={"progress": None, "last_failure": None})
-                await self._status_refused(key, job, error)
-                if lean == status:
-                    raise
-                stored = await self._apply_status(job, lean)
+            with self.cache.writing_status(key):
+                stored = await self._store_status(key, job, status)
         except (errors.Conflict, errors.NotFound):
             await self._read_again(key, job.metadata.uid)
             return None
         self._written[key] = self.clock()
-        self.cache.jobs.put(stored)
         written = TrainingJob.parse(stored)
         metrics.record(job, written.status, self.clock())
         return written
+
+    async def _store_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> Object:
+        try:
+            stored = await self._apply_status(job, status)
+        except errors.Invalid as error:
+            # What came out of the user's pods is the likeliest to be refused, and nothing depends on it.
+            lean = status.model_copy(update={"progress": None, "last_failure": None})
+            await self._status_refused(key, job, error)
+            if lean == status:
+                raise
+            stored = await self._apply_status(job, lean)
+        self.cache.jobs.put(stored)
+        known = self.cache.jobs.get(key)
+        if known is not None and known.version > version_of(stored):
+            self.queue.add(key)  # somebody else has written since, and may have been taken for us
+        return stored
 
     async def _apply_status(self, job: TrainingJob, status: TrainingJobStatus) -> Object:
         body = {
@@ -231,6 +242,13 @@ class Reconciler:
         except errors.NotFound:
             self.cache.jobs.remove(key, uid)
         self.queue.add(key)
+
+    async def report_retries(self, key: Key, error: Exception) -> None:
+        """Tell the users of a job that does not go on why: its status need not show it."""
+        entry = self.cache.jobs.get(key)
+        if entry is not None:
+            event = Event("Warning", Reason.RETRYING.value, f"{Reason.RETRYING.meaning} {error}")
+            await events.send(self.client, *key, entry.uid, event, self.clock())
 
     # --- what follows
 

@@ -48,6 +48,10 @@ class Reason(StrEnum):
         "StatusRefused",
         "The API server refuses what the operator reports; it is reported without progress and last failure.",
     )
+    RETRYING = (
+        "Retrying",
+        "A request for the job fails again and again; it is repeated after pauses of up to a minute.",
+    )
 
     # Progress of a job
     CREATED = "Created", "The job was accepted; its objects are being created."

@@ -11,6 +11,7 @@ A watch that was down sends no DELETED for what vanished meanwhile: `Listing` fi
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -167,11 +168,12 @@ class Cache:
     touched: Callable[[Key], None]
     pool_changed: Callable[[str], None]
     node_changes: int = 0  # how often what nodes can hold has changed
+    own_writes: set[Key] = field(default_factory=set)  # jobs whose status this operator writes at this moment
     _pods_of: defaultdict[Key, dict[str, PodView]] = field(default_factory=lambda: defaultdict(dict))
     _pods_on: defaultdict[str, Counter[Key]] = field(default_factory=lambda: defaultdict(Counter))  # by node and job
 
     def __post_init__(self) -> None:
-        self.jobs: Store[Mapping[str, Any]] = Store(JOBS.kind, _slim, lambda key, old, new: self.touched(key))
+        self.jobs: Store[Mapping[str, Any]] = Store(JOBS.kind, _slim, self._job_noticed)
         self.pods: Store[tuple[str, PodView]] = Store(PODS.kind, _pod, self._pod_noticed)
         self.pools: Store[Mapping[str, Any]] = Store(POOLS.kind, _slim, lambda key, old, new: self.pool_changed(key[1]))
         self.nodes: Store[NodeView] = Store(NODES.kind, node_view, self._node_noticed)
@@ -184,6 +186,24 @@ class Cache:
     def jobs_on(self, node: str) -> tuple[Key, ...]:
         """The jobs with a pod that is bound to this node."""
         return tuple(self._pods_on.get(node, ()))
+
+    @contextlib.contextmanager
+    def writing_status(self, job: Key) -> Iterator[None]:
+        """Hold back the wake-ups by this write: its answer and its event come in either order.
+
+        A job whose next action fails would be looked at again by its own status, past the queue's back-off. A status
+        that is written by somebody else wakes as any other change does.
+        """
+        self.own_writes.add(job)
+        try:
+            yield
+        finally:
+            self.own_writes.discard(job)
+
+    def _job_noticed(self, key: Key, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> None:
+        if key in self.own_writes and old is not None and new is not None and _asked(old) == _asked(new):
+            return
+        self.touched(key)
 
     def _node_noticed(self, key: Key, old: NodeView | None, new: NodeView | None) -> None:
         if old is None or new is None or old.room != new.room:
@@ -223,6 +243,12 @@ class Cache:
 def _slim(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Without managedFields, which outweigh the object."""
     return {**raw, "metadata": {k: v for k, v in (raw.get("metadata") or {}).items() if k != "managedFields"}}
+
+
+def _asked(job: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Everything of a job but its status, and the resourceVersion that each write changes."""
+    rest = {key: value for key, value in job.items() if key not in ("status", "metadata")}
+    return rest, {key: value for key, value in job["metadata"].items() if key != "resourceVersion"}
 
 
 def _pod(raw: Mapping[str, Any]) -> tuple[str, PodView]:

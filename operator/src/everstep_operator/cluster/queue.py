@@ -65,6 +65,10 @@ class Schedule(Generic[K]):
         self.add_after(key, delay)
         return delay
 
+    def failures(self, key: K) -> int:
+        """Return how many looks at `key` have failed in a row."""
+        return self._failures.get(key, 0)
+
     def forget(self, key: K) -> None:
         """The last look succeeded: the next failure starts from the shortest back-off."""
         self._failures.pop(key, None)

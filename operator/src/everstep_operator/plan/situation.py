@@ -137,8 +137,11 @@ class Situation:
 
     @property
     def is_first_creation(self) -> bool:
-        """The API server has never accepted a pod of this job: every later set has a higher epoch."""
-        return not self.has_run and self.status.epoch <= 1 and not self.observed.ours
+        """The API server has never accepted a pod of this job."""
+        if self.has_run or self.observed.ours or (self.template is not None and self.template.epoch > 1):
+            return False
+        # Attempts that were cut short have raised the epoch. A template is stored once its pod 0 was accepted.
+        return self.status.epoch <= 1 or self.observed.frozen is None
 
     @property
     def pool(self) -> TrainingPool | None:
