@@ -273,17 +273,16 @@ async def test_a_leader_with_another_token_is_not_believed(woken: Woken, leader:
     assert view.answered_at is None
 
 
-async def serve(answer: web.Response | None, *, forged: bool = False, size: int = 0) -> tuple[web.AppRunner, int]:
-    """Somebody who has the port but not the token, or has it and floods."""
+async def serve(*, forged: bool = False, answer: bytes = b"{}") -> tuple[web.AppRunner, int]:
+    """Start a server that has the port but not the token, or has it and floods."""
 
     async def challenge(_: web.Request) -> web.Response:
         return web.json_response({"nonce": auth.new_nonce()})
 
     async def state(request: web.Request) -> web.Response:
-        data = json.dumps({"phase": "running", "pad": "x" * size}).encode()
         token = b"forged" if forged else TOKEN
-        mac = auth.response_mac(token, 200, request.headers[auth.CLIENT_HEADER], data)
-        return web.Response(body=data, headers={auth.MAC_HEADER: mac})
+        mac = auth.response_mac(token, 200, request.headers[auth.CLIENT_HEADER], answer)
+        return web.Response(body=answer, headers={auth.MAC_HEADER: mac})
 
     app = web.Application()
     app.router.add_get("/v1/challenge", challenge)
@@ -297,10 +296,59 @@ async def serve(answer: web.Response | None, *, forged: bool = False, size: int 
 
 @pytest.mark.parametrize(("forged", "size"), [(True, 0), (False, 2 << 20)])
 async def test_forged_and_oversized_answers_are_no_answers(woken: Woken, forged: bool, size: int) -> None:
-    runner, port = await serve(None, forged=forged, size=size)
+    runner, port = await serve(forged=forged, answer=json.dumps({"phase": "running", "pad": "x" * size}).encode())
     woken.poller.want(KEY, Poll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
     await reachable(woken, False)
     await runner.cleanup()
+
+
+async def test_answers_of_a_million_lists_are_never_parsed(woken: Woken, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tenant's twelve leaders that answered so kept the event loop from renewing the Lease."""
+    parsed: list[int] = []
+    loads = json.loads
+
+    def counted(data: bytes, **options: Any) -> Any:
+        parsed.append(len(data))
+        return loads(data, **options)
+
+    monkeypatch.setattr(json, "loads", counted)
+    runner, port = await serve(answer=b"[" + b"[]," * 166_000 + b"[]]")
+    before = failed_polls()
+    woken.poller.want(KEY, Poll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
+
+    async def asked() -> bool:
+        return failed_polls() >= before + 3
+
+    await until(asked, "three rejected answers")
+    await runner.cleanup()
+    assert max(parsed) <= 1024, "nothing but challenges"
+
+
+async def test_each_answer_is_charged_to_its_namespace(
+    woken: Woken, leader: FakeLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charged: list[tuple[str, float]] = []
+    monkeypatch.setattr(woken.poller._budget, "charge", lambda *entry: charged.append(entry))
+    woken.poller.want(KEY, poll(leader), TOKEN)
+
+    async def paid() -> bool:
+        return bool(charged)
+
+    await until(paid, "the first answer is charged")
+    assert charged[0][0] == "ns"
+    assert charged[0][1] > 0
+
+
+async def test_a_leader_whose_namespace_is_in_debt_is_asked_before_it_is_fenced(
+    woken: Woken, leader: FakeLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(woken.poller._budget, "pause", lambda *_: 3600.0)
+    woken.poller.want(KEY, poll(leader), TOKEN)
+
+    async def asked_again() -> bool:
+        return len(leader.asked("state")) > 1
+
+    await until(asked_again, "the second poll")
 
 
 async def test_a_surprise_is_a_failed_poll(woken: Woken, leader: FakeLeader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,17 +1,19 @@
 """Polls the leaders of running jobs: `GET /v1/state` of docs/design/001-training-job.md, one task per job.
 
 The operator calls, leaders never do, so a leader needs no rights and a job no way out of its namespace. What comes back
-is signed with the job's token and bounded in size; what is in it is judged by `plan.leader`. A job whose leader
-cannot be reached (a NetworkPolicy, a simulated node) costs one connection attempt every 30 s.
+is signed with the job's token and bounded in size and cost (`leader_answer`, `processor_budget`); what is in
+it is judged by `plan.leader`. A job whose leader cannot be reached (a NetworkPolicy, a simulated node) costs one
+connection attempt every 30 s.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import random
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,6 +23,8 @@ from yarl import URL
 
 from everstep.agent import auth
 from everstep_operator import metrics
+from everstep_operator.cluster.leader_answer import OddAnswer, max_bytes, parse_answer
+from everstep_operator.cluster.processor_budget import ProcessorBudget
 from everstep_operator.plan.actions import Poll
 from everstep_operator.plan.leader import LeaderView, leader_view
 
@@ -28,13 +32,14 @@ log = structlog.get_logger(__name__)
 
 Key = tuple[str, str]
 
-MAX_STATE = 1 << 20
 MAX_CHALLENGE = 1 << 10
 CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 10.0  # on top of the time the leader may hold a long poll
 BACKOFF = 0.5  # seconds, doubled with each failure
 BACKOFF_FIRST = 0.1  # before the first answer: its pod's container runs, but the agent does not listen yet
 BACKOFF_MAX = 30.0
+COSTLY_PAUSE_MAX = 300.0  # between answers that are dear and of no use
+SECONDS_A_BYTE = 2e-9  # of processor time, to receive it
 LOST_AFTER = 2  # failed attempts in a row before the view says so: one is a restart or a lost packet
 PROGRESS_SECONDS = 10.0  # steps alone wake the planner this often; it writes them every 30 s at most
 MIN_PAUSE = 0.2
@@ -55,6 +60,16 @@ class _Polled:
     pushed: tuple[str, int, dict[int, str]] | None = None  # incarnation, epoch and addresses it has taken
     pushing: tuple[str, int, dict[int, str]] | None = None  # … that are being sent
     commands: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # in flight, by path: one of each
+    spent: float = 0.0  # seconds of processor time for its answers that are not charged yet
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """Add what the block costs; nothing in it may wait."""
+        started = time.thread_time()
+        try:
+            yield
+        finally:
+            self.spent += time.thread_time() - started
 
 
 class LeaderPoller:
@@ -77,6 +92,7 @@ class LeaderPoller:
         self._limit = limit
         self._clock = clock
         self._jobs: dict[Key, _Polled] = {}
+        self._budget = ProcessorBudget(time.monotonic)
         self._commands: set[asyncio.Task[None]] = set()  # also of leaders that were dropped since
         self._session: aiohttp.ClientSession | None = None
         self._told_of_turns = False  # that there are more leaders than connections
@@ -203,39 +219,46 @@ class LeaderPoller:
         while True:
             started = time.monotonic()
             try:
-                answer = await self._state(polled)
-                view = leader_view(answer, answered_at=self._clock(), before=polled.view)
-                only_progress = self._update(key, polled, view)
+                data = await self._state(polled)
+                with polled.spending():
+                    answer = parse_answer(data, polled.poll.num_nodes)
+                    view = leader_view(answer, answered_at=self._clock(), before=polled.view)
+                    only_progress = self._update(key, polled, view)
             except Exception as error:
                 failures += 1
                 metrics.leader_polls.labels("failed").inc()
-                if failures == 1 and not isinstance(error, LeaderError):
+                if failures == 1 and not isinstance(error, (LeaderError, OddAnswer)):
                     log.exception("a bug or a surprise", job="/".join(key), address=polled.poll.address)
                 if failures == LOST_AFTER:
                     log.info("leader unreachable", job="/".join(key), address=polled.poll.address, error=str(error))
                     self._update(key, polled, replace(polled.view, reachable=False))
                 least = BACKOFF_FIRST if polled.view.answered_at is None else BACKOFF
-                await asyncio.sleep(min(BACKOFF_MAX, least * 2.0 ** min(failures, 10)) * (0.5 + random.random() / 2))  # noqa: S311
+                pause = min(BACKOFF_MAX, least * 2.0 ** min(failures, 10)) * (0.5 + random.random() / 2)  # noqa: S311
+                await asyncio.sleep(max(pause, min(COSTLY_PAUSE_MAX, self._charge(key, polled))))
                 continue
             failures = 0
             metrics.leader_polls.labels("answered").inc()
             # A leader that answers at once for ever (every step, or out of malice) is asked at most so often.
             pause = 1.0 if only_progress else MIN_PAUSE
+            # A job whose namespace is in debt is still asked before its leader is fenced.
+            pause = max(pause, min(self._wait, self._charge(key, polled)))
             if len(self._jobs) > self._limit:
                 pause = self._wait
             await asyncio.sleep(max(0.0, pause - (time.monotonic() - started)))
 
-    async def _state(self, polled: _Polled) -> Any:
+    def _charge(self, key: Key, polled: _Polled) -> float:
+        """Charge what the last answer has cost, and return the seconds until the next one may cost as much."""
+        seconds, polled.spent = polled.spent, 0.0
+        self._budget.charge(key[0], seconds)
+        return self._budget.pause(key[0], seconds)
+
+    async def _state(self, polled: _Polled) -> bytes:
         view, poll = polled.view, polled.poll
         # More leaders than connections: nobody may hold one open, all are asked in turn.
         hold = self._wait if len(self._jobs) <= self._limit else 0
         after = f"{view.incarnation}:{view.version}" if view.answered_at is not None else ""
         target = f"/v1/state?after={after}&wait={hold}&charged={poll.charged}&allowance={poll.allowance}"
-        data = await self._request(polled, "GET", target, b"", hold=hold)
-        try:
-            return json.loads(data)
-        except (ValueError, RecursionError) as error:
-            raise LeaderError(f"not JSON: {error}") from error
+        return await self._request(polled, "GET", target, b"", hold=hold)
 
     def _update(self, key: Key, polled: _Polled, view: LeaderView) -> bool:
         """Store the view and wake the planner if it matters; True if only steps have changed."""
@@ -275,7 +298,7 @@ class LeaderPoller:
 
     async def _challenge(self, polled: _Polled) -> str:
         async with self._http().get(f"http://{polled.poll.address}/v1/challenge", allow_redirects=False) as response:
-            data = await _bounded(response, MAX_CHALLENGE)
+            data = await _bounded(polled, response, MAX_CHALLENGE)
         if response.status != 200:
             raise LeaderError(f"challenge: {response.status}")
         answer = json.loads(data)
@@ -295,11 +318,13 @@ class LeaderPoller:
         async with self._http().request(
             method, url, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
         ) as response:
-            data = await _bounded(response, MAX_STATE)
+            data = await _bounded(polled, response, max_bytes(polled.poll.num_nodes))
         if response.status == 401:
             return 401, b"", ""
         mac = response.headers.get(auth.MAC_HEADER, "")
-        if not auth.same(auth.response_mac(polled.token, response.status, client, data), mac):
+        with polled.spending():
+            signed = auth.same(auth.response_mac(polled.token, response.status, client, data), mac)
+        if not signed:
             raise LeaderError("the answer is not signed with the job's token")
         fresh = response.headers.get(auth.NEXT_NONCE_HEADER, "")
         return response.status, data, fresh if auth.is_nonce(fresh) else ""
@@ -316,11 +341,12 @@ class LeaderPoller:
         return self._session
 
 
-async def _bounded(response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def _bounded(polled: _Polled, response: aiohttp.ClientResponse, limit: int) -> bytes:
     """The body, or an error once it is longer than `limit`: the other end runs the user's code."""
     data = bytearray()
     async for chunk in response.content.iter_chunked(1 << 16):
         data += chunk
+        polled.spent += len(chunk) * SECONDS_A_BYTE
         if len(data) > limit:
             response.close()
             raise LeaderError(f"an answer of more than {limit} bytes")

@@ -296,4 +296,4 @@ def _poll(s: Situation, account: Account, decision: Decision) -> Poll | None:
     allowance = 0 if decision.phase is Phase.STOPPING else restart.allowance(s, account.restarts)
     address = f"{head.ip}:{s.observed.settings.agent_port}"
     charged = last.id if last else ""
-    return Poll(address, head.uid, head.epoch, head.template, charged, allowance, head.token_secret)
+    return Poll(address, head.uid, head.epoch, head.template, charged, allowance, head.token_secret, s.wanted)

@@ -156,6 +156,7 @@ class Poll:
     charged: str  # id of the newest ended generation on record; empty: none
     allowance: int  # application restarts left after it
     token_secret: str = ""  # the Secret that the leader's pod mounts: by its name the operator knows the token's key
+    num_nodes: int = 1  # bounds what its answer may be
 
 
 @dataclass(frozen=True, slots=True)
