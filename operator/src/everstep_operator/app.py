@@ -27,6 +27,7 @@ from everstep_operator.cluster.act import Actor, Leftover
 from everstep_operator.cluster.agentcode import AgentCode
 from everstep_operator.cluster.cache import Cache, Key, key_of, version_of
 from everstep_operator.cluster.client import Client, login
+from everstep_operator.cluster.fair_share import FairSemaphore, FairShare
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.gangs import Gangs
 from everstep_operator.cluster.leader import LeaderPoller
@@ -55,7 +56,7 @@ class Operator:
     def __init__(self, settings: Settings, client: Client, operator_keys: tuple[bytes, ...], agent: AgentCode) -> None:
         self.settings = settings
         self.client = client
-        self.queue: WorkQueue[Key] = WorkQueue()
+        self.queue: WorkQueue[Key] = WorkQueue(share=FairShare(settings.workers), namespace=lambda key: key[0])
         self.cache = Cache(touched=self.queue.add, pool_changed=self._pool_changed)
         self.leaders = LeaderPoller(
             self.queue.add_after,
@@ -66,7 +67,7 @@ class Operator:
         self.frozen = FrozenTemplates(client, operator_keys)
         self.gangs = Gangs(self.queue.add)
         actor = Actor(client, self.cache, self.leaders, agent, self.frozen, operator_keys)
-        actor.requests = asyncio.Semaphore(settings.parallel_creates)
+        actor.requests = FairSemaphore(settings.parallel_creates)
         nodes = Nodes(client, self.cache, client.clock.now)
         self.reconciler = Reconciler(
             client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, nodes, actor,
@@ -197,8 +198,8 @@ class Operator:
         """Why a restart would help, or None."""
         if self.queue.longest_work() > self.settings.stuck_seconds + 60:
             return f"a job has been in work for {self.queue.longest_work():.0f} s"
-        if self.queue.oldest_wait() > self.settings.stuck_seconds + 60:
-            return f"a job has been waiting for {self.queue.oldest_wait():.0f} s"
+        if (waited := self.queue.oldest_wait_unserved()) > self.settings.stuck_seconds + 60:
+            return f"a job has been waiting for {waited:.0f} s"
         if (age := time.monotonic() - self.resync.tried_at) > 3 * self.settings.resync_seconds + 60:
             return f"no resync was tried for {age:.0f} s"
         return None

@@ -20,6 +20,7 @@ from everstep_operator.cluster import agentcode, errors
 from everstep_operator.cluster.agentcode import AgentCode
 from everstep_operator.cluster.cache import Cache
 from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.fair_share import FairSemaphore
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, Resource
@@ -61,7 +62,7 @@ class Actor:
     agent: AgentCode
     frozen: FrozenTemplates
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
-    requests: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(50))
+    requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
 
     async def carry_out(self, job: Job, actions: Sequence[act.Action]) -> tuple[Rejection | None, float | None]:
         """The refusal that stopped the list, if one did; and in how many seconds to look again, if one was put off."""
@@ -97,7 +98,7 @@ class Actor:
             case act.CreatePods():
                 await self._create_pods(job, action)
             case act.DeletePods():
-                await self._each(self._delete_pod(job, pod) for pod in action.pods)
+                await self._each(job, (self._delete_pod(job, pod) for pod in action.pods))
             case act.DeleteStale():
                 await self._delete_stale(job, action)
             case act.PushPeers():
@@ -189,7 +190,7 @@ class Actor:
             self.cache.jobs.put(live)
             if live["metadata"]["resourceVersion"] != job.version:
                 raise errors.Conflict(409, "Stale", "the job has changed since it was observed")
-        await self._each(self._create_pod(job, action, index) for index in action.indices)
+        await self._each(job, (self._create_pod(job, action, index) for index in action.indices))
 
     async def _create_pod(self, job: Job, action: act.CreatePods, index: int) -> None:
         made, _ = await self._ensure(PODS, job, pod_body(action.frozen, index, action.epoch, action.leader))
@@ -200,7 +201,7 @@ class Actor:
         if not there:  # and if its event was missed, the plan would wait for it until the next resync
             self.cache.pods.remove((job.namespace, pod.name), pod.uid)
 
-    async def _each(self, work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    async def _each(self, job: Job, work: Iterable[Coroutine[Any, Any, None]]) -> None:
         """All of them, in parallel within the operator's limit; after the first refusal no more are begun."""
         refused: BaseException | None = None
         # The operator's limit is handed out in turn: a job of 2,000 pods may not queue 2,000 requests before the next.
@@ -208,14 +209,14 @@ class Actor:
 
         async def one(item: Coroutine[Any, Any, None]) -> None:
             nonlocal refused
-            async with turn, self.requests:
-                if refused is not None:
-                    item.close()
-                    return
-                try:
-                    await item
-                except Exception as error:
-                    refused = refused or error
+            try:
+                async with turn, self.requests.slot(job.namespace):
+                    if refused is None:
+                        await item
+            except Exception as error:
+                refused = refused or error
+            finally:
+                item.close()  # one that was never begun
 
         await asyncio.gather(*(one(item) for item in work))
         if refused is not None:

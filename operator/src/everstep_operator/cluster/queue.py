@@ -2,7 +2,7 @@
 
 Events only say *which* job changed; the reconcile looks at the whole of it. So a key that is waiting absorbs all
 further events, and a key in work is noted and comes back once when the work is done: nothing is lost, nothing is done
-twice at the same time.
+twice at the same time. Workers are given out fairly: a namespace whose looks hang holds a part of them, not all.
 
 `Schedule` is the queue without waiting (clock injected, tested with a fake one); `WorkQueue` adds the waiting.
 """
@@ -12,9 +12,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import random
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
+
+from everstep_operator.cluster.fair_share import FairShare
 
 K = TypeVar("K", bound=Hashable)
 
@@ -27,7 +29,10 @@ class Schedule(Generic[K]):
     base_backoff: float = 0.1
     max_backoff: float = 60.0
     jitter: Callable[[], float] = random.random
-    _ready: dict[K, float] = field(default_factory=dict)  # insertion-ordered: first in, first out; value = since when
+    share: FairShare | None = None  # of the workers; None: as many as anybody wants
+    namespace: Callable[[K], str] = lambda key: ""
+    # By namespace, insertion-ordered: first in, first out; value = since when.
+    _ready: dict[str, dict[K, float]] = field(default_factory=dict)
     _working: dict[K, float] = field(default_factory=dict)
     _again: dict[K, float] = field(default_factory=dict)  # touched while in work
     _due: dict[K, float] = field(default_factory=dict)  # the only truth about delays; the heap may hold stale entries
@@ -40,7 +45,10 @@ class Schedule(Generic[K]):
         if key in self._working:
             self._again.setdefault(key, self.clock())
         else:
-            self._ready.setdefault(key, self.clock())
+            self._make_ready(key, self.clock())
+
+    def _make_ready(self, key: K, since: float) -> None:
+        self._ready.setdefault(self.namespace(key), {}).setdefault(key, since)
 
     def add_after(self, key: K, delay: float) -> None:
         """Look at `key` in `delay` seconds at the latest. An earlier wish stays; a later one is absorbed by it."""
@@ -79,22 +87,38 @@ class Schedule(Generic[K]):
         self._due.pop(key, None)
 
     def take(self) -> K | None:
-        """The next key to work on, or None. The caller owes `done`."""
+        """Return the next key to work on, or None. The caller owes `done`.
+
+        It is of the namespace that has the fewest in work, and among equals of the one that has waited longest.
+        """
         self._promote()
-        key = next(iter(self._ready), None)
-        if key is None:
+        may = [namespace for namespace in self._ready if self.share is None or self.share.may_take(namespace)]
+        if not may:
             return None
-        del self._ready[key]
+        namespace = min(may, key=self._precedence)
+        keys = self._ready[namespace]
+        key = next(iter(keys))
+        del keys[key]
+        if not keys:
+            del self._ready[namespace]
+        if self.share is not None:
+            self.share.take(namespace)
         # The look that starts now decides when the next one is due: a wish from before would wake it for nothing.
         self._due.pop(key, None)
         self._working[key] = self.clock()
         return key
 
+    def _precedence(self, namespace: str) -> tuple[int, float]:
+        held = self.share.held(namespace) if self.share is not None else 0
+        return held, next(iter(self._ready[namespace].values()))
+
     def done(self, key: K) -> None:
         del self._working[key]
+        if self.share is not None:
+            self.share.give_back(self.namespace(key))
         since = self._again.pop(key, None)
         if since is not None:
-            self._ready.setdefault(key, since)
+            self._make_ready(key, since)
 
     def next_due(self) -> float | None:
         """When the earliest delayed key becomes due, or None."""
@@ -110,12 +134,12 @@ class Schedule(Generic[K]):
             if key in self._working:
                 self._again.setdefault(key, due)
             else:
-                self._ready.setdefault(key, due)
+                self._make_ready(key, due)
 
     @property
     def depth(self) -> int:
         self._promote()
-        return len(self._ready) + len(self._again)
+        return sum(map(len, self._ready.values())) + len(self._again)
 
     @property
     def in_work(self) -> int:
@@ -126,9 +150,20 @@ class Schedule(Generic[K]):
         return len(self._due)
 
     def oldest_wait(self) -> float:
-        """Seconds for which the oldest ready key has been waiting; 0 when none is."""
+        """Return the seconds for which the oldest ready key has been waiting; 0 when none is."""
         self._promote()
-        return self.clock() - min(self._ready.values()) if self._ready else 0.0
+        return self._oldest(self._ready)
+
+    def oldest_wait_unserved(self) -> float:
+        """Return the same of namespaces with nothing in work: the others wait for themselves."""
+        self._promote()
+        return self._oldest(
+            namespace for namespace in self._ready if self.share is None or not self.share.held(namespace)
+        )
+
+    def _oldest(self, namespaces: Iterable[str]) -> float:
+        since = min((min(self._ready[namespace].values()) for namespace in namespaces), default=None)
+        return 0.0 if since is None else self.clock() - since
 
     def longest_work(self) -> float:
         """Seconds for which the slowest key has been in work; 0 when none is."""
@@ -138,8 +173,16 @@ class Schedule(Generic[K]):
 class WorkQueue(Schedule[K]):
     """A `Schedule` whose workers can wait. Belongs to one event loop."""
 
-    def __init__(self, *, base_backoff: float = 0.1, max_backoff: float = 60.0) -> None:
-        super().__init__(asyncio.get_running_loop().time, base_backoff, max_backoff)
+    def __init__(
+        self,
+        *,
+        base_backoff: float = 0.1,
+        max_backoff: float = 60.0,
+        share: FairShare | None = None,
+        namespace: Callable[[K], str] = lambda key: "",
+    ) -> None:
+        clock = asyncio.get_running_loop().time
+        super().__init__(clock, base_backoff, max_backoff, share=share, namespace=namespace)
         self._idle = asyncio.Event()
         self._wakers: set[asyncio.Future[None]] = set()
 

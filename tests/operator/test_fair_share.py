@@ -1,0 +1,196 @@
+"""A namespace whose requests hang holds a part of the workers and requests; the others go on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from everstep_operator.app import Operator
+from everstep_operator.cluster.act import Actor, Job
+from everstep_operator.cluster.agentcode import AgentCode
+from everstep_operator.cluster.clock import ServerClock
+from everstep_operator.cluster.fair_share import FairSemaphore, FairShare
+from everstep_operator.cluster.queue import Schedule
+from everstep_operator.plan.actions import DeletePods, PodRef
+from everstep_operator.settings import Settings
+from tests.integration.world import until
+
+NAMESPACES = st.sampled_from("abcdef")
+
+
+class ApiServer:
+    """Hangs in one namespace, and notes what it was asked in the others."""
+
+    clock = ServerClock()
+
+    def __init__(self) -> None:
+        self.deleted: list[str] = []
+
+    async def delete(self, resource: Any, namespace: str, name: str, **_: Any) -> bool:
+        if namespace == "hanging":
+            await asyncio.Event().wait()
+        self.deleted.append(name)
+        return True
+
+
+async def test_a_namespace_whose_looks_hang_leaves_workers_to_others() -> None:
+    server: Any = ApiServer()
+    operator = Operator(Settings.load({}, {}), server, (b"key",), AgentCode(b"code"))
+    for number in range(100):
+        operator.queue.add(("hanging", f"job-{number}"))
+    for _ in range(operator.settings.workers):
+        operator.queue.take()  # none of these looks ever ends
+    operator.queue.add(("other", "digits"))
+    assert operator.queue.in_work < operator.settings.workers
+    assert operator.queue.take() == ("other", "digits")
+
+
+async def test_a_namespace_whose_requests_hang_leaves_requests_to_others() -> None:
+    server: Any = ApiServer()
+    operator = Operator(Settings.load({}, {}), server, (b"key",), AgentCode(b"code"))
+    actor: Actor = operator.reconciler.actor
+
+    def delete(namespace: str, number: int) -> Any:
+        job = Job(namespace, f"job-{number}", uid="u", version="1", confirmed=True)
+        pods = tuple(PodRef(f"pod-{index}", f"uid-{index}") for index in range(60))
+        return actor.carry_out(job, [DeletePods(pods, "")])
+
+    hanging = [asyncio.create_task(delete("hanging", number)) for number in range(16)]
+    for _ in range(10):
+        await asyncio.sleep(0)
+    async with asyncio.timeout(5):
+        await delete("other", 0)
+    assert len(server.deleted) == 60
+    for task in hanging:
+        task.cancel()
+    await asyncio.gather(*hanging, return_exceptions=True)
+
+
+def test_the_namespace_with_the_fewest_in_work_is_next() -> None:
+    queue: Schedule[str] = Schedule(lambda: 0.0, share=FairShare(16), namespace=lambda key: key[0])
+    for number in range(5):
+        queue.add(f"a{number}")
+    queue.add("b0")
+    assert [queue.take() for _ in range(4)] == ["a0", "b0", "a1", "a2"]
+
+
+def test_a_namespace_that_waits_for_itself_is_no_sign_of_workers_that_hang() -> None:
+    now = [0.0]
+    queue: Schedule[str] = Schedule(lambda: now[0], share=FairShare(2), namespace=lambda key: key[0])
+    queue.add("a0")
+    queue.add("a1")
+    assert queue.take() == "a0"
+    now[0] = 1000
+    assert (queue.take(), queue.oldest_wait(), queue.oldest_wait_unserved()) == (None, 1000, 0)
+    queue.add("b0")
+    now[0] = 1001
+    assert queue.oldest_wait_unserved() == 1
+
+
+@given(st.integers(1, 64), st.lists(NAMESPACES, max_size=200))
+def test_whoever_holds_nothing_finds_a_slot_until_many_hang(limit: int, wishes: list[str]) -> None:
+    share = FairShare(limit)
+    for namespace in wishes:
+        if share.may_take(namespace):
+            share.take(namespace)
+    assert sum(map(share.held, "abcdef")) <= limit
+    hanging = sum(1 for namespace in "abcdef" if share.held(namespace))
+    if 2**hanging <= limit:
+        assert share.may_take("new"), "each that hangs takes at most half of what the others have left"
+
+
+def test_a_lone_namespace_gets_half() -> None:
+    share = FairShare(32)
+    while share.may_take("a"):
+        share.take("a")
+    assert share.held("a") == 16
+
+
+class SemaphoreMachine(RuleBasedStateMachine):
+    """Tasks come, hold, leave and give up in any order: no slot is lost, and nobody waits who may have one."""
+
+    LIMIT = 6
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loop = asyncio.new_event_loop()
+        self.semaphore = FairSemaphore(self.LIMIT)
+        self.tasks: list[tuple[str, asyncio.Task[None], asyncio.Event]] = []
+        self.inside: list[str] = []
+
+    def teardown(self) -> None:
+        for _, task, _ in self.tasks:
+            task.cancel()
+        self.settle()
+        self.loop.close()
+
+    def settle(self) -> None:
+        async def turns() -> None:
+            for _ in range(8):
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(turns())
+
+    @rule(namespace=NAMESPACES)
+    def come(self, namespace: str) -> None:
+        leave = asyncio.Event()
+
+        async def hold() -> None:
+            async with self.semaphore.slot(namespace):
+                self.inside.append(namespace)
+                try:
+                    await leave.wait()
+                finally:
+                    self.inside.remove(namespace)
+
+        self.tasks.append((namespace, self.loop.create_task(hold()), leave))
+
+    @precondition(lambda self: self.tasks)
+    @rule(data=st.data(), gives_up=st.booleans())
+    def go(self, data: st.DataObject, gives_up: bool) -> None:
+        _, task, leave = self.tasks.pop(data.draw(st.integers(0, len(self.tasks) - 1)))
+        if gives_up:
+            task.cancel()
+        leave.set()
+
+    @rule()
+    def time_passes(self) -> None:
+        self.settle()
+
+    @invariant()
+    def nobody_waits_for_nothing(self) -> None:
+        self.settle()
+        assert len(self.inside) <= self.LIMIT
+        share = self.semaphore._share
+        assert sum(share.held(namespace) for namespace in "abcdef") == len(self.inside)
+        for namespace, task, _ in self.tasks:
+            waiting = not task.done() and self.inside.count(namespace) < sum(n == namespace for n, _, _ in self.tasks)
+            assert not (waiting and share.may_take(namespace))
+
+
+TestSemaphore = SemaphoreMachine.TestCase
+TestSemaphore.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+
+
+async def test_one_who_gives_up_at_the_moment_of_its_turn_passes_it_on() -> None:
+    semaphore = FairSemaphore(1)
+    inside: list[str] = []
+
+    async def hold(name: str) -> None:
+        async with semaphore.slot(name):
+            inside.append(name)
+
+    async with semaphore.slot("first"):
+        waiting = [asyncio.create_task(hold(name)) for name in ("second", "third")]
+        await asyncio.sleep(0)
+    waiting[0].cancel()  # it has the slot, and has not run since
+    await asyncio.gather(*waiting, return_exceptions=True)
+
+    async def served() -> bool:
+        return inside == ["third"]
+
+    await until(served, "the third has its turn")
