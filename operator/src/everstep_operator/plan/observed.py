@@ -206,8 +206,13 @@ class Observed:
     def ours(self) -> tuple[PodView, ...]:
         """The job's own pods by index; an object of another UID is never adopted."""
         uid = self.job.metadata.uid
-        mine = (self._on_its_node(p) for p in self.pods if p.owner == uid)
+        mine = (self._on_its_node(self._of_an_epoch_given_out(p)) for p in self.pods if p.owner == uid)
         return tuple(sorted(mine, key=lambda p: (p.index, p.created, p.uid)))
+
+    def _of_an_epoch_given_out(self, pod: PodView) -> PodView:
+        """Anybody who may change pods may change their labels. An epoch is in the status before a pod has it."""
+        newest = self.job.status.epoch
+        return pod if pod.epoch <= newest else replace(pod, epoch=newest)
 
     def _on_its_node(self, pod: PodView) -> PodView:
         node = self.nodes.get(pod.node) if pod.node else None

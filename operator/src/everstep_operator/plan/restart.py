@@ -47,6 +47,8 @@ def settle(s: Situation, *, over: bool = False) -> Account:
         for entry in _ledger(s, over):
             if restarts.last is not None and entry.order <= restarts.last.token:
                 continue
+            if entry.order[0] > s.status.epoch:
+                continue  # made up: it would be newer than whatever ends from now on
             if entry.cause == "Stopped":
                 continue
             reason = _entry_reason(s, entry) or (_unknown(entry) if over else None)

@@ -12,6 +12,7 @@ from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.status import Phase, TemplateStatus, TrainingJobStatus, Transition
 from everstep_operator.plan.leader import LeaderView
 from everstep_operator.plan.observed import Observed, PodView
+from everstep_operator.plan.pods import pod_name
 
 # Without an answer of the leader for so long, phases come from the pods alone. Longer than a poll that times out.
 DEGRADED_AFTER = 15.0
@@ -34,10 +35,18 @@ class Situation:
     def spec(self) -> TrainingJobSpec:
         return self.observed.job.spec
 
-    @property
+    @cached_property
     def status(self) -> TrainingJobStatus:
-        """As it was observed: the planner's only memory."""
-        return self.observed.job.status
+        """As it was observed: the planner's only memory.
+
+        A charge of an epoch that was never given out is left out: older versions believed pods' labels and leaders'
+        ids, and it would be newer than whatever ends from now on.
+        """
+        status = self.observed.job.status
+        credible = [charge for charge in status.restarts.charges if charge.token[0] <= status.epoch]
+        if len(credible) == len(status.restarts.charges):
+            return status
+        return status.model_copy(update={"restarts": status.restarts.model_copy(update={"charges": credible})})
 
     @property
     def phase(self) -> Phase:
@@ -58,8 +67,12 @@ class Situation:
     @cached_property
     def current(self) -> dict[int, PodView]:
         """Pods of the current template by index, whatever their state. The name lets one object exist per index."""
-        epoch = self.template.epoch if self.template else 0
-        return {p.index: p for p in self.observed.ours if p.template == epoch and 0 <= p.index < self.wanted}
+        epoch, job = self.template.epoch if self.template else 0, self.job.metadata.name
+        return {
+            p.index: p
+            for p in self.observed.ours
+            if p.template == epoch and 0 <= p.index < self.wanted and p.name == pod_name(job, p.index)
+        }
 
     @cached_property
     def stale(self) -> tuple[PodView, ...]:
