@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,3 +188,47 @@ def test_a_sharded_optimizer_takes_frozen_parameters_and_refuses_those_it_does_n
         return bool(torch.equal(before, first))
 
     assert all(Fabric(2, 2).run(work))
+
+
+def _planned(rank: int, path: str) -> list[tuple[Any, ...]]:
+    """Pipelines of the same model by one file, with other parameters frozen each time."""
+    found = []
+    for learning in ("", "3.", "3.", ""):
+        model = layers()
+        freeze(model, (learning,))
+        with pipeline(
+            model, batch(0, 8), squared, schedule="1f1b", microbatches=2, costs="counted", heartbeat=None,
+            plan_file=path,
+        ) as run:  # fmt: skip
+            run.step(batch(0, 8), batch(1, 8))
+            learned = sum(each.grad is not None for each in run.parameters())
+            frozen = sum(node.frozen for node in run.plan.profile.graph.nodes)
+            edges = [edge.gradient for edge in run.plan.stages.edges]
+            found.append((frozen, sum(run.plan.prediction.memory), edges, learned))
+    return found
+
+
+def test_a_kept_plan_counts_what_is_frozen_today(tmp_path: Path) -> None:
+    here, there = ranks.run(2, _planned, str(tmp_path / "plan.json"))
+    sizes = [sum(each.numel() * each.element_size() for each in layer.parameters()) for layer in layers()]
+    for step, ((frozen, memory, edges, _), other) in enumerate(zip(here, there, strict=True)):
+        assert (frozen, memory, edges) == other[:3]
+        some = step in (1, 2)
+        assert frozen == (sum(sizes[:3]) if some else 0)
+        assert edges == [not some]
+        assert memory <= here[0][1] - 3 * frozen
+    assert [one[3] + other[3] for one, other in zip(here, there, strict=True)] == [8, 2, 2, 8]
+
+
+def _by_hand(rank: int) -> tuple[float, int]:
+    with pipeline(
+        layers(), batch(0, 8), squared, stage_of={"0": 0, "1": 0, "2": 1, "3": 1}, schedule="1f1b", microbatches=2,
+        costs="counted", heartbeat=None, optimizer_words=1.0,
+    ) as run:  # fmt: skip
+        more = replace(run.plan, words=3.0).predict()
+        return run.plan.words, sum(more.memory) - sum(run.plan.prediction.memory)
+
+
+def test_a_plan_by_hand_counts_the_optimizer_that_was_named() -> None:
+    parameters = sum(each.numel() * each.element_size() for each in layers().parameters())
+    assert ranks.run(2, _by_hand) == [(1.0, 2 * parameters)] * 2

@@ -10,7 +10,7 @@ import pytest
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Graph, Link, Node, Profile, uniform
-from everstep.pipeline.plan import Plan, fingerprint
+from everstep.pipeline.plan import Plan, fingerprint, graph_hash
 from everstep.pipeline.planning import Wish, scaled, solve, solve_again
 from everstep.pipeline.schedules import dump, make, parse
 
@@ -187,3 +187,53 @@ def test_a_plan_for_another_model_is_refused(plan: Plan) -> None:
     assert ours == fingerprint([("b", (3,), "float32"), ("a", (2, 3), "float32")])
     with pytest.raises(PipelineError, match="another model"):
         replace(plan, model=ours).check_model(fingerprint([("a", (2, 4), "float32")]))
+
+
+def adapters(profile: Profile) -> Profile:
+    """The same model, of which all but a tenth of each layer is frozen, as where low-rank adapters are trained."""
+    nodes = tuple(replace(node, frozen=node.parameters * 9 // 10) for node in profile.graph.nodes)
+    return replace(profile, graph=replace(profile.graph, nodes=nodes))
+
+
+def test_frozen_parameters_have_neither_gradients_nor_optimizer_state_in_a_plan() -> None:
+    whole = layers(*[1.0] * 8)
+    wish = Wish(ranks=2, stages=2, microbatches=(8,), schedule="1f1b")
+    free, lean = solve(whole, wish), solve(adapters(whole), wish)
+    saved = 4 * 3 * (MIB * 9 // 10)  # four layers on each rank; a gradient and two moments of each frozen byte
+    for most, least in zip(free.prediction.memory, lean.prediction.memory, strict=True):
+        assert most - least == pytest.approx(saved, abs=100)
+    assert [stage.parameters for stage in lean.stages.stages] == [4 * MIB, 4 * MIB]  # their weights are there
+
+
+def test_what_fits_only_with_frozen_parameters_is_planned() -> None:
+    whole = layers(*[1.0] * 8)
+    wish = Wish(ranks=2, stages=2, microbatches=(8,), schedule="1f1b")
+    limit = max(solve(adapters(whole), wish).prediction.memory)
+    assert max(solve(adapters(whole), replace(wish, memory=limit)).prediction.memory) <= limit
+    with pytest.raises(PipelineError, match="fits the memory"):
+        solve(whole, replace(wish, memory=limit))
+
+
+def test_a_frozen_parameter_that_layers_share_counts_once_and_without_an_optimizer() -> None:
+    nodes = (
+        Node("first", forward=1.0, ties=("embedding",), output=1),
+        Node("last", ("first",), forward=1.0, ties=("embedding",)),
+    )
+    graph = Graph(nodes, (("embedding", MIB),))
+    wish = Wish(ranks=1, stages=1, microbatches=(1,), schedule="simple")
+    assert solve(Profile(graph), wish).prediction.memory == (4 * MIB,)
+    assert solve(Profile(replace(graph, frozen=("embedding",))), wish).prediction.memory == (MIB,)
+    with pytest.raises(PipelineError, match="frozen: 'head' is no shared parameter; there are 'embedding'"):
+        replace(graph, frozen=("head",))
+    with pytest.raises(PipelineError, match="node 'first': 2 bytes are frozen, but its parameters are 1"):
+        Graph((Node("first", parameters=1, frozen=2),))
+
+
+def test_a_plan_of_before_frozen_parameters_were_counted_can_still_be_read(plan: Plan) -> None:
+    data = json.loads(plan.to_json())
+    del data["profile"]["graph"]["frozen"]
+    for node in data["profile"]["graph"]["nodes"]:
+        del node["frozen"]
+    assert Plan.from_json(json.dumps(data)) == plan
+    assert graph_hash(layers(1.0, 2.0).graph) == "f0d5c455ffe29ed78108ac9ed40d88cc22a660fbdc4c8638b347e7051fe3bd92"
+    assert graph_hash(adapters(layers(1.0, 2.0)).graph) != graph_hash(layers(1.0, 2.0).graph)

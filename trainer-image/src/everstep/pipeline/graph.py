@@ -8,9 +8,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
-from math import inf
+from math import ceil, inf
 from typing import Any, TypeVar
 
 from everstep.pipeline.errors import PipelineError
@@ -29,6 +29,7 @@ class Node:
     Bytes: `activation`, kept for backward per micro-batch; `parameters`, each tensor once and without those in `ties`;
     `output`, its value per micro-batch. Nodes with the same word in `colocate` are one stage. `ties` names the shared
     parameters that it uses. `gradient`: whether its value has a gradient (a mask or a position has none).
+    `frozen`: bytes of `parameters` that do not learn.
     """
 
     name: str
@@ -43,6 +44,7 @@ class Node:
     ties: tuple[str, ...] = ()
     gradient: bool = True
     unsplit: float | None = None
+    frozen: int = 0
 
     @property
     def backward(self) -> float:
@@ -52,14 +54,16 @@ class Node:
 
 @dataclass(frozen=True)
 class Graph:
-    """`nodes` in a topological order; `shared`: the bytes of each parameter that several nodes use, by name.
+    """`nodes` in a topological order; `shared`: the bytes of each parameter that several nodes use, by name; `frozen`:
+    the names of those among them that do not learn.
 
     PipelineError if a name comes twice, is no single word or is used before its node, if a shared parameter has no
-    size, if a number is negative.
+    size, if a number is negative, if more is frozen than there is.
     """
 
     nodes: tuple[Node, ...]
     shared: tuple[tuple[str, int], ...] = ()
+    frozen: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         known: set[str] = set()
@@ -78,11 +82,53 @@ class Graph:
                         f"node {node.name!r} uses the shared parameter {name!r}: give its bytes in shared"
                     )
             _no_negatives(f"node {node.name!r}", node)
+            if node.frozen > node.parameters:
+                raise PipelineError(
+                    f"node {node.name!r}: {node.frozen} bytes are frozen, but its parameters are {node.parameters}"
+                )
             known.add(node.name)
+        if unknown := [name for name in self.frozen if name not in shared]:
+            raise PipelineError(
+                f"frozen: {unknown[0]!r} is no shared parameter; there are {', '.join(map(repr, shared)) or 'none'}"
+            )
 
     @cached_property
     def by_name(self) -> Mapping[str, Node]:
         return {node.name: node for node in self.nodes}
+
+    def weigh_parameters(self, words: float) -> Graph:
+        """Return the graph in which each byte of `parameters` and `shared` stands for 1 + `words` bytes of memory.
+
+        A frozen parameter has neither a gradient nor an optimizer's state: it counts as a smaller one that has both.
+        Who plans by this graph needs to know nothing of frozen parameters.
+        """
+
+        def weighed(size: int, frozen: int) -> int:
+            return size - frozen + ceil(frozen / (1 + words))
+
+        return replace(
+            self,
+            nodes=tuple(
+                replace(node, parameters=weighed(node.parameters, node.frozen), frozen=0) if node.frozen else node
+                for node in self.nodes
+            ),
+            shared=tuple((name, weighed(size, size if name in self.frozen else 0)) for name, size in self.shared),
+            frozen=(),
+        )
+
+    def freeze_as(self, other: Graph) -> Graph:
+        """Return this graph with those parameters frozen that are in `other`, and gradients where that has them.
+
+        `other` is a graph of the same model. What was measured stays as it is.
+        """
+        now = other.by_name
+        return replace(
+            self,
+            nodes=tuple(
+                replace(node, frozen=now[node.name].frozen, gradient=now[node.name].gradient) for node in self.nodes
+            ),
+            frozen=other.frozen,
+        )
 
     def to_json(self) -> str:
         return _dump("graph", self)

@@ -142,7 +142,8 @@ class Plan:
         """What the simulator says of a step."""
         result = self.simulate()
         memory = [kept + waiting for kept, waiting in zip(result.peak, result.waiting, strict=True)]
-        for stage, rank in zip(self.stages.stages, self.placement, strict=True):
+        weighed = stage_graph(self.profile.graph.weigh_parameters(self.words), self.stage_of)
+        for stage, rank in zip(weighed.stages, self.placement, strict=True):
             memory[rank] += round(stage.parameters * (1 + self.words))
         return Prediction(result.makespan, result.bubble_ratio, tuple(memory), bound, gap)
 
@@ -223,9 +224,13 @@ class Plan:
 
 
 def graph_hash(graph: Graph) -> str:
-    """The same for whole numbers however they are written."""
-    plain = [[float(each) if isinstance(each, int) else each for each in vars(node).values()] for node in graph.nodes]
-    return hashlib.sha256(json.dumps([plain, graph.shared]).encode()).hexdigest()
+    """The same for whole numbers however they are written, and as before there were frozen parameters if none is."""
+    plain = []
+    for node in graph.nodes:
+        known = [value for name, value in vars(node).items() if name != "frozen" or value]
+        plain.append([float(each) if isinstance(each, int) else each for each in known])
+    frozen = [graph.frozen] if graph.frozen else []
+    return hashlib.sha256(json.dumps([plain, graph.shared, *frozen]).encode()).hexdigest()
 
 
 def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:

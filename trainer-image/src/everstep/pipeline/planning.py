@@ -27,7 +27,8 @@ class Wish:
     choose from, none for some multiples of the ranks; `batch`: samples of a step of one replica, None to take
     micro-batches of as many samples as the profile has. `schedule`: a name, `auto`, or one that was read from a file.
     `memory`: bytes of each device, `link`: of all pairs of ranks, in the place of what the profile says. `words`: bytes
-    of gradients and optimizer for each byte of parameters. `split`: stages that may split their backward, None for all.
+    of gradients and optimizer for each byte of parameters that are not frozen. `split`: stages that may split their
+    backward, None for all.
     """
 
     ranks: int
@@ -96,7 +97,7 @@ class _Solver:
             return name, wish.stages, microbatches[0], ()
         advice = advise(
             lambda stages, m: stage_graph(
-                self._graph(m), self.partition(stages, m, _plain(stages, wish.ranks))[0].stage_of
+                self._weighed(m), self.partition(stages, m, _plain(stages, wish.ranks))[0].stage_of
             ),
             wish.ranks,
             microbatches,
@@ -137,6 +138,9 @@ class _Solver:
             return self.profile.graph
         return scaled(self.profile.graph, self._samples(microbatches) / self.profile.samples)
 
+    def _weighed(self, microbatches: int) -> Graph:
+        return self._graph(microbatches).weigh_parameters(self.wish.words)
+
     def _samples(self, microbatches: int) -> int:
         """Of the largest micro-batch."""
         return self.profile.samples if self.wish.batch is None else -(-self.wish.batch // microbatches)
@@ -145,7 +149,7 @@ class _Solver:
         from everstep.pipeline.partition.solve import partition
 
         return partition(
-            self._graph(microbatches),
+            self._weighed(microbatches),
             stages,
             self.profile.devices,
             self.profile.links or None,

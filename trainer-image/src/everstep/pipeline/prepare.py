@@ -87,7 +87,8 @@ def plan(
     whole: Collection[str] = (),
 ) -> Plan:
     """The same on all ranks; collective. `path`, of the first process, holds the plan between runs: what is there is
-    taken if it is for this model, solved again if it is for other ranks or stages, and written if it is new.
+    taken if it is for this model, solved again if it is for other ranks, stages or frozen parameters, and written if it
+    is new.
 
     `stage_of`: by hand, whatever the partition would say. `aim`: the plan that is there must be made for the wish's
     objective; who asked for none, or for this very file, takes it whatever it was made for. `loss`, a scalar of an
@@ -189,9 +190,10 @@ def _again(
     except PipelineError as error:
         where = "" if str(path) in str(error) else f"{path}: "
         raise PipelineError(f"{where}{error}; without this file, the plan is made anew") from error
-    placed = _placed(found, stage_of)
+    placed, today = _placed(found, stage_of), kept.profile.graph.freeze_as(found.graph)
     same = (
-        len(kept.actions.ranks) == wish.ranks
+        today == kept.profile.graph
+        and len(kept.actions.ranks) == wish.ranks
         and wish.stages in (None, len(kept.placement))
         and wish.schedule in (AUTO, kept.schedule)
         and (not wish.microbatches or kept.microbatches in wish.microbatches)
@@ -203,6 +205,7 @@ def _again(
     )
     if same:
         return kept
+    kept = replace(kept, profile=replace(kept.profile, graph=today))
     made = solve_again(kept, wish) if placed is None else _by_hand(kept.profile, wish, placed, mark)
     made.save(path)
     return made
@@ -245,7 +248,7 @@ def _by_hand(profile: Profile, wish: Wish, stage_of: Mapping[str, int], mark: st
         text, microbatches, ranks = dump(name), name.microbatches, name.placement
     else:
         advice = advise(
-            lambda _, m: stage_graph(fitted(m).graph, stage_of),
+            lambda _, m: stage_graph(fitted(m).graph.weigh_parameters(wish.words), stage_of),
             wish.ranks,
             choices,
             devices=profile.devices or None,
@@ -256,5 +259,7 @@ def _by_hand(profile: Profile, wish: Wish, stage_of: Mapping[str, int], mark: st
         )
         text, microbatches, reasons = advice.choice.schedule, advice.choice.microbatches, advice.reasons
         ranks = make(text, stages, wish.ranks, microbatches).placement
-    made = Plan(fitted(microbatches), stage_of, ranks, text, microbatches, model=mark, reasons=reasons)
+    made = Plan(
+        fitted(microbatches), stage_of, ranks, text, microbatches, words=wish.words, model=mark, reasons=reasons
+    )
     return replace(made, prediction=made.predict())

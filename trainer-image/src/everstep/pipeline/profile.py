@@ -114,7 +114,7 @@ def profile_of(
         )
         spread[node.name] = _spread([a + b for a, b in zip(cost.forward[::2], cost.backward, strict=True)])
     samples = next((len(leaf) for leaf in tensors_in(dict(inputs)) if leaf.dim()), 1)
-    return Profile(Graph(tuple(nodes), graph.shared), (Device(1.0, memory),), (), samples, spread, device)
+    return Profile(Graph(tuple(nodes), graph.shared, graph.frozen), (Device(1.0, memory),), (), samples, spread, device)
 
 
 def _spread(times: Sequence[float]) -> float:

@@ -203,17 +203,17 @@ def _graph(record: Record, found: Units, samples: int) -> Graph:
     for unit in found.all:
         single = len(unit.values) <= 1
         sizes = {name: _bytes(record.values[index], hints) for name, index in unit.values.items()}
+        own = [parameters[name] for name in unit.weights & parameters.keys() if name not in ties]
         nodes.append(
             Node(
                 name=unit.name,
                 inputs=tuple(value_names[index] for index in sorted(unit.reads) if index not in found.free),
-                parameters=sum(
-                    _size(parameters[name]) for name in unit.weights & parameters.keys() if name not in ties
-                ),
+                parameters=sum(map(_size, own)),
                 output=sum(sizes.values()) if single else 0,
                 colocate=unit.group,
                 ties=tuple(sorted(unit.weights & ties)),
                 gradient=any(record.values[index].gradient for index in unit.values.values()),
+                frozen=sum(_size(each) for each in own if not each.requires_grad),
             )
         )
         if not single:
@@ -222,7 +222,11 @@ def _graph(record: Record, found: Units, samples: int) -> Graph:
                 nodes.append(
                     Node(name, (unit.name,), output=sizes[name], colocate=unit.group, gradient=tensor.gradient)
                 )
-    return Graph(tuple(nodes), tuple((name, _size(parameters[name])) for name in sorted(ties)))
+    return Graph(
+        tuple(nodes),
+        tuple((name, _size(parameters[name])) for name in sorted(ties)),
+        tuple(name for name in sorted(ties) if not parameters[name].requires_grad),
+    )
 
 
 def _bytes(tensor: Any, hints: Mapping[Any, int]) -> int:

@@ -49,10 +49,12 @@ class Tree:
                 parameters=sum(sizes[name] for name in used[block] - ties),
                 ties=tuple(sorted(used[block] & ties)),
                 gradient=any(used[each] & learns for each in self.blocks[: at + 1]),
+                frozen=sum(sizes[name] for name in used[block] - ties - learns),
             )
             for at, block in enumerate(self.blocks)
         ]
-        return Graph(tuple(nodes), tuple((name, sizes[name]) for name in sorted(ties)))
+        shared = tuple((name, sizes[name]) for name in sorted(ties))
+        return Graph(tuple(nodes), shared, tuple(sorted(ties - learns)))
 
     @cached_property
     def manual(self) -> dict[str, int]:
