@@ -25,6 +25,7 @@ from everstep.pipeline.prepare import Place
 from everstep.pipeline.schedules import Schedule, complete, dump
 from everstep.pipeline.transport.base import TransportError
 from everstep.pipeline.transport.control import Control
+from everstep.pipeline.transport.devices import with_index
 from everstep.pipeline.transport.grid import grid
 
 _log = logging.getLogger("everstep.pipeline")
@@ -111,7 +112,7 @@ def place(
         device = devices[0] if devices else "cpu"
         if torch.device(device).type == "cpu" and torch.cuda.is_available():
             _log.warning("the pipeline runs on the processor, as the example is there: give device= for the GPU")
-    return Place(where, control, torch.device(device))
+    return Place(where, control, with_index(device))
 
 
 def by_nccl(here: Place) -> bool:

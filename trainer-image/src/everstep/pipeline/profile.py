@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.engine.stage import INPUT, OUTPUT, StageModule
 from everstep.pipeline.graph import Device, Graph, Node, Profile
 from everstep.pipeline.profile_runs import Cost, clock, copy_of, of_nothing, run, tensors_in
+from everstep.pipeline.transport.devices import with_index
 
 TOGETHER = 1 << 30  # bytes of weights, gradients and activations that are on the device to be measured
 
@@ -40,7 +41,7 @@ def measure(
     on the meta device gets random numbers. `wait` is called before each run of them: a barrier of all ranks makes each
     measure while the others are busy too.
     """
-    target = torch.device(device)
+    target = with_index(device)
     timer = clock(target)
     nothing = of_nothing(target, timer)
     values = {INPUT + name: _to(value, target) for name, value in inputs.items()}
@@ -49,7 +50,7 @@ def measure(
     costs: dict[str, Cost] = {}
     named = [node.name for node in graph.nodes if node.name in nodes]
     window, size = dict[str, StageModule](), 0
-    with torch.random.fork_rng([target.index or 0] if target.type == "cuda" else []):
+    with torch.random.fork_rng([target.index] if target.type == "cuda" else []):
         for name in named:
             window[name] = module = nodes[name]
             with lent(module.module, target):

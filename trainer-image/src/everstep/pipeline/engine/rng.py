@@ -1,7 +1,7 @@
 """Random numbers that depend on neither the number of stages nor on recomputation.
 
-Each module call draws from a generator that is seeded by f(seed, step, micro-batch, module name, which call of it), and
-leaves it with a seed that the code around it goes on with. So a module draws the same wherever, and however often, it
+Each module call draws from generators that are seeded by f(seed, step, micro-batch, module name, which call of it), and
+leaves them with a seed that the code around it goes on with. So a module draws the same wherever, and however often, it
 runs. What a module's own code draws beside its submodules belongs to it; such a module must not be cut, and the front
 end does not.
 
@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from everstep.pipeline.engine.generators import Generators, generators_of
 from everstep.pipeline.frontend.compiled import is_compiled
 
 NOTHING: Mapping[str, Sequence[int]] = {}
@@ -67,7 +68,8 @@ class _Frame:
 
 
 class Random:
-    """Holds the generators of this rank for its modules; `modules`: by their names in the whole model."""
+    """Holds the generators of this rank, the device's and the processor's, for its modules; `modules`: by their names
+    in the whole model."""
 
     def __init__(self, modules: Mapping[str, nn.Module], device: torch.device, seed: int) -> None:
         self.seed, self.step, self.microbatch = seed, 0, 0
@@ -79,8 +81,8 @@ class Random:
         self._logs: dict[tuple[int, int], _Log] = {}
         self._log = _Log()
         self._frames: list[_Frame] = []
-        self._generator: Any = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
-        self._generator = self._generator or torch.default_generator
+        # Modules on a device may draw on the processor too, as for the depth of a network or a mask.
+        self._generator = Generators(generators_of(device))
         self._hooks: list[Any] = []
         self._compiled: list[tuple[nn.Module, Any]] = []  # with what they were called by
         whole = [f"{name}." for name, module in modules.items() if is_compiled(module)]
@@ -108,7 +110,7 @@ class Random:
             log.next(seed)
             self._quiet = self._generator.get_state()
             yield
-            drew = not torch.equal(self._quiet, self._generator.get_state())
+            drew = not self._generator.stands_at(self._quiet)
         if self._asleep and drew:
             self._asleep = False
             warnings.warn(
@@ -193,7 +195,7 @@ class Random:
         if not self._frames or self._frames[-1].module is not module:
             return
         frame = self._frames.pop()
-        if not torch.equal(frame.fresh, self._generator.get_state()):
+        if not self._generator.stands_at(frame.fresh):
             self._drew.add(self._names[module])
         if frame.event not in self._log.left:
             seed = self._log.left[frame.event] = seed_of(frame.around, 0, 0, "/left")

@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from everstep.pipeline.transport.base import Spec, Tag
 from everstep.pipeline.transport.control import Control
+from everstep.pipeline.transport.devices import with_index
 from everstep.pipeline.transport.grid import Grid
 from everstep.pipeline.transport.sockets import Sockets
 
@@ -43,7 +44,7 @@ class ProcessGroups:
         timeout: float = 1800.0,
         control: Control | None = None,
     ) -> None:
-        self.grid, self.device = grid, device or torch.device("cpu")
+        self.grid, self.device = grid, with_index(device or "cpu")
         self.replica, self.rank = grid.find(dist.get_rank())
         self.size, self.replicas = grid.ranks, grid.replicas
         self._nccl = nccl
