@@ -252,6 +252,15 @@ def test_what_an_action_needs_is_said_by_the_rank_it_comes_from() -> None:
     ]
 
 
+def test_links_are_those_ranks_between_which_something_is_sent() -> None:
+    line = Flow(chain([Stage()] * 16), tuple(range(16)))
+    assert len(line.links) == 2 * 15  # of 240 pairs: values one way, gradients the other
+    graph = StageGraph((Stage(),) * 4, (Edge("v", 0, (1, 2, 3)), Edge("mask", 1, (3,), gradient=False)))
+    assert Flow(graph, (0, 1, 0, 1)).links == ((0, 1), (1, 0))
+    assert Flow(graph, (0, 1, 2, 3)).links == ((0, 1), (0, 2), (0, 3), (1, 0), (1, 3), (2, 0), (3, 0))
+    assert Flow(graph, (0, 0, 0, 0)).links == ()
+
+
 def test_a_message_holds_a_rank_that_computes_and_costs_one_that_waits_nothing() -> None:
     stages = chain([Stage(1.0, 1.0, 0.0), Stage(1.0, 1.0, 0.0)], size=10)
     free, held = Link(bandwidth=100.0), Link(bandwidth=100.0, held=0.5)  # a tenth of a second for each message

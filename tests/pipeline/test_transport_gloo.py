@@ -19,6 +19,7 @@ from everstep.pipeline.transport.base import Spec, Tag, TransportError
 from everstep.pipeline.transport.gloo import ProcessGroups
 from everstep.pipeline.transport.grid import grid
 from tests.checkpoint.ranks import run
+from tests.pipeline.training import Setting, Trained, alone, apart, merged, train
 
 pytestmark = pytest.mark.torch
 
@@ -50,6 +51,59 @@ def test_tensors_words_and_sums_find_their_ranks() -> None:
     ]
     assert [word for _, word, _ in found] == [b"1", b"0", b"3", b"2"]
     assert [total for _, _, total in found] == [2.0, 4.0, 2.0, 4.0]
+
+
+Links = list[tuple[int, ...]]
+
+
+def _train_over_pairs(rank: int, setting: Setting) -> tuple[Trained, Links, Links]:
+    """Train as with NCCL, whose groups are pretended by those of gloo. Groups of two that were made for links, by their
+    processes, and the directed pairs over which this process has sent something."""
+    made, used, new = list[tuple[int, ...]](), set[tuple[int, ...]](), dist.new_group
+
+    def pretended(ranks: Any = None, backend: str = "gloo", **options: Any) -> Any:
+        return new(ranks, backend="gloo", **options)
+
+    class Watched(ProcessGroups):
+        def connect(self, links: Any) -> None:
+            def counted(ranks: Any = None, **options: Any) -> Any:
+                made.append(tuple(ranks))
+                return pretended(ranks, **options)
+
+            dist.new_group = counted
+            super().connect(links)
+            dist.new_group = pretended
+
+        def send(self, tensor: Any, to: int, tag: Tag) -> Any:
+            used.add((self._process(self.rank), self._process(to)))
+            return super().send(tensor, to, tag)
+
+    dist.new_group = pretended
+    transport = Watched(grid(setting.ranks * setting.replicas, setting.ranks), nccl=True, timeout=60)
+    trained = train(setting, transport)
+    again = len(made)
+    train(setting, transport)
+    assert len(made) == again, "links that are there were made once more"
+    own = transport.rank
+    with pytest.raises(TransportError, match=f"no link from rank {own} to rank {own}"):
+        transport.receive(Spec((1,), torch.float32), own, Tag("x", 0))
+    dist.barrier()
+    transport.abort("it is over")
+    with pytest.raises(TransportError, match="it is over"):
+        transport.hear(1 - own)
+    return trained, made, sorted(used)
+
+
+@pytest.mark.parametrize(("ranks", "replicas", "links"), [(4, 1, 6), (2, 2, 4)])
+def test_groups_are_made_for_the_links_of_the_schedule_and_no_others(ranks: int, replicas: int, links: int) -> None:
+    setting = Setting("mlp", "1f1b", ranks, ranks, replicas=replicas, samples=16)
+    found = run(4, _train_over_pairs, setting)
+    assert apart(merged([trained for trained, _, _ in found]), alone(setting)) < 1e-10
+    every = [made for _, made, _ in found]
+    assert all(made == every[0] for made in every)  # all processes make all groups, in the same order
+    assert len(every[0]) == links
+    used = sorted(pair for _, _, pairs in found for pair in pairs)
+    assert sorted(tuple(sorted(pair)) for pair in used) == sorted(every[0])
 
 
 def _wait_in_vain(rank: int, what: str) -> tuple[str, float]:

@@ -70,6 +70,7 @@ class Engine:
         self.transport, self.schedule, self.rank = transport, schedule, transport.rank
         _fits(stages, schedule, stage_graph, transport, options)
         self._flow = flow = Flow(stage_graph, schedule.placement)
+        transport.connect(flow.links)
         self._loss, self._last = loss, schedule.stages - 1
         self._world = transport.group(range(transport.size), replicas=True)
         self.data = [transport.group([rank], replicas=True) for rank in range(transport.size)][self.rank]

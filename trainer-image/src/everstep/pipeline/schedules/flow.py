@@ -82,6 +82,18 @@ class Flow:
                 ranks[self.placement[stage]] = (*ranks.get(self.placement[stage], ()), stage)
         return found
 
+    @cached_property
+    def links(self) -> tuple[tuple[int, int], ...]:
+        """The directed pairs of ranks between which something is sent, values and gradients; ascending."""
+        found = set[tuple[int, int]]()
+        for edge in self.graph.edges:
+            source = self.placement[edge.source]
+            for at in self.users[edge.value].keys() - {source}:
+                found.add((source, at))
+                if edge.gradient:
+                    found.add((at, source))
+        return tuple(sorted(found))
+
     @property
     def crosses(self) -> bool:
         """Whether any value changes its rank."""

@@ -65,6 +65,12 @@ class Transport(Protocol):
     replicas: int
     device: torch.device
 
+    def connect(self, links: Sequence[tuple[int, int]]) -> None:
+        """Make ready for tensors between these directed pairs of ranks, in addition to those of earlier calls.
+
+        All ranks of all replicas call it, with the same, before the first of these tensors.
+        """
+
     def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> Work:
         """`tensor` must not change until the work is done."""
 

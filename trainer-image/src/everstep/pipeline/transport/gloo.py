@@ -1,8 +1,9 @@
 """Ranks as processes, over torch.distributed: gloo between processors, NCCL between GPUs.
 
 Several ranks on one GPU, which NCCL refuses, use gloo: what is sent is staged in the memory of the host. Small messages
-always go by gloo. With NCCL each directed pair of ranks has a group of its own, since the messages of one group wait
-for each other in the order in which they were posted.
+always go by gloo. With NCCL each directed pair of ranks between which the schedule sends something has a group of its
+own, since the messages of one group wait for each other in the order in which they were posted. All pairs would be too
+many: each group is made by all processes together, one after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.pipeline.transport.base import Spec, Tag
+from everstep.pipeline.transport.base import Spec, Tag, TransportError
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.devices import with_index
 from everstep.pipeline.transport.grid import Grid
@@ -51,22 +52,40 @@ class ProcessGroups:
         self._staged = self.device.type != "cpu" and not nccl
         self._made: set[tuple[str, tuple[int, ...]]] = set()
         self._groups: dict[tuple[str, tuple[int, ...]], Any] = {}  # those that this process is in
+        self._links: set[tuple[int, int]] = set()  # those that have groups, with NCCL
+        self._pairs: dict[tuple[int, int], Any] = {}  # this process's groups among them
         self._told: list[tuple[Any, Any]] = []
         self._meet = control or Control(timeout)
         self._control = self._meet.group
         with Sockets.watch() as self._sockets:
             self._meet.barrier()
-            self._pairs = self._directed() if nccl else {}
         self._sockets.settle(self._meet.gather)
         self._meet.on_abort(self._end)
         self._alike = self._column() if self.replicas > 1 else None
+
+    def connect(self, links: Sequence[tuple[int, int]]) -> None:
+        """See Transport. All processes take part in the making of each group, whoever is in it."""
+        fresh = [link for link in links if link not in self._links]
+        if not self._nccl or not fresh:
+            return
+        with self._sockets.watch_more():
+            self._meet.barrier()
+            for pipeline in self.grid.processes:
+                for one, other in fresh:
+                    pair = sorted((pipeline[one], pipeline[other]))
+                    group = dist.new_group(pair, backend="nccl", timeout=self._meet.timeout)
+                    if dist.get_rank() in pair:
+                        self._pairs[one, other] = group
+                        self._meet.groups.append(group)
+        self._links.update(fresh)
+        self._sockets.settle(self._meet.gather)
 
     def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> _Sent:
         """See Transport."""
         process = self._process(to)
         with self._explained():
             if self._nccl:
-                return _Sent(self, dist.isend(tensor, process, group=self._pairs[self.rank, to]), tensor)
+                return _Sent(self, dist.isend(tensor, process, group=self._link(self.rank, to)), tensor)
             sent = tensor.cpu() if self._staged else tensor
             return _Sent(self, dist.isend(sent, process, group=self._control, tag=_TENSORS), sent)
 
@@ -76,7 +95,7 @@ class ProcessGroups:
         place = torch.empty(like.shape, dtype=like.dtype, device="cpu" if self._staged else self.device)
         with self._explained():
             if self._nccl:
-                return _Coming(self, dist.irecv(place, process, group=self._pairs[from_, self.rank]), place)
+                return _Coming(self, dist.irecv(place, process, group=self._link(from_, self.rank)), place)
             return _Coming(self, dist.irecv(place, process, group=self._control, tag=_TENSORS), place)
 
     def tell(self, message: bytes, to: int) -> None:
@@ -174,20 +193,11 @@ class ProcessGroups:
             dist.barrier(group=group)
         return group
 
-    def _directed(self) -> dict[tuple[int, int], Any]:
-        """Of each directed pair of ranks, their group; of this replica. All processes make all of them."""
-        found: dict[tuple[int, int], Any] = {}
-        for replica, pipeline in enumerate(self.grid.processes):
-            for one in range(self.size):
-                for other in range(self.size):
-                    if one != other:
-                        pair = sorted((pipeline[one], pipeline[other]))
-                        group = dist.new_group(pair, backend="nccl", timeout=self._meet.timeout)
-                        if replica == self.replica:
-                            found[one, other] = group
-                        if dist.get_rank() in pair:
-                            self._meet.groups.append(group)
-        return found
+    def _link(self, source: int, target: int) -> Any:
+        if (source, target) not in self._pairs:
+            made = ", ".join(f"{one} to {other}" for one, other in sorted(self._pairs)) or "none"
+            raise TransportError(f"no link from rank {source} to rank {target} was made: connect() made {made}")
+        return self._pairs[source, target]
 
     def _process(self, rank: int) -> int:
         return self.grid.processes[self.replica][rank]

@@ -241,6 +241,9 @@ class InProcess:
             self._sum(meeting, group)
         return _Reducing(self.fabric, self._me, meeting, f"reduces over {group}")
 
+    def connect(self, links: Sequence[tuple[int, int]]) -> None:
+        pass
+
     def settle(self) -> None:
         pass
 
