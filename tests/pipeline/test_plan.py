@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -187,6 +188,18 @@ def test_a_plan_for_another_model_is_refused(plan: Plan) -> None:
     assert ours == fingerprint([("b", (3,), "float32"), ("a", (2, 3), "float32")])
     with pytest.raises(PipelineError, match="another model"):
         replace(plan, model=ours).check_model(fingerprint([("a", (2, 4), "float32")]))
+
+
+@pytest.mark.parametrize(("stages", "schedule", "memory"), [(2, "1f1b", 20), (4, "interleaved", 40), (4, "zb-v", 40)])
+def test_who_has_too_little_memory_is_told_what_the_nearest_split_needs(
+    stages: int, schedule: str, memory: int
+) -> None:
+    wish = Wish(ranks=2, stages=stages, microbatches=(4,), schedule=schedule, memory=memory * MIB)
+    with pytest.raises(PipelineError, match="fits the memory") as caught:
+        solve(layers(*[1.0] * 8), wish)
+    needs, has = re.search(r"rank [01] needs ([\d,]+) bytes .* and has ([\d,]+);", str(caught.value)).groups()  # type: ignore[union-attr]
+    assert int(needs.replace(",", "")) > int(has.replace(",", "")) == memory * MIB
+    assert solve(layers(*[1.0] * 8), replace(wish, memory=int(needs.replace(",", "")))).prediction.seconds
 
 
 def adapters(profile: Profile) -> Profile:

@@ -8,7 +8,7 @@ from math import inf
 from everstep.pipeline.graph import Device, Graph, Links, stage_graph
 from everstep.pipeline.partition.blocks import spread
 from everstep.pipeline.partition.problem import Judged, Problem
-from everstep.pipeline.schedules import Schedule, simulate
+from everstep.pipeline.schedules import Result, Schedule, simulate
 
 ACTIONS = 300_000  # for one plan so many actions and messages are simulated, and nodes put together: seconds
 SIGHTS = 32, 600  # but no fewer, and no more splits
@@ -46,22 +46,37 @@ class Referee:
             self.best = min(self.best, seen.objective)
         return self._seen[split]
 
+    def lacking(self, split: Split) -> tuple[int, int, int]:
+        """Return the rank that lacks most in a split that does not fit, the bytes that it needs, and those it has."""
+        _, held = self._held(split)
+        sizes = [(size, each.memory) for size, each in zip(held, self._devices, strict=True)]
+        rank = max(range(len(sizes)), key=lambda each: _lacks(*sizes[each]))
+        held_there, most = sizes[rank]
+        assert most is not None, "it does not fit"
+        return rank, held_there, most
+
     def order(self, split: Split) -> tuple[float, float, float]:
         return self.see(split).order
 
     def _simulate(self, split: Split) -> Judged:
+        result, held = self._held(split)
+        over = max(_lacks(size, device.memory) for size, device in zip(held, self._devices, strict=True))
+        objective = inf if over else self.problem.objective(result.makespan, max(held))
+        return Judged(result.makespan, max(held), objective, over)
+
+    def _held(self, split: Split) -> tuple[Result, list[int]]:
+        """What the simulator says, and the bytes of each rank."""
         graph = stage_graph(self._graph, spread(self.problem.blocks, split))
         self._left -= self._each + 2 * len(graph.edges) * self._schedule.microbatches
         result = simulate(self._schedule, graph, self._devices, self._links)
         held = [kept + waiting for kept, waiting in zip(result.peak, result.waiting, strict=True)]
         for stage, rank in enumerate(self._schedule.placement):
             held[rank] += round(graph.stages[stage].parameters * (1 + self.problem.words))
-        over = max(
-            0 if device.memory is None else max(0, size - device.memory)
-            for device, size in zip(self._devices, held, strict=True)
-        )
-        objective = inf if over else self.problem.objective(result.makespan, max(held))
-        return Judged(result.makespan, max(held), objective, over)
+        return result, held
+
+
+def _lacks(size: int, memory: int | None) -> int:
+    return 0 if memory is None else max(0, size - memory)
 
 
 def climb(referee: Referee, splits: Sequence[Split], best: int, bound: float) -> list[Split]:

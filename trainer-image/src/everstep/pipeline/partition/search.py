@@ -77,10 +77,6 @@ class Search:
             ways = np.bincount(arcs.upper, ways[arcs.lower], self.space.size)
         return arcs.ways() if ways[-1] <= most else []
 
-    def smallest_memory(self) -> float:
-        """The least bytes that the fullest stage can have, whatever the devices have."""
-        return _Arcs(self.space, self.problem.stages, None).bottleneck(self._bytes) or inf
-
     def _fastest(self, arcs: _Arcs, *, tolerance: float, most: int) -> Found[tuple[Cuts, ...]] | None:
         """Least sum + (m - 1) · max; the solution is a list of splits, best first."""
         low = arcs.bottleneck(self._times)

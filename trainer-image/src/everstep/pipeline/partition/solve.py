@@ -78,7 +78,7 @@ def partition(
     near, bound = least.near(known, referee.sights)
     ranked = sorted({*ranked, *(each for each in near if not referee.see(each).over)}, key=referee.order)[:best]
     if not ranked:
-        raise PipelineError(_misfit(problem))
+        raise PipelineError(_misfit(problem, referee))
     bound = min(bound, referee.see(ranked[0]).objective)
     candidates = []
     for stages_ in ranked:
@@ -197,17 +197,13 @@ def _variants(problem: Problem) -> Iterable[Problem]:
         yield replace(problem, memory=tuple(None if limit is None else limit // each for limit in problem.memory))
 
 
-def _misfit(problem: Problem) -> str:
-    """Why nothing fits, in numbers."""
-    from everstep.pipeline.partition.search import Search
-    from everstep.pipeline.partition.space import Space, prefixes
-
-    pool = {downset for order in orders(problem.blocks) for downset in prefixes(order)}
-    free = replace(problem, memory=(None,) * problem.stages)
-    need = Search(Space(problem.blocks, pool), free).smallest_memory()
-    most = min(limit for limit in problem.memory if limit is not None)
+def _misfit(problem: Problem, referee: Referee) -> str:
+    """Why nothing fits, in numbers: those of the rank that lacks most in the split that comes nearest."""
+    free = replace(problem, memory=(None,) * problem.stages, memory_weight=1.0)
+    splits, _ = search(free)
+    rank, held, most = referee.lacking(min(splits[: referee.sights], key=referee.order))
     return (
-        f"no split into {problem.stages} stages fits the memory: the fullest stage needs {need / 2**30:.3f} GiB or "
-        f"more, the smallest device has {most / 2**30:.3f} GiB; take more stages, smaller micro-batches, activation "
-        "checkpointing, or a schedule that keeps fewer micro-batches"
+        f"no split into {problem.stages} stages fits the memory: in the one that comes nearest, rank {rank} needs "
+        f"{held:,} bytes of parameters, optimizer and activations, and has {most:,}; take more ranks, smaller "
+        "micro-batches, activation checkpointing, or a schedule that keeps fewer micro-batches"
     )
