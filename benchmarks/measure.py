@@ -51,9 +51,17 @@ class Row:
 
     @property
     def passed(self) -> bool:
+        return self._holds(self.ratio)
+
+    def _holds(self, ratio: float) -> bool:
+        """Tell whether a ratio (of rows without a floor: a value) meets the target."""
         if self.floor is not None and self.allowance:
-            return self.value <= self.target * self.floor + self.allowance
-        return self.ratio < self.target if self.strict else self.ratio <= self.target
+            return ratio * self.floor <= self.target * self.floor + self.allowance
+        return ratio < self.target if self.strict else ratio <= self.target
+
+    def interval(self) -> tuple[float, float] | None:
+        """Return between what the ratio lies, where the row knows."""
+        return None
 
     def as_json(self) -> dict[str, object]:
         return {
@@ -124,7 +132,7 @@ def usual() -> dict[str, tuple[float, float]]:
 def show(rows: Iterable[Row], console: Console) -> None:
     ranges = usual()
     table = Table(title="everstep against floors of the same run (medians)")
-    for column in ("row", "ours", "floor", "unit", "n", "ratio", "usual", "target", ""):
+    for column in ("row", "ours", "floor", "unit", "n", "ratio", "95 %", "usual", "target", ""):
         table.add_column(column, justify="left" if column in ("row", "unit", "") else "right")
     for row in rows:
         sign = "<" if row.strict else "≤"
@@ -137,5 +145,7 @@ def show(rows: Iterable[Row], console: Console) -> None:
             range_ = f"[yellow]{range_}[/yellow]"
         target = f"{sign} {row.target:g}" + (f" + {row.allowance:g} {row.unit}" if row.allowance else "")
         count = str(len(row.samples["ours"]))
-        table.add_row(row.name, f"{row.value:.3g}", floor, row.unit, count, ratio, range_, target, verdict)
+        within = row.interval()
+        interval = "-" if within is None else f"{within[0]:.3f}–{within[1]:.3f}"
+        table.add_row(row.name, f"{row.value:.3g}", floor, row.unit, count, ratio, interval, range_, target, verdict)
     console.print(table)

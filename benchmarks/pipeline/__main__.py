@@ -12,12 +12,12 @@ from rich.console import Console
 
 from benchmarks.interval import Interval
 from benchmarks.measure import report
-from benchmarks.pipeline import auto, interpreter, memory, predicted, schedules
+from benchmarks.pipeline import auto, interpreter, memory, predicted, schedules, user_path
 
 RESULT = Path("build/bench/pipeline.json")
 KINDS = {
     "bubble": list(schedules.SCHEDULES),
-    "vs-torch": list(schedules.SCHEDULES),
+    "vs-torch": [*schedules.SCHEDULES, *user_path.KINDS],
     "interpreter": [],
     "predicted": [],
     "memory": list(schedules.SCHEDULES),
@@ -42,6 +42,7 @@ def measured(kinds: set[str]) -> Iterator[Interval]:
     if "interpreter" in kinds:
         yield interpreter.row()
     yield from schedules.rows(kinds)
+    yield from user_path.rows(kinds)
     yield from auto.rows(kinds)
     if "predicted" in kinds:
         yield predicted.row()

@@ -13,9 +13,9 @@ from torch.nn import functional as F
 
 
 class Block(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
-    def __init__(self, width: int, heads: int) -> None:
+    def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.dropout = heads, nn.Dropout(dropout) if dropout else nn.Identity()
         self.before, self.after = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
@@ -24,24 +24,29 @@ class Block(nn.Module):  # type: ignore[misc]  # torch is not where types are ch
         samples, tokens, width = x.shape
         q, k, v = self.qkv(self.before(x)).view(samples, tokens, 3, self.heads, -1).permute(2, 0, 3, 1, 4).unbind()
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.out(attended.transpose(1, 2).reshape(samples, tokens, width))
-        return x + self.mlp(self.after(x))
+        x = x + self.dropout(self.out(attended.transpose(1, 2).reshape(samples, tokens, width)))
+        return x + self.dropout(self.mlp(self.after(x)))
 
 
 class Gpt(nn.Module):  # type: ignore[misc]
-    """Gives its loss, as models of transformers do with labels."""
+    """Gives its loss, as models of transformers do with labels; without them the logits."""
 
-    def __init__(self, words: int, width: int, layers: int) -> None:
+    def __init__(self, words: int, width: int, layers: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
-        self.h = nn.ModuleList(Block(width, width // 64) for _ in range(layers))
+        self.h = nn.ModuleList(Block(width, width // 64, dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
 
-    def forward(self, ids: Any, labels: Any) -> Any:
+    def forward(self, ids: Any, labels: Any = None) -> Any:
         x = self.embed(ids)
         for block in self.h:
             x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1), labels.flatten())
+        logits = self.head(self.norm(x))
+        return logits if labels is None else mean_over_words(logits, labels)
+
+
+def mean_over_words(logits: Any, labels: Any) -> Any:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def convolutions() -> nn.Module:

@@ -64,8 +64,24 @@ def _rank(rank: int, world: int, port: int, pipe: Connection, work: Callable[...
         pipe.send((traceback.format_exc(), None))
 
 
-def alternate(arms: Mapping[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each arm in turn, from when all ranks begin to when the last has ended; the first round only warms."""
+def alternate(
+    arms: Mapping[str, Callable[[], object]],
+    repeats: int,
+    clock: Callable[[], float] = time.perf_counter,
+    *,
+    of_all_ranks: bool = False,
+) -> dict[str, list[float]]:
+    """Measure each arm in turn, from when all ranks begin; the first round only warms.
+
+    Args:
+        arms: What each rank does, by name.
+        repeats: Rounds that are measured.
+        clock: In seconds.
+        of_all_ranks: Add up what the ranks take, as for processor time; by default the slowest counts.
+
+    Returns:
+        Seconds of each round, by the name of the arm: the same on all ranks.
+    """
     import torch
     import torch.distributed as dist
 
@@ -73,10 +89,10 @@ def alternate(arms: Mapping[str, Callable[[], object]], repeats: int) -> dict[st
     for number in range(repeats + 1):
         for name, arm in arms.items():
             dist.barrier()
-            began = time.perf_counter()
+            began = clock()
             arm()
-            took = torch.tensor(time.perf_counter() - began, dtype=torch.float64)
-            dist.all_reduce(took, dist.ReduceOp.MAX)
+            took = torch.tensor(clock() - began, dtype=torch.float64)
+            dist.all_reduce(took, dist.ReduceOp.SUM if of_all_ranks else dist.ReduceOp.MAX)
             if number:
                 samples[name].append(took.item())
     return samples

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from benchmarks import main, measure, ranges
 from benchmarks.audit import AuditLog
+from benchmarks.interval import Interval
 from benchmarks.measure import Row, alternate
 
 
@@ -22,6 +23,18 @@ def test_a_row_is_the_ratio_of_medians() -> None:
 
 def test_a_strict_target_must_be_undercut() -> None:
     assert not Row("x", "s", 1.0, {"ours": [1.0], "floor": [1.0]}, strict=True).passed
+
+
+def test_a_row_with_an_interval_holds_when_all_of_the_interval_does() -> None:
+    near = {"ours": [1.0, 1.01, 1.03, 1.05, 1.04], "floor": [1.0] * 5}
+    assert Row("x", "s", 1.04, near).passed
+    assert not Interval("x", "s", 1.04, near).passed
+
+
+def test_what_slows_both_arms_of_a_round_widens_no_interval() -> None:
+    floor = [1.0, 2.0, 1.5, 3.0, 1.2, 5.0, 1.1]
+    low, high = Interval("x", "s", 1.02, {"ours": [1.01 * each for each in floor], "floor": floor}).interval()
+    assert (low, high) == pytest.approx((1.01, 1.01))
 
 
 def test_an_absolute_row_has_no_floor() -> None:
