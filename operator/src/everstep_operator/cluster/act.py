@@ -26,7 +26,8 @@ from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, Resource
 from everstep_operator.plan import actions as act
 from everstep_operator.plan.keys import find_key, secret_name
-from everstep_operator.plan.observed import LABEL_JOB, LABEL_TEMPLATE, Rejection
+from everstep_operator.plan.labels import LABEL_JOB, LABEL_TEMPLATE
+from everstep_operator.plan.observed import Rejection
 from everstep_operator.plan.pods import pod_body
 
 log = structlog.get_logger(__name__)

@@ -21,8 +21,9 @@ import structlog
 
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS
 from everstep_operator.cluster.tombstones import NEVER_AGAIN, Tombstones
+from everstep_operator.plan.labels import LABEL_JOB
 from everstep_operator.plan.node import NodeView, node_view
-from everstep_operator.plan.observed import LABEL_JOB, PodView, pod_view
+from everstep_operator.plan.observed import PodView, pod_view
 
 log = structlog.get_logger(__name__)
 

@@ -17,6 +17,7 @@ from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import NODES
 from everstep_operator.plan.node import NodeView
 from everstep_operator.plan.observed import PodView
+from everstep_operator.plan.pods import shared_labels
 from everstep_operator.plan.room import count_places
 
 
@@ -56,7 +57,9 @@ class Nodes:
         known = self._places.get(job)
         if known is None or known[0] != made_from:
             rooms = (node.room for _, node in self.cache.nodes.items() if node.room is not None)
-            known = self._places[job] = (made_from, count_places(pod, rooms, enough=wanted))
+            labels = shared_labels(pod, job[1], template)
+            places = count_places(pod, rooms, enough=wanted, labels=labels, namespace=job[0])
+            known = self._places[job] = (made_from, places)
         return known[1]
 
     def forget(self, job: Key) -> None:

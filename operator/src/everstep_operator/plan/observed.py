@@ -14,6 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_TEMPLATE
 from everstep_operator.plan.leader import Entry, LeaderView, Progress, entries_in_words, ordinal, progress_in
 from everstep_operator.plan.node import NodeView
 
@@ -24,12 +25,6 @@ if TYPE_CHECKING:
 
 TRAINER = "trainer"
 TOKEN_VOLUME = "everstep-token"  # noqa: S105 (a name)
-LABEL_JOB = "everstep.dev/job"
-LABEL_GROUP = "everstep.dev/group"
-LABEL_INDEX = "everstep.dev/index"
-LABEL_EPOCH = "everstep.dev/epoch"
-LABEL_TEMPLATE = "everstep.dev/template"
-LABEL_CAPACITY = "everstep.dev/capacity-type"
 
 MAX_MESSAGE = 1024
 MAX_TERMINATION_LOG = 4096

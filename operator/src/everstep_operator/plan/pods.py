@@ -10,15 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from everstep_operator.plan import plain
-from everstep_operator.plan.observed import (
-    LABEL_EPOCH,
-    LABEL_GROUP,
-    LABEL_INDEX,
-    LABEL_JOB,
-    LABEL_TEMPLATE,
-    TRAINER,
-    Frozen,
-)
+from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_GROUP, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
+from everstep_operator.plan.observed import TRAINER, Frozen
 
 LEADER = "EVERSTEP_LEADER"
 MANAGED_BY = {"app.kubernetes.io/managed-by": "everstep"}
@@ -51,13 +44,9 @@ def pod_body(frozen: Frozen, index: int, epoch: int, leader: str = "") -> dict[s
             "name": pod_name(name, index),
             "namespace": about["namespace"],
             "labels": {
-                **(metadata.get("labels") or {}),
-                **MANAGED_BY,
-                LABEL_JOB: name,
-                LABEL_GROUP: "",
+                **shared_labels(frozen.pod, name, frozen.epoch),
                 LABEL_INDEX: str(index),
                 LABEL_EPOCH: str(epoch),
-                LABEL_TEMPLATE: str(frozen.epoch),
             },
             "ownerReferences": [owner_reference(name, about["uid"])],
         },
@@ -75,6 +64,18 @@ def pod_body(frozen: Frozen, index: int, epoch: int, leader: str = "") -> dict[s
     if annotations:
         body["metadata"]["annotations"] = annotations
     return body
+
+
+def shared_labels(pod: Mapping[str, Any], job: str, template: int) -> dict[str, str]:
+    """Return the labels that all pods of a set have.
+
+    Args:
+        pod: The frozen pod template.
+        job: Name of the job.
+        template: The epoch of the template.
+    """
+    given = (pod.get("metadata") or {}).get("labels") or {}
+    return {**given, **MANAGED_BY, LABEL_JOB: job, LABEL_GROUP: "", LABEL_TEMPLATE: str(template)}
 
 
 def _with_env(frozen: Frozen, change: Callable[[Environment], Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:

@@ -1,8 +1,8 @@
 """Counts how many pods of a set today's nodes could hold if they held nothing else.
 
-An upper bound: other pods, affinities and topology are not looked at, and a cordon, a `node.kubernetes.io/` taint or a
-kubelet that has not reported its resources yet may be over in a minute. So a gang that is larger than this cannot be
-placed unless nodes are added or changed; one that is not larger may still lack room.
+An upper bound: other pods are not looked at, and a cordon, a `node.kubernetes.io/` taint or a kubelet that has not
+reported its resources yet may be over in a minute. So a gang that is larger than this cannot be placed unless nodes are
+added or changed; one that is not larger may still lack room. Rules between the pods of the set are in `affinity.py`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
+
+from everstep_operator.plan.affinity import Candidate, node_allowed, rules_between
 
 _UNITS = {
     unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"), -3)
@@ -24,6 +26,7 @@ _TEMPORARY = "node.kubernetes.io/"
 class NodeRoom:
     """The part of a Node that decides whether pods of a set can ever be bound to it."""
 
+    name: str
     labels: Mapping[str, str]
     taints: tuple[tuple[str, str, str], ...]  # key, value, effect; only those that keep pods away for good
     allocatable: Mapping[str, Decimal]  # empty: not reported yet
@@ -31,9 +34,11 @@ class NodeRoom:
 
 def node_room(raw: Mapping[str, Any]) -> NodeRoom:
     """Sort out what one Node can hold. Never raises on odd values."""
-    labels = (raw.get("metadata") or {}).get("labels") or {}
+    meta = raw.get("metadata") or {}
+    labels = meta.get("labels") or {}
     taints = (raw.get("spec") or {}).get("taints") or ()
     return NodeRoom(
+        name=str(meta.get("name") or ""),
         labels={str(key): str(value) for key, value in labels.items()},
         taints=tuple(
             (str(t.get("key") or ""), str(t.get("value") or ""), str(t.get("effect") or ""))
@@ -44,31 +49,49 @@ def node_room(raw: Mapping[str, Any]) -> NodeRoom:
     )
 
 
-def count_places(pod: Mapping[str, Any], rooms: Iterable[NodeRoom], *, enough: int) -> int:
+def count_places(
+    pod: Mapping[str, Any],
+    rooms: Iterable[NodeRoom],
+    *,
+    enough: int,
+    labels: Mapping[str, str] | None = None,
+    namespace: str = "",
+) -> int:
     """Count the pods that nodes could hold.
 
     Args:
         pod: The set's frozen pod template.
         rooms: All nodes of the cluster.
         enough: Where to stop counting.
+        labels: Labels that all pods of the set have; None: those of the template.
+        namespace: Namespace of the pods.
 
     Returns:
         How many such pods the nodes could hold at once, at most `enough`.
     """
     spec: Mapping[str, Any] = pod.get("spec") or {}
-    selector = spec.get("nodeSelector") or {}
-    tolerations = spec.get("tolerations") or ()
+    if labels is None:
+        labels = (pod.get("metadata") or {}).get("labels") or {}
+    rules = rules_between(spec, labels, namespace)
     wanted = _requests(spec)
+    nodes: list[Candidate] = []
     places = 0
     for room in rooms:
-        if places >= enough:
+        node = _candidate(spec, room, wanted, enough)
+        places += node.places
+        if rules:
+            nodes.append(node)
+        elif places >= enough:
             break
-        if any(room.labels.get(key) != value for key, value in selector.items()):
-            continue
-        if not all(any(_tolerates(t, taint) for t in tolerations) for taint in room.taints):
-            continue
-        places += _places(wanted, room.allocatable, enough)
-    return min(places, enough)
+    return min([places, enough, *(rule(nodes) for rule in rules)])
+
+
+def _candidate(spec: Mapping[str, Any], room: NodeRoom, wanted: Mapping[str, Decimal], enough: int) -> Candidate:
+    selector, tolerations = spec.get("nodeSelector") or {}, spec.get("tolerations") or ()
+    selected = all(room.labels.get(key) == value for key, value in selector.items())
+    selected = selected and node_allowed(spec, room.name, room.labels)
+    tolerated = selected and all(any(_tolerates(t, taint) for t in tolerations) for taint in room.taints)
+    return Candidate(room.labels, selected, _places(wanted, room.allocatable, enough) if tolerated else 0)
 
 
 def _places(wanted: Mapping[str, Decimal], allocatable: Mapping[str, Decimal], enough: int) -> int:

@@ -21,10 +21,8 @@ from everstep_operator.api.scalars import parse_quantity
 from everstep_operator.plan import plain as plain_mode
 from everstep_operator.plan.agent_config import GPU, gpu_resource, job_config
 from everstep_operator.plan.keys import secret_name
+from everstep_operator.plan.labels import LABEL_CAPACITY, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observed import (
-    LABEL_CAPACITY,
-    LABEL_JOB,
-    LABEL_TEMPLATE,
     TOKEN_VOLUME,
     TRAINER,
     Frozen,

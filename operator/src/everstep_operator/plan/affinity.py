@@ -1,0 +1,222 @@
+"""Tells on which nodes pods of a set may be, and how many of them the rules between them allow at once.
+
+Only what the scheduler requires: node affinity, pod anti-affinity among pods of the set (`requiredDuringScheduling…`)
+and topology spread (`DoNotSchedule`). All answers are upper bounds: what cannot be judged from the template and the
+nodes alone, such as rules about other pods, forbids nothing.
+
+References: "Assigning Pods to Nodes" and "Pod Topology Spread Constraints" in the documentation of Kubernetes.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB
+
+# Pods of a set differ in these, so a selector with one of them may match some of them only.
+_DIFFERENT = frozenset({LABEL_INDEX, LABEL_EPOCH, "apps.kubernetes.io/pod-index"})
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A node of the cluster, and how many pods of the set it could hold by itself."""
+
+    labels: Mapping[str, str]
+    selected: bool  # by the node selector and the node affinity of the pods
+    places: int  # 0 where the pods may not be, for whatever reason
+
+
+Rule = Callable[[Sequence[Candidate]], int]
+
+
+def node_allowed(spec: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> bool:
+    """Tell whether the required node affinity of a pod admits a node.
+
+    Args:
+        spec: Spec of the pod.
+        name: Name of the node; empty if it is unknown.
+        labels: Labels of the node.
+    """
+    required = _mapping(
+        _mapping(_affinity(spec).get("nodeAffinity")).get("requiredDuringSchedulingIgnoredDuringExecution")
+    )
+    terms = _mappings(required.get("nodeSelectorTerms"))
+    return not terms or any(_term_matches(term, name, labels) for term in terms)
+
+
+def rules_between(spec: Mapping[str, Any], labels: Mapping[str, str], namespace: str) -> list[Rule]:
+    """Return the rules by which pods of a set keep each other away from nodes.
+
+    Args:
+        spec: Spec of the pods.
+        labels: Labels that all pods of the set have.
+        namespace: Namespace of the pods.
+
+    Returns:
+        Functions of all nodes of the cluster: how many pods of the set they could hold under one rule.
+    """
+    anti = _mapping(_affinity(spec).get("podAntiAffinity"))
+    rules: list[Rule] = []
+    for term in _mappings(anti.get("requiredDuringSchedulingIgnoredDuringExecution")):
+        if _is_of_namespace(term, namespace) and _selects(term, labels):
+            rules.append(_one_in_each(str(term.get("topologyKey"))))
+    constraints = _mappings(spec.get("topologySpreadConstraints"))
+    hard = [each for each in constraints if each.get("whenUnsatisfiable") in (None, "DoNotSchedule")]
+    keys = frozenset(str(each.get("topologyKey")) for each in hard)
+    rules += [_spread(each, keys, labels) for each in hard]
+    return rules
+
+
+# --- pods that keep each other away
+
+
+def _one_in_each(key: str) -> Rule:
+    def count(nodes: Sequence[Candidate]) -> int:
+        taken: set[str] = set()
+        places = 0
+        for node in nodes:
+            value = node.labels.get(key)
+            if value is None:  # a node without the label is in no domain, and keeps nobody away
+                places += node.places
+            elif node.places and value not in taken:
+                taken.add(value)
+                places += 1
+        return places
+
+    return count
+
+
+def _spread(constraint: Mapping[str, Any], keys: frozenset[str], labels: Mapping[str, str]) -> Rule:
+    key, skew = str(constraint.get("topologyKey")), _positive(constraint.get("maxSkew"))
+    least_domains = _positive(constraint.get("minDomains"))
+    by_affinity = constraint.get("nodeAffinityPolicy") != "Ignore"
+    judged = skew is not None and bool(_selects(constraint, labels))
+    # Pods of others may raise the smallest count, unless they cannot be meant. And with this policy nodes come and go.
+    alone = _is_of_one_job(constraint, labels) and constraint.get("nodeTaintsPolicy") != "Honor"
+
+    def count(nodes: Sequence[Candidate]) -> int:
+        domains: defaultdict[str, int] = defaultdict(int)
+        for node in nodes:
+            # One that lacks a key of any constraint takes no pods, and does not count as a domain.
+            if all(each in node.labels for each in keys) and (node.selected or not by_affinity):
+                domains[node.labels[key]] += node.places
+        total = sum(domains.values())
+        if not judged or skew is None:
+            return total
+        if least_domains is not None and len(domains) < least_domains:
+            return sum(min(places, skew) for places in domains.values())
+        if not alone:
+            return total
+        most = min(domains.values(), default=0) + skew
+        return sum(min(places, most) for places in domains.values())
+
+    return count
+
+
+def _is_of_namespace(term: Mapping[str, Any], namespace: str) -> bool:
+    """Tell whether a term certainly looks at the pods' own namespace."""
+    names, selector = _strings(term.get("namespaces")), term.get("namespaceSelector")
+    return namespace in names or (selector is None and not names) or selector == {}
+
+
+def _selects(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Tell whether the selector of a rule certainly matches all pods of the set."""
+    selector = rule.get("labelSelector")
+    if not isinstance(selector, Mapping):
+        return False
+    expressions = _expressions_of(selector)
+    same = [key for key in _strings(rule.get("matchLabelKeys")) if key in labels or key in _DIFFERENT]
+    others = [key for key in _strings(rule.get("mismatchLabelKeys")) if key in labels or key in _DIFFERENT]
+    if others or any(str(each.get("key")) in _DIFFERENT for each in expressions) or _DIFFERENT.intersection(same):
+        return False
+    return all(_expression_matches(each, labels, unknown=False) for each in expressions)
+
+
+def _is_of_one_job(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Tell whether the selector of a rule matches pods of this job only."""
+    if LABEL_JOB not in labels:
+        return False
+    own = {"key": LABEL_JOB, "operator": "In", "values": [labels[LABEL_JOB]]}
+    expressions = _expressions_of(_mapping(rule.get("labelSelector")))
+    return own in expressions or LABEL_JOB in _strings(rule.get("matchLabelKeys"))
+
+
+def _expressions_of(selector: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Return the requirements of a label selector, all of one form."""
+    equal = [
+        {"key": key, "operator": "In", "values": [value]}
+        for key, value in _mapping(selector.get("matchLabels")).items()
+    ]
+    return [*equal, *_mappings(selector.get("matchExpressions"))]
+
+
+# --- nodes
+
+
+def _term_matches(term: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> bool:
+    expressions, fields = _mappings(term.get("matchExpressions")), _mappings(term.get("matchFields"))
+    if not expressions and not fields:
+        return False  # an empty term matches no node
+    own = {"metadata.name": name} if name else {}
+    return all(_expression_matches(each, labels, unknown=True) for each in expressions) and all(
+        each.get("key") not in own or _expression_matches(each, own, unknown=True) for each in fields
+    )
+
+
+def _expression_matches(requirement: Mapping[str, Any], labels: Mapping[str, str], *, unknown: bool) -> bool:
+    """Evaluate one requirement of a selector. `unknown` is the answer for an operator that nobody knows here."""
+    value = labels.get(str(requirement.get("key")))
+    values = _strings(requirement.get("values"))
+    match requirement.get("operator"):
+        case "In":
+            return value in values
+        case "NotIn":
+            return value not in values
+        case "Exists":
+            return value is not None
+        case "DoesNotExist":
+            return value is None
+        case "Gt" | "Lt" as operator:
+            here, limit = _integer(value), _integer(values[0] if len(values) == 1 else None)
+            if here is None or limit is None:
+                return False
+            return here > limit if operator == "Gt" else here < limit
+    return unknown
+
+
+# --- what users write is looked at with suspicion: the API server has checked it, but of another version maybe
+
+
+def _affinity(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _mapping(spec.get("affinity"))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [each for each in _list(value) if isinstance(each, Mapping)]
+
+
+def _strings(value: Any) -> list[str]:
+    return [str(each) for each in _list(value)]
+
+
+def _list(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _positive(value: Any) -> int | None:
+    return value if type(value) is int and value > 0 else None
+
+
+def _integer(text: str | None) -> int | None:
+    """A label's value as an integer of 64 bits, as the scheduler reads it."""
+    digits = (text or "").lstrip("+-")
+    if text is None or len(text) - len(digits) > 1 or not (digits.isascii() and digits.isdecimal()) or len(digits) > 19:
+        return None
+    return int(text)
