@@ -189,6 +189,13 @@ async def test_retry_after_is_obeyed(server: Server, client: Client) -> None:
         (status(410, "Expired"), errors.Gone),
         (status(422, "Invalid"), errors.Invalid),
         (status(400, "BadRequest"), errors.Invalid),
+        (status(413, "RequestEntityTooLarge", "Request entity too large: limit is 3145728"), errors.TooLarge),
+        (status(413, "", "<html>nginx</html>"), errors.TooLarge),
+        (status(500, "", "etcdserver: request is too large"), errors.TooLarge),
+        (
+            status(500, "", "rpc error: desc = trying to send message larger than max (2 vs. 1)"),
+            errors.TooLarge,
+        ),
         (status(403, "Forbidden", "pods is forbidden: violates PodSecurity"), errors.Forbidden),
         (status(403, "Forbidden", 'pods "x" is forbidden: exceeded quota: q'), errors.QuotaExceeded),
         (

@@ -99,6 +99,28 @@ async def test_a_status_that_is_refused_whatever_is_left_out_is_told_too(reconci
     assert [body["kind"] for body in server.created] == ["Event"], "nothing is done that is not on record"
 
 
+async def test_of_a_job_that_is_too_large_for_the_api_server_its_users_are_told_once(
+    reconciler: Reconciler, server: Any
+) -> None:
+    """A job of 1.5 MB is stored, and with its status it is more than etcd takes."""
+
+    async def apply_status(resource: Any, namespace: str, body: Any) -> Any:
+        server.statuses.append(body["status"])
+        raise errors.from_status(500, {"message": "etcdserver: request is too large"})
+
+    server.apply_status = apply_status
+    for version in range(10, 15):
+        reconciler.cache.jobs.put(job().meta(resourceVersion=str(version)).manifest())
+        with pytest.raises(errors.TooLarge):  # for the queue to back off from
+            await reconciler.reconcile(KEY)
+    assert len(server.statuses) == 5, "there is nothing to leave out"
+    (told,) = server.events()
+    assert told["reason"] == "StatusRefused"
+    assert "etcdserver: request is too large" in told["message"]
+    assert "podTemplate" in told["message"], "what to do"
+    assert [body["kind"] for body in server.created] == ["Event"], "nothing is done that is not on record"
+
+
 async def test_what_is_refused_again_and_again_is_for_the_queue_to_back_off_from(
     reconciler: Reconciler, server: Any
 ) -> None:

@@ -37,6 +37,17 @@ class Invalid(ApiError):
     """422 or 400: the body is refused and will be refused again."""
 
 
+class TooLarge(Invalid):
+    """The object is larger than the API server takes (3 MiB, 413) or etcd stores (1.5 MiB, which is told as a 500).
+
+    Taken for a server in trouble it would be sent again and again, and its users would never hear of it.
+    """
+
+    def __init__(self, code: int, reason: str, message: str, *, retry_after: float | None = None) -> None:
+        hint = "shorten spec.podTemplate, spec.env, spec.args or the annotations: etcd stores objects up to 1.5 MiB"
+        super().__init__(code, reason, f"{message}; {hint}", retry_after=retry_after)
+
+
 class NotAuthorized(ApiError):
     """403 by RBAC: our rights, never a job's fault.
 
@@ -102,6 +113,8 @@ class AgentGone(NotOurs):
 _BY_RBAC = re.compile(r'User "[^"]*" cannot \w+ (resource|path)')
 # A webhook chooses the code of its denial freely; the API server puts these words before its message.
 _BY_WEBHOOK = re.compile(r'admission webhook "[^"]*" denied the request')
+# Of etcd, and of the connection to it.
+_BY_ETCD = re.compile(r"etcdserver: request is too large|message larger than max")
 
 _BY_CODE: dict[int, type[ApiError]] = {
     400: Invalid,
@@ -110,7 +123,7 @@ _BY_CODE: dict[int, type[ApiError]] = {
     404: NotFound,
     409: Conflict,
     410: Gone,
-    413: Invalid,
+    413: TooLarge,
     422: Invalid,
     429: TooManyRequests,
 }
@@ -132,5 +145,7 @@ def from_status(code: int, status: Any, *, retry_after: float | None = None) -> 
     if code == 403 and "is being terminated" in message:
         # Creates in a terminating namespace. The template is not to blame, and the job is about to be deleted too.
         return Conflict(code, reason, message)
+    if code >= 500 and _BY_ETCD.search(message):
+        return TooLarge(code, reason, message)
     kind = _BY_CODE.get(code, ServerError if code >= 500 else ApiError)
     return kind(code, reason, message, retry_after=retry_after)
