@@ -124,5 +124,8 @@ async def test_a_watched_namespace_that_is_gone_stops_no_other(
     with pytest.raises(errors.NotAuthorized):  # nothing can be read at all: not ready
         await resync.once()
     gone.clear()
+    back: list[set[str]] = []
+    resync.readable = back.append
     await resync.once()
     assert not resync.forbidden
+    assert back == [{"gone"}]

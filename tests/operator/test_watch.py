@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
@@ -12,16 +13,18 @@ import pytest_asyncio
 from aiohttp import web
 from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import Configuration
+from structlog.testing import capture_logs
 
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, Resource
 from everstep_operator.cluster.watch import POD_SELECTOR, Watch
+from tests.integration.world import until
 
 BY_PLURAL = {resource.plural: resource for resource in (JOBS, PODS, POOLS, NODES)}
 Stream = Callable[[web.Request, web.StreamResponse], Awaitable[None]]
 
 
-def job(name: str, version: int) -> dict[str, Any]:
-    meta = {"name": name, "namespace": "ns", "uid": name, "resourceVersion": str(version)}
+def job(name: str, version: int, namespace: str = "ns") -> dict[str, Any]:
+    meta = {"name": name, "namespace": namespace, "uid": name, "resourceVersion": str(version)}
     return {"apiVersion": JOBS.api_version, "kind": "TrainingJob", "metadata": meta, "spec": {}}
 
 
@@ -34,6 +37,7 @@ class ApiServer:
         self.lists = 0
         self.selectors: set[str] = set()
         self.unexpected: list[str] = []
+        self.forbidden: set[tuple[str, str]] = set()  # namespace, and verb: list or watch
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
         parts = request.path.strip("/").split("/")
@@ -41,12 +45,17 @@ class ApiServer:
         if request.method != "GET":
             self.unexpected.append(f"{request.method} {request.path}")
         if plural in BY_PLURAL:
+            namespace = parts[-2] if "namespaces" in parts else ""
+            if (namespace, "watch" if "watch" in request.query else "list") in self.forbidden:
+                return web.json_response({"kind": "Status", "code": 403, "reason": "Forbidden"}, status=403)
             if "watch" in request.query:
                 return await self._watch(request, plural)
             if plural == "pods":
                 self.selectors.add(request.query.get("labelSelector", ""))
             self.lists += plural == "trainingjobs"
             items = self.jobs if plural == "trainingjobs" else []
+            if namespace:
+                items = [each for each in items if each["metadata"]["namespace"] == namespace]
             return web.json_response({"metadata": {"resourceVersion": "9"}, "items": items})
         return web.json_response(self._discovery(request.path))
 
@@ -107,7 +116,7 @@ BROKEN = {"kind": "Status", "code": 500, "reason": "InternalError", "message": "
 
 
 class Seen:
-    def __init__(self, server: ApiServer, url: str) -> None:
+    def __init__(self, server: ApiServer, url: str, namespaces: tuple[str, ...] = ()) -> None:
         self.server = server
         self.events: asyncio.Queue[tuple[Resource, str | None, str]] = asyncio.Queue()
         self.begun = 0
@@ -126,26 +135,31 @@ class Seen:
         def begins() -> None:
             self.begun += 1
 
-        self.watch = Watch(login, receive, ready=ready)
+        self.watch = Watch(login, receive, namespaces=namespaces, ready=ready)
         self.task = asyncio.create_task(self.watch.run(begins))
 
     async def next(self) -> tuple[Resource, str | None, str]:
         return await asyncio.wait_for(self.events.get(), 20)
 
 
-@pytest_asyncio.fixture
-async def seen() -> AsyncIterator[Seen]:
-    server = ApiServer()
+@contextlib.asynccontextmanager
+async def watching(server: ApiServer, *namespaces: str) -> AsyncIterator[Seen]:
     app = web.Application()
     app.router.add_route("*", "/{any:.*}", server.handle)
     running = TestServer(app)
     await running.start_server()
-    made = Seen(server, str(running.make_url("")).rstrip("/"))
+    made = Seen(server, str(running.make_url("")).rstrip("/"), namespaces)
     yield made
     made.task.cancel()
     await asyncio.gather(made.task, return_exceptions=True)
     await running.close()
     assert server.unexpected == [], "kopf did more than list and watch our kinds"
+
+
+@pytest_asyncio.fixture
+async def seen() -> AsyncIterator[Seen]:
+    async with watching(ApiServer()) as made:
+        yield made
 
 
 async def test_lists_then_watches_and_asks_the_server_to_filter_pods(seen: Seen) -> None:
@@ -189,3 +203,67 @@ async def test_a_suspicious_watch_can_be_started_again(seen: Seen) -> None:
     seen.watch.restart()
     assert await seen.next() == (JOBS, None, "listed")
     assert seen.begun == 2
+
+
+@pytest.mark.parametrize("verb", ["list", "watch"])
+async def test_a_namespace_that_cannot_be_read_leaves_the_watch_and_keeps_the_others_in_it(verb: str) -> None:
+    server = ApiServer()
+    server.forbidden = {("gone", verb)}
+    with capture_logs() as logs:
+        async with watching(server, "gone", "ns") as seen:
+            assert await seen.next() == (JOBS, None, "listed")
+            await until_left_out(seen, "gone")
+            server.watches.put_nowait(event("ADDED", job("new", 10)))
+            while await seen.next() != (JOBS, "ADDED", "new"):
+                pass
+            begun = seen.begun
+            server.watches.put_nowait(event("ADDED", job("newer", 11)))
+            assert await seen.next() == (JOBS, "ADDED", "newer")
+            assert seen.begun == begun, "it goes on, and is not begun again and again"
+            server.forbidden.clear()
+            server.jobs.append(job("back", 12, namespace="gone"))
+            seen.watch.come_back({"gone"})
+            names = {(await seen.next())[2] for _ in range(2)}
+    assert names == {"listed", "back"}
+    told = [entry for entry in logs if "cannot be watched" in entry["event"]]
+    assert [entry["namespace"] for entry in told] == ["gone"]
+
+
+async def until_left_out(seen: Seen, namespace: str) -> None:
+    async def left_out() -> bool:
+        return namespace in seen.watch.left_out
+
+    await until(left_out, "the namespace leaves the watch")
+
+
+async def test_a_namespace_that_was_left_out_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rights may come back without anybody telling."""
+    monkeypatch.setattr("everstep_operator.cluster.watch.TRY_AGAIN_SECONDS", 0.5)
+    server = ApiServer()
+    server.forbidden = {("gone", "watch")}
+    server.jobs = [job("there", 5, namespace="gone")]
+    async with watching(server, "gone", "ns") as seen:
+        await until_left_out(seen, "gone")
+        server.forbidden.clear()
+
+        async def back() -> bool:
+            return not seen.watch.left_out
+
+        await until(back, "it is watched again")
+
+
+async def test_where_nothing_can_be_read_all_namespaces_stay_in_the_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep_operator.cluster.watch.TRY_AGAIN_SECONDS", 0.5)
+    server = ApiServer()
+    server.forbidden = {("one", "list"), ("two", "list")}
+    async with watching(server, "one", "two") as seen:
+
+        async def tried() -> bool:
+            return seen.begun > 3
+
+        await until(tried, "some attempts")
+        server.forbidden.clear()
+        server.jobs = [job(f"in-{name}", 5, namespace=name) for name in ("one", "two")]
+        names: set[str] = set()
+        while names != {"in-one", "in-two"}:
+            names.add((await seen.next())[2])

@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import structlog
@@ -32,6 +32,7 @@ from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.gangs import Gangs
 from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.cluster.lease import Lease, LeaseLost
+from everstep_operator.cluster.log_limit import LogLimit
 from everstep_operator.cluster.nodes import Nodes
 from everstep_operator.cluster.queue import WorkQueue
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, Resource
@@ -78,13 +79,14 @@ class Operator:
         )
         self.resync = Resync(
             client, self.cache, self.frozen, agent, settings.watch_namespaces, settings.resync_seconds,
-            deaf=self.watch.restart, wake=self.queue.add,
+            deaf=self.watch.restart, wake=self.queue.add, readable=self.watch.come_back,
         )  # fmt: skip
         self._stores = {
             JOBS: self.cache.jobs, PODS: self.cache.pods, POOLS: self.cache.pools, NODES: self.cache.nodes
         }  # fmt: skip
         self._listed: asyncio.TimerHandle | None = None
         self._draining = False
+        self._logs = LogLimit()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`; then finish what is in work, briefly. An exception of any part ends all of them."""
@@ -143,30 +145,33 @@ class Operator:
                     self.queue.forget(job)
                 else:
                     result = "refused"
-                    log.info("still refused", job=job, message=rejection.message, again_in=self.queue.retry(job))
+                    await self._retry(log.info, "still refused", job, message=rejection.message)
             except Leftover as error:
                 result = "waiting"
-                again_in = await self._retry(job, error)
-                log.info("waiting for a former object to go", what=str(error), again_in=again_in)
+                await self._retry(log.info, "waiting for a former object to go", job, error)
             except (errors.ApiError, errors.Unreachable) as error:
                 result = "refused"
-                again_in = await self._retry(job, error)
-                log.warning("cannot go on with a job", job=job, error=str(error), again_in=again_in)
+                await self._retry(log.warning, "cannot go on with a job", job, error)
             except LeaseLost:
                 raise
             except Exception:
                 result = "error"
-                log.exception("a bug or a surprise", job=job, again_in=self.queue.retry(job))
+                await self._retry(log.exception, "a bug or a surprise", job)
             finally:
                 self.queue.done(job)
                 metrics.reconcile_seconds.labels(result).observe(time.monotonic() - started)
 
-    async def _retry(self, job: Key, error: Exception) -> float:
-        """Look again after the back-off, whose seconds are returned; the job's users are told once in a row."""
-        delay = self.queue.retry(job)
-        if self.queue.failures(job) == REPORTED_FAILURES and not isinstance(error, errors.Unreachable):
+    async def _retry(
+        self, write: Callable[..., None], text: str, job: Key, error: Exception | None = None, **about: str
+    ) -> None:
+        """Let the job be tried again after its back-off, and say so: in one line a minute of the log for each job and
+        kind of trouble, and in one event for each row of failures."""
+        again_in = self.queue.retry(job)
+        if (left_out := self._logs.left_out((job, text))) is not None:
+            about |= {"error": str(error)} if error is not None else {}
+            write(text, job=job, again_in=again_in, times_before=left_out, **about)
+        if isinstance(error, errors.ApiError | Leftover) and self.queue.failures(job) == REPORTED_FAILURES:
             await self.reconciler.report_retries(job, error)
-        return delay
 
     def _event(self, resource: Resource, kind: str | None, raw: Raw) -> None:
         store: Any = self._stores[resource]

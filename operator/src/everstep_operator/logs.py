@@ -8,8 +8,23 @@ from typing import Any
 
 import structlog
 
+from everstep_operator.cluster.log_limit import LogLimit
+
 # `kubernetes.aio.client.rest` logs whole bodies at debug, Secrets included; aiohttp and kopf say at info what we say.
 _NOISY = ("kopf", "kubernetes", "aiohttp", "asyncio", "urllib3")
+
+
+class _OnceAMinute(logging.Filter):
+    """Lets each of kopf's lines pass once a minute: it tells of each of its ends with a traceback."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limit = LogLimit()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if not record.name.startswith("kopf"):
+            return True
+        return self._limit.left_out((record.name, str(record.msg))) is not None
 
 
 def configure(level: str, form: str) -> None:
@@ -40,6 +55,7 @@ def configure(level: str, form: str) -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )
     )
+    handler.addFilter(_OnceAMinute())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(threshold, logging.INFO))

@@ -24,6 +24,7 @@ from everstep_operator.cluster.agentcode import ALL, AgentCode
 from everstep_operator.cluster.cache import Cache, Store
 from everstep_operator.cluster.client import Client, Object
 from everstep_operator.cluster.frozen import FrozenTemplates
+from everstep_operator.cluster.log_limit import LogLimit
 from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS, POOLS, Resource
 from everstep_operator.cluster.watch import POD_SELECTOR
 
@@ -44,11 +45,13 @@ class Resync:
     period: float
     deaf: Callable[[], None]  # the watch has to be started again
     wake: Callable[[tuple[str, str]], None]
+    readable: Callable[[set[str]], None] = lambda namespaces: None  # these could not be read, and can be again
     tried_at: float = field(default_factory=time.monotonic)
     done_at: float | None = None
     forbidden: set[str] = field(default_factory=set)  # watched namespaces that the last turn could not read
     _events: Counter[Resource] = field(default_factory=Counter)
     _soon: asyncio.Event = field(default_factory=asyncio.Event)
+    _logs: LogLimit = field(default_factory=LogLimit)
 
     def heard(self, resource: Resource) -> None:
         """The watch told something of this kind. Each has a stream of its own, and one goes deaf alone."""
@@ -72,7 +75,8 @@ class Resync:
             try:
                 await self.once(wished=wished)
             except (errors.ApiError, errors.Unreachable) as error:
-                log.warning("resync failed", error=str(error))
+                if (left_out := self._logs.left_out(type(error).__name__)) is not None:
+                    log.warning("resync failed", error=str(error), times_before=left_out)
                 self._soon.set()
                 await asyncio.sleep(min(5.0, self.period))
 
@@ -92,6 +96,8 @@ class Resync:
             repaired[resource] += await self._compare(resource, store, labels, forbidden)
         if forbidden - self.forbidden:
             log.warning("cannot read watched namespaces; going on with the others", namespaces=sorted(forbidden))
+        if back := self.forbidden - forbidden:
+            self.readable(back)
         self.forbidden = forbidden
         if not (first or wished):
             await self._suspect(repaired, before)

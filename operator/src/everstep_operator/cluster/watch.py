@@ -14,7 +14,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ssl
-from collections.abc import Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import aiohttp
@@ -23,6 +24,7 @@ import structlog
 from kubernetes.aio.client import Configuration
 
 from everstep_operator import metrics
+from everstep_operator.cluster.log_limit import LogLimit
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, Resource
 
 log = structlog.get_logger(__name__)
@@ -32,6 +34,7 @@ SERVER_TIMEOUT = 300
 BACKOFF_MAX = 5.0
 STEADY_SECONDS = 60.0
 GRACE_SECONDS = 3.0
+TRY_AGAIN_SECONDS, TRY_AGAIN_MAX = 30.0, 1800.0  # with a namespace that could not be watched: it costs a list of all
 
 Raw = Mapping[str, Any]
 Receive = Callable[[Resource, str | None, Raw], None]
@@ -53,6 +56,9 @@ class Watch:
         self._namespaces = namespaces
         self._ready = ready
         self._stop: Callable[[], None] | None = None
+        self._logs = LogLimit()
+        self._tries: Counter[str] = Counter()  # by namespace, how often it could not be watched
+        self.left_out: dict[str, float] = {}  # namespaces that cannot be watched, and until when nobody tries again
 
     async def run(self, begins: Callable[[], None]) -> None:
         """Watch until cancelled. `begins` is called before each list of everything: what vanished before it is told
@@ -65,9 +71,14 @@ class Watch:
             begins()
             try:
                 await self._thread(loop)
-                log.warning("the watch ended")
+                if (left_out := self._logs.left_out("ended")) is not None:
+                    log.warning("the watch ended", times_before=left_out)
             except Exception as error:
-                log.warning("the watch failed", error=f"{type(error).__name__}: {error}")
+                if self._leave_out(loop, error):
+                    continue
+                text = f"{type(error).__name__}: {error}"
+                if (left_out := self._logs.left_out("failed")) is not None:
+                    log.warning("the watch failed", error=text, times_before=left_out)
             failures = 0 if loop.time() - started > STEADY_SECONDS else failures + 1
             metrics.watch_restarts.inc()
             await asyncio.sleep(min(BACKOFF_MAX, 0.05 * 2.0 ** min(failures, 10)))
@@ -76,6 +87,40 @@ class Watch:
         """End the present watch: it is suspected to be deaf."""
         if self._stop is not None:
             self._stop()
+
+    def come_back(self, namespaces: Iterable[str]) -> None:
+        """Watch these again: they can be read again, as far as is known."""
+        if back := self.left_out.keys() & set(namespaces):
+            for namespace in back:
+                del self.left_out[namespace]
+                del self._tries[namespace]
+            self.restart()
+
+    def _leave_out(self, loop: asyncio.AbstractEventLoop, error: Exception) -> bool:
+        """Leave a namespace out of the watch that has ended it: kopf ends with its first stream that is forbidden."""
+        namespace = _forbidden_namespace(error)
+        others = set(self._namespaces) - self.left_out.keys() - {namespace}
+        if namespace not in self._namespaces:
+            return False
+        if not others:  # none can be watched: all of them are tried, with the back-off of any failure
+            self.left_out.clear()
+            return False
+        pause = min(TRY_AGAIN_MAX, TRY_AGAIN_SECONDS * 2.0 ** min(self._tries[namespace], 10))
+        self._tries[namespace] += 1
+        until = self.left_out[namespace] = loop.time() + pause
+        if (times := self._logs.left_out(namespace)) is not None:
+            log.warning(
+                "a namespace cannot be watched; going on with the others",
+                namespace=namespace, error=str(error), again_in=pause, times_before=times,
+            )  # fmt: skip
+
+        def try_again() -> None:
+            if self.left_out.get(namespace) == until:
+                del self.left_out[namespace]
+                self.restart()
+
+        loop.call_at(until, try_again)
+        return True
 
     async def _thread(self, main: asyncio.AbstractEventLoop) -> None:
         """One life of kopf; returns or raises when it is over. When cancelled, it is over at once."""
@@ -110,7 +155,7 @@ class Watch:
                 settings=_settings(),
                 standalone=True,
                 clusterwide=not self._namespaces,
-                namespaces=self._namespaces,
+                namespaces=[namespace for namespace in self._namespaces if namespace not in self.left_out],
                 stop_flag=stop,
             )
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -140,6 +185,15 @@ class Watch:
             _soon(main, self._receive, mine, event["type"], event["object"])
 
         return handle
+
+
+def _forbidden_namespace(error: BaseException) -> str:
+    """Return the namespace of the request that was forbidden, or nothing."""
+    cause = error.__cause__
+    if not isinstance(cause, aiohttp.ClientResponseError) or cause.status != 403:
+        return ""
+    _, _, rest = cause.request_info.url.path.partition("/namespaces/")
+    return rest.partition("/")[0]
 
 
 async def _cancel_all() -> None:
