@@ -34,7 +34,7 @@ async def watching_operator(
             await world.submit("first", suspend=True)
         else:
             container = {"name": "first", "image": "first"}
-            meta = {"name": "first", "labels": {"app.kubernetes.io/managed-by": "everstep"}}
+            meta = {"name": "first", "labels": {"everstep.dev/job": "first"}}
             await world.client.create(PODS, world.namespace, {"metadata": meta, "spec": {"containers": [container]}})
 
         async def is_heard() -> bool:

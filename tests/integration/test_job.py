@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import base64
+import time
 from typing import Any
 
+from e2e.cluster.controlplane import ControlPlane
 from everstep.agent.auth import job_token
-from everstep_operator.cluster.resources import CONFIG_MAPS, SECRETS, SERVICES
+from everstep_operator.cluster.resources import CONFIG_MAPS, PODS, SECRETS, SERVICES
 from tests.integration.conftest import KEY
+from tests.integration.inprocess import operator
 from tests.integration.world import FakeLeader, World, until
 
 
@@ -16,6 +19,26 @@ async def lead(world: World, job: dict[str, Any], pod: dict[str, Any], epoch: in
     leader = FakeLeader(token, world.address(pod), world.agent_port, epoch)
     leader.state["missing"] = list(range(1, job["spec"].get("numNodes", 1)))
     return await leader.start()
+
+
+async def test_a_pod_whose_labels_are_changed_stays_the_job_s(control_plane: ControlPlane, still_world: World) -> None:
+    """A tool that sets labels of everything in a namespace takes no pod from its job."""
+    world = still_world
+    async with operator(control_plane.kubeconfig, world, resync_seconds=1) as (made, _):
+        await world.submit("digits", numNodes=1)
+        (pod,) = await world.until_pods("digits", 1)
+        labels = {"app.kubernetes.io/managed-by": "Helm", "everstep.dev/job": "other"}
+        await world._patch(PODS.path(world.namespace, "digits-0"), {"metadata": {"labels": labels}})
+        changed = time.monotonic()
+
+        async def listed_again() -> bool:
+            return made.resync.done_at is not None and made.resync.done_at > changed + 2
+
+        await until(listed_again, "the operator has listed everything since", 60)
+        await made.queue.idle()
+        (seen,) = made.cache.pods_of((world.namespace, "digits"))
+        assert seen.uid == pod["metadata"]["uid"]
+        assert (await world.job("digits"))["status"]["epoch"] == 1, "no second pod 0 was wanted"
 
 
 async def test_everything_a_job_needs_is_made_before_its_pods(world: World) -> None:

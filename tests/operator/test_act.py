@@ -15,7 +15,7 @@ import pytest_asyncio
 from everstep.agent.auth import job_token
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.act import Actor, Job
+from everstep_operator.cluster.act import Actor, Job, Leftover
 from everstep_operator.cluster.agentcode import AgentCode
 from everstep_operator.cluster.cache import Cache
 from everstep_operator.cluster.client import Page
@@ -24,6 +24,7 @@ from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.plan import template
 from everstep_operator.plan.actions import (
     Action,
+    CreatePods,
     DeletePods,
     DeleteStale,
     EnsureAgent,
@@ -33,6 +34,7 @@ from everstep_operator.plan.actions import (
 )
 from everstep_operator.plan.keys import secret_name
 from everstep_operator.plan.observed import Frozen, Settings
+from everstep_operator.plan.pods import owner_reference
 from tests.builders import job
 
 KEY = b"key"
@@ -199,6 +201,17 @@ async def test_a_pod_that_is_not_there_to_be_deleted_is_not_waited_for(actor: Ac
     actor.cache.pods.put({"metadata": meta})
     assert await actor.carry_out(JOB, [DeletePods((PodRef("digits-0", "u1"),), "why")]) == (None, None)
     assert actor.cache.pods_of(("default", "digits")) == ()
+
+
+async def test_a_pod_that_is_there_and_that_no_list_shows_is_waited_for(actor: Actor, objects: Any) -> None:
+    """Somebody has removed its label. Its name keeps a second one from being made; the queue shall back off."""
+    built = job().build()
+    body = {"metadata": {"name": "digits-0", "uid": "u1", "resourceVersion": "5"}}
+    body["metadata"]["ownerReferences"] = [owner_reference("digits", built.metadata.uid)]  # type: ignore[assignment]
+    objects.there[("pods", "digits-0")] = body
+    actor.cache.pods.remove(("default", "digits-0"), "u1", 7)  # as the watch tells it, or a list that lacks it
+    with pytest.raises(Leftover, match=r"default/digits-0.*everstep.dev/job"):
+        await actor.carry_out(JOB, [CreatePods((0,), 1, resolved(built, 1), "")])
 
 
 async def test_a_new_template_finds_the_agent_in_a_namespace_that_was_made_again(actor: Actor, objects: Any) -> None:

@@ -44,6 +44,21 @@ def test_a_late_event_does_not_undo_our_own_write() -> None:
     assert w.cache.pods_of(("ns", "digits"))[0].phase == "Running"
 
 
+def test_a_pod_is_its_owner_s_whatever_its_labels_become() -> None:
+    w = Watched()
+    owned = pod("digits-0", "digits", version=1)
+    owned["metadata"]["ownerReferences"] = [
+        {"kind": "Odd", "name": "other", "uid": "o"},
+        {"kind": "TrainingJob", "name": "digits", "uid": "j", "controller": True},
+    ]
+    w.cache.pods.put(owned)
+    labels = {"everstep.dev/job": "other", "everstep.dev/index": "0", "app.kubernetes.io/managed-by": "Helm"}
+    w.cache.pods.put({**owned, "metadata": {**owned["metadata"], "labels": labels, "resourceVersion": "2"}})
+    (view,) = w.cache.pods_of(("ns", "digits"))
+    assert (view.uid, view.owner) == ("u1", "j")
+    assert w.cache.pods_of(("ns", "other")) == ()
+
+
 def test_the_end_of_a_predecessor_does_not_remove_its_successor() -> None:
     w = Watched()
     w.cache.pods.put(pod("digits-0", "digits", version=9, uid="new"))

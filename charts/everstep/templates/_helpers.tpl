@@ -33,7 +33,7 @@ app.kubernetes.io/instance: {{ .Release.Name }}
 app.kubernetes.io/component: operator
 {{- end -}}
 
-{{- /* Not managed-by "everstep": the operator takes objects with that label for children of its jobs. */ -}}
+{{- /* Not managed-by "everstep": that label is of the children of jobs, and network policies select by it. */ -}}
 {{- define "everstep.labels" -}}
 {{ include "everstep.selectorLabels" . }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}

@@ -194,8 +194,14 @@ class Actor:
         await self._each(job, (self._create_pod(job, action, index) for index in action.indices))
 
     async def _create_pod(self, job: Job, action: act.CreatePods, index: int) -> None:
-        made, _ = await self._ensure(PODS, job, pod_body(action.frozen, index, action.epoch, action.leader))
+        made, is_new = await self._ensure(PODS, job, pod_body(action.frozen, index, action.epoch, action.leader))
         self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
+        name = made["metadata"]["name"]
+        if not is_new and self.cache.pods.get((job.namespace, name)) is None:
+            # Deleted a moment ago, or it never was. A plan that goes on not to see it would make it again at once.
+            raise Leftover(
+                f"Pod {job.namespace}/{name} is there, and lists lack it: has it lost its label {LABEL_JOB}?"
+            )
 
     async def _delete_pod(self, job: Job, pod: act.PodRef) -> None:
         there = await self.client.delete(PODS, job.namespace, pod.name, uid=pod.uid, grace=pod.grace_seconds)

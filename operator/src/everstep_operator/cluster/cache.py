@@ -253,6 +253,11 @@ def _asked(job: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]
 
 
 def _pod(raw: Mapping[str, Any]) -> tuple[str, PodView]:
-    """The job by the pod's label, and what plans need to know of the pod."""
-    labels = (raw.get("metadata") or {}).get("labels") or {}
-    return str(labels.get(LABEL_JOB) or ""), pod_view(raw)
+    """Return the name of the pod's job, and what plans need to know of the pod.
+
+    Tools and people change labels of running pods. The owner decides; a pod without one only has the label.
+    """
+    meta = raw.get("metadata") or {}
+    owners = (each for each in meta.get("ownerReferences") or () if each.get("controller"))
+    name = next((each.get("name") for each in owners if each.get("kind") == JOBS.kind), None)
+    return str(name or (meta.get("labels") or {}).get(LABEL_JOB) or ""), pod_view(raw)

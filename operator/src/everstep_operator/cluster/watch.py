@@ -26,10 +26,12 @@ from kubernetes.aio.client import Configuration
 from everstep_operator import metrics
 from everstep_operator.cluster.log_limit import LogLimit
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, Resource
+from everstep_operator.plan.labels import LABEL_JOB
 
 log = structlog.get_logger(__name__)
 
-POD_SELECTOR = "app.kubernetes.io/managed-by=everstep"
+# Any value of the one label that is ours alone: `app.kubernetes.io/managed-by` is what tools set as their own.
+POD_SELECTOR = LABEL_JOB
 SERVER_TIMEOUT = 300
 BACKOFF_MAX = 5.0
 STEADY_SECONDS = 60.0
