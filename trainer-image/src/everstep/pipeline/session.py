@@ -24,7 +24,6 @@ from everstep.pipeline.engine.stage import why_not_split
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import FixedAttributes
-from everstep.pipeline.frontend.compiled import is_compiled
 from everstep.pipeline.frontend.materialise import Seeded, Source, materialise
 from everstep.pipeline.frontend.skeleton import joined
 from everstep.pipeline.frontend.split import split
@@ -42,6 +41,7 @@ from everstep.pipeline.schedules import Kind, Schedule
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.gloo import ProcessGroups
 from everstep.pipeline.transport.grid import Grid
+from everstep.pipeline.unsupported import refuse_unsupported
 
 __all__ = ["Output", "Pipeline", "pipeline"]
 
@@ -139,7 +139,7 @@ def pipeline(
             known(options)
             if isinstance(asked["schedule"], Schedule):
                 whole(asked["schedule"])
-            _check_kind(model)
+            refuse_unsupported(model)
             refuse_half_parameters(model, options.get("precision", "full"))
             if isinstance(loss, nn.Module) and any(each.requires_grad for each in loss.parameters()):
                 raise PipelineError("the loss has parameters, which would not learn: make it a part of the model")
@@ -379,16 +379,6 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             except PipelineError as error:
                 named = error  # told to all, when they agree on the step
         return named, map_tensors(targets, bring) if self.reads.targets else None
-
-
-def _check_kind(model: nn.Module) -> None:
-    wrapped = nn.parallel.DistributedDataParallel, nn.DataParallel, torch.jit.ScriptModule
-    kind = next((each.__name__ for each in wrapped if isinstance(model, each)), None)
-    kind = "compiled module" if hasattr(model, "_orig_mod") else kind
-    if kind is None and is_compiled(model):
-        raise PipelineError("the model is compiled as a whole, and cannot be cut: compile its blocks instead")
-    if kind is not None:
-        raise PipelineError(f"the model is a {kind}: give the module that is in it; parts of it may be compiled")
 
 
 def _module(model: nn.Module, block: str | nn.Module) -> nn.Module:

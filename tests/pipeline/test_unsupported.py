@@ -1,0 +1,101 @@
+"""What a pipeline cannot train is refused where it is called, with the module's name, the reason and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+from torch.distributed.tensor import DTensor, Replicate  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.unsupported import refuse_unsupported  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.models import squares  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+X = torch.ones(4, 4)
+
+
+def chain(module: Any) -> Any:
+    return nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4))
+
+
+class Words(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    def __init__(self, table: Any) -> None:
+        super().__init__()
+        self.table = table
+
+    def forward(self, x: Any) -> Any:
+        return self.table(x.long().clamp(0, 3)).sum(1)
+
+
+class Scaled(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    def __init__(self, *, learns: bool) -> None:
+        super().__init__()
+        scale = torch.ones(1).expand(4)
+        if learns:
+            self.scale = nn.Parameter(scale)
+        else:
+            self.register_buffer("scale", scale)
+
+    def forward(self, x: Any) -> Any:
+        return x * self.scale
+
+
+def _refused(rank: int) -> list[str]:
+    mesh = init_device_mesh("cpu", (2,))
+    spread = nn.Linear(4, 4)
+    spread.weight = nn.Parameter(DTensor.from_local(spread.weight.data, mesh, [Replicate()]))
+    told = []
+    for model in (
+        chain(nn.SyncBatchNorm(4)),
+        chain(fully_shard(nn.Linear(4, 4), mesh=mesh)),
+        chain(DistributedDataParallel(nn.Linear(4, 4))),
+        chain(spread),
+        chain(Words(nn.Embedding(4, 4, sparse=True))),
+        chain(Words(nn.EmbeddingBag(4, 4, sparse=True))),
+        chain(Scaled(learns=True)),
+        chain(Scaled(learns=False)),
+    ):
+        with pytest.raises(PipelineError) as caught:
+            pipeline(model, X, squares, heartbeat=None, costs="counted")
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_cannot_be_trained_is_refused_on_all_ranks_with_what_to_do() -> None:
+    here, there = ranks.run(2, _refused)
+    assert here == there
+    batch, sharded, replicated, spread, sparse, bag, parameter, buffer = here
+    assert batch.startswith("module '1' is a SyncBatchNorm, ")
+    assert "build the model with BatchNorm1d, BatchNorm2d or BatchNorm3d" in batch
+    assert sharded.startswith("module '1' is sharded by fully_shard (FSDP2), ")
+    assert "ShardedOptimizer" in sharded
+    assert replicated.startswith("module '1' is a DistributedDataParallel, ")
+    assert "give the module that is in it" in replicated
+    assert spread.startswith("parameter '1.weight' is a DTensor, ")
+    assert sparse.startswith("module '1.table' is an Embedding with sparse=True, ")
+    assert bag.startswith("module '1.table' is an EmbeddingBag with sparse=True, ")
+    assert "sparse=False" in sparse
+    assert parameter.startswith("parameter '1.scale' of shape (4,) was expanded: ")
+    assert buffer.startswith("buffer '1.scale' of shape (4,) was expanded: ")
+    assert ".clone()" in buffer
+
+
+def test_what_only_looks_alike_is_not_refused() -> None:
+    columns = nn.Linear(4, 4)
+    columns.register_buffer("positions", torch.arange(4).expand(1, -1))  # each element has memory of its own
+    columns.register_buffer("none", torch.ones(1).expand(0))
+    columns.weight = nn.Parameter(columns.weight.data.t())
+    refuse_unsupported(nn.Sequential(columns, nn.BatchNorm1d(4), nn.Embedding(4, 4)))
+    with torch.device("meta"):
+        refuse_unsupported(nn.Linear(4, 4))

@@ -1,0 +1,80 @@
+"""Refusals of what cannot be trained in a pipeline, before anything is measured or cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.compiled import is_compiled
+
+_WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel
+_OVER = "over processes of other stages too, which never come to it"
+_REPLICAS = "a pipeline has its replicas itself (data_parallel=)"
+_SHARDS = "a pipeline shares weights out by stages, and with ShardedOptimizer an optimizer's state over the replicas"
+
+
+def refuse_unsupported(model: nn.Module) -> None:
+    """Check what a model is, and what it is made of.
+
+    Args:
+        model: As it was given to `pipeline()`, with or without weights.
+
+    Raises:
+        PipelineError: If a part of it cannot be trained in stages. It has the part's name, why, and what to do.
+    """
+    if hasattr(model, "_orig_mod"):
+        raise PipelineError("the model is a compiled module: give the one that is in it; parts of it may be compiled")
+    if isinstance(model, torch.jit.ScriptModule):
+        raise PipelineError("the model is a ScriptModule, which cannot be cut: give the module that it was made of")
+    if is_compiled(model):
+        raise PipelineError("the model is compiled as a whole, and cannot be cut: compile its blocks instead")
+    for name, module in model.named_modules():
+        if (why := _why_not(module)) is not None:
+            raise PipelineError(f"{f'module {name!r}' if name else 'the model'} is {why}")
+    for kind, name, tensor in _tensors(model):
+        if isinstance(tensor, DTensor):
+            raise PipelineError(
+                f"{kind} {name!r} is a DTensor, whose parts other processes have, and which are not those of its "
+                "stage: give the model with plain tensors; there is no tensor parallelism within a stage"
+            )
+        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+            raise PipelineError(
+                f"{kind} {name!r} of shape {tuple(tensor.shape)} was expanded: several of its elements are one in "
+                "memory, and nothing can be written to it, neither by an optimizer nor from a checkpoint or another "
+                "replica: make it with .clone() after expand(), or keep it small and expand it in forward"
+            )
+
+
+def _why_not(module: nn.Module) -> str | None:
+    """Why a module cannot be a part of a stage; None if it can."""
+    kind = type(module).__name__
+    if isinstance(module, nn.SyncBatchNorm):
+        return (
+            "a SyncBatchNorm, which waits in each forward for processes of other stages, and they never come: build "
+            "the model with BatchNorm1d, BatchNorm2d or BatchNorm3d, whose running statistics a pipeline puts together "
+            "over all micro-batches and replicas"
+        )
+    if isinstance(module, FSDPModule):
+        return f"sharded by fully_shard (FSDP2), {_OVER}: leave it out; {_SHARDS}"
+    if isinstance(module, FullyShardedDataParallel):
+        return f"a {kind}, {_OVER}: give the module that is in it; {_SHARDS}"
+    if isinstance(module, _WRAPPERS):
+        return f"a {kind}, which sums gradients of each micro-batch: give the module that is in it; {_REPLICAS}"
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+        return (
+            f"an {kind} with sparse=True, whose gradients have another form than all others and cannot be added up "
+            "over micro-batches, owners and replicas: make it with sparse=False"
+        )
+    return None
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield "parameter", name, parameter
+    for name, buffer in model.named_buffers():
+        yield "buffer", name, buffer
