@@ -16,12 +16,11 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 import everstep
 from everstep.checkpoint.state.flat import flatten
 from everstep.data import Sampler
-from everstep.data.loaders import loader
 from tests.checkpoint import ranks
 
 LENGTH, WIDTH, BATCH = 24, 16, 8
@@ -80,7 +79,7 @@ def train(
         folder, memory=memory, every_steps=25, policy="wait", timeout=60.0, linger=120.0
     ) as ckpt:
         start = ckpt.restore(model=model, optimizer=optimizer, scheduler=scheduler, sampler=sampler)
-        batches = loader(data, sampler, num_workers=1 if rank == 0 else 0)
+        batches = DataLoader(data, batch_sampler=sampler, num_workers=1 if rank == 0 else 0)
         for step, batch in zip(range(start.step, stop), batches, strict=False):
             seen[step] = batch[:, 0].tolist()
             tokens = batch[:, 1:]

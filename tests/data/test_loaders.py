@@ -1,7 +1,10 @@
-"""With loaders that read ahead, what is trained next after a restart is what would have been trained next."""
+"""With loaders that read ahead, a resumed run takes the batches and draws the numbers that would have come next."""
 
 from __future__ import annotations
 
+import os
+import random
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,27 +12,32 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from torch import nn  # noqa: E402
 from torch.utils.data import DataLoader, Dataset  # noqa: E402
 
+import everstep  # noqa: E402
 from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from everstep.data import Sampler  # noqa: E402
-from everstep.data.loaders import loader, stateful  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 KEY = Key(Attempt(0, 1), 5)
+SIZE, BATCH = 24, 4
+PER_EPOCH = SIZE // BATCH
+SAVED, KILLED, STOP = PER_EPOCH + 2, PER_EPOCH + 4, 3 * PER_EPOCH  # saved and killed in the middle of the second epoch
 
 
 class Numbers(Dataset):  # type: ignore[misc]  # torch is not where types are checked
     """Its items tell how often this copy of the dataset was asked, as one that buffers or augments would."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int = 100) -> None:
+        self.size = size
         self.asked = 0
 
     def __len__(self) -> int:
-        return 100
+        return self.size
 
     def __getitem__(self, index: int) -> Any:
         self.asked += 1
@@ -42,13 +50,51 @@ class Numbers(Dataset):  # type: ignore[misc]  # torch is not where types are ch
         self.asked = state["asked"]
 
 
-def test_making_batches_draws_no_numbers_that_a_model_would_draw() -> None:
-    """Else dropout after a restart would differ: a plain DataLoader draws a number when it begins."""
+class Augmented(Numbers):
+    """Its items are changed by chance, with the generators of the process that makes them."""
+
+    def __getitem__(self, index: int) -> Any:
+        if torch.utils.data.get_worker_info() is None:
+            return torch.tensor([index, random.random()]) + torch.rand(1)
+        return torch.tensor([index, 0.0])  # what a worker drew is not saved
+
+
+def test_beginning_a_loader_draws_no_numbers_that_a_model_would_draw() -> None:
+    """Else dropout after a restart would differ: a DataLoader draws a number when it begins."""
     torch.manual_seed(1)
     expected = torch.rand(1)
+    for workers in (0, 2):
+        torch.manual_seed(1)
+        trained(DataLoader(Numbers(), batch_sampler=Sampler(100, global_batch=4), num_workers=workers), 2)
+        assert torch.equal(torch.rand(1), expected)
+
+
+def test_what_a_script_draws_before_the_first_batch_is_drawn_once() -> None:
     torch.manual_seed(1)
-    trained(loader(Numbers(), Sampler(100, global_batch=4)), 2)
-    assert torch.equal(torch.rand(1), expected)
+    expected = torch.rand(2)
+    torch.manual_seed(1)
+    batches = iter(DataLoader(Numbers(), batch_sampler=Sampler(100, global_batch=4)))
+    first = torch.rand(1)
+    next(batches)
+    assert torch.equal(torch.cat([first, torch.rand(1)]), expected)
+
+
+def test_a_generator_that_the_loader_was_given_is_the_one_that_it_draws_from() -> None:
+    own = torch.Generator().manual_seed(5)
+    trained(DataLoader(Numbers(), batch_sampler=Sampler(100, global_batch=4), generator=own), 1)
+    again = torch.Generator().manual_seed(5)
+    torch.empty((), dtype=torch.int64).random_(generator=again)
+    assert torch.equal(own.get_state(), again.get_state())
+
+
+def test_workers_of_other_ranks_steps_and_seeds_draw_other_numbers() -> None:
+    seeds = set()
+    for seed, rank, step in [(1, 0, 0), (2, 0, 0), (1, 1, 0), (1, 0, 5)]:
+        torch.manual_seed(seed)
+        sampler = Sampler(100, global_batch=4, rank=rank, world=2)
+        sampler.step = step
+        seeds.add(iter(DataLoader(Numbers(), batch_sampler=sampler))._base_seed)
+    assert len(seeds) == 4
 
 
 def trained(batched: Any, steps: int) -> list[list[list[int]]]:
@@ -83,8 +129,61 @@ def test_a_stateful_loader_goes_on_with_the_state_of_its_workers(workers: int, t
     expected = trained(make()[1], 10)
     sampler, loader = make()
     first = trained(loader, 5)
-    ranks.save(PosixStore(tmp_path), KEY, {"sampler": sampler, "loader": stateful(loader)})
+    ranks.save(PosixStore(tmp_path), KEY, {"sampler": sampler, "loader": everstep.PerRank(loader)})
     sampler, loader = make()
-    restored = ranks.restore(tmp_path, tmp_path / "memory", {"sampler": sampler, "loader": stateful(loader)})
-    assert restored.left == ()
+    objects = {"sampler": sampler, "loader": everstep.PerRank(loader)}
+    assert ranks.restore(tmp_path, tmp_path / "memory", objects).left == ()
     assert first + trained(loader, 5) == expected
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("kind", ["sampler", "stateful", "stateful-with-sampler"])
+def test_a_run_that_is_killed_within_an_epoch_goes_on_bit_for_bit(kind: str, workers: int, tmp_path: Path) -> None:
+    if kind != "sampler":
+        pytest.importorskip("torchdata.stateful_dataloader")
+    straight = ranks.run(1, train, tmp_path / "straight", kind, workers)[0]
+    ranks.run(1, train, tmp_path / "killed", kind, workers, True, dies=[0])
+    resumed = ranks.run(1, train, tmp_path / "killed", kind, workers)[0]
+    assert resumed == {step: each for step, each in straight.items() if step >= SAVED}
+    assert len(straight) == STOP
+
+
+Seen = dict[int, tuple[str, list[Any]]]
+
+
+def train(rank: int, folder: Path, kind: str, workers: int, is_killed: bool = False) -> Seen:
+    """Train a model with dropout, and return each step's loss and batch, bit for bit."""
+    torch.manual_seed(7)
+    random.seed(7)
+    model = nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
+    sampler = Sampler(SIZE, global_batch=BATCH, seed=3, stop=STOP)
+    objects: dict[str, Any] = {"model": model, "optimizer": optimizer, "sampler": sampler}
+    loader: Any
+    # In a rank of these tests a worker would be made by importing torch once more, for many seconds.
+    options: dict[str, Any] = {"num_workers": workers, "multiprocessing_context": "fork" if workers else None}
+    if kind == "sampler":
+        loader = DataLoader(Augmented(SIZE), batch_sampler=sampler, **options)
+    else:
+        from torchdata.stateful_dataloader import StatefulDataLoader
+
+        options |= {"batch_size": BATCH, "shuffle": True} if kind == "stateful" else {"batch_sampler": sampler}
+        loader = StatefulDataLoader(Augmented(SIZE), **options)
+        objects["loader"] = everstep.PerRank(loader)
+    seen: Seen = {}
+    with everstep.checkpointer(folder / "store", memory=folder / "memory", every_steps=SAVED, policy="wait") as ckpt:
+        step = ckpt.restore(**objects).step
+        while step < STOP:
+            for batch in loader:
+                loss = model(batch).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                seen[step] = (loss.item().hex(), batch.tolist())
+                step += 1
+                ckpt.step(step)
+                if is_killed and step == SAVED:
+                    ckpt.wait()
+                if is_killed and step == KILLED:
+                    os.kill(os.getpid(), signal.SIGKILL)
+    return seen

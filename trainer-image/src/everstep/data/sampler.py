@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from everstep.data.draws import give_generator
 from everstep.data.order import shuffled
 
 
@@ -52,6 +53,8 @@ class Sampler:
         self._origin = (0, 0)  # at this step so many samples were trained; later ones follow from the batch
 
     def __iter__(self) -> Iterator[list[int]]:
+        """Return the batches from `step` on. A DataLoader that asks draws from a generator of its own from here on."""
+        give_generator(sys._getframe(1), self.seed or 0, self.rank, self.step)
         return _Batches(self, self.step)
 
     def __len__(self) -> int:

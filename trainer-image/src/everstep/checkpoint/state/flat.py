@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.rng import Rng
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import is_bulk, to_tensor
 from everstep.checkpoint.state.kinds import FromRank, Kind, PerRank, Stateful, is_tensor, unwrap
@@ -17,7 +18,7 @@ from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.memory import local, why_not_saved
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
-from everstep.checkpoint.state.plain import StatefulObject, Value
+from everstep.checkpoint.state.plain import StatefulObject, Value, is_loader
 from everstep.checkpoint.state.steps import has_hooked_steps
 from everstep.checkpoint.values import check_size, pack
 
@@ -138,7 +139,11 @@ def of_optimizers(objects: Mapping[str, object], *, rank: int) -> frozenset[str]
 
 
 def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -> list[Kind]:
-    """Each object as the kind it is; modules first, optimizers next, since a restore loads them in this order."""
+    """Each object as the kind it is, in the order in which a restore loads them.
+
+    Modules come first, optimizers next. Loaders come after all other objects, since their workers get copies of what
+    these hold; random generators come last, since loaders draw when they begin.
+    """
     if RANK in objects:
         raise CheckpointError(f"an object cannot be called {RANK!r}: what is each rank's own is saved under this name")
     prefixes = {name: _prefix(name, each, rank) for name, each in objects.items()}
@@ -162,7 +167,12 @@ def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -
             )
         else:
             others.append(Value(prefixes[name], inner))
-    return [*modules.values(), *optimizers, *others]
+    return [*modules.values(), *optimizers, *sorted(others, key=_turn)]
+
+
+def _turn(kind: Kind) -> int:
+    inner = kind.inner if isinstance(kind, StatefulObject) else None
+    return 2 if isinstance(inner, Rng) else 1 if is_loader(inner) else 0
 
 
 def _prefix(name: str, each: object, rank: int) -> str:

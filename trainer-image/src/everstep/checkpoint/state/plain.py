@@ -24,6 +24,7 @@ from everstep.checkpoint.state.kinds import (
     is_tensor,
     misfit,
 )
+from everstep.checkpoint.state.loaded import is_instance
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps
 from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe
@@ -68,6 +69,23 @@ class StatefulObject:
         # Makes containers anew.
         state = with_types_of(live, saved.nested(tensors), is_ordered=saved.description is not None)
         self._inner.load_state_dict(share(state, (saved.description or {}).get("aliases", ())))
+        if is_loader(self._inner):
+            _begin_loader(self._inner)
+
+
+def is_loader(value: object) -> bool:
+    """Tell whether an object is a DataLoader: it begins when it is loaded, with what other objects hold by then."""
+    return is_instance(value, "torch.utils.data", "DataLoader")
+
+
+def _begin_loader(loader: Stateful) -> None:
+    """Bring a loader to the position that it was given.
+
+    torchdata's takes it in when an iteration begins, and draws a number then; the run that was saved had drawn its own
+    long before. So it begins here, before the random generators come back. To ask for its state is what begins it: the
+    script's own iteration goes on with what that has begun.
+    """
+    loader.state_dict()
 
 
 class Value:
