@@ -113,8 +113,15 @@ class Memory:
 
 def host_address(tensor: torch.Tensor) -> int:
     """Where its bytes lie in main memory one after the other; 0 where they do not, and for a wrapper."""
-    plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-    return tensor.data_ptr() if plain else 0
+    return tensor.data_ptr() if has_plain_memory(tensor) else 0
+
+
+def has_plain_memory(tensor: torch.Tensor) -> bool:
+    """Tell whether the bytes in a tensor's memory are its elements, one after the other, in main memory.
+
+    Those of a conjugated or negated view are not: torch changes them on the way out, and back on the way in.
+    """
+    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _linear(position: Sequence[int], sizes: Sequence[int]) -> int:

@@ -13,6 +13,7 @@ import torch
 
 from everstep.checkpoint.candidates import read_chunk
 from everstep.checkpoint.format import Chunk, Manifest, Shard
+from everstep.checkpoint.placing import has_plain_memory
 from everstep.checkpoint.state.kinds import dtype_name
 from everstep.checkpoint.store.base import Store
 
@@ -63,8 +64,8 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         """Fill `target` with the box [offsets, offsets + sizes) of a tensor's shard. Damaged, Missing, StoreError."""
         tensor = self._manifest.tensors[name]
         shard = tensor.shards[number]
-        direct = target.is_cpu and target.is_contiguous() and dtype_name(target.dtype) == tensor.dtype
-        if tuple(sizes) == shard.sizes and direct:
+        is_direct = has_plain_memory(target) and dtype_name(target.dtype) == tensor.dtype
+        if tuple(sizes) == shard.sizes and is_direct:
             self._read_chunks(shard.chunks, _bytes(target))
             return
         chunks, begin = self._within(shard, tensor.dtype, offsets, sizes)

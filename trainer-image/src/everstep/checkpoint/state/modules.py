@@ -207,4 +207,5 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
     here = local(tensor)
     if not here.numel():
         return (id(tensor),)
-    return here.device, here.data_ptr(), here.dtype, tuple(here.shape), here.stride()
+    bits = (here.is_conj(), here.is_neg())
+    return here.device, here.data_ptr(), here.dtype, tuple(here.shape), here.stride(), bits
