@@ -19,7 +19,9 @@ Only = str | Sequence[str]
 _SHOWN = 12
 # Beside an optimizer's `state`, what a checkpoint says of each parameter, by the same names.
 _PARAM_GROUPS = ".param_groups."
-_OF_PARAMS = ("param_groups", "places", "layout", "kept", "box", "stateless", "built", "aliases", "order")
+_OF_PARAMS = (
+    "param_groups", "places", "layout", "kept", "box", "stateless", "built", "aliases", "order", "param_names"
+)  # fmt: skip
 
 
 class NoSuchStep(CheckpointError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,9 +13,9 @@ from everstep.checkpoint.selection import Only
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.flat import RANK
 from everstep.checkpoint.state.module_metadata import read_unusual
+from everstep.checkpoint.state.param_options import PARAM_GROUPS, PLACES, digest_options, name_params, pack_options
 from everstep.checkpoint.state.param_states import describe_aliases, describe_states
 from everstep.checkpoint.state.structure import KIND, OPTIMIZER, VALUE, describe, describe_module
-from everstep.checkpoint.values import pack
 
 _SUFFIX = "_state_dict"
 
@@ -148,16 +146,15 @@ def _optimizer(
         yield from names.walk(own, _is_tensor, names.join(prefix, "state", param))
     described = {name: value for _, name, value in describe_states(states)} | dict(describe_aliases(prefix, states))
     yield from ((names.join(prefix, name), value) for name, value in described.items())
-    for group in state["param_groups"]:
-        options = {key: each for key, each in group.items() if key not in ("params", "param_names")}
-        options = {
-            key: ("tensor", each.dtype, each.item()) if isinstance(each, torch.Tensor) else each
-            for key, each in options.items()
-        }
-        digest = hashlib.sha256(json.dumps(pack(options), sort_keys=True).encode()).hexdigest()[:16]
+    for number, group in enumerate(state["param_groups"]):
+        options = pack_options(group)
+        digest = digest_options(options)
         yield names.join(prefix, "options", digest), options
         for param in group["params"]:
-            yield names.join(prefix, "param_groups", called[param]), digest
+            yield names.join(prefix, PARAM_GROUPS, called[param]), digest
+            yield names.join(prefix, PLACES, called[param], f"{number}-{len(state['param_groups'])}"), True
+        for name, said in name_params([called[each] for each in group["params"]], number, group.get("param_names")):
+            yield names.join(prefix, name), said
 
 
 def _number(param: Any, called: Collection[Any]) -> Any:

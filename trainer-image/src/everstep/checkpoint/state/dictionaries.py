@@ -14,6 +14,7 @@ from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import share
 from everstep.checkpoint.state.flat import RANK
 from everstep.checkpoint.state.module_metadata import find_unusual, set_metadata
+from everstep.checkpoint.state.param_options import PARAM_GROUPS, build_groups
 from everstep.checkpoint.state.param_states import read_aliases, read_structure, sort_states
 from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, nest
 
@@ -82,14 +83,10 @@ def _extra_states(leaves: Mapping[str, Any], extra: set[str], descriptions: Mapp
 
 def _optimizer(leaves: Mapping[str, Any], descriptions: Mapping[str, Any]) -> dict[str, Any]:
     """As torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives it: parameters by their names."""
-    groups: dict[str, list[str]] = {}
     state: dict[str, dict[str, Any]] = {}
     more: dict[str, Any] = {}
-    params = {
-        name.removeprefix("param_groups."): each for name, each in leaves.items() if name.startswith("param_groups.")
-    }
-    for param, digest in params.items():
-        groups.setdefault(str(digest), []).append(names.to_module(param))
+    start = f"{PARAM_GROUPS}."
+    params = {name.removeprefix(start) for name in leaves if name.startswith(start)}
     for name, leaf in leaves.items():
         if name.startswith("state."):
             owner, below = name.removeprefix("state."), ""
@@ -101,9 +98,8 @@ def _optimizer(leaves: Mapping[str, Any], descriptions: Mapping[str, Any]) -> di
             more[name.removeprefix("more.")] = leaf
     states = {param: nest(each, read_structure(param, [descriptions.get])) for param, each in state.items()}
     share(states, read_aliases(states, [descriptions.get]))
-    options = {digest: leaves.get(f"options.{digest}", {}) for digest in groups}
     return {
         **(nest(more, descriptions.get(KIND)) if more else {}),
         "state": {names.to_module(param): states[param] for param in sort_states(states, [descriptions.get])},
-        "param_groups": [{**options[digest], "params": every} for digest, every in groups.items()],
+        "param_groups": build_groups(leaves),
     }

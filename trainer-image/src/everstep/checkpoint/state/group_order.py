@@ -13,7 +13,8 @@ import torch
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state.kinds import Kind, Saved
-from everstep.checkpoint.state.optimizers import PLACES, OptimizerObject
+from everstep.checkpoint.state.optimizers import OptimizerObject
+from everstep.checkpoint.state.param_options import PLACES
 from everstep.checkpoint.state.plain import StatefulObject
 
 

@@ -35,7 +35,7 @@ from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.loaded_states import STEP, leave_out_others, uncast
 from everstep.checkpoint.state.memory import local
 from everstep.checkpoint.state.nesting import check_nesting
-from everstep.checkpoint.state.param_options import digest_options, pack_options, take_option
+from everstep.checkpoint.state.param_options import PLACES, digest_options, name_params, pack_options, take_option
 from everstep.checkpoint.state.param_states import (
     Lookup,
     describe_aliases,
@@ -53,7 +53,6 @@ _LAYOUT = "layout"  # of each parameter: how its state lies, where neither the p
 _KEPT = "kept"  # of each parameter: names of state that ranks keep for themselves
 _BOX = "box"  # of each parameter beside which a rank has state of its own: which elements the rank has
 _STATELESS = "stateless"  # of each parameter: that a rank without an element of it has no state for it
-PLACES = "places"  # of each parameter: which group of how many it is in, as `<parameter>.<number>-<count>`
 _KIND = "kind"  # names of the optimizer's class and of those that it is derived from
 _OPTIONS = "options"  # by their own digest, so that ranks with other parameters never disagree
 
@@ -128,6 +127,9 @@ class OptimizerObject:
                 # In the name, because ranks that share a parameter may have other groups beside it.
                 where = f"{number}-{len(state['param_groups'])}"
                 yield names.join(self.prefix, PLACES, self._names[place], where), True
+            known = [self._names[place] for place in group["params"]]
+            for name, said in name_params(known, number, group.get("param_names")):
+                yield names.join(self.prefix, name), said
         for key, value in more.items():
             yield from self._leaves(names.join("more", names.segment(key)), value)
 
