@@ -61,7 +61,7 @@ PAIRS = [(form, form) for form in FORMS[1:]] + [
 def pair(saved: str, live: str) -> tuple[Any, Any]:
     return tuple(
         made("negated", seed).clone() if form == "real" else made(form, seed) for seed, form in ((1, saved), (2, live))
-    )  # type: ignore[return-value]
+    )
 
 
 @pytest.mark.parametrize("way", ["restore", "load_into"])
