@@ -63,5 +63,5 @@ class Gangs:
         if moved or (old and view and view.scheduled < old.scheduled):
             pools = (old.pools if old else frozenset()) | (view.pools if view else frozenset())
             for other, rival in self._views.items():
-                if other != key and (not pools or not rival.pools or rival.pools & pools):
+                if other != key and (not pools or not rival.pools or rival.pools & pools or rival.quota == key[0]):
                     self._changed(other)

@@ -18,6 +18,10 @@ A gang that is too large for today's nodes may become possible: nodes are added,
 it is tried again after each back-off, and takes its place by age again once the nodes are there; until then it gives
 way to every gang that can run. One that is possible never gives way to a younger one: the number of times that it is
 overtaken by giving back while it is the oldest is 0, and nothing has to be counted.
+
+Gangs of one namespace that its quota blocks are ordered in the same way, and what they hold are pods, with a node or
+without. But nobody tells how much a quota allows: the oldest may want more than all of it. So it gives back too, as
+late as a gang that is alone, and leaves the quota to the others for a while.
 """
 
 from __future__ import annotations
@@ -38,6 +42,7 @@ SCALE_UP = 600.0  # for so long after an autoscaler promised a node, a gang is n
 BACKOFF = 300.0
 BACKOFF_ALONE = 60.0
 BACKOFF_SPREAD = 60.0
+_WAITING = frozenset({Reason.GANG_RELEASED.value, Reason.QUOTA_EXCEEDED.value})  # phase Pending
 LOOK_EVERY = 300.0  # nodes come and go without an event for the job that holds others up
 
 
@@ -55,12 +60,14 @@ def rank(gang: GangView) -> tuple[bool, float, str]:
 
 
 def rivals(me: GangView, gangs: Iterable[GangView]) -> list[GangView]:
-    """Other gangs without their full set that want a pool of mine. No pool means the whole cluster."""
-    return [
-        g
-        for g in gangs
-        if g.uid != me.uid and g.scheduled < g.wanted and (not g.pools or not me.pools or g.pools & me.pools)
-    ]
+    """Other gangs without their full set that want a pool of mine, or my quota. No pool means the whole cluster."""
+
+    def want_the_same(other: GangView) -> bool:
+        if other.quota:
+            return other.quota == me.quota
+        return not other.pools or not me.pools or bool(other.pools & me.pools)
+
+    return [g for g in gangs if g.uid != me.uid and g.scheduled < g.wanted and want_the_same(g)]
 
 
 def hold(me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at: float | None, now: float) -> Verdict:
@@ -69,7 +76,7 @@ def hold(me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at
         return Verdict()  # pods without a node cost nothing and keep their place in the scheduler's queue
     others = rivals(me, gangs)
     if others and rank(me) < min(map(rank, others)):
-        return Verdict(retry_at=now + LOOK_EVERY)
+        return _after(grew_at + PATIENCE_ALONE, now) if me.quota else Verdict(retry_at=now + LOOK_EVERY)
     patience = PATIENCE_RECOVERING if me.recovering else PATIENCE
     since = grew_at
     if scale_up_at is not None:
@@ -93,7 +100,7 @@ def may_try(me: GangView, gangs: Iterable[GangView], *, now: float) -> Verdict:
     older = [g for g in rivals(me, gangs) if rank(g) < rank(me)]
     if not older:
         # Those who made it give way may have just got their nodes; whoever was alone lets others have a go first.
-        alone = me.released_at + (BACKOFF_ALONE if not list(rivals(me, gangs)) else 0.0)
+        alone = me.released_at + (BACKOFF_ALONE if me.quota or not rivals(me, gangs) else 0.0)
         return Verdict(retry_at=alone) if now < alone else Verdict()
     until = me.released_at + BACKOFF + _spread(me.uid)
     return Verdict(retry_at=until) if now < until else Verdict()
@@ -123,24 +130,35 @@ def view(job: TrainingJob, pods: Iterable[PodView], places: int | None = None) -
     status, meta = job.status, job.metadata
     template = status.template.epoch if status.template else 0
     released = [t.start.timestamp() for t in status.transitions if t.reason == Reason.GANG_RELEASED]
+    quota = meta.namespace or "" if _waits_for_quota(job) else ""
+    mine = [p for p in pods if p.owner == meta.uid and p.template == template]
     return GangView(
         key=f"{meta.namespace}/{meta.name}",
         uid=meta.uid,
         created=meta.creation_timestamp.timestamp() if meta.creation_timestamp else 0.0,
         pools=frozenset({status.template.pool} if status.template and status.template.pool else ()),
         wanted=job.spec.num_nodes,
-        scheduled=bound(p for p in pods if p.owner == meta.uid and p.template == template),
+        scheduled=sum(p.live for p in mine) if quota else bound(mine),
         released_at=max(released, default=None),
         recovering=status.phase is Phase.RESTARTING,
         places=places,
+        quota=quota,
     )
 
 
+def _waits_for_quota(job: TrainingJob) -> bool:
+    """Tell whether a quota blocks a job that has not run yet, or did when it gave its pods back."""
+    reasons = [t.reason for t in job.status.transitions[-2:]]
+    if job.status.phase is Phase.PENDING and reasons[-1:] == [Reason.GANG_RELEASED]:
+        del reasons[-1]
+    return job.status.phase is Phase.PENDING and reasons[-1:] == [Reason.QUOTA_EXCEEDED]
+
+
 def waits(job: TrainingJob) -> bool:
-    """Is the job a gang that wants nodes now? Not one that waits for something else: a quota, a pool, a human."""
+    """Is the job a gang that wants nodes, or a quota, now? Not one that waits for something else: a pool, a human."""
     status = job.status
     if job.spec.suspend or not job.managed_here or job.metadata.deletion_timestamp is not None:
         return False
     if status.phase is Phase.PENDING:
-        return bool(status.transitions) and status.transitions[-1].reason == Reason.GANG_RELEASED
+        return bool(status.transitions) and status.transitions[-1].reason in _WAITING
     return status.phase in (Phase.SCHEDULING, Phase.STARTING, Phase.RESTARTING)
