@@ -29,7 +29,8 @@ class Node:
     Bytes: `activation`, kept for backward per micro-batch; `parameters`, each tensor once and without those in `ties`;
     `output`, its value per micro-batch. Nodes with the same word in `colocate` are one stage. `ties` names the shared
     parameters that it uses. `gradient`: whether its value has a gradient (a mask or a position has none).
-    `frozen`: bytes of `parameters` that do not learn.
+    `frozen`: bytes of `parameters` that do not learn; `cast`: of copies of them in a narrower type, one for all
+    micro-batches.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Node:
     gradient: bool = True
     unsplit: float | None = None
     frozen: int = 0
+    cast: int = 0
 
     @property
     def backward(self) -> float:
@@ -99,17 +101,19 @@ class Graph:
     def weigh_parameters(self, words: float) -> Graph:
         """Return the graph in which each byte of `parameters` and `shared` stands for 1 + `words` bytes of memory.
 
-        A frozen parameter has neither a gradient nor an optimizer's state: it counts as a smaller one that has both.
-        Who plans by this graph needs to know nothing of frozen parameters.
+        A frozen parameter, and a copy in a narrower type, have neither a gradient nor an optimizer's state: they count
+        as a smaller parameter that has both. Who plans by this graph needs to know of nothing but parameters.
         """
 
-        def weighed(size: int, frozen: int) -> int:
-            return size - frozen + ceil(frozen / (1 + words))
+        def weighed(size: int, frozen: int, cast: int = 0) -> int:
+            return size - frozen + ceil((frozen + cast) / (1 + words))
 
         return replace(
             self,
             nodes=tuple(
-                replace(node, parameters=weighed(node.parameters, node.frozen), frozen=0) if node.frozen else node
+                replace(node, parameters=weighed(node.parameters, node.frozen, node.cast), frozen=0, cast=0)
+                if node.frozen or node.cast
+                else node
                 for node in self.nodes
             ),
             shared=tuple((name, weighed(size, size if name in self.frozen else 0)) for name, size in self.shared),

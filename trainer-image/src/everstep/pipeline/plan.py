@@ -224,10 +224,10 @@ class Plan:
 
 
 def graph_hash(graph: Graph) -> str:
-    """The same for whole numbers however they are written, and as before there were frozen parameters if none is."""
+    """The same for whole numbers however they are written, and without what is newer than plans, if it is not there."""
     plain = []
     for node in graph.nodes:
-        known = [value for name, value in vars(node).items() if name != "frozen" or value]
+        known = [value for name, value in vars(node).items() if name not in ("frozen", "cast") or value]
         plain.append([float(each) if isinstance(each, int) else each for each in known])
     frozen = [graph.frozen] if graph.frozen else []
     return hashlib.sha256(json.dumps([plain, graph.shared, *frozen]).encode()).hexdigest()

@@ -55,6 +55,7 @@ def measure(
             window[name] = module = nodes[name]
             with lent(module.module, target):
                 made, costs[name] = look_at(module, values, kept)
+            torch.clear_autocast_cache()  # else the copies of all weights are there until all is measured
             values |= made
             size += 2 * sum(map(_bytes, module.module.parameters())) + costs[name].activation
             if size > TOGETHER or name == named[-1]:
@@ -62,6 +63,7 @@ def measure(
                     for each in window.values():
                         stack.enter_context(lent(each.module, target))
                     run(window, values, costs, timer, repeats=repeats, warmup=warmup, wait=wait)
+                torch.clear_autocast_cache()
                 done = {each for module in window.values() for each in module.inputs if last[each] in window}
                 values = {each: value for each, value in values.items() if each not in done}
                 window, size = {}, 0
@@ -85,9 +87,9 @@ class WithLoss:
 
 def look_at(module: StageModule, values: Mapping[str, Any], kept: set[int]) -> tuple[dict[str, Any], Cost]:
     """The values of a node, without their graph, and its bytes; `kept`: memory that earlier nodes keep."""
-    activation, found = _activation(module, values, kept)
+    activation, cast, found = _activation(module, values, kept)
     sizes = {name: sum(map(_bytes, tensors_in(value))) for name, value in found.items() if name != OUTPUT}
-    return found, Cost(activation=activation, sizes=sizes)
+    return found, Cost(activation=activation, cast=cast, sizes=sizes)
 
 
 def profile_of(
@@ -110,6 +112,7 @@ def profile_of(
                 weight_grad=late,
                 unsplit=full,
                 activation=cost.activation,
+                cast=cost.cast,
                 output=sizes.get(node.name, 0),
             )
         )
@@ -128,8 +131,9 @@ def _spread(times: Sequence[float]) -> float:
 # ---- what is kept for backward ----
 
 
-def _activation(module: StageModule, values: Mapping[str, Any], kept: set[int]) -> tuple[int, dict[str, Any]]:
-    """Bytes that the graph of a forward keeps, without weights; and its values. What earlier nodes keep already, `kept`
+def _activation(module: StageModule, values: Mapping[str, Any], kept: set[int]) -> tuple[int, int, dict[str, Any]]:
+    """Bytes that the graph of a forward keeps, without weights; of these, apart, what autocast keeps of the weights for
+    all micro-batches; and the node's values. What earlier nodes keep already, `kept`
     by memory, counts with them: so the node gets their memory itself, if it does not change it in place."""
     alive = {_memory(leaf) for value in values.values() for leaf in tensors_in(value)}
     kept.intersection_update(alive)  # memory that no value has any more can be another's by now
@@ -143,11 +147,22 @@ def _activation(module: StageModule, values: Mapping[str, Any], kept: set[int]) 
         except RuntimeError:
             if attempt is not given:
                 raise
-    total = sum(size for memory, size in saved.sizes.items() if memory not in kept)
+    casts = _casts(module, given, saved) - alive
+    total = sum(size for memory, size in saved.sizes.items() if memory not in kept and memory not in casts)
     made = {name: pytree.tree_map(_no_graph, value) for name, value in made.items()}
     alive.update(_memory(leaf) for value in made.values() for leaf in tensors_in(value))
     kept.update(saved.sizes.keys() & alive)
-    return total, made
+    return total, sum(saved.sizes[memory] for memory in casts), made
+
+
+def _casts(module: StageModule, given: Mapping[str, Any], saved: _Saved) -> set[int]:
+    """The memory that another micro-batch keeps too, under autocast."""
+    if not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
+        return set()
+    again = _Saved(module.module)
+    with torch.enable_grad(), again:
+        module({name: copy_of(value) for name, value in given.items()})
+    return saved.sizes.keys() & again.sizes.keys()
 
 
 class _Saved(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc]  # torch is not where types are checked

@@ -21,14 +21,15 @@ Timer = Callable[[Callable[[], Any]], tuple[Any, float]]  # (result, seconds)
 
 @dataclass
 class Cost:
-    """Seconds of each run, by turns with its `backward` at once and in two parts; bytes kept for backward, and of each
-    value."""
+    """Seconds of each run, by turns with its `backward` at once and in two parts; bytes kept for backward, once for all
+    micro-batches (`cast`), and of each value."""
 
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     input_grad: list[float] = field(default_factory=list)
     weight_grad: list[float] = field(default_factory=list)
     activation: int = 0
+    cast: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
 
     def less(self, nothing: Cost) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from everstep.pipeline.engine.agreement import ACCUMULATE, EVALUATE, TRAIN, Disagreement, Reads, agree, examine
 from everstep.pipeline.engine.batchnorm import RunningStatistics
+from everstep.pipeline.engine.casts import share_casts
 from everstep.pipeline.engine.clipping import clip_gradients
 from everstep.pipeline.engine.heartbeat import Heartbeat
 from everstep.pipeline.engine.losses import Loss, Part, Total, evaluate
@@ -118,7 +119,7 @@ class Engine:
             self.parameters.forget_gradients()
             self._total = Total()
         with self.aborting():
-            with without_hooks(self.parameters.own):
+            with without_hooks(self.parameters.own), share_casts(is_wanted=self.options.precision != "full"):
                 self._pass(batch, targets, TRAIN if last else ACCUMULATE, reduce=last)
             self._batches += 1
             return self._finish() if last else Output(float("nan"), 0.0)

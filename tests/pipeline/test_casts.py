@@ -1,0 +1,129 @@
+"""Under bf16 and fp16 a stage makes one low-precision copy of its weights for all micro-batches of a step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from everstep.pipeline.engine.options import Options
+from everstep.pipeline.graph import Graph, Node
+from everstep.pipeline.profile import measure
+from everstep.pipeline.transport.base import Transport
+from everstep.pipeline.transport.inprocess import Fabric
+from tests.pipeline.training import Setting, batch_of, engine_of
+
+pytestmark = pytest.mark.torch
+
+CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def saved_copies(engine: Any, batch: Any) -> int:
+    """How many pieces of memory a step keeps for backward that are as large as the weights, in the narrower type."""
+    shapes = {tuple(each.shape) for each in engine.parameters.own if each.dim() == 2}
+    shapes |= {shape[::-1] for shape in shapes}
+    pieces: dict[int, Any] = {}
+
+    def pack(tensor: Any) -> Any:
+        if tensor.dtype in CASTS.values() and tuple(tensor.shape) in shapes:
+            pieces[tensor.untyped_storage().data_ptr()] = tensor  # held: its memory is no other's meanwhile
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        engine.step(batch.inputs, batch.targets)
+    return len(pieces)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_micro_batches_in_flight_share_the_copies_of_the_weights(precision: str, schedule: str) -> None:
+    setting = Setting("mlp", schedule, 1, 1, microbatches=8, samples=24, dtype=torch.float32, steps=1)
+
+    def work(transport: Transport) -> tuple[list[int], int]:
+        engine = engine_of(setting, transport, options=Options(precision=precision))
+        batch = batch_of(setting, 0)
+        return [saved_copies(engine, batch) for _ in range(2)], sum(each.dim() == 2 for each in engine.parameters.own)
+
+    ((found, weights),) = Fabric(1).run(work)
+    assert all(0 < each <= weights for each in found)
+
+
+def gradients(setting: Setting, *, again: frozenset[int], around: bool = False) -> dict[str, Any]:
+    """Those of the second step, when weights are no longer those of the first."""
+
+    def work(transport: Transport) -> dict[str, Any]:
+        engine = engine_of(setting, transport, options=Options(precision="bf16", recompute=again))
+        optimizer = torch.optim.SGD(engine.parameters.own, lr=0.1)
+        for step in range(2):
+            batch = batch_of(setting, step)
+            if around:
+                for stage in engine._stages.values():
+                    within(stage.module.module)
+            engine.step(batch.inputs, batch.targets)
+            if not step:
+                optimizer.step()
+        assert not torch.is_autocast_enabled("cpu")
+        return {name: each.grad for name, each in engine.parameters.named.items()}
+
+    def within(module: Any) -> None:
+        for layer in module.modules():
+            if isinstance(layer, nn.Linear) and not hasattr(layer, "plain"):
+                layer.plain = layer.forward
+                layer.forward = lambda x, plain=layer.plain: checkpoint(plain, x, use_reentrant=x.requires_grad)
+
+    return {name: each for rank in Fabric(2).run(work) for name, each in rank.items()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_shared_copies_give_the_same_gradients_as_copies_of_each_micro_batch(
+    schedule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setting = Setting("mlp", schedule, dtype=torch.float32)
+    none = frozenset[int]()
+    shared = gradients(setting, again=none)
+    recomputed = gradients(setting, again=frozenset({0, 1}))
+    checkpointed = gradients(setting, again=none, around=True) if schedule == "1f1b" else shared
+    monkeypatch.setattr(torch, "autocast_increment_nesting", lambda: 1)
+    monkeypatch.setattr(torch, "autocast_decrement_nesting", lambda: 0)
+    apart = gradients(setting, again=none)
+    assert shared.keys() == apart.keys()
+    for name, expected in apart.items():
+        for found in (shared, recomputed, checkpointed):
+            assert expected.abs().sum() > 0
+            assert torch.equal(found[name], expected), name
+
+
+class Layer:
+    """A node that is one linear layer."""
+
+    inputs: tuple[str, ...] = ("input:x",)
+    outputs: tuple[str, ...] = ("output",)
+
+    def __init__(self) -> None:
+        self.module = nn.Linear(64, 64, bias=False)
+
+    def __call__(self, values: Any) -> dict[str, Any]:
+        return {"output": self.module(values["input:x"])}
+
+
+def test_a_plan_counts_the_copies_once_and_not_for_each_micro_batch() -> None:
+    graph = Graph((Node("layer", parameters=64 * 64 * 4),))
+    inputs = {"x": torch.randn(2, 64, requires_grad=True)}
+
+    def found(precision: Any) -> Node:
+        with torch.autocast("cpu", precision, enabled=precision is not None):
+            (node,) = measure(graph, {"layer": Layer()}, inputs, repeats=2, warmup=0).graph.nodes
+        return node
+
+    wide, narrow = found(None), found(torch.bfloat16)
+    assert wide.cast == 0
+    assert narrow.cast == 64 * 64 * 2
+    assert narrow.activation <= wide.activation + 2 * 64 * 2  # the input is narrowed too, for each micro-batch
+    (weighed,) = Graph((narrow,)).weigh_parameters(3.0).nodes
+    assert weighed.parameters * 4 == 64 * 64 * 4 * 4 + 64 * 64 * 2
+    assert weighed.cast == 0

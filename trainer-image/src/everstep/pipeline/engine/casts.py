@@ -1,0 +1,45 @@
+"""Low-precision copies of the weights under autocast: one for all micro-batches of a batch.
+
+Autocast keeps the copy of a weight until its outermost scope ends. Each forward of a stage is a scope of its own, since
+backwards must not be inside one: so each micro-batch in flight would keep copies of its own for its backward. What is
+done here is what the outermost scope does at its ends, without turning autocast on in between.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import cache
+
+import torch
+
+
+@contextlib.contextmanager
+def share_casts(*, is_wanted: bool) -> Iterator[None]:
+    """Keep the copies that autocast makes inside, in this thread, until the end; the weights must not change meanwhile.
+
+    Args:
+        is_wanted: Whether anything is computed under autocast; else nothing is done.
+    """
+    if not is_wanted or not _learn_after_no_grad():
+        yield
+        return
+    torch.autocast_increment_nesting()
+    try:
+        yield
+    finally:
+        if torch.autocast_decrement_nesting() == 0:
+            torch.clear_autocast_cache()
+
+
+@cache
+def _learn_after_no_grad() -> bool:
+    """Whether a copy that was made without gradients is not taken where they are wanted.
+
+    Some versions of torch do that, and a recomputation, whose first forward has no gradients, would then learn nothing.
+    """
+    weight, given = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
+    with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad():
+            torch.mm(given, weight)
+        return bool(torch.mm(given, weight).requires_grad)
