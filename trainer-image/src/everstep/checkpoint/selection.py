@@ -151,8 +151,9 @@ def _renaming(prefixes: Mapping[str, str | None], given: Sequence[str]) -> Calla
         if kind not in ("state", *_OF_PARAMS) or any(len(old) > len(start) and name.startswith(old) for old in every):
             return _with_prefix(name, every)  # as it is given for this very parameter
         for end in range(len(pieces), 0, -1):
-            if (new := moved[optimizer].get(".".join(pieces[:end]))) is not None:
-                return _with_prefix(start + ".".join([new, *pieces[end:]]), every)
+            if (param := ".".join(pieces[:end])) in moved[optimizer]:
+                new = moved[optimizer][param]
+                return None if new is None else _with_prefix(start + ".".join([new, *pieces[end:]]), every)
         return _with_prefix(name, every)
 
     return rename
@@ -170,18 +171,20 @@ def _of_parts(rename: Callable[[str], str | None]) -> Callable[[str], str | None
 
 def _find_moved_params(
     prefixes: Mapping[str, str | None], given: Sequence[str], params: Mapping[str, Collection[str]]
-) -> dict[str, dict[str, str]]:
+) -> dict[str, dict[str, str | None]]:
     """Return new names of parameters by the old ones, by optimizer: those of the one module that has such a parameter,
-    or of all that have it where these agree."""
+    or of all that have it where these agree. None for one that is left out of all."""
     tops = sorted({name.partition(".")[0] for name in given} - params.keys())
     names = set(given)
-    found: dict[str, dict[str, str]] = {}
+    found: dict[str, dict[str, str | None]] = {}
     for optimizer, every in params.items():
         for param in every:
             full = [param] if param in names else [f"{top}.{param}" for top in tops if f"{top}.{param}" in names]
             new = {_with_prefix(name, prefixes) for name in full}
             moved = {each if param in names else each.partition(".")[2] for each in new if each is not None}
-            if len(moved) == 1 and None not in new and moved != {param}:
+            if new == {None}:
+                found.setdefault(optimizer, {})[param] = None
+            elif len(moved) == 1 and None not in new and moved != {param}:
                 found.setdefault(optimizer, {})[param] = moved.pop()
     return found
 

@@ -334,6 +334,7 @@ class OptimizerObject:
         share(by_name, read_aliases(by_name, lookups))
         places = {self._names[place]: place for place in state}
         state = {places[name]: by_name[name] for name in sort_states(by_name, lookups)}
+        state |= self._states_of_others(saved)
         whole: dict[str, Any] = saved.below("more").nested(tensors, saved.description) if saved.below("more") else {}
         groups = [self._group(group, saved) for group in self._optimizer.param_groups]
         known = {place: leave_out_others(own) for place, own in state.items()}
@@ -342,6 +343,12 @@ class OptimizerObject:
         for group, loaded in zip(self._optimizer.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if is_tensor(value)})
         self._undo_casts(state)
+
+    def _states_of_others(self, saved: Saved) -> dict[int, Any]:
+        """The states of parameters that are here and not in the checkpoint: load_state_dict would drop them."""
+        absent = {i for i, name in enumerate(self._names) if names.join(_GROUPS, name) not in saved.values}
+        held = self._optimizer.state_dict()["state"] if absent else {}
+        return {place: held[place] for place in held if place in absent}
 
     def _group(self, group: dict[str, Any], saved: Saved) -> dict[str, Any]:
         places = self._places(group)
