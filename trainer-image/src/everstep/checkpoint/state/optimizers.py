@@ -35,7 +35,14 @@ from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.loaded_states import STEP, leave_out_others, uncast
 from everstep.checkpoint.state.memory import local
 from everstep.checkpoint.state.nesting import check_nesting
-from everstep.checkpoint.state.param_options import PLACES, digest_options, name_params, pack_options, take_option
+from everstep.checkpoint.state.param_options import (
+    PLACES,
+    digest_options,
+    holds_tensor,
+    name_params,
+    pack_options,
+    unpack_option,
+)
 from everstep.checkpoint.state.param_states import (
     Lookup,
     describe_aliases,
@@ -336,12 +343,13 @@ class OptimizerObject:
         state = {places[name]: by_name[name] for name in sort_states(by_name, lookups)}
         state |= self._states_of_others(saved)
         whole: dict[str, Any] = saved.below("more").nested(tensors, saved.description) if saved.below("more") else {}
-        groups = [self._group(group, saved) for group in self._optimizer.param_groups]
+        filled: dict[int, Any] = {}
+        groups = [self._group(group, saved, filled) for group in self._optimizer.param_groups]
         known = {place: leave_out_others(own) for place, own in state.items()}
         self._optimizer.load_state_dict({**whole, "state": known, "param_groups": groups})
         # It has made copies of all options; a captured graph, or the script, reads these where they were.
         for group, loaded in zip(self._optimizer.param_groups, groups, strict=True):
-            group.update({key: value for key, value in loaded.items() if is_tensor(value)})
+            group.update({key: value for key, value in loaded.items() if holds_tensor(value)})
         self._undo_casts(state)
 
     def _states_of_others(self, saved: Saved) -> dict[int, Any]:
@@ -350,7 +358,7 @@ class OptimizerObject:
         held = self._optimizer.state_dict()["state"] if absent else {}
         return {place: held[place] for place in held if place in absent}
 
-    def _group(self, group: dict[str, Any], saved: Saved) -> dict[str, Any]:
+    def _group(self, group: dict[str, Any], saved: Saved, filled: dict[int, Any]) -> dict[str, Any]:
         places = self._places(group)
         loaded = {key: value for key, value in group.items() if key != "params"}
         digests = (saved.values.get(names.join(_GROUPS, self._names[place])) for place in places)
@@ -359,7 +367,7 @@ class OptimizerObject:
             for key, value in saved.value(names.join(_OPTIONS, str(digest))).items():
                 if key in _HOW and key in loaded:
                     continue
-                loaded[key] = take_option(loaded.get(key), value)
+                loaded[key] = unpack_option(value, loaded.get(key), filled)
         return {**loaded, "params": places}
 
     def _taken(self, place: int, below: str, tensor: torch.Tensor, layout: Mapping[str, Any]) -> torch.Tensor:

@@ -20,32 +20,68 @@ PLACES = "places"  # of each parameter: which group of how many it is in, as `<p
 # Of each parameter of an optimizer that was given names: its name and place, as `<parameter>.<group>-<place>`.
 _PARAM_NAMES = "param_names"
 _OPTIONS = "options"
+_TENSOR = "tensor"  # stands for one, with its type, its one element, and its shape where it has dimensions
 
 _NO_OPTION = ("params", _PARAM_NAMES)
 
 
 def pack_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: _option(key, value) for key, value in group.items() if key not in _NO_OPTION}
+    """Return the options of a group as a checkpoint has them: with what stands for tensors."""
+    return {key: _pack(key, value) for key, value in group.items() if key not in _NO_OPTION}
 
 
-def _option(key: str, value: Any) -> Any:
+def _pack(key: str, value: Any) -> Any:
+    if type(value) in (tuple, list):  # as the betas of Adam
+        return type(value)(_pack(key, each) for each in value)
     if not is_tensor(value):
         return value
     if value.numel() != 1:
-        raise CheckpointError(f"the option {key} of an optimizer is a tensor of {value.numel()} elements")
-    return ("tensor", value.dtype, value.item())
+        raise CheckpointError(
+            f"the option {key} of an optimizer is a tensor of {value.numel()} elements, and one of a single element "
+            "can be saved: keep the others outside of its param_groups"
+        )
+    found = (_TENSOR, value.dtype, value.item())
+    return (*found, tuple(value.shape)) if value.dim() else found
 
 
-def take_option(live: Any, saved: Any) -> Any:
-    if not (isinstance(saved, tuple) and len(saved) == 3 and saved[0] == "tensor"):
-        return saved
-    if is_tensor(live) and live.dtype == saved[1]:
-        # In place, because a captured graph reads it there.
-        return live.fill_(saved[2])
-    return torch.tensor(saved[2], dtype=saved[1])
+def unpack_option(packed: Any, live: Any = None, taken: dict[int, Any] | None = None) -> Any:
+    """Return an option as it was saved.
+
+    Args:
+        packed: As pack_options() made it.
+        live: What the optimizer has: a tensor of the same type and shape takes the value, because a captured graph, or
+            the script, reads it there.
+        taken: By identity, the tensors that took a value already, and that: of several groups that share one tensor,
+            those that were saved with another value get a tensor of their own.
+    """
+    if _stands_for_tensor(packed):
+        dtype, value, *rest = packed[1:]
+        shape = tuple(rest[0]) if rest else ()
+        fits = is_tensor(live) and (live.dtype, tuple(live.shape)) == (dtype, shape)
+        if fits and (taken is None or taken.setdefault(id(live), value) == value):
+            return live.fill_(value)
+        device = live.device if is_tensor(live) else None
+        return torch.full(shape, value, dtype=dtype, device=device)
+    if type(packed) in (tuple, list):
+        fits = type(live) in (tuple, list) and len(live) == len(packed)
+        every = live if fits else [None] * len(packed)
+        return type(packed)(unpack_option(each, own, taken) for each, own in zip(packed, every, strict=True))
+    return packed
+
+
+def holds_tensor(option: Any) -> bool:
+    """Tell whether an option is a tensor or has one in it."""
+    return is_tensor(option) or (type(option) in (tuple, list) and any(map(holds_tensor, option)))
+
+
+def _stands_for_tensor(packed: Any) -> bool:
+    return (
+        type(packed) is tuple and len(packed) in (3, 4) and packed[0] == _TENSOR and isinstance(packed[1], torch.dtype)
+    )
 
 
 def digest_options(options: dict[str, Any]) -> str:
+    """Return the name under which the options of a group are saved."""
     return hashlib.sha256(json.dumps(pack(options), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -89,7 +125,8 @@ def build_groups(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
         groups[number, str(leaves[names.join(PARAM_GROUPS, param)])].append(param)
     found: list[dict[str, Any]] = []
     for (_, digest), every in sorted(groups.items(), key=lambda each: each[0][0]):
-        group = dict(leaves.get(names.join(_OPTIONS, digest), {}))
+        packed: Mapping[str, Any] = leaves.get(names.join(_OPTIONS, digest), {})
+        group = {key: unpack_option(each) for key, each in packed.items()}
         if all(param in given for param in every):
             every.sort(key=lambda param: given[param][0])
             group[_PARAM_NAMES] = [given[param][1] for param in every]
