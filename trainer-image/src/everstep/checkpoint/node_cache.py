@@ -19,7 +19,7 @@ from pathlib import Path
 from everstep.checkpoint import room
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, aligned
-from everstep.checkpoint.slot_files import secure
+from everstep.checkpoint.slot_files import naming_full_memory, secure
 
 _PREFIX = "restore-"
 _LOCK = "lock"  # held by the process that made the folder, for as long as it lives
@@ -67,7 +67,8 @@ class NodeCache:
     def leave(self, name: str, data: bytes) -> None:
         """A small message to the other ranks of the node; they may read it after the next round of the vote."""
         if self._shared:
-            (self._folder / name).write_bytes(data)
+            with naming_full_memory(self._folder / name, len(data)):
+                (self._folder / name).write_bytes(data)
         else:
             self._messages[name] = data
 
@@ -108,7 +109,8 @@ class NodeCache:
             self.part(unit.part, manifest)
             descriptor = os.open(self._file(unit.part), os.O_RDWR | os.O_CLOEXEC)
             try:
-                os.posix_fallocate(descriptor, unit.offset, unit.length)
+                with naming_full_memory(self._file(unit.part), unit.length):
+                    os.posix_fallocate(descriptor, unit.offset, unit.length)
             finally:
                 os.close(descriptor)
 

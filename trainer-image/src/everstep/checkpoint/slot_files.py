@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import pwd
+import shutil
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from everstep.checkpoint.errors import CheckpointError
 _ATTEMPTS = 100
 MEMORY_VARIABLE = "EVERSTEP_CHECKPOINT_MEMORY"
 _ANOTHER = f"name another memory: memory=... or {MEMORY_VARIABLE}"
+_FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def secure(directory: Path) -> None:
@@ -94,15 +97,45 @@ def _make_directory(directory: Path) -> os.stat_result:
     raise CheckpointError(f"{directory} is removed again and again by another process: see who has it")
 
 
+@contextlib.contextmanager
+def naming_full_memory(path: Path, need: int) -> Iterator[None]:
+    """Say of an error for lack of space where that is, how much there is, and what makes it more.
+
+    Args:
+        path: The file that is written.
+        need: Bytes that it is to have.
+
+    Raises:
+        OSError: The same error, with the reason in words.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise OSError(error.errno, _tell_full(path, need, error), str(path)) from error
+
+
+def _tell_full(path: Path, need: int, error: OSError) -> str:
+    found, files = shutil.disk_usage(path.parent), os.statvfs(path.parent)
+    inodes = f" and {files.f_favail} of {files.f_files} inodes" if files.f_files else ""
+    return (
+        f"{os.strerror(error.errno or 0)}: the memory for checkpoints in {path.parent} has {found.free} of "
+        f"{found.total} bytes{inodes} left, and a file of {need} bytes has no room there; enlarge it (sizeLimit of a "
+        f"pod's volume, --shm-size of a container, size= of a tmpfs) or {_ANOTHER}"
+    )
+
+
 def allocate_file(path: Path, size: int) -> None:
     """Let a file have at least so many bytes of memory; it never shrinks."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        if os.fstat(descriptor).st_size < size:
-            # Pages that exist: a copy into a hole would end in SIGBUS when memory runs out, this is an error here.
-            os.posix_fallocate(descriptor, 0, size)
-    finally:
-        os.close(descriptor)
+    with naming_full_memory(path, size):
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(descriptor).st_size < size:
+                # Pages that exist: a copy into a hole would end in SIGBUS when memory runs out, this is an error here.
+                os.posix_fallocate(descriptor, 0, size)
+        finally:
+            os.close(descriptor)
 
 
 def find_size(path: Path) -> int:
@@ -117,8 +150,14 @@ def replace_file(path: Path, content: bytes | Mapping[str, object]) -> None:
     """Write a small file so that it is there whole or not at all, whenever this process dies."""
     data = content if isinstance(content, bytes) else json.dumps(content, separators=(",", ":")).encode()
     draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_bytes(data)
-    draft.replace(path)
+    try:
+        with naming_full_memory(path, len(data)):
+            draft.write_bytes(data)
+            draft.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            draft.unlink()  # half of it would take what little room is left
+        raise
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

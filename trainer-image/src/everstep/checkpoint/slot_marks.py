@@ -17,6 +17,7 @@ from pathlib import Path
 from everstep.checkpoint.chunk_reads import ChunkReader, Read
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import HEADER, Chunk, Manifest
+from everstep.checkpoint.slot_files import replace_file
 from everstep.checkpoint.slots import VERIFIED, Slot
 from everstep.checkpoint.store.reader import open_file
 
@@ -57,9 +58,7 @@ def verify_slot(slot: Slot, manifest: Manifest, alive: Callable[[], None] = lamb
 
 def leave_mark(slot: Slot, mark: bytes) -> None:
     """Say that these files were verified. Only by the slot's writer, which alone claims it."""
-    draft = slot.path / f".{VERIFIED}.{os.getpid()}"
-    draft.write_bytes(mark)
-    draft.replace(slot.path / VERIFIED)
+    replace_file(slot.path / VERIFIED, mark)
 
 
 def is_marked(slot: Slot, manifest: Manifest) -> bool:
