@@ -96,6 +96,7 @@ class Modules:
         for module in self._modules:
             plain = unwrapped(module)
             resizing = {names.of_module(plain(path)) for path in find_own_loading(module)}
+            tied = _list_tied(module, plain)
             for key, value in module.state_dict().items():
                 name = names.of_module(plain(key))
                 full = saved.full(name)
@@ -103,7 +104,9 @@ class Modules:
                 if not is_tensor(value) or (last == _EXTRA_STATE and name in saved.tensors):
                     found.update({saved.full(each): fresh(tensor) for each, tensor in _subtree(saved.tensors, name)})
                 elif name not in saved.tensors:
-                    problems.append(Absent.of_name(full))
+                    # As transformers and safetensors write a tied tensor: under one of its names.
+                    if saved.tensors.keys().isdisjoint(tied.get(name, ())):
+                        problems.append(Absent.of_name(full))
                 elif owner in resizing and saved.tensors[name].shape != tuple(value.shape):
                     found[full] = fresh(saved.tensors[name])  # as lazily made buffers: the module takes any size
                 elif why := misfit(saved.tensors[name], value, saved.casts):
@@ -141,6 +144,15 @@ class Modules:
                     given[key] = filled.detach()
             set_metadata_as_here(given, here, unusual, plain)
             module.load_state_dict(given, strict=False)
+
+
+def _list_tied(module: nn.Module, plain: Callable[[str], str]) -> dict[str, list[str]]:
+    """Return all names of each parameter and buffer that has several, by each of them."""
+    holders: dict[int, list[str]] = {}
+    for listed in (module.named_parameters, module.named_buffers):
+        for name, each in listed(remove_duplicate=False):
+            holders.setdefault(id(each), []).append(names.of_module(plain(name)))
+    return {name: every for every in holders.values() if len(every) > 1 for name in every}
 
 
 def _received_buffers(ddp: DDP) -> Iterator[str]:
