@@ -80,6 +80,8 @@ def test_of_two_that_each_hold_half_of_a_quota_the_younger_gives_back(capacity: 
     older, younger = namespace.worlds
     assert (len(older.pods), len(younger.pods)) == (4, 0)
     assert younger.phase == "Pending"
+    (told,) = [event.message for event in younger.events if event.reason == "GangReleased"]
+    assert told.startswith("2 of 4 pods fitted into the namespace's quota")
     if capacity:
         assert older.phase == "Running"
 

@@ -115,6 +115,9 @@ def release(s: Situation) -> Decision | None:
     if not verdict.release:
         return None
     message = f"{gang.bound(s.live)} of {s.wanted} pods had a node; {_RELEASED}"
+    if s.open is not None and s.open.reason == Reason.QUOTA_EXCEEDED:
+        held = f"{len(s.live)} of {s.wanted} pods fitted into the namespace's quota"
+        message = f"{held}; they were given back until the set can be complete"
     return Decision(Phase.PENDING, Reason.GANG_RELEASED, message, again=True).do(
         replace.refs(s.live, Reason.GANG_RELEASED)
     )
