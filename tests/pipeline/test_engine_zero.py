@@ -11,12 +11,19 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
+from everstep.pipeline import pipeline
+from everstep.pipeline.engine.microbatch import bounds
 from everstep.pipeline.engine.zero import ShardedOptimizer, shares
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric, InProcess
+from tests.checkpoint import ranks
+from tests.pipeline.models import CASES, slice_batch
 from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, piped, share
 
 pytestmark = pytest.mark.torch
+
+QUICK: dict[str, Any] = {"schedule": "1f1b", "costs": "counted", "heartbeat": None, "check": False}
+CLIP = 0.05
 
 
 def test_shares_are_about_equal_and_the_same_whoever_asks() -> None:
@@ -95,3 +102,38 @@ def test_new_values_are_on_their_way_two_buckets_at_a_time() -> None:
     for count, most in Fabric(2, 2).run(work):
         assert count > 6
         assert most <= 4, "two that are on their way, and what this test holds itself"
+
+
+def _clipped(rank: int) -> tuple[list[float], dict[str, Any], int]:
+    """The norms of some steps that `run` clips, the weights after them, and how many parameters are kept here."""
+    case, norms = CASES["gpt"], []
+    with pipeline(case.build(), case.example(8).inputs, case.loss, stages=2, microbatches=2, **QUICK) as run:
+        sharded = ShardedOptimizer(run.engine, lambda named: torch.optim.SGD(named.values(), lr=1.0, momentum=0.9))
+        for step in range(3):
+            start, stop = bounds(8, run.replicas)[run.replica]
+            mine = slice_batch(case.example(8, seed=step), start, stop)
+            run.step(mine.inputs, mine.targets)
+            norms.append(float(run.clip_grad_norm_(CLIP)))
+            sharded.step()
+        weights = {name: each.detach().clone() for name, each in run.named_parameters()}
+        return norms, weights, len(sharded.optimizer.state)
+
+
+def test_gradients_that_a_run_clips_are_stepped_by_a_sharded_optimizer_as_in_one_process() -> None:
+    case = CASES["gpt"]
+    model, wanted = case.build(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
+    for step in range(3):
+        batch = case.example(8, seed=step)
+        optimizer.zero_grad()
+        total, count = case.loss(model(**batch.inputs), batch.targets)
+        (total / count).backward()
+        wanted.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)))
+        optimizer.step()
+    assert min(wanted) > CLIP  # something was clipped
+    every = ranks.run(4, _clipped)
+    for norms, weights, kept in every:
+        assert norms == pytest.approx(wanted, rel=1e-9)
+        assert 0 < kept < len(weights)  # the states of the others are with the other replica
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-7, atol=1e-10)
