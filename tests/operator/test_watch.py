@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -117,7 +118,7 @@ BROKEN = {"kind": "Status", "code": 500, "reason": "InternalError", "message": "
 
 class Seen:
     def __init__(self, server: ApiServer, url: str, namespaces: tuple[str, ...] = ()) -> None:
-        self.server = server
+        self.server, self.url = server, url
         self.events: asyncio.Queue[tuple[Resource, str | None, str]] = asyncio.Queue()
         self.begun = 0
         configuration = Configuration()
@@ -267,3 +268,39 @@ async def test_where_nothing_can_be_read_all_namespaces_stay_in_the_watch(monkey
         names: set[str] = set()
         while names != {"in-one", "in-two"}:
             names.add((await seen.next())[2])
+
+
+async def test_a_watch_that_is_cancelled_before_its_thread_has_begun_does_not_begin(
+    seen: Seen, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its thread would go on watching, and an operator that is told to stop would wait for it for ever."""
+    monkeypatch.setattr("everstep_operator.cluster.watch.GRACE_SECONDS", 0.0)
+    born, go_on, over = threading.Event(), threading.Event(), threading.Event()
+
+    class Late(Watch):
+        def _live(self, main: asyncio.AbstractEventLoop) -> None:
+            born.set()
+            go_on.wait()
+            try:
+                super()._live(main)
+            finally:
+                over.set()
+
+    async def login() -> Configuration:
+        configuration = Configuration()
+        configuration.host = seen.url
+        return configuration
+
+    async def ready() -> None:
+        return None
+
+    watch = Late(login, lambda *_: None, ready=ready)
+    task = asyncio.create_task(watch.run(lambda: None))
+    await asyncio.to_thread(born.wait)
+    task.cancel()
+    await asyncio.wait((task,))
+    go_on.set()
+    try:
+        assert await asyncio.to_thread(over.wait, 10), "the thread goes on"
+    finally:
+        watch.restart()

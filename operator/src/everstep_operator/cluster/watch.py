@@ -58,6 +58,7 @@ class Watch:
         self._namespaces = namespaces
         self._ready = ready
         self._stop: Callable[[], None] | None = None
+        self._over = False  # nobody wants a life that has not begun yet
         self._logs = LogLimit()
         self._tries: Counter[str] = Counter()  # by namespace, how often it could not be watched
         self.left_out: dict[str, float] = {}  # namespaces that cannot be watched, and until when nobody tries again
@@ -130,6 +131,7 @@ class Watch:
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
+            self._over = True  # before the thread has set `_stop`, there is nothing that `restart` could end
             self.restart()
             await asyncio.wait((running,), timeout=GRACE_SECONDS + 1)
             raise
@@ -150,6 +152,8 @@ class Watch:
         stop = asyncio.Event()
         self._stop = lambda: _soon(mine, stop.set)
         configuration = await self._login()
+        if self._over:
+            return
         session = _session(configuration)
         try:
             tasks = await kopf.spawn_tasks(
