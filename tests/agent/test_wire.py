@@ -350,3 +350,11 @@ async def test_a_long_poll_answers_when_something_changes(agents: list[Agent]) -
     await until(lambda: agents[0].leading and agents[0].leading._changed._waiters)
     agents[1].processes.exit(1, "ValueError: no")
     assert await asyncio.wait_for(waiting, 5) != ""
+
+
+def test_log_tails_in_any_script_are_sent_as_they_are_and_what_is_no_text_ends_no_answer() -> None:
+    said = "\U0001f600" * 1000
+    body = http.Response.of({"tail": said}).body
+    assert len(body) == len(said.encode()) + len('{"tail":""}')
+    assert json.loads(body) == {"tail": said}
+    assert json.loads(http.Response.of({"tail": "a\udcffb"}).body) == {"tail": "a?b"}

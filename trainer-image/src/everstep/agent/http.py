@@ -76,7 +76,9 @@ class Response:
 
     @classmethod
     def of(cls, data: Any, status: int = 200) -> Response:
-        return cls(status, json.dumps(data, separators=(",", ":")).encode())
+        # As UTF-8: escapes take up to three times as much, and answers are bounded. What a rank printed may be no text.
+        text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
+        return cls(status, text.encode(errors="replace"))
 
 
 class HttpError(Exception):
