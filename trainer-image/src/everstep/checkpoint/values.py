@@ -169,8 +169,9 @@ def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
             "a tensor cannot be saved inside of what is saved as one value: hold it in dictionaries whose keys are "
             "plain values (text, numbers, tuples of them …), lists and tuples, or pass allow_pickle=True",
         )
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise Refused(path, f"a {kind} cannot be saved without pickle; save its state_dict(), or pass allow_pickle=True")
+    instead = "numpy.array(…, its plain dtype)" if _is_of_numpy(value) else "its state_dict()"
+    kind = _name_kind(value)
+    raise Refused(path, f"{kind} cannot be saved without pickle; save {instead}, or pass allow_pickle=True")
 
 
 def _untagged(tag: str, content: Any, path: str, allow_pickle: bool) -> Any:
@@ -245,8 +246,42 @@ def _to_numpy(tag: str, content: dict[str, Any]) -> Any:
 
 
 def is_plain_array(value: Any) -> bool:
-    """Whether the bytes of an array or a scalar of NumPy are the whole value; those of Python objects are not."""
-    return value.dtype.kind in _PLAIN_KINDS and not value.dtype.hasobject
+    """Whether the bytes of an array or a scalar of NumPy, with its dtype, are the whole value.
+
+    Those of Python objects are not, nor those of a class that a dtype's text does not name: numpy.record, or another
+    that is derived from a scalar.
+    """
+    import numpy
+
+    is_own_kind = isinstance(value, numpy.generic) and type(value) is not value.dtype.type
+    return not is_own_kind and value.dtype.kind in _PLAIN_KINDS and not value.dtype.hasobject and _is_plain(value.dtype)
+
+
+def _is_plain(dtype: Any) -> bool:
+    """Whether a structured dtype makes plain scalars, also of the fields within."""
+    import numpy
+
+    if dtype.names is None:
+        return dtype.subdtype is None or _is_plain(dtype.base)
+    return dtype.type is numpy.void and all(_is_plain(inner) for inner, *_ in dtype.fields.values())
+
+
+def _is_of_numpy(value: Any) -> bool:
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray | numpy.generic)
+
+
+def _name_kind(value: Any) -> str:
+    """Return what a value that is refused is called."""
+    numpy = sys.modules.get("numpy")
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    if numpy is None or not isinstance(value, numpy.ndarray):
+        return f"a {name}"
+    if type(value) is not numpy.ndarray:
+        return f"a {name}, which is more than an array,"
+    if value.dtype.hasobject:
+        return "an array of Python objects"
+    return f"an array of {'numpy.record' if value.dtype.names is not None else value.dtype}"
 
 
 def describe_array(value: Any) -> InPart:
