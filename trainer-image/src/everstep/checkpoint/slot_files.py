@@ -160,6 +160,14 @@ def replace_file(path: Path, content: bytes | Mapping[str, object]) -> None:
         raise
 
 
+def list_files(directory: Path) -> list[Path]:
+    """Return what is in a directory, in order; nothing where it has been removed by now, or is another user's."""
+    try:
+        return sorted(directory.iterdir())
+    except (FileNotFoundError, NotADirectoryError, PermissionError):
+        return []
+
+
 def read_json(path: Path) -> dict[str, Any] | None:
     """Return the object in a file; None where none is."""
     try:

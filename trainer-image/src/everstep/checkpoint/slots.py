@@ -26,7 +26,6 @@ import enum
 import errno
 import fcntl
 import functools
-import glob
 import hashlib
 import json
 import os
@@ -41,7 +40,15 @@ from everstep.checkpoint import room
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, NoSlot, UnknownFormat
 from everstep.checkpoint.format import Manifest, decode, encode
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.slot_files import MEMORY_VARIABLE, allocate_file, find_size, read_json, replace_file, secure
+from everstep.checkpoint.slot_files import (
+    MEMORY_VARIABLE,
+    allocate_file,
+    find_size,
+    list_files,
+    read_json,
+    replace_file,
+    secure,
+)
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - the node's own shared memory; the folder in it is ours alone
 VERIFIED = "verified"
@@ -227,7 +234,10 @@ class Slot:
     @property
     def is_read(self) -> bool:
         with ExitStack() as stack:
-            return not self.lock_out_readers(stack)
+            try:
+                return not self.lock_out_readers(stack)
+            except FileNotFoundError:  # it has been removed
+                return False
 
     def lock_out_readers(self, stack: ExitStack) -> bool:
         """Let nobody begin to read the slot until `stack` ends; false, and nothing is locked, while it is read."""
@@ -255,8 +265,7 @@ class Slots:
         return made
 
     def __iter__(self) -> Iterator[Slot]:
-        paths = sorted(path for path in self.directory.glob("*") if path.name.isdecimal())
-        return iter(Slot(path) for path in paths)
+        return iter(Slot(path) for path in list_files(self.directory) if path.name.isdecimal())
 
     def __getitem__(self, number: int) -> Slot:
         return Slot(self.directory / str(number))
@@ -370,16 +379,16 @@ class Slots:
             try:
                 self._move_away()
             except OSError:  # it is gone, or has no inode left for a folder within
-                for path in self.directory.glob("*"):
+                for path in list_files(self.directory):
                     shutil.rmtree(path, ignore_errors=True)
         self.clear_removed()
         return True
 
     def clear_removed(self) -> None:
         """Finish what remove() began, here or in a process that died in the middle of it."""
-        beside = self.directory.parent.glob(f"{glob.escape(self._removed_prefix)}*")
-        for gone in (*beside, *self.directory.glob(f"{glob.escape(self._removed_prefix)}*")):
-            shutil.rmtree(gone, ignore_errors=True)
+        for path in (*list_files(self.directory.parent), *list_files(self.directory)):
+            if path.name.startswith(self._removed_prefix):
+                shutil.rmtree(path, ignore_errors=True)
 
     def _move_away(self) -> None:
         gone = self.directory.with_name(f"{self._removed_prefix}{os.getpid()}")
