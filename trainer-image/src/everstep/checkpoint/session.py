@@ -14,6 +14,7 @@ from typing import Any, Literal, Self
 from everstep.checkpoint import attempts, checksum, claiming, fence, topology
 from everstep.checkpoint.agreement import Agreement
 from everstep.checkpoint.arguments import check_arguments
+from everstep.checkpoint.arrivals import Arrivals
 from everstep.checkpoint.auto import Trigger, learned
 from everstep.checkpoint.best import Mode
 from everstep.checkpoint.board import Alone, Board, Shared
@@ -142,6 +143,7 @@ class Checkpointer:
         board: Board = Shared.open(self._group, timeout) if self._group is not None else Alone()
         self._agreement = Agreement(board, self._topology.rank, timeout)
         self._board = board
+        self._arrivals = Arrivals(board, self._topology.rank)
         self._vote = Vote(board, self._topology.rank, self._topology.world, timeout)
         self._policy: Policy = policy
         self._timeout = timeout
@@ -179,13 +181,14 @@ class Checkpointer:
         if self._pilot is not None and self._pilot.saved:
             raise CheckpointError("this session has saved already: close it, and restore in a new one")
         everything = self._with_generators(objects)
-        check_source_ranks(everything, self._group)
 
         def check() -> RestoreOptions:
             check_values(everything, self._topology, self._how)
             return RestoreOptions(step, strict, rename, Casts(cast), self._how.allow_pickle, frozenset({GENERATORS}))
 
-        options = together(check, self._group)
+        with self._arrivals.naming_absent("restore()"):
+            check_source_ranks(everything, self._group)
+            options = together(check, self._group)
         run = attempts.read_run(self.store) if self._topology.local == 0 else None
         with serve_reads(self._directory, self._topology, self._group, run, wanted=self._keeps_copies) as peers:
             restorer = Restorer(
@@ -222,7 +225,8 @@ class Checkpointer:
         """
         if self._pilot is None and not self._has_restored:
             keep_last = self._settings["keep_last"]
-            together(lambda: self._first(lambda: claiming.check_is_empty(self.store, keep_last)), self._group)
+            with self._arrivals.naming_absent("track()"):
+                together(lambda: self._first(lambda: claiming.check_is_empty(self.store, keep_last)), self._group)
             self._seen = LastSeen(None, None)
         self._track(objects)
 
@@ -241,11 +245,12 @@ class Checkpointer:
 
     def _track(self, objects: Mapping[str, object]) -> None:
         everything = self._with_generators(objects)
-        check_source_ranks(everything, self._group)
-        if self._pilot is None:
-            check_start(
-                everything, self._topology, self._group, self._how, self._directory, int(self._settings["slots"])
-            )
+        with self._arrivals.naming_absent("track() or start_over()"):
+            check_source_ranks(everything, self._group)
+            if self._pilot is None:
+                check_start(
+                    everything, self._topology, self._group, self._how, self._directory, int(self._settings["slots"])
+                )
         self._set_objects(everything)
 
     @one_at_a_time

@@ -1,0 +1,41 @@
+"""A rank that dies before a call of a session is named by all others, which wait for it in a collective."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch.distributed as dist
+
+from everstep.checkpoint.errors import RankLost
+from tests.checkpoint import ranks
+from tests.checkpoint.sessions import Model, session
+
+pytestmark = pytest.mark.torch
+
+
+def come_without(rank: int, folder: Path, call: str, dying: int) -> tuple[tuple[int, ...], str]:
+    ckpt: Any = session(folder)
+    dist.barrier()
+    if rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RankLost) as caught:
+        getattr(ckpt, call)(model=Model())
+    return caught.value.ranks, str(caught.value)
+
+
+@pytest.mark.parametrize("call", ["restore", "track"])
+@pytest.mark.parametrize("dying", [0, 1, 2])
+def test_a_rank_that_dies_right_before_a_call_is_named_by_the_others(call: str, dying: int, tmp_path: Path) -> None:
+    for found in ranks.run(3, come_without, tmp_path, call, dying, dies=[dying]):
+        if found is not None:
+            named, words = found
+            assert named == (dying,)
+            assert f"{call}()" in words
+            assert words.endswith("all ranks have to be started again")
