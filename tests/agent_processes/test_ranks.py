@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import signal
 import sys
 from pathlib import Path
@@ -87,7 +88,8 @@ async def test_a_rank_that_ends_at_once_is_not_lost(tmp_path: Path) -> None:
             assert await node.stop() is None
 
 
-async def test_term_reaches_what_a_shell_runs_and_its_grace_is_kept(tmp_path: Path) -> None:
+@pytest.mark.parametrize("shell", ["sh -c", "script"])
+async def test_term_reaches_what_a_shell_runs_and_its_grace_is_kept(tmp_path: Path, shell: str) -> None:
     """A shell dies of the TERM at once; the checkpoint that its child then writes must still find its time."""
     script = (
         "import signal, sys, time, pathlib\n"
@@ -97,6 +99,11 @@ async def test_term_reaches_what_a_shell_runs_and_its_grace_is_kept(tmp_path: Pa
     )
     saved = tmp_path / "saved"
     command = ["sh", "-c", f"{sys.executable} -c \"$0\" '{saved}' && true", script]
+    if shell == "script":  # the kernel names its process after the file
+        file = tmp_path / "train.sh"
+        file.write_text(f"#!/bin/sh\n{shlex.join([sys.executable, '-c', script, str(saved)])} && true\n")
+        file.chmod(0o755)
+        command = [str(file)]
     async with Node(tmp_path, command) as node:
         await node.start()
         await node.until(lambda: "up" in node.logged(), "start of the script")

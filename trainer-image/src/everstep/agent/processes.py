@@ -278,10 +278,18 @@ def _behind_shells(pid: int) -> list[int]:
         if stat is None:
             continue
         found.append(current)
-        if stat[0] in _SHELLS:
+        if stat[0] in _SHELLS or _program(current) in _SHELLS:
             parents = _parents() if parents is None else parents
             queue += [child for child, parent in parents.items() if parent == current]
     return found
+
+
+def _program(pid: int) -> str:
+    """Return the name of the file that runs: that of the shell where the command name is a script's (`#!/bin/sh`)."""
+    try:
+        return Path(f"/proc/{pid}/exe").readlink().name
+    except OSError:  # it has ended, or may not be looked at
+        return ""
 
 
 def _describe(pid: int) -> str:
