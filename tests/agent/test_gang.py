@@ -7,12 +7,13 @@ import json
 import ssl
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from everstep.agent.announce import announce
 from everstep.agent.caller import SECONDS
-from everstep.agent.events import DaemonExited, DaemonOutput, Progress
+from everstep.agent.events import DaemonExited, DaemonOutput, Layout, Progress
 from everstep.agent.fencing import Lease, Suspensions, answers_tls, client_hello
 from everstep.agent.leader import Leader
 from everstep.agent.link import Link
@@ -311,6 +312,43 @@ async def test_strict_fencing_stops_the_ranks_of_a_node_without_a_leader(tmp_pat
         await until(lambda: leader_of(agents).phase == "running")
         await agents[0].vanish()
         await until(lambda: not agents[1].processes.running)
+        assert fence(agents[1])["fenced"]
+
+
+@pytest.mark.parametrize("fencing", ["checkpoint", "strict"])
+async def test_ranks_that_start_after_a_long_wait_for_a_leader_may_publish(tmp_path: Path, fencing: str) -> None:
+    """A lease ends while pod 0 is awaited, and its leader starts ranks in the moment in which it has all nodes."""
+    options: dict[str, Any] = {"fence_timeout": 60.0, "fencing": fencing}
+    waiting, leading = Agent(tmp_path, local(2, 1, **options)), Agent(tmp_path, local(2, **options))
+    await waiting.listen()
+    waiting.node._lease.renewed -= 3600.0  # so long ago was its own start
+    await leading.listen()
+    introduce(leading, [leading, waiting])
+    start, seen = waiting.processes.start, []
+
+    async def look(layout: Layout) -> None:
+        seen.append(fence(waiting))
+        await start(layout)
+
+    waiting.processes.start = look  # type: ignore[method-assign]
+    await until(lambda: leader_of([leading]).phase == "running")
+    assert seen == [{"epoch": 1, "generation": 1, "fenced": False}]
+    for agent in (leading, waiting):
+        await agent.vanish()
+
+
+async def test_strict_fencing_stops_ranks_that_start_without_a_lease(tmp_path: Path) -> None:
+    """They would run for ever beside those of a newer leader, whose side of a partition has given them up."""
+    async with gang(tmp_path, 2, fence_timeout=60.0, fencing="strict") as agents:
+        leader, node = leader_of(agents), agents[1].node
+        await until(lambda: leader.phase == "running")
+        node._housekeeper.cancel()  # it would find that the lease has ended before the next generation starts
+        agents[0].processes.exit(1)
+        node._lease.renew = lambda *args: None  # type: ignore[method-assign]
+        node._lease.renewed -= 3600.0
+        await until(lambda: agents[1].processes.generations[-1] == (1, 2), "the next generation")
+        node._look_at_lease()
+        await until(lambda: [e["cause"] for e in leader.state()["ledger"]][1:2] == ["Fenced"], "the next one has ended")
         assert fence(agents[1])["fenced"]
 
 

@@ -180,6 +180,7 @@ class Leading:
             self._links.drop(command.index)
             self._daemons.lost(command.index)
         elif isinstance(command, Start):
+            self._ping()  # who waited long for this leader has no lease, and would start its ranks fenced
             self._links.send_all(command.layout.to_json())
         elif isinstance(command, StopRanks):
             stop = {"type": "stop", "generation": command.generation, "graceSeconds": command.grace}
@@ -238,8 +239,11 @@ class Leading:
 
     async def _heartbeats(self) -> None:
         while True:
-            self._links.send_all({"type": "ping", "age": self._lease.age(self._lease_clock())})
+            self._ping()
             await asyncio.sleep(self._config.heartbeat)
+
+    def _ping(self) -> None:
+        self._links.send_all({"type": "ping", "age": self._lease.age(self._lease_clock())})
 
     async def _renew_lease(self) -> None:
         """The second way to keep the lease, and what happens when neither works."""

@@ -71,6 +71,7 @@ class Node:
         self._suspensions = Suspensions(clock, lease_clock)
         self._fence = FenceFile(place.scratch / "fence.json")
         self._fenced = False
+        self._given_up = (0, 0)  # (epoch, generation) of the ranks that strict fencing has stopped
         self._channel: Channel | None = None
         self._heard = 0.0
         self._started: set[int] = set()
@@ -332,14 +333,19 @@ class Node:
 
     def _look_at_lease(self) -> None:
         expired = self._lease.expired(self._lease_clock())
-        if expired == self._fenced or self.order == (0, 0):
+        if self.order == (0, 0):
             return
-        self._fenced = expired
-        if expired:
-            say(f"no word from the leader for {self.config.fence_timeout:g} s: fenced ({self.config.fencing})")
-        # A token given back under `strict` would do no harm, but its ranks are gone: only `checkpoint` goes on.
-        self._fence.write(*self.order, fenced=expired or self.config.fencing == "strict")
-        if expired and self.config.fencing == "strict" and not self._clean:
+        # Also where the lease had ended when they started: nothing else would ever stop them.
+        stops = expired and self.config.fencing == "strict" and not self._clean and self._given_up != self.order
+        if stops:
+            self._given_up = self.order
+        if expired != self._fenced:
+            self._fenced = expired
+            if expired:
+                say(f"no word from the leader for {self.config.fence_timeout:g} s: fenced ({self.config.fencing})")
+            # A token given back to ranks that are being stopped would do no harm, but nor would it help them.
+            self._fence.write(*self.order, fenced=expired or self._given_up == self.order)
+        if stops:
             self.stop(self.config.restart_grace)
 
     # ---- reports
