@@ -123,6 +123,19 @@ async def test_a_node_whose_driver_hangs_is_not_clean(tmp_path: Path, driver: Dr
         assert await node.stop() is None
 
 
+@pytest.mark.parametrize(
+    "noise", [{"LD_PRELOAD": "/nonexistent/libjemalloc.so"}, {"PYTHONPROFILEIMPORTTIME": "1"}, {"PYTHONVERBOSE": "2"}]
+)
+async def test_what_an_image_says_besides_hides_no_process_on_a_gpu(
+    tmp_path: Path, driver: Driver, noise: dict[str, str]
+) -> None:
+    """A loader's warnings, or a debugging aid of the user's, of any length: nothing starts beside what is left."""
+    async with Node(tmp_path, ["sleep", "60"], environ={**driver.environ, **noise}, clean_timeout=1.0) as node:
+        driver.is_now(A, {**B, "pids": [4_000_000_000]})
+        await node.start()
+        assert await node.stop() == "GPU still used by processes 4000000000"
+
+
 async def test_without_the_library_nothing_is_known_and_nothing_fails(tmp_path: Path, driver: Driver) -> None:
     environ = {**driver.environ, "PYTHONPATH": str(tmp_path)}
     async with Node(tmp_path, ["true"], environ=environ) as node:

@@ -92,16 +92,20 @@ async def devices(processes: Processes, env: Mapping[str, str], python: str = ""
 
     Raises NoAnswer after TIMEOUT."""
     try:
-        answer = await processes.run([python or sys.executable, "-c", _QUERY], env, timeout=TIMEOUT)
+        # Without stderr: loaders, warnings and debugging aids of the image write there.
+        command = [python or sys.executable, "-c", _QUERY]
+        answer = await processes.run(command, env, timeout=TIMEOUT, errors=False)
     except OSError:
         return None
     if answer is None:
         raise NoAnswer(f"the GPU driver did not answer within {TIMEOUT:g} s")
     if answer[0] != 0:
         return None
+    # An image's sitecustomize may print as well, before it and after it.
+    lines = [line for line in answer[1].splitlines() if line.startswith(("[{", "[]"))]
     try:
-        return [Device(**{**found, "pids": tuple(found.get("pids", ()))}) for found in json.loads(answer[1])]
-    except (ValueError, TypeError, KeyError):
+        return [Device(**{**found, "pids": tuple(found.get("pids", ()))}) for found in json.loads(lines[-1])]
+    except (ValueError, TypeError, KeyError, IndexError):
         return None
 
 

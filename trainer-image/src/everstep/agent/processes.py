@@ -99,27 +99,57 @@ class Processes:
         return child
 
     async def run(
-        self, argv: Sequence[str], env: Mapping[str, str], *, timeout: float, limit: int = 65536
+        self,
+        argv: Sequence[str],
+        env: Mapping[str, str],
+        *,
+        timeout: float,
+        errors: bool = True,
+        limit: int = 1024 * 1024,
     ) -> tuple[int, str] | None:
-        """(exit code, output) of a short helper, or None when it took longer than `timeout` and was killed."""
+        """Run a short helper.
+
+        Args:
+            argv: The program and its arguments.
+            env: Its whole environment.
+            timeout: Seconds after which it is killed.
+            errors: Whether what it writes to stderr belongs to its output.
+            limit: Bytes of output that are kept; it may write more.
+
+        Returns:
+            Its exit code and output, or None when it took longer than `timeout`.
+        """
         out, inner = os.pipe()
         try:
-            process = self.start(argv, env, stdout=inner, stderr=inner)
+            process = self.start(argv, env, stdout=inner, stderr=inner if errors else subprocess.DEVNULL)
         except BaseException:
             os.close(out)
             raise
         finally:
             os.close(inner)
+        os.set_blocking(out, False)
+        loop, output = asyncio.get_running_loop(), bytearray()
+
+        def read() -> bool:
+            try:
+                data = os.read(out, 65536)
+            except BlockingIOError:
+                return False
+            if not data:
+                loop.remove_reader(out)
+            output.extend(data[: limit - len(output)])
+            return bool(data)
+
+        loop.add_reader(out, read)  # while it runs: a full pipe would stop it
         try:
             await asyncio.wait_for(asyncio.shield(process.exited), timeout)
-            os.set_blocking(out, False)
-            try:
-                return process.exit_code, os.read(out, limit).decode(errors="replace")
-            except BlockingIOError:
-                return process.exit_code, ""
+            while len(output) < limit and read():
+                pass
+            return process.exit_code, output.decode(errors="replace")
         except asyncio.TimeoutError:
             return None
         finally:
+            loop.remove_reader(out)
             os.close(out)
             self.kill_group(process)
 
