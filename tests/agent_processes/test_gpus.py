@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ pytestmark = pytest.mark.integration
 FAKE = Path(__file__).with_name("fake_nvml")
 A = {"uuid": "GPU-a", "name": "H100"}
 B = {"uuid": "GPU-b", "name": "H100", "ecc": 0}
+GONE = 4_000_000_000  # no process has it, as of one that was killed and whose context the driver tears down
 WELL = [{**A, "problem": ""}, {"uuid": "GPU-b", "name": "H100", "problem": ""}]
 
 
@@ -115,9 +117,9 @@ async def test_a_node_whose_driver_hangs_is_not_clean(tmp_path: Path, driver: Dr
         await node.start()
         driver.hangs()
         assert await node.stop() == "the GPU driver did not answer within 3 s"
-        driver.is_now(A, {**B, "pids": [4711]})
+        driver.is_now(A, {**B, "pids": [GONE]})
         await node.start()
-        assert await node.stop() == "GPU still used by processes 4711"
+        assert await node.stop() == f"GPU still used by processes {GONE}"
         driver.is_now(A, B)
         await node.start()
         assert await node.stop() is None
@@ -131,9 +133,24 @@ async def test_what_an_image_says_besides_hides_no_process_on_a_gpu(
 ) -> None:
     """A loader's warnings, or a debugging aid of the user's, of any length: nothing starts beside what is left."""
     async with Node(tmp_path, ["sleep", "60"], environ={**driver.environ, **noise}, clean_timeout=1.0) as node:
-        driver.is_now(A, {**B, "pids": [4_000_000_000]})
+        driver.is_now(A, {**B, "pids": [GONE]})
         await node.start()
-        assert await node.stop() == "GPU still used by processes 4000000000"
+        assert await node.stop() == f"GPU still used by processes {GONE}"
+
+
+async def test_a_strangers_process_on_a_gpu_holds_no_job_up(tmp_path: Path, driver: Driver) -> None:
+    """On a laptop, a desktop or a notebook computes beside the job; in a pod, a debugger does."""
+    with subprocess.Popen(["sleep", "600"]) as stranger:  # noqa: ASYNC220 - it returns at once
+        try:
+            driver.is_now(A, {**B, "pids": [stranger.pid]})
+            async with Node(tmp_path, ["sleep", "60"], environ=driver.environ, clean_timeout=1.0) as node:
+                await node.start()
+                assert await node.stop() is None
+                driver.is_now(A, {**B, "pids": [stranger.pid, GONE]})
+                await node.start()
+                assert await node.stop() == f"GPU still used by processes {GONE}"
+        finally:
+            stranger.kill()
 
 
 async def test_without_the_library_nothing_is_known_and_nothing_fails(tmp_path: Path, driver: Driver) -> None:

@@ -204,13 +204,18 @@ class Supervisor:
             heard = self._processes.living(heard)
 
     async def _wait_for_gpus(self, deadline: float) -> str | None:
-        """A killed process holds its GPU until the driver has torn its context down: seconds, with much memory."""
+        """A killed process holds its GPU until the driver has torn its context down: seconds, with much memory.
+
+        Of ours none lives any more, so one that does is a stranger's: of a laptop, or of a debugger's container.
+        """
         while True:
             try:
-                pids = await gpu.device_processes(self._processes, self._base)
+                found = await gpu.device_processes(self._processes, self._base)
             except gpu.NoAnswer as error:
                 left = str(error)
             else:
+                strangers = self._processes.living(found)
+                pids = [pid for pid in found if pid not in strangers]
                 if not pids:
                     return None
                 left = f"GPU still used by processes {', '.join(map(str, pids[:8]))}"
