@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from .node import Node
+from .test_cleanup import needs_root
 
 pytestmark = pytest.mark.integration
 
@@ -69,6 +70,21 @@ async def test_exit_code_signal_and_cause_are_those_of_the_rank(tmp_path: Path, 
     assert failed["log_tail"][0] == "Traceback (most recent call last):"
     assert (killed["exit_code"], killed["signal"], killed["oom"]) == (139, signal.SIGSEGV, False)
     assert killed["message"] == "killed by SIGSEGV"
+
+
+@needs_root
+@pytest.mark.parametrize("there", [True, False], ids=["with a folder", "empty"])
+async def test_ranks_start_where_the_users_own_input_volume_is_read_only(tmp_path: Path, there: bool) -> None:
+    """A claim with the data, mounted in place of /opt/ml/input: there is no room for the contract's files in it."""
+    volume = tmp_path / "node-0/ml/input"
+    (volume / "config" if there else volume).mkdir(parents=True)
+    mount = f'mount --bind {volume} {volume} && mount -o remount,ro,bind {volume} && exec "$@"'
+    prefix = ["unshare", "--mount", "sh", "-c", mount, "sh"]
+    async with Node(tmp_path, ["sh", "-c", 'echo "$SM_HPS"'], prefix=prefix) as node:
+        await node.start()
+        assert (await node.event("RankExited"))["exit_code"] == 0
+        await node.until(lambda: '{"epochs":10}' in node.logged(), "the hyperparameters of the environment")
+        assert f"{volume}/config/hyperparameters.json is not written" in node.logged()
 
 
 async def test_a_command_that_is_not_there_exits_127_and_says_so(tmp_path: Path) -> None:

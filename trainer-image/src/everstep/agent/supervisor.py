@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import time
@@ -244,7 +245,12 @@ class Supervisor:
             with contextlib.suppress(OSError):  # a volume of the user's may be read-only
                 Path(folder).mkdir(parents=True, exist_ok=True)
         for path, data in contract_files(facts).items():
-            Path(path).write_bytes(data)
+            try:
+                Path(path).write_bytes(data)
+            except OSError as error:
+                if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT):
+                    raise  # a full disk leaves half a file, which is worse than none
+                self.log(f"everstep: {path} is not written ({error.strerror}): use SM_HPS and SM_RESOURCE_CONFIG")
         return {**environment.network_variables(address), **sm_environment(facts), **self._config.variables}
 
     def _variables(self, layout: Layout, rank: int, local: int, world: int, local_world: int) -> dict[str, str]:
