@@ -63,12 +63,14 @@ def test_the_users_own_failure_file_wins(tmp_path: Path) -> None:
         assert failure.read_text() == "my own words"
 
 
-def test_a_pod_that_is_told_to_stop_says_so_and_its_ranks_may_finish(tmp_path: Path) -> None:
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGQUIT, 37], ids=["TERM", "QUIT", "RTMIN+3"])
+def test_a_pod_that_is_told_to_stop_says_so_and_its_ranks_may_finish(tmp_path: Path, signum: int) -> None:
+    """An image may name another signal than TERM (STOPSIGNAL), and that is what the kubelet has sent then."""
     command = ["sh", "-c", 'trap "echo saved; exit 0" TERM; echo ready; while :; do sleep 0.05; done']
     with Laptop(tmp_path, command) as job:
         job.until(lambda s: s["phase"] == "running")
         until(lambda: "ready" in job.log(0) and "ready" in job.log(1), "the ranks are ready")
-        job.agents[1].send_signal(signal.SIGTERM)
+        job.agents[1].send_signal(signum)
         assert job.agents[1].wait(DEADLINE) == 143
         assert job.word(1)["result"] == "left"
         assert "saved" in job.log(1)

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 
 FILES = 65536
 
+# With TERM, those that images name as their STOPSIGNAL (web servers QUIT, systemd RTMIN+3): a pod's deletion sends that
+# one instead, and without a handler process 1 would not even notice it until the KILL.
+_RTMIN_3 = 37  # as container runtimes count; signal.SIGRTMIN is one more with musl
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, _RTMIN_3)
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -134,7 +139,7 @@ class _Agent:
         # By this clock a request that was signed before this machine was suspended is too old to renew a lease.
         server = Server(self._token, routes, boottime)
         await server.start("::" if ":" in config.pod_ip else "0.0.0.0", config.port)  # noqa: S104 - the pod's own
-        for signum in (signal.SIGTERM, signal.SIGINT):
+        for signum in STOP_SIGNALS:
             loop.add_signal_handler(signum, self._told_to_stop, node)
         say(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
         if leading is not None:
@@ -182,7 +187,7 @@ class _Agent:
             report.leave_failure(self._place.ml / "output", str(word["message"]), tuple(word["logTail"]))
 
     def _told_to_stop(self, node: Node) -> None:
-        """TERM of a pod that is deleted, or Ctrl-C; who repeats it on a laptop is in a hurry."""
+        """The signal of a pod that is deleted, or Ctrl-C; who repeats it on a laptop is in a hurry."""
         self._signals += 1
         grace = self._config.stop_grace
         if self._signals > 1:
