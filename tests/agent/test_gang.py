@@ -16,7 +16,7 @@ from everstep.agent.caller import SECONDS
 from everstep.agent.events import DaemonExited, DaemonOutput, Layout, Progress
 from everstep.agent.fencing import Lease, Suspensions, answers_tls, client_hello
 from everstep.agent.leader import Leader
-from everstep.agent.link import Link
+from everstep.agent.link import Channel, Link
 from everstep.agent.links import Links
 from everstep.agent.protocol import Gpu
 
@@ -112,6 +112,26 @@ async def test_an_agent_that_vanishes_ends_the_generation(tmp_path: Path) -> Non
         await until(lambda: leader.phase == "running")
         assert successor.processes.generations == [(1, 2)]
         await successor.vanish()
+
+
+async def test_an_agent_that_was_starved_does_not_take_its_leader_for_lost(tmp_path: Path) -> None:
+    """A machine that stands still for a minute, all agents with it: what the leader says next has yet to be read."""
+    async with gang(tmp_path, 2) as agents:
+        leader, node = leader_of(agents), agents[1].node
+        await until(lambda: leader.phase == "running")
+        assert agents[0].leading is not None
+        agents[0].leading._ping = lambda: None  # type: ignore[method-assign]
+        clock, beat, beats = node._clock, node._beat, []
+
+        def counted(channel: Channel) -> None:
+            beats.append(channel)
+            beat(channel)
+
+        node._beat = counted  # type: ignore[method-assign]
+        node._clock = lambda: clock() + 60.0
+        await until(lambda: len(beats) > 1 or not node.linked, "it has looked twice")
+        assert node.linked
+        assert (leader.phase, leader.generation) == ("running", 1)
 
 
 async def test_a_replacement_joins_by_its_own_word_and_stops_announcing(tmp_path: Path) -> None:

@@ -304,10 +304,13 @@ class Node:
     # ---- time
 
     async def _housekeep(self) -> None:
-        beat_at = 0.0
+        beat_at, pause, looked = 0.0, min(1.0, self.config.fence_timeout / 4 or 1.0), self._clock()
         while True:
-            await asyncio.sleep(min(1.0, self.config.fence_timeout / 4 or 1.0))
+            await asyncio.sleep(pause)
             now = self._clock()
+            # So long it was this process that was stopped or starved: what has come meanwhile is still to be read.
+            self._heard += max(0.0, now - looked - 2 * pause)
+            looked = now
             self._look_at_lease()
             channel = self._channel
             if isinstance(channel, Link) and now - self._heard > self.config.silence:
