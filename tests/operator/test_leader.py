@@ -18,7 +18,7 @@ from e2e.cluster.ports import free_ports
 from everstep.agent import auth
 from everstep_operator.cluster.act import Actor, Job
 from everstep_operator.cluster.agentcode import AgentCode
-from everstep_operator.cluster.leader import COMMAND_AGAIN_SECONDS, LeaderPoller
+from everstep_operator.cluster.leader import COMMAND_AGAIN_SECONDS, LeaderError, LeaderPoller
 from everstep_operator.plan.actions import Poll, PushPeers, StopLeader
 from everstep_operator.settings import Settings
 from tests.integration.world import FakeLeader, until
@@ -349,6 +349,25 @@ async def test_a_leader_whose_namespace_is_in_debt_is_asked_before_it_is_fenced(
         return len(leader.asked("state")) > 1
 
     await until(asked_again, "the second poll")
+
+
+async def test_a_lost_answer_in_an_indebted_namespace_is_asked_for_again_before_the_leader_is_fenced(
+    woken: Woken, leader: FakeLeader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Others of the namespace have run into debt. A failure that cost nothing is not to be paid for by this leader."""
+    woken.poller._budget.charge(KEY[0], 3600.0)
+    answer, lost = woken.poller._state, 0
+
+    async def lossy(polled: Any) -> bytes:
+        nonlocal lost
+        lost += 1
+        if lost == 1:
+            raise LeaderError("a packet was lost")
+        return await answer(polled)
+
+    monkeypatch.setattr(woken.poller, "_state", lossy)
+    woken.poller.want(KEY, poll(leader), TOKEN)
+    await reachable(woken)
 
 
 async def test_a_surprise_is_a_failed_poll(woken: Woken, leader: FakeLeader, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from everstep.agent.budget import LEDGER_ENTRIES
 from everstep.agent.leader import LEDGER_TAILS
 from everstep.agent.members import GPUS_NAMED
-from everstep.agent.protocol import TAIL_LINES, LedgerEntry
+from everstep.agent.protocol import MESSAGE_CHARS, TAIL_CHARS, TAIL_LINES, LedgerEntry
 from everstep_operator.cluster import leader_answer
 from everstep_operator.cluster.leader_answer import MAX_BYTES, OddAnswer, max_bytes, parse_answer
 
@@ -45,6 +45,16 @@ def test_the_fullest_honest_answer_is_taken(nodes: int, unclean: int, line: str)
     state = honest(nodes, unclean=unclean, line=line)
     assert parse_answer(json.dumps(state, separators=(",", ":")).encode(), nodes) == state
     assert parse_answer(json.dumps(state).encode(), nodes) == state
+
+
+@pytest.mark.parametrize("letter", ["错", "ж", "\x1b"])
+@pytest.mark.parametrize("nodes", [1, 16, 2000])
+def test_long_messages_in_any_script_are_taken_from_a_job_of_any_size(nodes: int, letter: str) -> None:
+    """JSON spells such letters with six bytes each, in the message of each generation as in the log tails."""
+    state = honest(nodes, unclean=1, line=letter * TAIL_CHARS)
+    for entry in state["ledger"]:
+        entry["message"] = letter * MESSAGE_CHARS
+    assert parse_answer(json.dumps(state, separators=(",", ":")).encode(), nodes) == state
 
 
 def test_eight_hundred_unclean_nodes_fit() -> None:
