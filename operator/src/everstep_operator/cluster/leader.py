@@ -24,7 +24,7 @@ from yarl import URL
 from everstep.agent import auth
 from everstep_operator import metrics
 from everstep_operator.cluster.leader_answer import OddAnswer, max_bytes, parse_answer
-from everstep_operator.cluster.processor_budget import ProcessorBudget
+from everstep_operator.cluster.processor_budget import PAUSE_MAX, ProcessorBudget
 from everstep_operator.plan.actions import Poll
 from everstep_operator.plan.leader import LeaderView, leader_view
 
@@ -38,7 +38,7 @@ ANSWER_SECONDS = 10.0  # on top of the time the leader may hold a long poll
 BACKOFF = 0.5  # seconds, doubled with each failure
 BACKOFF_FIRST = 0.1  # before the first answer: its pod's container runs, but the agent does not listen yet
 BACKOFF_MAX = 30.0
-COSTLY_PAUSE_MAX = 300.0  # between answers that are dear and of no use
+CHEAP_SECONDS = 0.002  # of processor time: a connection that fails costs less than this
 SECONDS_A_BYTE = 2e-9  # of processor time, to receive it
 LOST_AFTER = 2  # failed attempts in a row before the view says so: one is a restart or a lost packet
 PROGRESS_SECONDS = 10.0  # steps alone wake the planner this often; it writes them every 30 s at most
@@ -234,7 +234,10 @@ class LeaderPoller:
                     self._update(key, polled, replace(polled.view, reachable=False))
                 least = BACKOFF_FIRST if polled.view.answered_at is None else BACKOFF
                 pause = min(BACKOFF_MAX, least * 2.0 ** min(failures, 10)) * (0.5 + random.random() / 2)  # noqa: S311
-                await asyncio.sleep(max(pause, min(COSTLY_PAUSE_MAX, self._charge(key, polled))))
+                # An answer that is dear and of no use is waited for as long as its namespace owes. One that was lost
+                # cost nothing: its leader is not to be fenced for what other jobs have cost.
+                most = self._wait if polled.spent < CHEAP_SECONDS else PAUSE_MAX
+                await asyncio.sleep(max(pause, min(most, self._charge(key, polled))))
                 continue
             failures = 0
             metrics.leader_polls.labels("answered").inc()

@@ -12,8 +12,8 @@ import json
 from typing import Any
 
 MAX_BYTES = 1 << 20
-# The history in a script other than Latin, of which JSON spells each letter with six bytes: 64 messages of 1,024 letters
-# are 384 KiB, and the eight log tails of 20 lines of 400 are 375 KiB.
+# The history in a script other than Latin, of which JSON spells each letter with six bytes: 64 messages of 1,024
+# letters are 384 KiB, and the eight log tails of 20 lines of 400 are 375 KiB.
 BASE_BYTES, BYTES_OF_A_NODE = 896 << 10, 1280
 BASE_TOKENS, TOKENS_OF_A_NODE = 6_000, 24
 BYTES_OF_A_TOKEN = 32  # outside of strings: numbers, and the spaces of an encoder that makes some
