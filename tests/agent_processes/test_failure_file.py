@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from pathlib import Path
 
 from everstep.agent import report
@@ -19,3 +21,17 @@ def test_an_earlier_generation_is_not_quoted(tmp_path: Path) -> None:
 
 def test_no_file_is_no_message(tmp_path: Path) -> None:
     assert report.read_failure(report.forget_failure(tmp_path / "absent")) == ""
+
+
+def test_nobody_waits_for_a_pipe_in_the_place_of_the_file(tmp_path: Path) -> None:
+    """An agent that opens one would wait for ever, and its heartbeats with it."""
+    os.mkfifo(tmp_path / "failure")
+
+    def ask_and_tell() -> None:
+        report.read_failure(tmp_path / "failure")
+        report.leave_failure(tmp_path, "exited with code 3", ())
+
+    ended = threading.Thread(target=ask_and_tell, daemon=True)
+    ended.start()
+    ended.join(10)
+    assert not ended.is_alive()

@@ -64,7 +64,7 @@ def leave_failure(output: Path, message: str, log_tail: tuple[str, ...]) -> None
     """`/opt/ml/output/failure`, unless the user's own program has said there why it failed."""
     path = output / "failure"
     try:
-        if path.exists() and path.stat().st_size > 0:
+        if path.exists() and (path.stat().st_size > 0 or not path.is_file()):  # to open a pipe is to wait for a reader
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         text = "\n".join([message, *log_tail])[:MAX_FAILURE]
@@ -88,6 +88,8 @@ def forget_failure(output: Path) -> Path:
 def read_failure(path: Path) -> str:
     """What the user's program itself said about its failure: the first 1,024 characters; nothing if it did not."""
     try:
+        if not path.is_file():  # to open a pipe is to wait for a writer
+            return ""
         with path.open("rb") as file:
             return file.read(4 * MAX_FAILURE).decode(errors="replace")[:MAX_FAILURE].strip()
     except OSError:
