@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -88,6 +89,36 @@ async def test_a_refused_status_is_written_without_what_came_from_the_pods_and_a
     told = [event["message"] for event in server.events() if event["reason"] == "StatusRefused"]
     assert len(told) == 1, "once"
     assert "status.lastFailure.message: too odd" in told[0]
+
+
+async def test_a_refused_status_does_not_wake_its_job_again_and_again(reconciler: Reconciler, server: Any) -> None:
+    """What is left of it is stored already, and storing it once more changes nothing: the server tells of no event."""
+    stored: list[Any] = [job().status(TrainingJobStatus(last_failure=FAILURE)).meta(resourceVersion="10").manifest()]
+
+    async def apply_status(resource: Any, namespace: str, body: Any) -> Any:
+        server.statuses.append(body["status"])
+        if "lastFailure" in body["status"]:
+            raise errors.Invalid(422, "Invalid", "status.lastFailure.message: too odd")
+        if body["status"] != stored[-1]["status"]:
+            version = str(int(stored[-1]["metadata"]["resourceVersion"]) + 1)
+            stored.append({**job().meta(resourceVersion=version).manifest(), "status": body["status"]})
+        return stored[-1]
+
+    async def plan_with_a_failure(key: Key, observed: Any) -> Any:
+        made = await planned(key, observed)
+        return replace(made, status=made.status.model_copy(update={"last_failure": FAILURE}), changed=True)
+
+    server.apply_status = apply_status
+    planned, reconciler._plan = reconciler._plan, plan_with_a_failure  # type: ignore[method-assign]
+    reconciler.cache.jobs.put(stored[0])
+    looks = 0
+    reconciler.queue.add(KEY)
+    while (key := reconciler.queue.take()) is not None and looks < 20:
+        await reconciler.reconcile(key)
+        reconciler.queue.done(key)
+        looks += 1
+    assert len(stored) > 1, "what can be stored is stored, and looked at once more"
+    assert looks < 10
 
 
 async def test_a_status_that_is_refused_whatever_is_left_out_is_told_too(reconciler: Reconciler, server: Any) -> None:

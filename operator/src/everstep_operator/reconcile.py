@@ -78,7 +78,9 @@ class Reconciler:
                 stored = await self._write_status(key, job, made.status)
                 if stored is None:
                     return None
-                job, written = stored, True
+                # A write that changes nothing (the server drops fields that its CRD lacks) would be repeated for ever.
+                written = written or stored.metadata.resource_version != job.metadata.resource_version
+                job = stored
             self._poll(key, job, made)
             rejection, again = await self.actor.carry_out(_target(key, job, confirmed), made.actions)
             for event in made.events:
