@@ -125,8 +125,8 @@ def test_a_transformer_trains_as_with_ddp_is_killed_and_goes_on_with_fewer_stage
     assert again.profile.spread == planned.profile.spread  # solved again, not measured again
 
 
-LAYERS, WIDTH = 16, 2560  # 26 MB each
-SPARE = 360 << 20  # bytes for activations, messages, what torch needs to trace, and the stacks of threads
+LAYERS, WIDTH = 24, 2560  # 26 MB each
+SPARE = 500 << 20  # bytes for activations, messages, what torch needs to trace, and the stacks of threads
 
 
 def _train_under_a_cap(rank: int) -> tuple[list[float], str]:
