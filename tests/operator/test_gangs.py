@@ -51,6 +51,18 @@ def test_who_waits_hears_that_another_became_possible_or_impossible() -> None:
     assert woken == [("default", "two")]
 
 
+def test_who_waits_hears_that_another_waits_for_a_quota_now_and_not_for_nodes() -> None:
+    """It waited for the release of the other, which is no rival now: nobody would tell it so."""
+    woken: list[Any] = []
+    gangs = Gangs(woken.append)
+    one = GangView("default/one", "a", 2.0, frozenset(), wanted=4, scheduled=2)
+    gangs.update(("default", "one"), one)
+    gangs.update(("other", "two"), GangView("other/two", "b", 1.0, frozenset(), wanted=4, scheduled=2))
+    woken.clear()
+    gangs.update(("default", "one"), dataclasses.replace(one, quota="default"))
+    assert woken == [("other", "two")]
+
+
 def test_places_are_counted_anew_when_nodes_change_and_not_when_they_beat() -> None:
     cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
     client: Any = None

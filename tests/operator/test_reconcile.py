@@ -105,7 +105,7 @@ async def test_a_refused_status_does_not_wake_its_job_again_and_again(reconciler
         return stored[-1]
 
     async def plan_with_a_failure(key: Key, observed: Any) -> Any:
-        made = await planned(key, observed)
+        made: Any = await planned(key, observed)
         return replace(made, status=made.status.model_copy(update={"last_failure": FAILURE}), changed=True)
 
     server.apply_status = apply_status

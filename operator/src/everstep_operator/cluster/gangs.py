@@ -23,6 +23,11 @@ def gang_view(job: TrainingJob, pods: Iterable[PodView], places: int | None = No
     return view if view is not None and view.scheduled < view.wanted else None
 
 
+def _place(view: GangView) -> tuple[frozenset[str], bool, str]:
+    """Return what decides in whose queue a gang is, and where."""
+    return view.pools, view.possible, view.quota
+
+
 class Gangs:
     """The waiting jobs; `changed` hears of each that may want to think again."""
 
@@ -59,7 +64,7 @@ class Gangs:
             self._views[key] = view
         # One more bound pod of a gang that goes on waiting moves nobody: only who begins, ends, gives back, or
         # changes its place in the order.
-        moved = old is None or view is None or view.pools != old.pools or view.possible != old.possible
+        moved = old is None or view is None or _place(view) != _place(old)
         if moved or (old and view and view.scheduled < old.scheduled):
             pools = (old.pools if old else frozenset()) | (view.pools if view else frozenset())
             for other, rival in self._views.items():
