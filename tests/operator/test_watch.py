@@ -304,3 +304,32 @@ async def test_a_watch_that_is_cancelled_before_its_thread_has_begun_does_not_be
         assert await asyncio.to_thread(over.wait, 10), "the thread goes on"
     finally:
         watch.restart()
+
+
+class FakeLoop:
+    """A loop whose time is set by hand, and in which nothing is ever called."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, at: float, call: object) -> None:
+        pass
+
+
+def test_refusals_that_lie_weeks_apart_do_not_keep_a_namespace_out_ever_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everstep_operator.cluster.watch._forbidden_namespace", lambda error: "a")
+
+    async def nothing() -> Any:
+        return None
+
+    watch, loop = Watch(nothing, lambda *_: None, namespaces=("a", "b"), ready=nothing), FakeLoop()
+    pauses = []
+    for since_last_try in (0.0, 1.0, 1.0, 86400.0, 1.0):
+        loop.now = watch._tried_at.get("a", loop.now) + since_last_try
+        watch.left_out.clear()
+        assert watch._leave_out(loop, Exception())  # type: ignore[arg-type]
+        pauses.append(watch.left_out["a"] - loop.now)
+    assert pauses == [30.0, 60.0, 120.0, 30.0, 60.0]

@@ -60,7 +60,8 @@ class Watch:
         self._stop: Callable[[], None] | None = None
         self._over = False  # nobody wants a life that has not begun yet
         self._logs = LogLimit()
-        self._tries: Counter[str] = Counter()  # by namespace, how often it could not be watched
+        self._tries: Counter[str] = Counter()  # by namespace, how often in a row it could not be watched
+        self._tried_at: dict[str, float] = {}  # … and when it was tried again after the last time
         self.left_out: dict[str, float] = {}  # namespaces that cannot be watched, and until when nobody tries again
 
     async def run(self, begins: Callable[[], None]) -> None:
@@ -96,7 +97,7 @@ class Watch:
         if back := self.left_out.keys() & set(namespaces):
             for namespace in back:
                 del self.left_out[namespace]
-                del self._tries[namespace]
+                self._tries.pop(namespace, None)
             self.restart()
 
     def _leave_out(self, loop: asyncio.AbstractEventLoop, error: Exception) -> bool:
@@ -108,9 +109,11 @@ class Watch:
         if not others:  # none can be watched: all of them are tried, with the back-off of any failure
             self.left_out.clear()
             return False
+        if loop.time() > self._tried_at.get(namespace, 0.0) + STEADY_SECONDS:
+            self._tries[namespace] = 0  # it was watched since: an API server that has just started may forbid anything
         pause = min(TRY_AGAIN_MAX, TRY_AGAIN_SECONDS * 2.0 ** min(self._tries[namespace], 10))
         self._tries[namespace] += 1
-        until = self.left_out[namespace] = loop.time() + pause
+        until = self.left_out[namespace] = self._tried_at[namespace] = loop.time() + pause
         if (times := self._logs.left_out(namespace)) is not None:
             log.warning(
                 "a namespace cannot be watched; going on with the others",
