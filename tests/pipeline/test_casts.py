@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -11,11 +12,13 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from everstep.pipeline.engine import stage as stages
 from everstep.pipeline.engine.options import Options
 from everstep.pipeline.graph import Graph, Node
 from everstep.pipeline.profile import measure
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric
+from tests.pipeline import front, models
 from tests.pipeline.training import Setting, batch_of, engine_of
 
 pytestmark = pytest.mark.torch
@@ -96,6 +99,70 @@ def test_shared_copies_give_the_same_gradients_as_copies_of_each_micro_batch(
         for found in (shared, recomputed, checkpointed):
             assert expected.abs().sum() > 0
             assert torch.equal(found[name], expected), name
+
+
+class Gated(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """Gives float32 under autocast too, and narrows what it is given twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.scale = nn.Parameter(torch.ones(12))
+
+    def forward(self, x: Any) -> Any:
+        return self.left(x) * self.right(x).sigmoid() * self.scale
+
+
+def between(traced: Any, number: int) -> dict[str, int]:
+    names = [each.name for each in traced.graph.nodes]
+    second = next(index for index, name in enumerate(names) if name.startswith("1."))
+    return {name: int(number > 1 and index >= second) for index, name in enumerate(names)}
+
+
+def gated(depth: int, monkeypatch: pytest.MonkeyPatch) -> Setting:
+    """A chain of `depth` such layers on as many ranks."""
+
+    def batch(samples: int, seed: int) -> models.Batch:
+        x = torch.randn(samples, 12, generator=torch.Generator().manual_seed(seed))
+        return models.Batch({"input": x}, x.flip(0))
+
+    case = models.Case("gated", lambda: nn.Sequential(Gated(), Gated()), batch, models.squares)
+    monkeypatch.setitem(models.CASES, "gated", case)
+    monkeypatch.setattr(front, "even", between)
+    return Setting("gated", "1f1b", depth, depth, 8, samples=24, dtype=torch.float32, steps=1, by_hand=False)
+
+
+def of_gated(transport: Transport, setting: Setting) -> dict[str, Any]:
+    engine, batch = engine_of(setting, transport, options=Options(precision="bf16")), batch_of(setting, 0)
+    engine.step(batch.inputs, batch.targets)
+    return {name: each.grad for name, each in engine.parameters.named.items()}
+
+
+def test_what_a_stage_receives_is_not_kept_beyond_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    arrive, leaves = stages._arrive, list[Any]()
+    most = 0
+
+    def arrived(*given: Any) -> Any:
+        nonlocal most
+        found = arrive(*given)
+        assert all(tensor.dtype is torch.float32 for tensor in found[1])
+        leaves.extend(map(weakref.ref, found[1]))
+        most = max(most, sum(each() is not None for each in leaves))
+        return found
+
+    monkeypatch.setattr(stages, "_arrive", arrived)
+    setting = gated(2, monkeypatch)
+    Fabric(2).run(lambda transport: of_gated(transport, setting))
+    assert len(leaves) == 8
+    assert most <= 2
+
+
+def test_a_cut_changes_nothing_of_what_is_computed_in_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = gated(1, monkeypatch), gated(2, monkeypatch)
+    (expected,) = Fabric(1).run(lambda transport: of_gated(transport, one))
+    found = Fabric(2).run(lambda transport: of_gated(transport, two))
+    for name, gradient in expected.items():
+        assert any(torch.equal(rank[name], gradient) for rank in found if name in rank), name
 
 
 class Layer:

@@ -213,7 +213,9 @@ def _arrive(name: str, value: Value, asked: bool) -> tuple[Any, list[Any]]:
         own = tensor.detach()
         has = spec.gradient and asked
         leaves.append(own.requires_grad_() if has else None)
-        tensors.append(own)
+        # The module gets no leaf: autocast takes leaves for weights. It would keep their copies, and with them all that
+        # a stage receives, for other micro-batches, and add up gradients of several uses in the narrower type.
+        tensors.append(own.view_as(own) if has else own)
     return unflatten(value.layout.structure, tensors), leaves
 
 
