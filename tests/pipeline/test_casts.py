@@ -165,6 +165,31 @@ def test_a_cut_changes_nothing_of_what_is_computed_in_bfloat16(monkeypatch: pyte
         assert any(torch.equal(rank[name], gradient) for rank in found if name in rank), name
 
 
+class Shrinking(nn.Linear):  # type: ignore[misc]
+    """Writes its weight in each forward."""
+
+    def forward(self, x: Any) -> Any:
+        found = super().forward(x)
+        if torch.is_grad_enabled() and x.shape[0] == 3:  # a micro-batch, not the example
+            with torch.no_grad():
+                self.weight.mul_(0.5)
+        return found
+
+
+def test_a_weight_that_a_forward_writes_is_copied_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    gated(1, monkeypatch)
+    case = models.CASES["gated"]
+    chain = models.Case("gated", lambda: nn.Sequential(Shrinking(12, 12), Gated()), case.batch, case.loss)
+    monkeypatch.setitem(models.CASES, "gated", chain)
+    setting = Setting("gated", "1f1b", 1, 1, 8, samples=24, dtype=torch.float32, steps=1, by_hand=False)
+    (shared,) = Fabric(1).run(lambda transport: of_gated(transport, setting))
+    monkeypatch.setattr(torch, "autocast_increment_nesting", lambda: 1)
+    monkeypatch.setattr(torch, "autocast_decrement_nesting", lambda: 0)
+    (apart,) = Fabric(1).run(lambda transport: of_gated(transport, setting))
+    for name, expected in apart.items():
+        assert torch.equal(shared[name], expected), name
+
+
 class Layer:
     """A node that is one linear layer."""
 

@@ -96,6 +96,12 @@ def test_what_only_looks_alike_is_not_refused() -> None:
     columns.register_buffer("positions", torch.arange(4).expand(1, -1))  # each element has memory of its own
     columns.register_buffer("none", torch.ones(1).expand(0))
     columns.weight = nn.Parameter(columns.weight.data.t())
+    columns.register_buffer("neighbours", torch.eye(4).to_sparse())
     refuse_unsupported(nn.Sequential(columns, nn.BatchNorm1d(4), nn.Embedding(4, 4)))
     with torch.device("meta"):
         refuse_unsupported(nn.Linear(4, 4))
+
+
+def test_a_lazy_module_is_refused_with_what_to_do() -> None:
+    with pytest.raises(PipelineError, match=r"parameter '0\.weight' has no shape yet.*call the model once"):
+        refuse_unsupported(nn.Sequential(nn.LazyLinear(4)))

@@ -42,7 +42,14 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"{kind} {name!r} is a DTensor, whose parts other processes have, and which are not those of its "
                 "stage: give the model with plain tensors; there is no tensor parallelism within a stage"
             )
-        if any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)):
+        if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
+            raise PipelineError(
+                f"{kind} {name!r} has no shape yet, as its module is a lazy one: call the model once before "
+                "pipeline(), or give the module its sizes"
+            )
+        if tensor.layout is torch.strided and any(
+            size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
+        ):
             raise PipelineError(
                 f"{kind} {name!r} of shape {tuple(tensor.shape)} was expanded: several of its elements are one in "
                 "memory, and nothing can be written to it, neither by an optimizer nor from a checkpoint or another "

@@ -8,7 +8,7 @@ done here is what the outermost scope does at its ends, without turning autocast
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 import torch
@@ -30,6 +30,24 @@ def share_casts(*, is_wanted: bool) -> Iterator[None]:
     finally:
         if torch.autocast_decrement_nesting() == 0:
             torch.clear_autocast_cache()
+
+
+def forget_stale_casts(weights: Iterable[torch.Tensor], known: int) -> int:
+    """Forget the copies of this thread's scope if a weight was written since they were made.
+
+    A module may do so in its forward, as an embedding with `max_norm` does. Micro-batches in flight keep theirs.
+
+    Args:
+        weights: All that there may be copies of.
+        known: What the last call returned.
+
+    Returns:
+        A number that changes with each write; writes through `.data` are not counted by torch.
+    """
+    versions = sum(int(weight._version) for weight in weights)
+    if versions != known:
+        torch.clear_autocast_cache()
+    return versions
 
 
 @cache

@@ -12,7 +12,7 @@ import torch
 
 from everstep.pipeline.engine.agreement import ACCUMULATE, EVALUATE, TRAIN, Disagreement, Reads, agree, examine
 from everstep.pipeline.engine.batchnorm import RunningStatistics
-from everstep.pipeline.engine.casts import share_casts
+from everstep.pipeline.engine.casts import forget_stale_casts, share_casts
 from everstep.pipeline.engine.clipping import clip_gradients
 from everstep.pipeline.engine.heartbeat import Heartbeat
 from everstep.pipeline.engine.losses import Loss, Part, Total, evaluate
@@ -96,6 +96,7 @@ class Engine:
         self._mail = Mail(transport, schedule.placement, options.ahead, options.dynamic)
         self._readers, self.reads = self._who_reads(stages)
         self._plans: dict[tuple[int, bool, bool], tuple[Action, ...]] = {}
+        self._versions = 0  # of the weights, when low-precision copies of them were made
         self.loss_scale = LossScale(options.loss_scale, True) if options.precision == "fp16" else LossScale()
         self.steps = self.progress = self.passes = 0  # optimizer steps; actions done and passes begun, for who watches
         self.watch: Heartbeat | None = None  # who knows better what an error of the transport means
@@ -334,6 +335,7 @@ class Engine:
                 self._statistics.begin(count=not again)
                 stack.callback(self._statistics.end)
             if self.options.precision != "full":
+                self._versions = forget_stale_casts(self.parameters.own, self._versions)
                 dtype = torch.bfloat16 if self.options.precision == "bf16" else torch.float16
                 stack.enter_context(torch.autocast(self.transport.device.type, dtype))
             if self._training and index in self.options.offload:
