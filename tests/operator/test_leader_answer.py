@@ -1,4 +1,4 @@
-"""What a leader answers is counted before it is parsed: what no honest leader sends costs nearly nothing."""
+"""A leader's answer is counted before it is parsed: one that no honest leader sends costs nearly nothing."""
 
 from __future__ import annotations
 

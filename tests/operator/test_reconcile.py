@@ -92,7 +92,7 @@ async def test_a_refused_status_is_written_without_what_came_from_the_pods_and_a
 
 
 async def test_a_refused_status_does_not_wake_its_job_again_and_again(reconciler: Reconciler, server: Any) -> None:
-    """What is left of it is stored already, and storing it once more changes nothing: the server tells of no event."""
+    """The rest of it is stored already, and storing it once more changes nothing: the server tells of no event."""
     stored: list[Any] = [job().status(TrainingJobStatus(last_failure=FAILURE)).meta(resourceVersion="10").manifest()]
 
     async def apply_status(resource: Any, namespace: str, body: Any) -> Any:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from everstep.pipeline import joining, profile
 from everstep.pipeline.engine import rng
-from everstep.pipeline.engine.generators import Generators, generators_of
+from everstep.pipeline.engine.generators import LinkedGenerators, generators_of
 from everstep.pipeline.engine.options import Options
 from everstep.pipeline.graph import Graph
 from everstep.pipeline.transport.base import Transport
@@ -58,7 +58,7 @@ def test_a_recomputation_draws_the_same_on_the_device_and_on_the_processor(
 
 
 def test_the_generators_of_a_device_are_put_back_together(device: torch.Generator) -> None:
-    both = Generators([device, torch.default_generator])
+    both = LinkedGenerators([device, torch.default_generator])
     both.manual_seed(7)
     before = both.get_state()
     drawn = [torch.rand(1, generator=each) for each in (device, torch.default_generator)]

@@ -1,4 +1,4 @@
-"""What a pipeline cannot train is refused where it is called, with the module's name, the reason and what to do."""
+"""A model that no pipeline can train is refused at the call, with the module's name, the reason and what to do."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ def generators_of(device: torch.device) -> list[Any]:
     return [torch.cuda.default_generators[with_index(device).index], torch.default_generator]
 
 
-class Generators:
+class LinkedGenerators:
     """Several generators as one: they are seeded, saved and restored together."""
 
     def __init__(self, all_: Sequence[Any]) -> None:

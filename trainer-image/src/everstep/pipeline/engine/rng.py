@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.pipeline.engine.generators import Generators, generators_of
+from everstep.pipeline.engine.generators import LinkedGenerators, generators_of
 from everstep.pipeline.frontend.compiled import is_compiled
 
 NOTHING: Mapping[str, Sequence[int]] = {}
@@ -82,7 +82,7 @@ class Random:
         self._log = _Log()
         self._frames: list[_Frame] = []
         # Modules on a device may draw on the processor too, as for the depth of a network or a mask.
-        self._generator = Generators(generators_of(device))
+        self._generator = LinkedGenerators(generators_of(device))
         self._hooks: list[Any] = []
         self._compiled: list[tuple[nn.Module, Any]] = []  # with what they were called by
         whole = [f"{name}." for name, module in modules.items() if is_compiled(module)]

@@ -65,7 +65,7 @@ class Referee:
         return Judged(result.makespan, max(held), objective, over)
 
     def _held(self, split: Split) -> tuple[Result, list[int]]:
-        """What the simulator says, and the bytes of each rank."""
+        """Return what the simulator says, and the bytes of each rank."""
         graph = stage_graph(self._graph, spread(self.problem.blocks, split))
         self._left -= self._each + 2 * len(graph.edges) * self._schedule.microbatches
         result = simulate(self._schedule, graph, self._devices, self._links)
