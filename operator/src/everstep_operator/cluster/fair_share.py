@@ -2,8 +2,8 @@
 
 A request can be kept for its whole timeout by whoever owns a namespace: an admission webhook that does not answer is
 enough. Nobody can tell beforehand which one will, and what is given out cannot be taken back. So a namespace gets half
-of what the others leave: the first that hangs holds half, the second a quarter, and who holds nothing yet finds
-something free. Among those that wait, the one that holds the fewest is next (max-min fairness).
+of what the others leave: the first that hangs holds half, the second a quarter, and of 32 slots six that hang at once
+leave nothing until a request ends. Among those that wait, the one that holds the fewest is next (max-min fairness).
 """
 
 from __future__ import annotations
