@@ -17,15 +17,19 @@ export PYTHONDONTWRITEBYTECODE =
 help: ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 20
 
-.PHONY: demo test test-gpu bench bench-gpu bench-checkpoint bench-pipeline lint types test-unit test-torch test-integration test-e2e test-chaos
+.PHONY: demo test test-gpu bench bench-gpu bench-checkpoint bench-pipeline lint docs types test-unit test-torch test-integration test-e2e test-chaos
 demo: venv ## from nothing to a trained model on a cluster on this machine
 	UV=$(UV) $(RUN) python -m e2e.demo
 
 test: ## everything that must hold before a change lands; a tier that fails does not hide what the later ones say
-	$(MAKE) --no-print-directory --keep-going lint types test-unit test-torch test-integration test-e2e
+	$(MAKE) --no-print-directory --keep-going lint docs types test-unit test-torch test-integration test-e2e
 
 lint: venv ## style, import directions
 	$(RUN) ruff check . && $(RUN) ruff format --check . && $(RUN) lint-imports
+
+# A link or an anchor that leads nowhere fails the build.
+docs: $(UV) ## the documentation as a site with search, in build/site
+	NO_MKDOCS_2_WARNING=1 $(UV) run --quiet --no-project --with-requirements docs/requirements.txt mkdocs build --strict
 
 types: venv venv-torch ## mypy --strict; what works on tensors once more with torch's own types
 	$(RUN) mypy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,17 @@ def test_the_operator_folder_is_no_package() -> None:
     """`operator/__init__.py` would shadow the standard library for whoever starts Python in the root."""
     assert not (ROOT / "operator" / "__init__.py").exists()
     subprocess.run([sys.executable, "-c", "import collections, operator; operator.eq"], cwd=ROOT, check=True)
+
+
+def test_the_map_in_contributing_has_every_package() -> None:
+    """Packages of `compat` repeat another library's layout and are left out."""
+    rows = re.findall(r"^\| `([^`|]+)`", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    shown = {row.removeprefix("…/") for row in rows}
+    for source in (ROOT / "operator" / "src" / "everstep_operator", ROOT / "trainer-image" / "src" / "everstep"):
+        for package in (init.parent for init in source.rglob("__init__.py") if init.parent != source):
+            inner = str(package.relative_to(source))
+            if not inner.startswith("compat/"):
+                assert inner in shown or str(package.relative_to(ROOT)) in shown, inner
 
 
 def test_the_library_imports_without_its_extras() -> None:
