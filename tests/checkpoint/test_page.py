@@ -1,4 +1,4 @@
-"""docs/checkpoints.md says enough: a reader written from it, which uses nothing of everstep, reads a checkpoint."""
+"""The page of the checkpoint format says enough: a reader written from it alone reads a checkpoint."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def test_it_reads_what_a_training_script_has_saved(quick_path: Path) -> None:
 
 def test_the_page_names_every_tag_and_every_field() -> None:
     """What a reader must know is on the page, also what comes later."""
-    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "reference" / "checkpoint-format.md").read_text()
     for word in words():
         assert f"`{word}`" in page, word
 

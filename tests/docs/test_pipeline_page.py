@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 
 from tests.checkpoint.ranks import run  # noqa: E402
 
-PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "how-to" / "pipelines.md").read_text()
 TRAINS, OWN = re.findall(r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 (ACTIONS,) = re.findall(r"^```text\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
 

@@ -74,11 +74,13 @@ def test_a_page_needs_nothing_else_and_escapes_names() -> None:
         assert word in page
 
 
-PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+EXPLANATION = (DOCS / "explanation" / "pipelines.md").read_text()
+HOW_TO = (DOCS / "how-to" / "pipelines.md").read_text()
 
 
 def test_the_page_shows_what_the_tool_draws() -> None:
-    shown = re.findall(r"^```timeline (\S+) (\d+) (\d+) (\d+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    shown = re.findall(r"^```timeline (\S+) (\d+) (\d+) (\d+)\n(.*?)^```$", EXPLANATION, re.MULTILINE | re.DOTALL)
     assert {name for name, *_ in shown} == set(NAMES)
     for name, stages, ranks, microbatches, drawn in shown:
         schedule = make(name, int(stages), int(ranks), int(microbatches))
@@ -86,8 +88,8 @@ def test_the_page_shows_what_the_tool_draws() -> None:
 
 
 def test_the_pages_example_of_a_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (file,) = re.findall(r"^```text\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+    (file,) = re.findall(r"^```text\n(.*?)^```$", HOW_TO, re.MULTILINE | re.DOTALL)
+    blocks = re.findall(r"^```python\n(.*?)^```$", HOW_TO, re.MULTILINE | re.DOTALL)
     (code,) = [block for block in blocks if "mine.txt" in block]
     (tmp_path / "mine.txt").write_text(file)
     monkeypatch.chdir(tmp_path)

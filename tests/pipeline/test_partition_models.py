@@ -12,7 +12,7 @@ from everstep.pipeline.graph import Device, Graph, Node
 from everstep.pipeline.partition.solve import partition
 from everstep.pipeline.planning import scaled
 
-PAGE = Path(__file__).parents[2] / "docs" / "pipeline.md"
+PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "pipelines.md"
 #: How far above the bound a split may be: a twentieth, unless it is here.
 GAPS = {
     "clip": 0.25,  # two towers: of what has much beside it, the bound knows the work but not the way through it

@@ -1,7 +1,7 @@
 """Manifests and how they are written: where every byte of a tensor is, and its checksums.
 
 A node writes one of what it has stored; the index of the checkpoint (index.py) names these. Pure: no store, no clock.
-docs/checkpoints.md is the same for who writes a reader in another language.
+docs/reference/checkpoint-format.md is the same for who writes a reader in another language.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def show(
     key: Which = None,
     with_values: Annotated[bool, typer.Option("--values", help="Plain values too: step counts, RNG states …")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="The manifest itself: the format of docs/checkpoints.md.")
+        bool, typer.Option("--json", help="The manifest itself: the format of docs/reference/checkpoint-format.md.")
     ] = False,
 ) -> None:
     """Tell what a checkpoint holds.
