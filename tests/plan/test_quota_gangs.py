@@ -19,8 +19,8 @@ from tests.plan.world import World
 class Namespace:
     """Jobs that share a ResourceQuota of so many pods, which counts pods whether they have a node or not."""
 
-    def __init__(self, quota: int, *nodes: int, capacity: int = 10_000) -> None:
-        self.quota = quota
+    def __init__(self, quota: int, *nodes: int, capacity: int = 10_000, tells: bool = False) -> None:
+        self.quota, self.tells = quota, tells
         self.worlds = [self._world(number, wanted, capacity) for number, wanted in enumerate(nodes)]
 
     def _world(self, number: int, wanted: int, capacity: int) -> World:
@@ -42,9 +42,16 @@ class Namespace:
             if body["metadata"]["name"] in world.pods:
                 continue
             if self.used >= self.quota:
-                return Rejection(action, "Quota", "exceeded quota: pods")
+                return Rejection(action, "Quota", self._message(body["metadata"]["name"]))
             world._create(body)
         return None
+
+    def _message(self, pod: str) -> str:
+        """What the API server says; other admission plugins that enforce quotas do not say how much is allowed."""
+        if not self.tells:
+            return "exceeded quota: pods"
+        limits = f"requested: pods=1, used: pods={self.used}, limited: pods={self.quota}"
+        return f'pods "{pod}" is forbidden: exceeded quota: team, {limits}'
 
     def step(self) -> None:
         views = [gang_view(world.job, world.pods.values()) for world in self.worlds]
@@ -132,6 +139,108 @@ def test_an_older_that_wants_more_than_the_quota_keeps_it_from_nobody_for_ever()
     namespace.worlds[0].reconcile()
     assert len(namespace.worlds[0].pods) == 4
     namespace.seconds_until("Pending", "Running", limit=900)
+
+
+@pytest.mark.parametrize("late", [0, 45, 300])
+def test_an_older_that_its_quota_can_never_admit_gives_way_like_one_that_no_nodes_can_hold(late: int) -> None:
+    namespace = Namespace(4, 8, 4, tells=True)
+    older, younger = namespace.worlds
+    namespace.worlds = [older]
+    for _ in range(1 + late):
+        namespace.step()
+    assert older.phase == "Pending"
+    younger.now = older.now
+    namespace.worlds = [older, younger]
+    namespace.seconds_until("Pending", "Running", limit=120)
+    assert "limited: pods=4" in older.job.status.conditions[0].message, "it goes on to say why"
+    assert not older.pods
+    younger.end()
+    namespace.step()
+    younger.pods.clear()
+    namespace.quota = 8
+    namespace.seconds_until("Running", "Succeeded", limit=400)
+
+
+def test_one_that_its_quota_can_admit_is_not_overtaken_by_a_younger() -> None:
+    namespace = Namespace(8, 8, 4, tells=True)
+    older, younger = namespace.worlds
+    namespace.quota = 6
+    older.reconcile()  # somebody else has two
+    namespace.quota = 8
+    assert len(older.pods) == 6
+    for _ in range(120):
+        namespace.step()
+    assert (older.phase, len(younger.pods)) == ("Running", 0)
+
+
+BLOCKED = dataclasses.replace(
+    GangView("team/one", "a", 0.0, frozenset({"p"}), wanted=4, scheduled=2), blocked=True, quota="team"
+)
+WAITS = GangView("other/two", "b", 1.0, frozenset({"p"}), wanted=4)
+
+
+def release_after(me: GangView, *others: GangView) -> float | None:
+    return gang.hold(me, others, grew_at=1000, scale_up_at=None, now=1000).retry_at
+
+
+@pytest.mark.parametrize("quota", ["team", ""])
+def test_what_is_blocked_by_anything_else_does_not_hold_nodes_that_others_wait_for(quota: str) -> None:
+    blocked = dataclasses.replace(BLOCKED, quota=quota)
+    assert release_after(blocked, WAITS) == 1000 + gang.PATIENCE_BLOCKED
+    recovering = dataclasses.replace(blocked, recovering=True)
+    assert release_after(recovering, WAITS) == 1000 + gang.PATIENCE_ALONE
+    assert release_after(blocked) == 1000 + gang.PATIENCE_ALONE, "nobody wants them"
+    released = dataclasses.replace(blocked, scheduled=0, released_at=1000)
+    assert gang.may_try(released, [WAITS], now=1001).retry_at == 1000 + gang.BACKOFF_ALONE
+
+
+def test_what_a_younger_of_the_same_quota_gives_back_has_the_time_to_be_taken() -> None:
+    younger = dataclasses.replace(BLOCKED, uid="c", created=2.0, scheduled=0, released_at=1060.0)
+    assert release_after(BLOCKED, WAITS, younger) == 1060 + gang.PATIENCE_BLOCKED
+
+
+def test_a_job_that_restarts_behind_a_quota_wants_no_nodes() -> None:
+    """It has room for all of its pods; jobs that wait for nodes are not to wait for it, and its namespace's others
+    give their part of the quota to it."""
+    world = World(job().nodes(3).build()).run("Running")
+    world.vanish(1)
+    words = 'pods "digits-1" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'
+    world.refuse = lambda action: Rejection(action, "Quota", words) if isinstance(action, CreatePods) else None
+    for _ in range(3):
+        world.tick()
+        world.reconcile()
+    assert world.phase == "Restarting"
+    view = gang_view(world.job, world.pods.values())
+    assert view is not None
+    assert (view.quota, view.scheduled, view.recovering, view.possible) == ("default", 2, True, False)
+    assert gang.rivals(dataclasses.replace(WAITS, key="default/other"), [view]) == []
+    assert world.job.status.conditions[0].message == words
+
+
+@pytest.mark.parametrize("kind", ["Forbidden", "Invalid", "Conflict"])
+def test_a_job_that_restarts_and_is_rejected_waits_for_no_nodes(kind: str) -> None:
+    world = World(job().nodes(3).build()).run("Running")
+    world.vanish(1)
+    world.refuse = lambda action: Rejection(action, kind, "no") if isinstance(action, CreatePods) else None
+    for _ in range(3):
+        world.tick()
+        world.reconcile()
+    assert world.phase == "Restarting"
+    assert gang_view(world.job, world.pods.values()) is None
+
+
+def test_a_job_that_restarts_behind_a_quota_for_ever_ends_and_says_why() -> None:
+    world = World(job().nodes(3).build()).run("Running")
+    world.vanish(1)
+    words = "exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2"
+    world.refuse = lambda action: Rejection(action, "Quota", words) if isinstance(action, CreatePods) else None
+    for _ in range(1000):
+        world.now += 60
+        world.reconcile()
+        if world.phase == "Failed":
+            break
+    assert world.job.status.transitions[-1].reason == "PendingTimeout"
+    assert words in world.job.status.conditions[0].message
 
 
 def test_gangs_that_wait_for_nodes_have_nothing_to_do_with_a_quota() -> None:

@@ -13,6 +13,7 @@ from everstep_operator.api.status import Phase
 from everstep_operator.plan import (
     end,
     form,
+    gang,
     node_trouble,
     plain,
     pools,
@@ -142,7 +143,7 @@ _BLOCKING = {
 def _blocked(s: Situation, refused: Rejection) -> Decision:
     reason = _BLOCKING.get(refused.kind, Reason.NOT_PERMITTED)
     phase = Phase.RESTARTING if s.phase in HAS_RUN else Phase.PENDING
-    waiting = Decision(phase, reason, refused.message, again=True, stalled=reason in form.STALLING)
+    waiting = Decision(phase, reason, refused.message, again=True, stalled=reason in gang.STALLING)
     return waiting.look_again(s.now + form.RETRY_BLOCKED)
 
 
@@ -209,7 +210,7 @@ def _advance(s: Situation, account: Account, begun: Starts) -> Decision:
     if form.creates(decision) and decision.phase is Phase.PENDING:
         decision = decision.but(phase=Phase.SCHEDULING, reason=Reason.WAITING_FOR_CAPACITY, stalled=False)
         decision = decision.but(message=Reason.WAITING_FOR_CAPACITY.meaning)
-    elif form.creates(decision) and decision.reason in form.BLOCKED:
+    elif form.creates(decision) and decision.reason in gang.BLOCKED:
         decision = decision.but(reason=Reason.RESTARTING, message=Reason.RESTARTING.meaning, stalled=False)
     return _tell_leader(s, decision.look_again(form.hold_until(s), pools.following(s)[1]))
 
@@ -221,13 +222,13 @@ def _where(s: Situation, account: Account) -> Decision:
         return Decision(Phase.RUNNING, Reason.RUNNING, known)
     if s.phase in HAS_RUN:
         reason, message = _why_restarting(s, account)
-        return Decision(Phase.RESTARTING, reason, message, stalled=reason in form.STALLING)
+        return Decision(Phase.RESTARTING, reason, message, stalled=reason in gang.STALLING)
     if s.open is not None and s.phase is Phase.PENDING and not s.live:
-        return Decision(Phase.PENDING, reason_of(s.open.reason), _said(s), stalled=s.open.reason in form.STALLING)
+        return Decision(Phase.PENDING, reason_of(s.open.reason), _said(s), stalled=s.open.reason in gang.STALLING)
     if s.all_bound or s.phase is Phase.STARTING:
         return Decision(Phase.STARTING, Reason.SCHEDULED, "all pods have a node; ranks are being started")
-    if s.open is not None and s.open.reason in form.BLOCKED:
-        return Decision(Phase.PENDING, reason_of(s.open.reason), _said(s), stalled=s.open.reason in form.STALLING)
+    if s.open is not None and s.open.reason in gang.BLOCKED:
+        return Decision(Phase.PENDING, reason_of(s.open.reason), _said(s), stalled=s.open.reason in gang.STALLING)
     text = next((p.unschedulable for p in s.live if p.unschedulable), Reason.WAITING_FOR_CAPACITY.meaning)
     return Decision(Phase.SCHEDULING, Reason.WAITING_FOR_CAPACITY, text)
 

@@ -28,9 +28,6 @@ from everstep_operator.plan.pods import pod_body, template_name
 from everstep_operator.plan.situation import HAS_RUN, Situation
 from everstep_operator.plan.template import Refused
 
-# A quota ends by waiting.
-STALLING = frozenset({Reason.NAME_CONFLICT.value, Reason.NOT_PERMITTED.value, Reason.ADMISSION_REJECTED.value})
-BLOCKED = STALLING | {Reason.QUOTA_EXCEEDED.value}
 RETRY_BLOCKED = 30.0
 
 
@@ -106,7 +103,9 @@ def creates(decision: Decision) -> bool:
 def release(s: Situation) -> Decision | None:
     """Give a partly placed set back if the gang policy says so, and wait for another try; None: nothing of that."""
     if _released(s):
-        waiting = Decision(Phase.PENDING, Reason.GANG_RELEASED, _RELEASED)
+        blocked = gang.blocked_by(s.job) is not None  # then the message tells by what
+        said = s.status.conditions[0].message if blocked and s.status.conditions else _RELEASED
+        waiting = Decision(Phase.PENDING, Reason.GANG_RELEASED, said)
         if s.current:
             return waiting.do(replace.refs(s.current.values(), Reason.GANG_RELEASED))
         until = _not_before(s)
@@ -115,9 +114,10 @@ def release(s: Situation) -> Decision | None:
     if not verdict.release:
         return None
     message = f"{gang.bound(s.live)} of {s.wanted} pods had a node; {_RELEASED}"
-    if s.open is not None and s.open.reason == Reason.QUOTA_EXCEEDED:
-        held = f"{len(s.live)} of {s.wanted} pods fitted into the namespace's quota"
-        message = f"{held}; they were given back until the set can be complete"
+    if _blocked(s):
+        what = "fitted into the namespace's quota" if s.open and s.open.reason == Reason.QUOTA_EXCEEDED else "were made"
+        why = s.status.conditions[0].message if s.status.conditions else ""
+        message = f"{len(s.live)} of {s.wanted} pods {what}; {_GIVEN_BACK}: {why}"
     return Decision(Phase.PENDING, Reason.GANG_RELEASED, message, again=True).do(
         replace.refs(s.live, Reason.GANG_RELEASED)
     )
@@ -137,6 +137,7 @@ def hold_until(s: Situation) -> float | None:
 
 
 _RELEASED = "the nodes were given back until the set can be complete"
+_GIVEN_BACK = "they were given back until the set can be complete"
 
 
 def _hold(s: Situation) -> gang.Verdict:
@@ -163,7 +164,7 @@ def _not_before(s: Situation) -> float | None:
 
 
 def _blocked(s: Situation) -> bool:
-    return s.open is not None and s.open.reason in BLOCKED
+    return s.open is not None and s.open.reason in gang.BLOCKED
 
 
 def _released(s: Situation) -> bool:

@@ -20,8 +20,14 @@ way to every gang that can run. One that is possible never gives way to a younge
 overtaken by giving back while it is the oldest is 0, and nothing has to be counted.
 
 Gangs of one namespace that its quota blocks are ordered in the same way, and what they hold are pods, with a node or
-without. But nobody tells how much a quota allows: the oldest may want more than all of it. So it gives back too, as
-late as a gang that is alone, and leaves the quota to the others for a while.
+without. One that wants more than the quota's limit, as far as the API server has told it (quota.py), counts as too
+large. But how much is left for the gangs nobody tells: the oldest may want more. So it gives back too, as late as a
+gang that is alone, and leaves the quota to the others for a while.
+
+A gang that anything else than nodes blocks (a quota, a webhook) does not hold nodes that others wait for, however old
+it is: it gives them back as soon as what younger gangs have given back would have helped it (if it has run, as late as
+a gang that is alone). It keeps its age: once it is blocked no more, it is the oldest again. And nobody waits for it:
+nodes are not what it wants.
 """
 
 from __future__ import annotations
@@ -32,16 +38,21 @@ from dataclasses import dataclass
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.reasons import Reason
-from everstep_operator.api.status import Phase
+from everstep_operator.api.status import ConditionType, Phase
 from everstep_operator.plan.observed import GangView, PodView
+from everstep_operator.plan.quota import admitted_at_most
 
 PATIENCE = 30.0  # seconds without a new bound pod before a younger gang counts as stalled
 PATIENCE_RECOVERING = 300.0  # survivors hold images, data and page cache: starting over costs far more than waiting
+PATIENCE_BLOCKED = 90.0  # of the oldest: a younger gang gives back after 30 s, and 30 s later a quota is tried again
 PATIENCE_ALONE = 600.0  # nobody of ours is waiting for these nodes; as long as node autoscalers take to give up
 SCALE_UP = 600.0  # for so long after an autoscaler promised a node, a gang is not stalled
 BACKOFF = 300.0
 BACKOFF_ALONE = 60.0
 BACKOFF_SPREAD = 60.0
+# A quota ends by waiting; the others need somebody to act.
+STALLING = frozenset({Reason.NAME_CONFLICT.value, Reason.NOT_PERMITTED.value, Reason.ADMISSION_REJECTED.value})
+BLOCKED = STALLING | {Reason.QUOTA_EXCEEDED.value}
 _WAITING = frozenset({Reason.GANG_RELEASED.value, Reason.QUOTA_EXCEEDED.value})  # phase Pending
 LOOK_EVERY = 300.0  # nodes come and go without an event for the job that holds others up
 
@@ -76,7 +87,7 @@ def hold(me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at
         return Verdict()  # pods without a node cost nothing and keep their place in the scheduler's queue
     others = rivals(me, gangs)
     if others and rank(me) < min(map(rank, others)):
-        return _after(grew_at + PATIENCE_ALONE, now) if me.quota else Verdict(retry_at=now + LOOK_EVERY)
+        return _hold_as_oldest(me, others, grew_at, now)
     patience = PATIENCE_RECOVERING if me.recovering else PATIENCE
     since = grew_at
     if scale_up_at is not None:
@@ -92,6 +103,14 @@ def hold(me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at
     return _after(since + patience, now)
 
 
+def _hold_as_oldest(me: GangView, others: Sequence[GangView], grew_at: float, now: float) -> Verdict:
+    if not me.blocked:
+        return Verdict(retry_at=now + LOOK_EVERY)
+    wanted = not me.recovering and not all(g.quota for g in others)  # nodes are
+    patience = PATIENCE_BLOCKED if wanted else PATIENCE_ALONE
+    return _after(max([grew_at, *(g.released_at for g in others if g.released_at is not None)]) + patience, now)
+
+
 def may_try(me: GangView, gangs: Iterable[GangView], *, now: float) -> Verdict:
     """May a gang that gave its nodes back (at `me.released_at`) create its pods again? `release` False and no
     `retry_at` = yes."""
@@ -100,7 +119,7 @@ def may_try(me: GangView, gangs: Iterable[GangView], *, now: float) -> Verdict:
     older = [g for g in rivals(me, gangs) if rank(g) < rank(me)]
     if not older:
         # Those who made it give way may have just got their nodes; whoever was alone lets others have a go first.
-        alone = me.released_at + (BACKOFF_ALONE if me.quota or not rivals(me, gangs) else 0.0)
+        alone = me.released_at + (BACKOFF_ALONE if me.blocked or not rivals(me, gangs) else 0.0)
         return Verdict(retry_at=alone) if now < alone else Verdict()
     until = me.released_at + BACKOFF + _spread(me.uid)
     return Verdict(retry_at=until) if now < until else Verdict()
@@ -130,7 +149,12 @@ def view(job: TrainingJob, pods: Iterable[PodView], places: int | None = None) -
     status, meta = job.status, job.metadata
     template = status.template.epoch if status.template else 0
     released = [t.start.timestamp() for t in status.transitions if t.reason == Reason.GANG_RELEASED]
-    quota = meta.namespace or "" if _waits_for_quota(job) else ""
+    blocked, quota = blocked_by(job), ""
+    if blocked == Reason.QUOTA_EXCEEDED:
+        quota = meta.namespace or ""
+        ready = status.condition(ConditionType.READY)
+        admitted = admitted_at_most(ready.message) if ready is not None else None
+        places = min((count for count in (places, admitted) if count is not None), default=None)
     mine = [p for p in pods if p.owner == meta.uid and p.template == template]
     return GangView(
         key=f"{meta.namespace}/{meta.name}",
@@ -142,22 +166,26 @@ def view(job: TrainingJob, pods: Iterable[PodView], places: int | None = None) -
         released_at=max(released, default=None),
         recovering=status.phase is Phase.RESTARTING,
         places=places,
+        blocked=blocked is not None,
         quota=quota,
     )
 
 
-def _waits_for_quota(job: TrainingJob) -> bool:
-    """Tell whether a quota blocks a job that has not run yet, or did when it gave its pods back."""
-    reasons = [t.reason for t in job.status.transitions[-2:]]
-    if job.status.phase is Phase.PENDING and reasons[-1:] == [Reason.GANG_RELEASED]:
+def blocked_by(job: TrainingJob) -> str | None:
+    """Return the reason, other than a lack of nodes, for which a set is not complete, or was not when it gave its pods
+    back; None: there is none."""
+    phase, reasons = job.status.phase, [t.reason for t in job.status.transitions[-2:]]
+    if phase is Phase.PENDING and reasons[-1:] == [Reason.GANG_RELEASED]:
         del reasons[-1]
-    return job.status.phase is Phase.PENDING and reasons[-1:] == [Reason.QUOTA_EXCEEDED]
+    return reasons[-1] if phase in (Phase.PENDING, Phase.RESTARTING) and reasons and reasons[-1] in BLOCKED else None
 
 
 def waits(job: TrainingJob) -> bool:
     """Is the job a gang that wants nodes, or a quota, now? Not one that waits for something else: a pool, a human."""
     status = job.status
     if job.spec.suspend or not job.managed_here or job.metadata.deletion_timestamp is not None:
+        return False
+    if blocked_by(job) in STALLING:
         return False
     if status.phase is Phase.PENDING:
         return bool(status.transitions) and status.transitions[-1].reason in _WAITING

@@ -118,7 +118,9 @@ class GangView:
     released_at: float | None = None  # when it last gave its nodes back
     recovering: bool = False  # it has run, and waits for the nodes of a few pods (phase Restarting)
     places: int | None = None  # pods of its that today's nodes could hold, counted up to `wanted`; None: unknown
-    quota: str = ""  # namespace whose quota it waits for, or gave its pods back for; then `scheduled` are all its pods
+    # Something that is no lack of nodes keeps the set from being complete, or did when it gave its pods back.
+    blocked: bool = False
+    quota: str = ""  # then: the namespace, if it is a quota of it; `scheduled` are all of its pods
 
     @property
     def possible(self) -> bool:

@@ -118,12 +118,12 @@ def _tolerates(toleration: Mapping[str, Any], taint: tuple[str, str, str]) -> bo
 
 
 def _amounts(given: Any) -> dict[str, Decimal]:
-    found = {str(name): _amount(value) for name, value in (given or {}).items()}
+    found = {str(name): read_quantity(value) for name, value in (given or {}).items()}
     return {name: amount for name, amount in found.items() if amount is not None}
 
 
-def _amount(quantity: Any) -> Decimal | None:
-    """A Kubernetes quantity as a number; None if it is none."""
+def read_quantity(quantity: Any) -> Decimal | None:
+    """Return a Kubernetes quantity as a number; None if it is none."""
     text = str(quantity)
     unit = text.lstrip("+-.0123456789")
     try:

@@ -19,7 +19,7 @@ from everstep_operator.api.status import (
 from everstep_operator.plan.actions import Event
 from everstep_operator.plan.conditions import conditions
 from everstep_operator.plan.decision import Decision
-from everstep_operator.plan.form import BLOCKED
+from everstep_operator.plan.gang import BLOCKED
 from everstep_operator.plan.situation import Situation, utc
 
 WRITE_EVERY = 30.0

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import ConditionType, Phase
+from everstep_operator.plan.gang import blocked_by
 from everstep_operator.plan.situation import FORMING, HAS_RUN, Situation
 
 _REJECTED = (Reason.ADMISSION_REJECTED.value, Reason.NOT_PERMITTED.value)
@@ -113,5 +114,8 @@ def _obstacle(s: Situation) -> str:
 
 
 def _no_node(s: Situation) -> str:
+    """What the scheduler says of a pod without a node, or whoever rejects the pods."""
     text = next((p.unschedulable for p in s.live if not p.scheduled and p.unschedulable), "")
+    if blocked_by(s.job) is not None and s.status.conditions:
+        text = s.status.conditions[0].message
     return f": {text}" if text and s.phase in FORMING | {Phase.RESTARTING} else ""
