@@ -9,6 +9,7 @@ import pytest
 import pytest_asyncio
 
 from everstep_operator.api.status import Cause, LastFailure, Phase, TrainingJobStatus
+from everstep_operator.app import REPORTED_FAILURES
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.act import Actor
 from everstep_operator.cluster.agentcode import AgentCode
@@ -18,7 +19,7 @@ from everstep_operator.cluster.gangs import Gangs
 from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.cluster.nodes import Nodes
 from everstep_operator.cluster.queue import WorkQueue
-from everstep_operator.plan.observed import Settings
+from everstep_operator.plan.observed import GangView, Settings
 from everstep_operator.reconcile import Reconciler
 from tests.builders import CREATED, job
 
@@ -33,13 +34,16 @@ class Server:
         self.refuse: Any = lambda status: None
         self.statuses: list[Any] = []
         self.created: list[Any] = []
+        self.fails = False
         self.protected: set[str] = set()  # kinds of which nothing may be deleted
 
     async def apply_status(self, resource: Any, namespace: str, body: Any) -> Any:
+        if self.fails:
+            raise errors.Unreachable("down", sent=False)
         self.statuses.append(body["status"])
         if (message := self.refuse(body["status"])) is not None:
             raise errors.Invalid(422, "Invalid", message)
-        stored = job().meta(resourceVersion=str(len(self.statuses) + 1)).manifest()
+        stored = job().meta(uid=body["metadata"]["uid"], resourceVersion=str(len(self.statuses) + 1)).manifest()
         return {**stored, "status": body["status"]}
 
     async def create(self, resource: Any, namespace: str, body: Any, *, dry_run: bool = False) -> Any:
@@ -176,3 +180,57 @@ async def test_of_a_job_that_nobody_can_read_its_users_are_told_once(reconciler:
         for _ in range(3):  # its pods change
             assert await reconciler.reconcile(KEY) is None
     assert [event["reason"] for event in server.events()] == ["SpecInvalid"] * 2, "once for each correction"
+
+
+def successor(version: str) -> Any:
+    """The job, deleted and made again under its name."""
+    return job().meta(uid="another", resourceVersion=version)
+
+
+async def test_users_of_a_job_hear_what_users_of_its_predecessor_have_heard(
+    reconciler: Reconciler, server: Any
+) -> None:
+    """Deleted and made again between two looks: nobody has seen that there was none."""
+    server.refuse = lambda status: "too odd" if "lastFailure" in status else None
+    odd = TrainingJobStatus(last_failure=FAILURE)
+    for built in (job().status(odd).meta(resourceVersion="10"), successor("20").status(odd)):
+        reconciler.cache.jobs.put(built.manifest())
+        await reconciler.reconcile(KEY)
+    refused = [event for event in server.events() if event["reason"] == "StatusRefused"]
+    assert [event["involvedObject"]["uid"] for event in refused] == [job().manifest()["metadata"]["uid"], "another"]
+
+
+async def test_nothing_of_a_former_job_of_the_same_name_is_remembered(reconciler: Reconciler, server: Any) -> None:
+    seen: list[Any] = []
+    planned = reconciler._plan
+
+    async def plan(key: Key, observed: Any) -> Any:
+        seen.append(observed)
+        return await planned(key, observed)
+
+    reconciler._plan = plan  # type: ignore[method-assign]
+    reconciler.cache.jobs.put(job().meta(resourceVersion="10").manifest())
+    await reconciler.reconcile(KEY)
+    reconciler.gangs.update(KEY, GangView("default/digits", "old", 0.0, frozenset(), wanted=4))
+    for _ in range(REPORTED_FAILURES):
+        reconciler.queue.retry(KEY)
+    server.fails = True
+    reconciler.cache.jobs.put(successor("20").manifest())
+    with pytest.raises(errors.Unreachable):
+        await reconciler.reconcile(KEY)
+    assert (seen[0].status_written_at, seen[-1].status_written_at) == (None, None)
+    assert reconciler.queue.failures(KEY) == 0, "its own back-off, and its own events"
+    assert reconciler.gangs.others(("default", "letters")) == ()
+    server.fails = False
+    assert await reconciler.reconcile(KEY) is None
+    await reconciler.reconcile(KEY)
+    assert seen[-1].status_written_at is not None
+
+
+async def test_a_failure_is_told_to_the_job_that_was_looked_at(reconciler: Reconciler, server: Any) -> None:
+    reconciler.cache.jobs.put(job().meta(uid="one", resourceVersion="10").manifest())
+    await reconciler.reconcile(KEY)
+    server.created.clear()
+    reconciler.cache.jobs.put(successor("20").manifest())
+    await reconciler.report_retries(KEY, errors.ServerError(500, "", "in trouble"))
+    assert [event["involvedObject"]["uid"] for event in server.events()] == ["one"]

@@ -40,6 +40,17 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass
+class _Memory:
+    """What this process knows of one job besides what is stored. It ends with the job: names are used again."""
+
+    uid: str
+    status_written_at: float | None = None  # by us, for what may wait for the next write
+    scale_up_at: float | None = None  # when a node was last promised to a pod of the job
+    status_refused: bool = False  # its users have been told so
+    unreadable: int | None = None  # the version of which they have been told that it breaks the rules
+
+
+@dataclass
 class Reconciler:
     """What a look needs. `reconcile` is never run twice at the same time for one key; the queue sees to that."""
 
@@ -54,10 +65,7 @@ class Reconciler:
     settings: Settings
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     clock: Callable[[], float]  # of the API server, by which the times that plans compare were written
-    _written: dict[Key, float] = field(default_factory=dict)  # when we last wrote a status, for those that may wait
-    _scale_up: dict[Key, float] = field(default_factory=dict)  # when a node was last promised to a pod of the job
-    _refused: set[Key] = field(default_factory=set)  # whose users have been told of a refused status
-    _unreadable: dict[Key, int] = field(default_factory=dict)  # of which version they have been told that it is that
+    _memories: dict[Key, _Memory] = field(default_factory=dict)
 
     async def reconcile(self, key: Key) -> Rejection | None:
         """Look at the job once. What the API server goes on refusing is returned, anything else that went wrong is
@@ -106,7 +114,7 @@ class Reconciler:
         promised = min(self.clock(), await events.scale_up_at(self.client, key[0], pod.uid))
         if promised <= (observed.scale_up_at or 0.0):
             return made
-        self._scale_up[key] = promised
+        self._memory(key, observed.job.metadata.uid).scale_up_at = promised
         return plan(replace(observed, scale_up_at=promised), self.clock())
 
     # --- observe
@@ -116,14 +124,15 @@ class Reconciler:
         if entry is None:
             self._forget(key, "")
             return None
+        memory = self._memory(key, entry.uid)
         try:
             return TrainingJob.parse(entry.value)
         except ValidationError as error:
             # Stored before a rule existed, or by a newer version. Nothing is touched until somebody corrects it.
             self.leaders.drop(key)
             self.gangs.update(key, None)  # nobody plans for it, so nobody may wait for it
-            if self._unreadable.get(key) != entry.version:  # its pods go on changing, and each change is a look
-                self._unreadable[key] = entry.version
+            if memory.unreadable != entry.version:  # its pods go on changing, and each change is a look
+                memory.unreadable = entry.version
                 about = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
                 log.warning("a job that breaks the rules of the API", job="/".join(key), error=about)
                 event = Event("Warning", Reason.SPEC_INVALID.value, f"{Reason.SPEC_INVALID.meaning} {about}")
@@ -132,7 +141,7 @@ class Reconciler:
 
     async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observed:
         pods = self.cache.pods_of(key)
-        frozen = None
+        memory, frozen = self._memory(key, job.metadata.uid), None
         finished = job.status.phase is not None and job.status.phase.finished
         if job.status.template is not None and not finished:
             frozen = await self.frozen.get(*key, job.metadata.uid, job.status.template.epoch)
@@ -145,10 +154,10 @@ class Reconciler:
             frozen=frozen,
             settings=self.settings,
             rejection=rejection,
-            status_written_at=self._written.get(key),
+            status_written_at=memory.status_written_at,
             nodes=await self.nodes.under(pods),
             places=self.count_places(key, job),
-            scale_up_at=self._scale_up.get(key),
+            scale_up_at=memory.scale_up_at,
         )
 
     def count_places(self, key: Key, job: TrainingJob) -> int | None:
@@ -194,7 +203,7 @@ class Reconciler:
         except (errors.Conflict, errors.NotFound):
             await self._read_again(key, job.metadata.uid)
             return None
-        self._written[key] = self.clock()
+        self._memory(key, job.metadata.uid).status_written_at = self.clock()
         written = TrainingJob.parse(stored)
         metrics.record(job, written.status, self.clock())
         return written
@@ -232,8 +241,9 @@ class Reconciler:
     async def _status_refused(self, key: Key, job: TrainingJob, error: errors.Invalid) -> None:
         """The status cannot tell of it, so an event does; one, for the same is refused with every write."""
         log.warning("a status was refused", job="/".join(key), error=error.message)
-        if key not in self._refused:
-            self._refused.add(key)
+        memory = self._memory(key, job.metadata.uid)
+        if not memory.status_refused:
+            memory.status_refused = True
             event = Event("Warning", Reason.STATUS_REFUSED.value, f"{Reason.STATUS_REFUSED.meaning} {error.message}")
             await events.send(self.client, *key, job.metadata.uid, event, self.clock())
 
@@ -247,10 +257,10 @@ class Reconciler:
 
     async def report_retries(self, key: Key, error: Exception) -> None:
         """Tell the users of a job that does not go on why: its status need not show it."""
-        entry = self.cache.jobs.get(key)
-        if entry is not None:
+        uid = self.known_uid(key)
+        if uid is not None:
             event = Event("Warning", Reason.RETRYING.value, f"{Reason.RETRYING.meaning} {error}")
-            await events.send(self.client, *key, entry.uid, event, self.clock())
+            await events.send(self.client, *key, uid, event, self.clock())
 
     # --- what follows
 
@@ -262,15 +272,27 @@ class Reconciler:
             operator_key = find_key((made.poll.token_secret,), key[1], uid, template, self.operator_keys)
             self.leaders.want(key, made.poll, job_token(operator_key, uid, template))
 
+    def known_uid(self, key: Key) -> str | None:
+        """Return the UID of the job that was last looked at under this name; None: there is none."""
+        memory = self._memories.get(key)
+        return memory.uid if memory is not None else None
+
+    def _memory(self, key: Key, uid: str) -> _Memory:
+        """Return what is known of this very job. Whatever is kept by name was its predecessor's, and is dropped."""
+        memory = self._memories.get(key)
+        if memory is None or memory.uid != uid:
+            if memory is not None:
+                self._forget(key, memory.uid)
+            memory = self._memories[key] = _Memory(uid)
+        return memory
+
     def _forget(self, key: Key, uid: str) -> None:
         self.leaders.drop(key)
         self.gangs.update(key, None)
         self.nodes.forget(key)
-        self._written.pop(key, None)
-        self._scale_up.pop(key, None)
-        self._refused.discard(key)
-        self._unreadable.pop(key, None)
-        self.frozen.forget(uid)
+        known = self._memories.pop(key, None)
+        for each in {uid, known.uid if known is not None else uid}:
+            self.frozen.forget(each)
         self.queue.discard(key)
 
 
