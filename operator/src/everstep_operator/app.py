@@ -57,7 +57,8 @@ class Operator:
     def __init__(self, settings: Settings, client: Client, operator_keys: tuple[bytes, ...], agent: AgentCode) -> None:
         self.settings = settings
         self.client = client
-        self.queue: WorkQueue[Key] = WorkQueue(share=FairShare(settings.workers), namespace=lambda key: key[0])
+        self.workers = FairShare(settings.workers)
+        self.queue: WorkQueue[Key] = WorkQueue(share=self.workers, namespace=lambda key: key[0])
         self.cache = Cache(touched=self.queue.add, pool_changed=self._pool_changed)
         self.leaders = LeaderPoller(
             self.queue.add_after,
@@ -96,7 +97,7 @@ class Operator:
                 group.create_task(self.watch.run(lambda: self._list_after(STARTED_SECONDS))),
                 group.create_task(self.resync.run()),
             ]
-            tasks += [group.create_task(self._work()) for _ in range(self.settings.workers)]
+            tasks += [group.create_task(self._work()) for _ in range(self.workers.most)]
             await stop.wait()
             self._draining = True
             with contextlib.suppress(TimeoutError):

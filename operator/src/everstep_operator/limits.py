@@ -9,7 +9,7 @@ import structlog
 log = structlog.get_logger(__name__)
 
 MOST = 1 << 20  # what the kernel allows at most, as it comes (fs.nr_open)
-OTHER_FILES = 256  # connections to the API server, watches, probes, metrics, logs
+OTHER_FILES = 640  # connections to the API server (528 where requests hang), watches, probes, metrics, logs
 
 
 def leaders_at_once(wished: int) -> int:

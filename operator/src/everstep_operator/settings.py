@@ -40,9 +40,10 @@ class Settings(BaseModel):
     """Labels of a job that its pods get too. Never all of them: a GitOps tool would take the pods for its own."""
 
     workers: int = Field(32, ge=1)
-    """Jobs looked at in parallel; those of one namespace get half of what others leave."""
+    """Jobs looked at in parallel, those aside that hang; those of one namespace get half of what others leave."""
     parallel_creates: int = Field(100, ge=1)
-    """Requests that create or delete pods in parallel, over all jobs; one namespace gets half of what others leave."""
+    """Requests that create or delete pods in parallel, over all jobs, those aside that hang; one namespace gets half of
+    what others leave."""
     leader_connections: int = Field(1000, ge=1)
     resync_seconds: float = Field(300.0, gt=0)
     request_timeout: float = Field(30.0, gt=0)

@@ -51,8 +51,8 @@ async def login(kubeconfig: str | None = None) -> Configuration:
         kubernetes_config.load_incluster_config(client_configuration=configuration)
     else:
         await kubernetes_config.load_kube_config(config_file=kubeconfig, client_configuration=configuration)
-    # More than workers and creates hold: the Lease is renewed on a connection of the same pool.
-    configuration.connection_pool_maxsize = 256
+    # Without a limit: the Lease is renewed on a connection of the same pool. What may be in flight `fair_share` bounds.
+    configuration.connection_pool_maxsize = 0
     return configuration
 
 

@@ -1,26 +1,57 @@
-"""Gives workers and requests out by namespace, so that one namespace whose requests hang does not hold all of them.
+"""Gives workers and requests out by namespace, so that namespaces whose requests hang do not hold all of them.
 
 A request can be kept for its whole timeout by whoever owns a namespace: an admission webhook that does not answer is
-enough. Nobody can tell beforehand which one will, and what is given out cannot be taken back. So a namespace gets half
-of what the others leave: the first that hangs holds half, the second a quarter, and of 32 slots six that hang at once
-leave nothing until a request ends. Among those that wait, the one that holds the fewest is next (max-min fairness).
+enough, and one webhook may do it to many namespaces at once. Nobody can tell beforehand which ones, and what is given
+out cannot be taken back. So a slot that has been held for `SLOW_SECONDS` no longer counts against the limit: others get
+one in its place. What that may add up to is bounded:
+
+- a namespace gets half of what the others leave, if the last that is known of it is a slot that it gave back soon;
+- any other one, new or slow, gets a slot at a time, and `SLOW_SECONDS` later another, a few in all;
+- slow ones leave `limit` of the `most` slots that exist to those that are not.
+
+So however many namespaces hang, one that does not gets a slot within `SLOW_SECONDS`; only the moment in which very many
+begin to hang, each in the middle of a burst, can use all slots up, for as long as one request lasts. Among those that
+wait, the one that holds the fewest is next (max-min fairness).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+
+SLOW_SECONDS = 5.0  # nearly all looks and requests take some milliseconds
+EXTRA = 4  # so many times the limit exist, while slots are held for long
+FORGET_ABOVE = 10_000  # namespaces
+
+
+@dataclass(eq=False, slots=True)
+class Slot:
+    """One that is held, or was."""
+
+    namespace: str
+    since: float
+    counts: bool = True  # against the limit: neither given back nor slow
 
 
 @dataclass
 class FairShare:
-    """Who holds how many of `limit` slots."""
+    """Who holds how many slots. `limit` of them may be held at once, slow ones aside; `clock` is in seconds."""
 
     limit: int
+    clock: Callable[[], float] = time.monotonic
     _held: Counter[str] = field(default_factory=Counter)
+    _quick: Counter[str] = field(default_factory=Counter)  # of those that are held, the ones that count
+    _in_order: deque[Slot] = field(default_factory=deque)  # those that count, the oldest first; given back ones between
+    _trusted: dict[str, None] = field(default_factory=dict)  # in the order in which trust was last earned
+
+    @property
+    def most(self) -> int:
+        """Return how many slots may be held in all."""
+        return EXTRA * self.limit
 
     def held(self, namespace: str) -> int:
         """Return the number of slots that a namespace holds."""
@@ -28,48 +59,84 @@ class FairShare:
 
     def may_take(self, namespace: str) -> bool:
         """Tell whether a namespace may have one more slot now."""
-        held, total = self._held[namespace], self._held.total()
-        if total >= self.limit:
+        self._find_slow()
+        held, quick = self._held.total(), self._quick.total()
+        own_held, own_quick = self._held[namespace], self._quick[namespace]
+        if quick >= self.limit or held >= self.most:
             return False
-        return held < max(1, (self.limit - (total - held)) // 2)
+        if namespace in self._trusted:
+            return own_quick < max(1, (self.limit - (quick - own_quick)) // 2)
+        return not own_quick and own_held < max(2, self.limit // 8) and held < self.most - self.limit
 
-    def take(self, namespace: str) -> None:
-        """Note that a namespace holds one more slot."""
+    def take(self, namespace: str) -> Slot:
+        """Give a namespace one more slot."""
+        slot = Slot(namespace, self.clock())
+        self._in_order.append(slot)
         self._held[namespace] += 1
+        self._quick[namespace] += 1
+        return slot
 
-    def give_back(self, namespace: str) -> None:
-        """Note that a namespace holds one slot less."""
-        self._held[namespace] -= 1
-        if not self._held[namespace]:
-            del self._held[namespace]  # namespaces come and go
+    def give_back(self, slot: Slot) -> None:
+        """Note that a slot is no longer held."""
+        self._find_slow()
+        namespace = slot.namespace
+        _count_down(self._held, namespace)
+        if slot.counts:
+            slot.counts = False
+            _count_down(self._quick, namespace)
+            self._trusted.pop(namespace, None)
+            self._trusted[namespace] = None
+            if len(self._trusted) > FORGET_ABOVE:
+                del self._trusted[next(iter(self._trusted))]
+
+    def next_change(self) -> float | None:
+        """Return when a slot becomes slow if it is held until then; None: never."""
+        self._find_slow()
+        return self._in_order[0].since + SLOW_SECONDS if self._in_order else None
+
+    def _find_slow(self) -> None:
+        before = self.clock() - SLOW_SECONDS
+        while self._in_order and (not self._in_order[0].counts or self._in_order[0].since <= before):
+            slot = self._in_order.popleft()
+            if slot.counts:
+                slot.counts = False
+                _count_down(self._quick, slot.namespace)
+                self._trusted.pop(slot.namespace, None)
+
+
+def _count_down(counter: Counter[str], namespace: str) -> None:
+    counter[namespace] -= 1
+    if not counter[namespace]:
+        del counter[namespace]  # namespaces come and go
 
 
 class FairSemaphore:
     """A semaphore whose slots are given out by `FairShare`; within a namespace, first come, first served."""
 
-    def __init__(self, limit: int) -> None:
-        self._share = FairShare(limit)
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+    def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._share = FairShare(limit, clock)
+        self._waiting: dict[str, deque[asyncio.Future[Slot]]] = {}
+        self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
     async def slot(self, namespace: str) -> AsyncIterator[None]:
         """Hold a slot for this namespace within the block; wait for one before it."""
-        await self._acquire(namespace)
+        slot = await self._acquire(namespace)
         try:
             yield
         finally:
-            self._share.give_back(namespace)
+            self._share.give_back(slot)
             self._serve()
 
-    async def _acquire(self, namespace: str) -> None:
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def _acquire(self, namespace: str) -> Slot:
+        turn: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(namespace, deque()).append(turn)
         self._serve()
         try:
-            await turn
+            return await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():  # the slot was given at the moment at which the caller gave up
-                self._share.give_back(namespace)
+                self._share.give_back(turn.result())
             self._serve()
             raise
 
@@ -83,7 +150,16 @@ class FairSemaphore:
                     del self._waiting[namespace]
             may = [namespace for namespace in self._waiting if self._share.may_take(namespace)]
             if not may:
-                return
+                break
             chosen = min(may, key=self._share.held)
-            self._share.take(chosen)
-            self._waiting[chosen].popleft().set_result(None)
+            self._waiting[chosen].popleft().set_result(self._share.take(chosen))
+        self._serve_later()
+
+    def _serve_later(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        change = self._share.next_change()
+        if self._waiting and change is not None:
+            delay = max(0.0, change - self._share.clock())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._serve)

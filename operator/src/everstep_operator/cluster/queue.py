@@ -2,7 +2,7 @@
 
 Events only say *which* job changed; the reconcile looks at the whole of it. So a key that is waiting absorbs all
 further events, and a key in work is noted and comes back once when the work is done: nothing is lost, nothing is done
-twice at the same time. Workers are given out fairly: a namespace whose looks hang holds a part of them, not all.
+twice at the same time. Workers are given out fairly: namespaces whose looks hang hold a part of them, not all.
 
 `Schedule` is the queue without waiting (clock injected, tested with a fake one); `WorkQueue` adds the waiting.
 """
@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from everstep_operator.cluster.fair_share import FairShare
+from everstep_operator.cluster.fair_share import FairShare, Slot
 
 K = TypeVar("K", bound=Hashable)
 
@@ -34,6 +34,7 @@ class Schedule(Generic[K]):
     # By namespace, insertion-ordered: first in, first out; value = since when.
     _ready: dict[str, dict[K, float]] = field(default_factory=dict)
     _working: dict[K, float] = field(default_factory=dict)
+    _slots: dict[K, Slot] = field(default_factory=dict)  # of those in work
     _again: dict[K, float] = field(default_factory=dict)  # touched while in work
     _due: dict[K, float] = field(default_factory=dict)  # the only truth about delays; the heap may hold stale entries
     _heap: list[tuple[float, int, K]] = field(default_factory=list)
@@ -102,7 +103,7 @@ class Schedule(Generic[K]):
         if not keys:
             del self._ready[namespace]
         if self.share is not None:
-            self.share.take(namespace)
+            self._slots[key] = self.share.take(namespace)
         # The look that starts now decides when the next one is due: a wish from before would wake it for nothing.
         self._due.pop(key, None)
         self._working[key] = self.clock()
@@ -115,10 +116,15 @@ class Schedule(Generic[K]):
     def done(self, key: K) -> None:
         del self._working[key]
         if self.share is not None:
-            self.share.give_back(self.namespace(key))
+            self.share.give_back(self._slots.pop(key))
         since = self._again.pop(key, None)
         if since is not None:
             self._make_ready(key, since)
+
+    def next_chance(self) -> float | None:
+        """Return when `take` may give what it does not give now, though nothing is added and nothing done."""
+        share = self.share.next_change() if self.share is not None and self._ready else None
+        return min((at for at in (self.next_due(), share) if at is not None), default=None)
 
     def next_due(self) -> float | None:
         """When the earliest delayed key becomes due, or None."""
@@ -183,6 +189,9 @@ class WorkQueue(Schedule[K]):
     ) -> None:
         clock = asyncio.get_running_loop().time
         super().__init__(clock, base_backoff, max_backoff, share=share, namespace=namespace)
+        if share is not None:
+            share.clock = clock
+        self._timer: asyncio.TimerHandle | None = None  # one for all waiters
         self._idle = asyncio.Event()
         self._wakers: set[asyncio.Future[None]] = set()
 
@@ -192,7 +201,7 @@ class WorkQueue(Schedule[K]):
 
     def add_after(self, key: K, delay: float) -> None:
         super().add_after(key, delay)
-        self._wake()
+        self._set_timer()
 
     def done(self, key: K) -> None:
         super().done(key)
@@ -206,6 +215,19 @@ class WorkQueue(Schedule[K]):
             if not waker.done():
                 _ring(waker)
                 return
+
+    def _set_timer(self) -> None:
+        """Wake a waiter when there may be something for it; without one, whoever comes next looks first."""
+        at = self.next_chance() if self._wakers else None
+        if self._timer is not None:
+            if at == self._timer.when():
+                return
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_at(at, self._due_now) if at is not None else None
+
+    def _due_now(self) -> None:
+        self._timer = None
+        self._wake()
 
     async def idle(self) -> None:
         """Return when no key is in work."""
@@ -221,17 +243,15 @@ class WorkQueue(Schedule[K]):
             if key is not None:
                 if self._ready:
                     self._wake()
+                self._set_timer()
                 return key
             waker: asyncio.Future[None] = loop.create_future()
             self._wakers.add(waker)
-            due = self.next_due()
-            timer = loop.call_at(due, _ring, waker) if due is not None else None
+            self._set_timer()
             try:
                 await waker
             finally:
                 self._wakers.discard(waker)
-                if timer is not None:
-                    timer.cancel()
 
 
 def _ring(waker: asyncio.Future[None]) -> None:
