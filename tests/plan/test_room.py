@@ -56,6 +56,49 @@ def test_what_may_be_over_in_a_minute_does_not_count_against_a_node() -> None:
     assert count(pod({"limits": {GPU: 8}}), node(), enough=7) == 7, "its kubelet has not reported yet"
 
 
+@pytest.mark.parametrize(
+    "key",
+    [
+        "node.cloudprovider.kubernetes.io/uninitialized",
+        "node.cloudprovider.kubernetes.io/shutdown",
+        "node.cilium.io/agent-not-ready",
+        "ebs.csi.aws.com/agent-not-ready",
+        "cni.istio.io/not-ready",
+        "karpenter.sh/unregistered",
+        "karpenter.sh/disruption",
+        "readiness.k8s.io/network",
+        "example.com/gpu-driver.startup",
+        "example.com/startup",
+        "startup-taint.cluster-autoscaler.kubernetes.io/driver",
+        "ignore-taint.cluster-autoscaler.kubernetes.io/driver",
+        "cloud.google.com/impending-node-termination",
+        "remediator.kubernetes.azure.com/unschedulable",
+        "aws-node-termination-handler/spot-itn",
+        "ToBeDeletedByClusterAutoscaler",
+    ],
+)
+def test_taints_of_nodes_that_start_or_are_serviced_do_not_count_against_them(key: str) -> None:
+    """Where they stay, the node goes, and another one comes in its place."""
+    taint = {"key": key, "value": "true", "effect": "NoSchedule"}
+    assert count(pod({}), node(pods="1", taints=[taint])) == 1
+    lasting = {"key": GPU, "effect": "NoSchedule"}
+    assert count(pod({}), node(pods="1", taints=[taint, lasting])) == 0
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "kubernetes.azure.com/scalesetpriority",
+        "cloud.google.com/gke-spot",
+        "node-role.kubernetes.io/control-plane",
+        "karpenter.sh/nodepool",
+        "startup.example.com/gpu",
+    ],
+)
+def test_taints_that_keep_pods_away_for_good_do(key: str) -> None:
+    assert count(pod({}), node(pods="1", taints=[{"key": key, "effect": "NoSchedule"}])) == 0
+
+
 @pytest.mark.parametrize("odd", ["many", "1Q", "", "NaN", "Infinity", "1e999999999", [], {}, None, True])
 def test_odd_quantities_raise_nothing(odd: Any) -> None:
     assert count(pod({"limits": {"cpu": odd}}), node(pods="1", cpu=odd)) in (0, 1)

@@ -11,19 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep_operator.plan.room import NodeRoom, node_room
-
-# Taints by which those who remove nodes announce it. A cordon (spec.unschedulable) says the same with no name.
-LEAVING = frozenset(
-    {
-        "ToBeDeletedByClusterAutoscaler",
-        "karpenter.sh/disrupted",
-        "cloud.google.com/impending-node-termination",
-        "aws-node-termination-handler/spot-itn",
-        "aws-node-termination-handler/scheduled-maintenance",
-        "aws-node-termination-handler/asg-lifecycle-termination",
-        "remediator.kubernetes.azure.com/unschedulable",
-    }
-)
+from everstep_operator.plan.taints import LEAVING
 
 
 @dataclass(frozen=True, slots=True)

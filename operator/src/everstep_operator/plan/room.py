@@ -1,6 +1,6 @@
 """Counts how many pods of a set today's nodes could hold if they held nothing else.
 
-An upper bound: other pods are not looked at, and a cordon, a `node.kubernetes.io/` taint or a kubelet that has not
+An upper bound: other pods are not looked at, and a cordon, a taint that passes (taints.py) or a kubelet that has not
 reported its resources yet may be over in a minute. So a gang that is larger than this cannot be placed unless nodes are
 added or changed; one that is not larger may still lack room. Rules between the pods of the set are in `affinity.py`.
 """
@@ -13,13 +13,13 @@ from decimal import Decimal
 from typing import Any
 
 from everstep_operator.plan.affinity import Candidate, node_allowed, rules_between
+from everstep_operator.plan.taints import is_temporary
 
 _UNITS = {
     unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"), -3)
 }
 _UNITS |= {unit: Decimal(1024) ** power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)}
 _LEAST, _MOST = Decimal("1e-9"), Decimal("1e30")  # no quantity is finer; none that is larger means anything
-_TEMPORARY = "node.kubernetes.io/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def node_room(raw: Mapping[str, Any]) -> NodeRoom:
         taints=tuple(
             (str(t.get("key") or ""), str(t.get("value") or ""), str(t.get("effect") or ""))
             for t in taints
-            if t.get("effect") in ("NoSchedule", "NoExecute") and not str(t.get("key") or "").startswith(_TEMPORARY)
+            if t.get("effect") in ("NoSchedule", "NoExecute") and not is_temporary(str(t.get("key") or ""))
         ),
         allocatable=_amounts((raw.get("status") or {}).get("allocatable")),
     )
