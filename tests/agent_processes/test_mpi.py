@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -260,3 +261,22 @@ async def test_pods_need_no_name_resolution(
         assert time.monotonic() - begun < 100  # one look-up that nobody answers takes 150 s
         await stop(members)
         assert sum(node.logged().count("sum 6") for node in members) == 4
+
+
+async def test_a_rank_that_has_no_room_for_its_pipe_is_not_the_applications_fault(tmp_path: Path, agent: Path) -> None:
+    """Nor does it wait for ever: what MPI starts for it hears nothing of an exception in the agent."""
+    program = tmp_path / "mpirun"
+    program.write_text(
+        '#!/bin/sh\n[ "$1" = --version ] && exec echo "mpirun (Open MPI) 4.1.6"\n'
+        f'while [ "$1" != {shlex.quote(sys.executable)} ]; do shift; done\n'
+        'OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_LOCAL_RANK=0 exec "$@"\n'
+    )
+    program.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    async with job(tmp_path, agent, ["true"], nodes=1, environ=environ) as members:
+        blocked = members[0].folder / "run/progress"
+        blocked.touch()
+        await start(members)
+        event = await members[0].event("PodUnusable")
+        assert event["message"] == f"rank 0 cannot start here: {blocked}: File exists"
+        assert not members[0].all("RankExited")

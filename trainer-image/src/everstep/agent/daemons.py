@@ -90,21 +90,16 @@ class Daemons:
 
         self._start(name, argv, env, output, lambda code: self._emit(DaemonExited(name, code)))
 
-    def run(self, name: str, argv: list[str], env: Mapping[str, str], output: Output) -> asyncio.Task[int]:
-        """For this node's own launcher."""
-        loop = asyncio.get_running_loop()
-        code: asyncio.Future[int] = loop.create_future()
+    def run(self, name: str, argv: list[str], env: Mapping[str, str], output: Output) -> asyncio.Future[int]:
+        """For this node's own launcher; the result is the exit code."""
+        code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         def ended(value: int) -> None:
             with contextlib.suppress(asyncio.InvalidStateError):
                 code.set_result(value)
 
         self._start(name, argv, env, output, ended)
-
-        async def wait() -> int:
-            return await code
-
-        return loop.create_task(wait())
+        return code
 
     def kill(self, name: str) -> None:
         daemon = self._daemons.get(name)

@@ -117,4 +117,11 @@ class DaemonExited:
     exit_code: int
 
 
-Event = Union[RankStarted, RankExited, LauncherExited, Progress, DaemonOutput, DaemonExited]
+@dataclass(frozen=True)
+class PodUnusable:
+    """What keeps ranks from running is the pod's or its node's, so another pod has to take this one's place."""
+
+    message: str
+
+
+Event = Union[RankStarted, RankExited, LauncherExited, Progress, DaemonOutput, DaemonExited, PodUnusable]

@@ -9,11 +9,14 @@ on a clock that goes on while a machine is suspended.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Callable
+
+from .faults import naming
 
 PROBE_SECONDS = 3.0
 SUSPENDED_SECONDS = 0.5  # less is a process that was starved between two looks at clocks
@@ -73,13 +76,31 @@ class FenceFile:
         self._written: dict[str, object] | None = None
 
     def write(self, epoch: int, generation: int, fenced: bool) -> None:
+        """Replace the token.
+
+        Args:
+            epoch: The leader's.
+            generation: That of the ranks that may publish.
+            fenced: Whether they may not, for want of a lease.
+
+        Raises:
+            OSError: The volume is full or read-only. What stood in the file is then emptied, if that is possible: a
+                token that cannot be read allows nothing.
+        """
         state: dict[str, object] = {"epoch": epoch, "generation": generation, "fenced": fenced}
         if state == self._written:
             return
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         fresh = self._path.with_name(self._path.name + ".new")
-        fresh.write_text(json.dumps(state))
-        os.replace(fresh, self._path)  # noqa: PTH105 - atomic: a reader sees the old state or the new, never half
+        try:
+            with naming(fresh):
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                fresh.write_text(json.dumps(state))
+                os.replace(fresh, self._path)  # noqa: PTH105 - atomic: a reader sees the old state or the new
+        except OSError:
+            self._written = None
+            with contextlib.suppress(OSError):
+                os.truncate(self._path, 0)
+            raise
         self._written = state
 
 

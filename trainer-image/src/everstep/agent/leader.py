@@ -181,6 +181,9 @@ class Leader:
         if current and (report.epoch, report.generation) == current.order:
             for failure in current.look_at(now, index, report):
                 self._fail(now, failure)
+            if report.unclean and self.phase in (STARTING, RUNNING):
+                # It gives up before it has been told to stop: what it says is why its pod is lost.
+                self._fail(now, causes.Failure(now, protocol.POD_LOST, index, f"node {index}: {report.unclean}"))
         self._advance(now)
 
     def beat(self, now: float, epoch: int, generation: int, ranks: Iterable[protocol.RankProgress]) -> None:

@@ -18,9 +18,11 @@ from .fencing import Lease, answers_tls, api_server
 from .http import Handler, HttpError, Request, Response
 from .leader import Leader
 from .links import Links, Loopback
-from .node import Node, Processes
+from .node import Node
 from .remote import RemoteDaemons
 from .report import say
+from .supervision import Supervision
+from .tasks import Tasks
 
 MAX_WAIT = 30.0
 MERGE_SECONDS = 0.02  # a thousand agents that join are not a thousand answers
@@ -44,7 +46,7 @@ class Leading:
         self._clock = clock
         self._links = Links(config, token, self)
         self._daemons = RemoteDaemons(self._links)
-        self._processes: Processes | None = None
+        self._processes: Supervision | None = None
         self._lease_clock = lease_clock
         self._lease = Lease(config.fence_timeout, lease_clock())
         self._changed = asyncio.Event()
@@ -53,7 +55,7 @@ class Leading:
         self._polled_at: float | None = None
         self._told = asyncio.Event()  # an answer with the outcome was written
         self._timer: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = Tasks(node.crash)
 
     def routes(self) -> dict[str, tuple[str, Handler]]:
         return {
@@ -63,7 +65,7 @@ class Leading:
             "/v1/stop": ("POST", self._stop),
         }
 
-    def start(self, processes: Processes) -> None:
+    def start(self, processes: Supervision) -> None:
         self._processes = processes
         crash = self._node.crash
         self._links.own(Loopback(self._node.handle, crash))
@@ -294,22 +296,12 @@ class Leading:
     def close(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        for task in list(self._tasks):
-            task.cancel()
+        self._tasks.cancel()
         self._links.close()
 
     def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Runs `work` until `close`; a mistake in it ends the agent."""
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        error = None if task.cancelled() else task.exception()
-        if error is not None:
-            self._node.crash(error)
+        return self._tasks.start(work)
 
 
 def free_port() -> int:

@@ -95,7 +95,7 @@ class Links:
         """Until all that was sent has left, at most so long."""
         links = [channel for channel in self._channels.values() if isinstance(channel, Link)]
         if links:
-            await asyncio.wait([asyncio.ensure_future(link.flushed()) for link in links], timeout=seconds)
+            await asyncio.wait([self._listener.keep(link.flushed()) for link in links], timeout=seconds)
 
     def close(self) -> None:
         for channel in self._channels.values():

@@ -10,7 +10,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +18,15 @@ from . import report
 from .auth import read_token
 from .clock import boottime
 from .config import Config, Place, load
+from .faults import explained
 from .http import Handler, Server
-from .node import Ended, Node, Processes
+from .node import Ended, Node
 from .processes import undumpable
 from .protocol import FAILED, LEFT
 from .report import say
+from .supervision import Supervision
 from .supervisor import Supervisor
+from .tasks import Tasks
 
 if TYPE_CHECKING:
     from .leading import Leading
@@ -103,10 +106,13 @@ def run(options: Options) -> int:
         if options.base is not None:
             config = dataclasses.replace(config, port=options.port, service="")
         return asyncio.run(_Agent(config, place, token).run())
-    except (OSError, ValueError) as error:
-        say(str(error))
+    except Exception as error:
+        report.through(None)
+        if not isinstance(error, (OSError, ValueError)):
+            say(traceback.format_exc())
+        say(explained(error))
         # No outcome: a full disk or a port in use is this pod's, and another pod may do better.
-        report.leave_word(place.termination_log, {"result": LEFT, "exitCode": 1, "message": str(error)})
+        report.leave_word(place.termination_log, {"result": LEFT, "exitCode": 1, "message": explained(error)})
         return 1
 
 
@@ -116,12 +122,13 @@ class _Agent:
         self._place = place
         self._token = token
         self._signals = 0
-        self._tasks: list[asyncio.Task[None]] = []
 
     async def run(self) -> int:
         config, loop = self._config, asyncio.get_running_loop()
         incarnation = secrets.token_hex(8)
         node = Node(config, self._place, incarnation, loop.time)
+        tasks = Tasks(node.crash)
+        loop.set_exception_handler(lambda _, context: _mistake(node, context))
         leading: Leading | None = None
         routes: dict[str, tuple[str, Handler]] = {"/v1/link": ("POST", node.accept)}
         if config.leads:
@@ -140,18 +147,18 @@ class _Agent:
         server = Server(self._token, routes, boottime)
         await server.start("::" if ":" in config.pod_ip else "0.0.0.0", config.port)  # noqa: S104 - the pod's own
         for signum in STOP_SIGNALS:
-            loop.add_signal_handler(signum, self._told_to_stop, node)
+            loop.add_signal_handler(signum, self._told_to_stop, node, tasks)
         say(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
         if leading is not None:
             leading.start(processes)
         elif config.leader_address:
             from .announce import announce
 
-            self._keep(announce(config.leader_address, self._token, node))
+            tasks.start(announce(config.leader_address, self._token, node))
         if processes.has_gpus:
             from .health import watch
 
-            self._keep(watch(processes.gpus, node.gpus))
+            tasks.start(watch(processes.gpus, node.gpus))
         ended = await node.ended
         await node.finish(ended.result)
         self._leave_word(node, leading, ended)
@@ -162,7 +169,7 @@ class _Agent:
         await self._close(processes)
         return report.exit_code(ended.exit_code)
 
-    async def _close(self, processes: Processes) -> None:
+    async def _close(self, processes: Supervision) -> None:
         report.through(None)
         await processes.close()
 
@@ -186,7 +193,7 @@ class _Agent:
         if ended.result == FAILED:
             report.leave_failure(self._place.ml / "output", str(word["message"]), tuple(word["logTail"]))
 
-    def _told_to_stop(self, node: Node) -> None:
+    def _told_to_stop(self, node: Node, tasks: Tasks) -> None:
         """The signal of a pod that is deleted, or Ctrl-C; who repeats it on a laptop is in a hurry."""
         self._signals += 1
         grace = self._config.stop_grace
@@ -196,10 +203,16 @@ class _Agent:
             grace = min(grace, 2.0 if self._signals == 2 else 0.0)
         else:
             say(f"told to stop: the ranks have {grace:g} s")
-        self._keep(node.leave(grace))
+        tasks.start(node.leave(grace))
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
-        self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+def _mistake(node: Node, context: dict[str, Any]) -> None:
+    """What the event loop could not deliver to anybody. A callback that failed may have lost the exit of a rank."""
+    error = context.get("exception")
+    if isinstance(error, Exception) and "handle" in context:
+        node.crash(error)
+    else:  # a connection of some stranger's, or one that could not be accepted
+        say(f"{context.get('message', 'a mistake')}: {error!r}")
 
 
 async def _nowhere(index: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:

@@ -12,31 +12,32 @@ import contextlib
 import signal
 import traceback
 from dataclasses import dataclass
-from typing import Any, Callable, Protocol
+from typing import Any, Callable
 
 from . import auth
 from .clock import boottime
 from .config import Config, Place
-from .events import DaemonExited, DaemonOutput, Event, LauncherExited, Layout, Progress, RankExited, RankStarted
+from .events import (
+    DaemonExited,
+    DaemonOutput,
+    Event,
+    LauncherExited,
+    Layout,
+    PodUnusable,
+    Progress,
+    RankExited,
+    RankStarted,
+)
+from .faults import explained
 from .fencing import FenceFile, Lease, Suspensions
 from .http import HttpError, Request, Response
 from .link import Channel, Link, LinkClosed
 from .protocol import FAILED, FENCED_RESULT, LEFT, UNCLEAN, Exit, Gpu, Hello, RankProgress, Report, gpus_to_json
 from .report import say
+from .supervision import Supervision
+from .tasks import Tasks
 
 MERGE_SECONDS = 0.02  # ranks start together: one report for all of them
-
-
-class Processes(Protocol):
-    """What a node needs of its supervisor; see supervisor.Supervisor."""
-
-    async def start(self, layout: Layout) -> None: ...
-    async def stop(self, grace: float) -> str | None: ...
-    def signal(self, signum: int) -> None: ...
-    async def spawn(self, daemon: str, argv: list[str], env: dict[str, str]) -> None: ...
-    def kill_daemon(self, daemon: str) -> None: ...
-    def daemon_output(self, daemon: str, stream: str, data: bytes) -> None: ...
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Node:
         self.order = (0, 0)  # (epoch, generation) of the newest ranks
         self.leaving = False
         self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
-        self.processes: Processes  # set by `run_with`: the supervisor needs `emit`
+        self.processes: Supervision  # set by `run_with`: the supervisor needs `emit`
         self._clock = clock
         self._token = b""
         self._lease_clock = lease_clock
@@ -78,6 +79,7 @@ class Node:
         self._exits: list[Exit] = []
         self._clean = True
         self._unclean = ""
+        self._given_up_because = ""
         self._progress: dict[int, RankProgress] = {}
         self._gpus: tuple[Gpu, ...] = ()
         self._gpus_told: tuple[Gpu, ...] = ()  # on the present link
@@ -85,10 +87,10 @@ class Node:
         self._stopping: asyncio.Task[None] | None = None
         self._stop_at = 0.0  # when the stop under way will KILL
         self._report_handle: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._housekeeper = self._background(self._housekeep())
+        self._tasks = Tasks(self.crash)
+        self._housekeeper = self._tasks.start(self._housekeep())
 
-    def run_with(self, processes: Processes, token: bytes) -> None:
+    def run_with(self, processes: Supervision, token: bytes) -> None:
         self.processes = processes
         self._token = token
 
@@ -181,7 +183,7 @@ class Node:
         elif kind == "end":
             self._end(Ended(str(message["result"]), int(message["exitCode"]), str(message["message"])))
         elif kind == "spawn":
-            self._background(self.processes.spawn(message["daemon"], list(message["argv"]), dict(message["env"])))
+            self._tasks.start(self.processes.spawn(message["daemon"], list(message["argv"]), dict(message["env"])))
         elif kind == "kill":
             self.processes.kill_daemon(message["daemon"])
 
@@ -196,7 +198,7 @@ class Node:
         self._started, self._exits, self._progress = set(), [], {}
         self._clean = False
         self._fenced = self._lease.expired(self._lease_clock())
-        self._starting = self._background(self._run_start(layout))
+        self._starting = self._tasks.start(self._run_start(layout))
 
     async def _run_start(self, layout: Layout) -> None:
         try:
@@ -204,6 +206,8 @@ class Node:
             await self.processes.start(layout)
         except asyncio.CancelledError:
             raise
+        except OSError as error:  # commands that cannot be executed are exits: this is a full disk and its like
+            self.give_up(f"generation {layout.generation} cannot start here: {explained(error)}")
         except Exception as error:
             say(f"generation {layout.generation} cannot start here: {error}")
             self._exits.append(Exit(None, 1, message=f"the ranks cannot be started: {error}"))
@@ -221,7 +225,7 @@ class Node:
                 return
             before.cancel()
         self._stop_at = kill_at
-        self._stopping = self._background(self._run_stop(grace, before))
+        self._stopping = self._tasks.start(self._run_stop(grace, before))
 
     async def _run_stop(self, grace: float, before: asyncio.Task[None] | None) -> None:
         for task in (before, self._starting):
@@ -241,6 +245,8 @@ class Node:
             self._send({"type": "output", "daemon": event.daemon, "stream": event.stream, "data": data})
         elif isinstance(event, DaemonExited):
             self._send({"type": "exit", "daemon": event.daemon, "exitCode": event.exit_code})
+        elif isinstance(event, PodUnusable):
+            self.give_up(event.message)
         elif event.generation != self.order[1]:
             return
         elif isinstance(event, RankStarted):
@@ -278,7 +284,16 @@ class Node:
     def crash(self, error: BaseException) -> None:
         """A mistake in the agent. Half an agent is worse than none: the pod fails, and the operator replaces it."""
         say("".join(traceback.format_exception(type(error), error, error.__traceback__)))
-        self._end(Ended(LEFT, 1, f"the agent failed: {error!r}"))
+        self.give_up(f"the agent failed: {error!r}")
+
+    def give_up(self, why: str) -> None:
+        """Leave, so that the operator replaces this pod, and let the leader know why before its link breaks."""
+        if self.ended.done():
+            return
+        say(why)
+        self._given_up_because = self._unclean = why
+        self._report()
+        self._end(Ended(LEFT, 1, why))
 
     def _end(self, ended: Ended) -> None:
         if not self.ended.done():
@@ -347,7 +362,12 @@ class Node:
             if expired:
                 say(f"no word from the leader for {self.config.fence_timeout:g} s: fenced ({self.config.fencing})")
             # A token given back to ranks that are being stopped would do no harm, but nor would it help them.
-            self._fence.write(*self.order, fenced=expired or self._given_up == self.order)
+            try:
+                self._fence.write(*self.order, fenced=expired or self._given_up == self.order)
+            except OSError as error:
+                self.stop(0.0)  # what they would publish in a grace, nothing might keep from being published
+                self.give_up(f"the fencing token cannot be written: {explained(error)}")
+                return
         if stops:
             self.stop(self.config.restart_grace)
 
@@ -355,7 +375,8 @@ class Node:
 
     def last_word(self, ended: Ended) -> dict[str, Any]:
         """The termination message. The node's own failure tells more than the job's, where there is one."""
-        own = next((e for e in self._exits if not e.ok), None) if ended.result != "succeeded" else None
+        silent = ended.result == "succeeded" or self._given_up_because
+        own = None if silent else next((e for e in self._exits if not e.ok), None)
         return {
             "result": FENCED_RESULT if self._fenced and ended.result == LEFT else ended.result,
             "epoch": self.epoch,
@@ -384,17 +405,3 @@ class Node:
     def _send(self, message: dict[str, Any]) -> None:
         if self._channel is not None:
             self._channel.send(message)
-
-    def _background(self, work: Any) -> asyncio.Task[None]:
-        task: asyncio.Task[None] = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled() and task.exception() is not None:
-            # Nobody can say in which state the node is: the operator replaces it.
-            self._unclean = f"the agent failed: {task.exception()!r}"
-            say(self._unclean)
-            self._report_soon(0)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
-from . import logs, oom, report
+from . import faults, logs, oom, report
 from .events import Event, Progress, RankExited, RankStarted
 from .processes import Process, Processes
 from .progress import Intake, Update
@@ -32,7 +32,10 @@ class Node:
 
 
 class Rank:
-    """Starts at once. Its exit is reported by one RankExited, also when the command cannot be executed."""
+    """Starts at once. Its exit is reported by one RankExited, also when the command cannot be executed.
+
+    Raises OSError where the pod lacks what any command needs: room for a FIFO, processes, descriptors.
+    """
 
     def __init__(
         self,
@@ -68,6 +71,8 @@ class Rank:
                 on_exit=self._exited,
             )
         except (OSError, ValueError) as error:
+            if faults.is_of_the_pod(error):
+                raise
             code, message = _cannot_start(argv, error)
             self._say(message)
             self._end(code, None, message, ())

@@ -7,7 +7,7 @@ import base64
 from typing import Any
 
 from .links import Links
-from .node import Processes
+from .supervision import Supervision
 
 UNREACHABLE = 255  # as ssh says
 
@@ -31,7 +31,7 @@ class RemoteDaemons:
             if self._running.pop(daemon, None) is not None:  # cancelled: the daemon still runs
                 channel.send({"type": "kill", "daemon": daemon})
 
-    def output(self, index: int, message: dict[str, Any], processes: Processes) -> None:
+    def output(self, index: int, message: dict[str, Any], processes: Supervision) -> None:
         if self._running.get(message["daemon"], (-1,))[0] == index:
             data = base64.b64decode(message["data"])
             processes.daemon_output(message["daemon"], str(message["stream"]), data)

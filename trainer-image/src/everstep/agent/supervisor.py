@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 import os
 import signal
 import time
-from collections.abc import Awaitable
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 from . import environment, gpu, logs, memory, oom, report
 from .config import Config, Place
@@ -22,13 +21,16 @@ from .events import (
     Event,
     LauncherExited,
     Layout,
+    PodUnusable,
     Progress,
     RankExited,
     RankStarted,
 )
+from .faults import naming
 from .launch import Launcher, none, ranks_on_node, torch
 from .processes import Processes
 from .ranks import Node, Rank
+from .tasks import Tasks
 
 if TYPE_CHECKING:
     from .launch import mpi
@@ -39,6 +41,7 @@ __all__ = [
     "Event",
     "LauncherExited",
     "Layout",
+    "PodUnusable",
     "Progress",
     "RankExited",
     "RankStarted",
@@ -48,9 +51,13 @@ __all__ = [
 ]
 
 # (node index, daemon id, argv, additional environment) -> exit code. Cancelling it must kill the daemon.
-SpawnOn = Callable[[int, str, "list[str]", "dict[str, str]"], Awaitable[int]]
+SpawnOn = Callable[[int, str, "list[str]", "dict[str, str]"], "Coroutine[Any, Any, int]"]
 
 CLEAN_TIMEOUT = 30.0  # seconds from the first KILL until the node is called unclean
+# Why the contract's files may have no room: the user's own volume is read-only, or has something else in their place.
+_USERS_VOLUME = frozenset(
+    (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
+)
 _FLUSH_TIMEOUT = 2.0  # seconds for the last lines, when nobody may be reading them
 
 
@@ -68,6 +75,7 @@ class Supervisor:
         self._gpus = gpu.count(os.environ)
         self._memory_counter = oom.counter_file()
         self._daemons = Daemons(self._processes, emit)
+        self._tasks = Tasks(lambda error: emit(PodUnusable(f"the agent failed: {error!r}")))
         self._ranks: list[Rank] = []
         self._layout: Layout | None = None
         self._node: Node | None = None
@@ -242,13 +250,17 @@ class Supervisor:
             ml=str(place.ml),
         )
         for folder in contract_folders(facts):
-            with contextlib.suppress(OSError):  # a volume of the user's may be read-only
+            try:
                 Path(folder).mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                if error.errno not in _USERS_VOLUME:
+                    raise
         for path, data in contract_files(facts).items():
             try:
-                Path(path).write_bytes(data)
+                with naming(Path(path)):
+                    Path(path).write_bytes(data)
             except OSError as error:
-                if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT):
+                if error.errno not in _USERS_VOLUME:
                     raise  # a full disk leaves half a file, which is worse than none
                 self.log(f"everstep: {path} is not written ({error.strerror}): use SM_HPS and SM_RESOURCE_CONFIG")
         return {**environment.network_variables(address), **sm_environment(facts), **self._config.variables}
@@ -316,17 +328,13 @@ class Supervisor:
         self._ranks.append(rank)
         return rank
 
-    def _run_daemon(self, index: int, daemon: str, command: str) -> asyncio.Task[int]:
+    def _run_daemon(self, index: int, daemon: str, command: str) -> asyncio.Future[int]:
         argv = ["/bin/sh", "-c", command]
         layout, session = self._layout, self._session
         assert layout is not None
         assert session is not None
         if index != layout.node_index:
-
-            async def remote() -> int:
-                return await self._spawn_on(index, daemon, argv, {})
-
-            return asyncio.get_running_loop().create_task(remote())
+            return self._tasks.start(self._spawn_on(index, daemon, argv, {}))
         # Where this host's name is none of the job's (nodes that are processes of one machine).
         output = self.daemon_output
         return self._daemons.run(daemon, argv, {**self._base, **session.variables}, output)

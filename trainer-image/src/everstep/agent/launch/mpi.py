@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import shlex
 import shutil
 import sys
@@ -17,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable, Protocol
 
-from everstep.agent import logs
+from everstep.agent import faults, logs
 from everstep.agent.environment import cpus, interface_of
-from everstep.agent.events import Event, LauncherExited, Layout
+from everstep.agent.events import Event, LauncherExited, Layout, PodUnusable
 from everstep.agent.processes import Process, Processes
 
 from . import flavors
@@ -58,7 +57,7 @@ class Hooks:
     stderr: logs.Sink
     emit: Callable[[Event], None]
     start_rank: Callable[[Request, Callable[[int], None]], Started]
-    run_daemon: Callable[[int, str, str], asyncio.Task[int]]  # node index, id, shell command
+    run_daemon: Callable[[int, str, str], asyncio.Future[int]]  # node index, id, shell command
     kill_daemon: Callable[[int, str], None]
 
 
@@ -132,6 +131,8 @@ class Session:
             finally:
                 output.opened()
         except (OSError, flavors.UnsupportedMpi) as error:
+            if faults.is_of_the_pod(error):
+                raise
             self._hooks.stderr.write(f"[mpirun] everstep: {error}\n".encode())
             self._hooks.emit(LauncherExited(self._layout.generation, 127, str(error), ()))
 
@@ -189,18 +190,20 @@ class Session:
             if code == 0:
                 peer.send({"exit": 0})  # else: see launch/rank.py
 
-        started = self._hooks.start_rank(
-            Request(
-                rank=rank,
-                local_rank=rank % procs if local_rank is None else local_rank,
-                argv=list(request["argv"]),
-                env=env,
-                cwd=request.get("cwd"),
-                pass_fds=tuple(peer.fds),
-                affinity=set(request["affinity"]),
-            ),
-            ended,
+        wanted = Request(
+            rank=rank,
+            local_rank=rank % procs if local_rank is None else local_rank,
+            argv=list(request["argv"]),
+            env=env,
+            cwd=request.get("cwd"),
+            pass_fds=tuple(peer.fds),
+            affinity=set(request["affinity"]),
         )
+        try:
+            started = self._hooks.start_rank(wanted, ended)
+        except OSError as error:  # nobody answers: like one that failed, this rank waits for the stop
+            self._hooks.emit(PodUnusable(f"rank {rank} cannot start here: {faults.explained(error)}"))
+            return
         peer.close_fds()
 
         def abandoned() -> None:
@@ -223,11 +226,9 @@ class Session:
         self._peers[daemon] = peer
         task = self._hooks.run_daemon(index, daemon, command)
 
-        def done(_: asyncio.Task[int]) -> None:
-            code = 255
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                code = task.result()
-            peer.send({"exit": code})
+        def done(_: asyncio.Future[int]) -> None:
+            failed = task.cancelled() or task.exception() is not None
+            peer.send({"exit": 255 if failed else task.result()})
             self._peers.pop(daemon, None)
 
         def closed() -> None:  # mpirun killed the shim: it wants the daemon gone
