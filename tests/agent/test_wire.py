@@ -13,6 +13,7 @@ import pytest
 from everstep.agent import auth, http
 from everstep.agent.caller import Refused
 from everstep.agent.client import LeaderClient, LeaderError, NotAuthentic
+from everstep.agent.events import Progress, RankExited
 from everstep.agent.link import Link, LinkClosed, dial
 
 from .fakes import TOKEN, Agent, gang, until
@@ -279,6 +280,51 @@ async def test_a_frame_that_is_too_large_is_not_sent(agents: list[Agent]) -> Non
     link.send({"type": "padding", "text": "x" * 2_000_000})
     with pytest.raises(LinkClosed, match="too large"):
         await to_the_end(link)
+
+
+@pytest.mark.parametrize("letter", ["x", "\U0001f600", "\x1b"], ids=["ASCII", "emoji", "control"])
+async def test_no_number_of_ranks_that_fail_with_long_last_words_breaks_a_link(
+    agents: list[Agent], letter: str
+) -> None:
+    """Two hundred on one node, in letters of which each is four bytes, or six as JSON escapes them."""
+    leader, node = agents[0].leader, agents[1].node
+    assert leader is not None
+    await until(lambda: leader.phase == "running")
+    for rank in range(200):
+        message, tail = f"rank {rank}: {letter * 2000}", (letter * 400,) * 20
+        node.emit(RankExited(leader.generation, rank, rank, 1, None, False, message, tail))
+    await until(lambda: leader.state()["ledger"])
+    (entry,) = leader.state()["ledger"]
+    assert (entry["cause"], entry["index"], entry["rank"]) == ("Application", 1, 0)
+    assert entry["message"].startswith(f"rank 0: {letter * 1000}")
+    assert entry["logTail"] == [letter * 400] * 20
+
+
+async def test_no_number_of_ranks_with_long_metrics_breaks_a_link(agents: list[Agent]) -> None:
+    leader, node = agents[0].leader, agents[1].node
+    assert leader is not None
+    await until(lambda: leader.phase == "running")
+    metrics = {f"{i:02}{chr(0x1F600) * 62}": 1 / 3 for i in range(32)}
+    for rank in range(200):
+        node.emit(Progress(leader.generation, rank, 7 + rank, 1000, "train", metrics))
+    await until(lambda: (leader.state()["progress"] or {}).get("step") == 206 or leader.phase != "running")
+    assert leader.phase == "running"
+
+
+async def test_a_failure_whose_last_words_are_not_sent_is_still_known_for_an_echo(agents: list[Agent]) -> None:
+    """Sixteen ranks of a node abort because a peer has failed, as their last lines say: eight of them are sent. One of
+    the others is not taken for the cause while the peer's own report is on its way."""
+    leader, node = agents[0].leader, agents[1].node
+    assert leader is not None
+    await until(lambda: leader.phase == "running")
+    lines = ("NCCL error: connection closed by peer",)
+    for rank in range(16):
+        node.emit(RankExited(leader.generation, rank, rank, 134, 6, False, "killed by SIGABRT", lines))
+    await until(lambda: leader.phase == "stopping")
+    agents[0].node.emit(RankExited(leader.generation, 99, 0, 1, None, False, "ValueError: boom", ()))
+    await until(lambda: leader.state()["ledger"])
+    (entry,) = leader.state()["ledger"]
+    assert (entry["rank"], entry["message"]) == (99, "ValueError: boom")
 
 
 # ---- the client

@@ -58,7 +58,8 @@ async def post(address: str, token: bytes, target: str, data: Any) -> Answer:
 
 
 def encode(message: Any) -> bytes:
-    return json.dumps(message, separators=(",", ":")).encode()
+    """Return `message` as JSON in UTF-8: escapes take up to three times as much, and frames are bounded."""
+    return json.dumps(message, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
 
 
 @contextlib.asynccontextmanager

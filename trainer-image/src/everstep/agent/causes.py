@@ -63,7 +63,7 @@ class Failure:
 
 
 def of_exit(at: float, index: int, end: Exit) -> Failure:
-    return Failure(at, OUT_OF_MEMORY if end.oom else APPLICATION, index, end.message, end, _is_echo(end))
+    return Failure(at, OUT_OF_MEMORY if end.oom else APPLICATION, index, end.message, end, is_echo(end))
 
 
 def root(failures: list[Failure]) -> Failure:
@@ -84,9 +84,10 @@ def root(failures: list[Failure]) -> Failure:
     return took_it
 
 
-def _is_echo(end: Exit) -> bool:
+def is_echo(end: Exit) -> bool:
+    """Tell whether it is likely the consequence of another failure, by its last words."""
     # mpirun fails because a rank did; it can name neither its exception nor, always, its rank.
-    if end.launcher:
+    if end.launcher or end.echo:
         return True
     text = "\n".join((end.message, *end.log_tail[-5:])).lower()
     return any(echo in text for echo in _ECHOES)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import signal
 import traceback
-from dataclasses import dataclass
 from typing import Any, Callable
 
 from . import auth
+from .causes import is_echo
 from .clock import boottime
 from .config import Config, Place
 from .events import (
@@ -32,7 +33,7 @@ from .faults import explained
 from .fencing import FenceFile, Lease, Suspensions
 from .http import HttpError, Request, Response
 from .link import Channel, Link, LinkClosed
-from .protocol import FAILED, FENCED_RESULT, LEFT, UNCLEAN, Exit, Gpu, Hello, RankProgress, Report, gpus_to_json
+from .protocol import FAILED, FENCED_RESULT, LEFT, UNCLEAN, Exit, Gpu, Hello, RankProgress, Report, beats
 from .report import say
 from .supervision import Supervision
 from .tasks import Tasks
@@ -40,7 +41,7 @@ from .tasks import Tasks
 MERGE_SECONDS = 0.02  # ranks start together: one report for all of them
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Ended:
     """Why this agent leaves."""
 
@@ -258,6 +259,7 @@ class Node:
             )
         elif isinstance(event, (RankExited, LauncherExited)):
             end = event.to_exit()
+            end = dataclasses.replace(end, echo=is_echo(end))  # here, where all of its words are
             self._exits.append(end)
             if end.rank is not None:
                 self._started.add(end.rank)
@@ -338,16 +340,10 @@ class Node:
 
     def _beat(self, channel: Channel) -> None:
         changed, self._progress = list(self._progress.values()), {}
-        beat: dict[str, Any] = {
-            "type": "beat",
-            "epoch": self.order[0],
-            "generation": self.order[1],
-            "ranks": [p.to_json() for p in changed],
-        }
-        if self._gpus_told != self._gpus:
-            self._gpus_told = self._gpus
-            beat["gpus"] = gpus_to_json(self._gpus)
-        channel.send(beat)
+        gpus = self._gpus if self._gpus_told != self._gpus else None
+        self._gpus_told = self._gpus
+        for beat in beats(self.order, changed, gpus):
+            channel.send(beat)
 
     def _look_at_lease(self) -> None:
         expired = self._lease.expired(self._lease_clock())

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 MESSAGE_CHARS = 1024
@@ -12,6 +13,8 @@ TAIL_LINES = 20
 TAIL_CHARS = 400
 MAX_GPUS = 64  # of a node; eight devices cut into seven slices each are 56
 TAILS_PER_REPORT = 8  # a node may have a hundred ranks, and all of them may fail: the first ones tell why
+WORDS_PER_REPORT = 640 * 1024  # bytes of messages and tails, encoded; a frame has room for 2,000 exits beside them
+RANKS_PER_BEAT = 32  # each may have 32 metrics with long names, which together are a third of a frame
 
 # Causes of an ended generation.
 APPLICATION = "Application"
@@ -50,6 +53,7 @@ class Exit:
     message: str = ""
     log_tail: tuple[str, ...] = ()
     launcher: bool = False
+    echo: bool = False  # likely the consequence of another failure, by all of its words; not all of them are sent
 
     @property
     def ok(self) -> bool:
@@ -60,16 +64,36 @@ class Exit:
         """As a shell would say it: the exit code, or 128 + signal."""
         return 128 + self.signal if self.signal else self.exit_code
 
-    def to_json(self, tail: bool = True) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         return {
             "rank": self.rank,
             "exitCode": self.exit_code,
             "signal": self.signal,
             "oom": self.oom,
             "message": self.message[:MESSAGE_CHARS],
-            "logTail": bounded_tail(self.log_tail) if tail else [],
+            "logTail": bounded_tail(self.log_tail),
             "launcher": self.launcher,
+            "echo": self.echo,
         }
+
+    def within(self, room: int, tail: bool) -> Exit:
+        """Return this exit with as much of its message and log tail as fits.
+
+        Args:
+            room: Bytes for both, encoded.
+            tail: Whether it may have a log tail.
+        """
+        message, lines = self.message[:MESSAGE_CHARS], tuple(bounded_tail(self.log_tail))
+        if lines and (not tail or _size(message) + _size(lines) > room):
+            lines = ()
+        while message and _size(message) + _size(lines) > room:
+            message = message[: len(message) // 2]
+        return replace(self, message=message, log_tail=lines)
+
+    @property
+    def words(self) -> int:
+        """Bytes of its message and its log tail, encoded."""
+        return _size(self.message) + _size(self.log_tail)
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Exit:
@@ -81,6 +105,7 @@ class Exit:
             message=_text(data.get("message")),
             log_tail=tuple(bounded_tail(data.get("logTail"))),
             launcher=data.get("launcher") is True,
+            echo=data.get("echo") is True,
         )
 
 
@@ -96,12 +121,14 @@ class Report:
     unclean: str = ""  # why it cannot be made clean
 
     def to_json(self) -> dict[str, Any]:
-        tails = 0
+        tails, room = 0, WORDS_PER_REPORT
         exits = []
         for end in self.exits:
             tail = not end.ok and tails < TAILS_PER_REPORT
             tails += tail
-            exits.append(end.to_json(tail))
+            told = end.within(room, tail)
+            room -= told.words
+            exits.append(told.to_json())
         return {
             "type": "report",
             "epoch": self.epoch,
@@ -222,6 +249,20 @@ class RankProgress:
         )
 
 
+def beats(order: tuple[int, int], ranks: list[RankProgress], gpus: tuple[Gpu, ...] | None) -> Iterator[dict[str, Any]]:
+    """Return the messages of one heartbeat, of which each fits into a frame.
+
+    Args:
+        order: Epoch and generation of the ranks.
+        ranks: Those that have something new to say.
+        gpus: All devices of the node, if anything about them is new.
+    """
+    for first in range(0, max(1, len(ranks)), RANKS_PER_BEAT):
+        told = [rank.to_json() for rank in ranks[first : first + RANKS_PER_BEAT]]
+        beat = {"type": "beat", "epoch": order[0], "generation": order[1], "ranks": told}
+        yield beat if gpus is None or first else {**beat, "gpus": gpus_to_json(gpus)}
+
+
 @dataclass(frozen=True)
 class LedgerEntry:
     """One generation that ended without success."""
@@ -324,6 +365,10 @@ def bounded_tail(lines: Any) -> list[str]:
     if not isinstance(lines, (list, tuple)):
         return []
     return [str(line)[:TAIL_CHARS] for line in lines[-TAIL_LINES:]]
+
+
+def _size(value: Any) -> int:
+    return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
 def _text(value: Any) -> str:
