@@ -32,6 +32,7 @@ from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, describe_module, describe_state
 
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
+_FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
 _EXTRA_STATE = "_extra_state"
 _ACTIVATIONS = ("torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper")
 
@@ -45,8 +46,14 @@ class Modules:
         self.prefix = prefix
         self._modules = modules
         for module in modules:
-            if any(is_instance(each, *_FSDP1) for each in module.modules()):
-                raise CheckpointError(f"{prefix}: FullyShardedDataParallel is not supported; use fully_shard (FSDP2)")
+            for each in module.modules():
+                if is_instance(each, *_FSDP1):
+                    raise CheckpointError(
+                        f"{prefix}: FullyShardedDataParallel is not supported; use fully_shard (FSDP2)"
+                    )
+                if is_instance(each, *_FSDP2):
+                    # After a forward pass alone its parameters are whole, and others than those of the optimizer.
+                    each.reshard()  # type: ignore[operator,unused-ignore]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names below the prefix and parameters; one that is tied has its first name."""
