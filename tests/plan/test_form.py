@@ -9,8 +9,8 @@ from datetime import timedelta
 import pytest
 
 from everstep_operator.plan import gang
-from everstep_operator.plan.actions import CreatePods, DeletePods
-from everstep_operator.plan.observed import GangView
+from everstep_operator.plan.actions import CreatePods, DeletePods, DryRun
+from everstep_operator.plan.observed import GangView, Rejection
 from tests.builders import CREATED, job
 from tests.plan.world import START, World
 
@@ -89,6 +89,57 @@ def test_nothing_is_made_while_pods_of_the_old_set_still_stop() -> None:
     del world.pods["digits-3"]
     world.now += gang.BACKOFF_ALONE
     assert not [a for a in world.reconcile().actions if isinstance(a, CreatePods)]
+
+
+DENIED = 'admission webhook "policy" denied the request'
+
+
+@pytest.mark.parametrize("kind", ["Forbidden", "Invalid"])
+def test_a_released_set_that_is_denied_is_tried_again_though_its_template_is_gone(kind: str) -> None:
+    """Its pods were accepted once; that they are not now is no fault of the template."""
+    world = partly_placed()
+    world.now += gang.PATIENCE
+    world.reconcile()
+    world.bury()
+    world.gangs = ()
+    world.config_maps.clear()
+    world.refuse = lambda action: Rejection(action, kind, DENIED) if isinstance(action, DryRun) else None
+    for _ in range(40):
+        world.now += 60
+        world.reconcile()
+    assert world.phase == "Pending"
+    assert DENIED in world.status.conditions[0].message
+    world.refuse = lambda action: None
+    world.capacity = 4
+    world.now += 60
+    world.reconcile()
+    world.run("Running")
+
+
+def test_a_set_that_was_placed_and_lost_is_tried_again_though_its_template_is_gone() -> None:
+    world = World(job().nodes(4).build())
+    world.reconcile()
+    world.bind()
+    world.reconcile()
+    assert world.phase == "Starting"
+    world.config_maps.clear()
+    world.pods.clear()
+    world.refuse = lambda action: Rejection(action, "Forbidden", DENIED) if isinstance(action, DryRun) else None
+    for _ in range(5):
+        world.now += 10
+        world.reconcile()
+    assert world.phase == "Pending"
+
+
+def test_a_first_set_that_is_denied_after_a_quota_let_it_pass_no_more_is_tried_again() -> None:
+    """Quotas are judged last: all that comes before has accepted the pods."""
+    world = World(job().nodes(4).build())
+    world.refuse = lambda action: Rejection(action, "Quota", "exceeded quota") if isinstance(action, DryRun) else None
+    world.reconcile()
+    world.refuse = lambda action: Rejection(action, "Forbidden", DENIED) if isinstance(action, DryRun) else None
+    world.now += 60
+    world.reconcile()
+    assert world.phase == "Pending"
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from everstep_operator.api.job import TrainingJob, TrainingJobSpec
 from everstep_operator.api.pool import TrainingPool
+from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase, TemplateStatus, TrainingJobStatus, Transition
 from everstep_operator.plan.leader import LeaderView
 from everstep_operator.plan.observed import Observed, PodView
@@ -153,12 +154,19 @@ class Situation:
         """The API server has never accepted a pod of this job."""
         if self.has_run or self.observed.ours or (self.template is not None and self.template.epoch > 1):
             return False
+        if self.status.timings.starting > 0 or any(_proves_pods(t) for t in self.status.transitions):
+            return False
         # Attempts that were cut short have raised the epoch. A template is stored once its pod 0 was accepted.
         return self.status.epoch <= 1 or self.observed.frozen is None
 
     @property
     def pool(self) -> TrainingPool | None:
         return self.observed.pools.get(self.template.pool) if self.template else None
+
+
+def _proves_pods(transition: Transition) -> bool:
+    """Tell whether the API server had accepted pods of the job when this began. A quota is judged after all else."""
+    return transition.phase is Phase.STARTING or transition.reason in (Reason.GANG_RELEASED, Reason.QUOTA_EXCEEDED)
 
 
 def utc(seconds: float) -> datetime:
