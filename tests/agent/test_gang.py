@@ -16,8 +16,9 @@ from everstep.agent.caller import SECONDS
 from everstep.agent.events import DaemonExited, DaemonOutput, Layout, Progress
 from everstep.agent.fencing import Lease, Suspensions, answers_tls, client_hello
 from everstep.agent.leader import Leader
-from everstep.agent.link import Channel, Link
+from everstep.agent.link import Channel, Link, dial
 from everstep.agent.links import Links
+from everstep.agent.names import addresses_of
 from everstep.agent.protocol import Gpu
 
 from .fakes import TOKEN, Agent, gang, introduce, local, until
@@ -163,7 +164,11 @@ async def test_a_gang_forms_by_its_own_words_before_anybody_introduces_it(tmp_pa
         await agent.vanish()
 
 
-def test_an_agent_waits_for_no_name_server_at_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("who", ["announce", "dial", "lease"])
+def test_an_agent_waits_for_no_name_server_at_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, who: str
+) -> None:
+    """Neither one that announces itself, nor a leader that dials by DNS, nor one whose API server has a name."""
     asked, answered = threading.Event(), threading.Event()
 
     def never(*args: object, **kwargs: object) -> list[object]:
@@ -172,8 +177,14 @@ def test_an_agent_waits_for_no_name_server_at_its_end(tmp_path: Path, monkeypatc
         raise OSError("no answer")
 
     async def life() -> None:
-        agent = Agent(tmp_path, local(2, 1))
-        word = asyncio.ensure_future(announce("algo-1.nowhere:8470", TOKEN, agent.node))
+        if who == "announce":
+            word: asyncio.Future[Any] = asyncio.ensure_future(
+                announce("algo-1.nowhere:8470", TOKEN, Agent(tmp_path, local(2, 1)).node)
+            )
+        elif who == "dial":
+            word = asyncio.ensure_future(dial("algo-2.nowhere:8470", TOKEN, epoch=1, index=1, uid="job-uid"))
+        else:
+            word = asyncio.ensure_future(answers_tls("api.nowhere", 443))
         await until(asked.is_set)
         word.cancel()
 
@@ -185,11 +196,28 @@ def test_an_agent_waits_for_no_name_server_at_its_end(tmp_path: Path, monkeypatc
     answered.set()
 
 
+async def test_name_servers_that_are_away_cost_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, answered, most = [], threading.Event(), 16
+
+    def never(host: str, *args: object, **kwargs: object) -> list[object]:
+        asked.append(host)
+        answered.wait(60)
+        return [(2, 1, 6, "", ("10.0.0.1", 0))]
+
+    monkeypatch.setattr("socket.getaddrinfo", never)
+    questions = [asyncio.ensure_future(addresses_of(f"algo-{i}.nowhere:8470")) for i in range(3 * most)]
+    await until(lambda: len(asked) >= most)
+    threads = [thread for thread in threading.enumerate() if thread.name == "look-up"]
+    assert len(threads) == most
+    answered.set()
+    assert await asyncio.gather(*questions) == [["10.0.0.1:8470"]] * 3 * most
+
+
 async def test_a_dial_that_ends_well_after_it_was_called_off_is_no_second_agent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As wait_for of Python < 3.12 does, when what it waits for ends in the moment of the cancellation."""
-    dial, called_off, begun = Links._try, asyncio.Event(), asyncio.Event()
+    attempt, called_off, begun = Links._try, asyncio.Event(), asyncio.Event()
 
     async def late(links: Links, index: int, address: str) -> object:
         if not begun.is_set():
@@ -198,7 +226,7 @@ async def test_a_dial_that_ends_well_after_it_was_called_off_is_no_second_agent(
                 await asyncio.Event().wait()
             except asyncio.CancelledError:
                 called_off.set()
-        return await dial(links, index, address)
+        return await attempt(links, index, address)
 
     monkeypatch.setattr(Links, "_try", late)
     async with gang(tmp_path, 2) as agents:

@@ -9,13 +9,10 @@ anyway, so nothing that goes wrong is an error.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ipaddress
 import random
-import socket
-import threading
 
 from .caller import SECONDS, Refused, post
+from .names import addresses_of
 from .node import Node
 from .report import say
 
@@ -32,7 +29,7 @@ async def announce(leader: str, token: bytes, node: Node) -> None:
     began = clock()
     while not node.linked and clock() < began + PATIENCE:
         try:
-            address = await asyncio.wait_for(_found(leader), began + PATIENCE - clock())
+            address = (await asyncio.wait_for(addresses_of(leader), began + PATIENCE - clock()))[0]
             answer = await post(address, token, "/v1/announce", word)
         except (OSError, ValueError, asyncio.TimeoutError, Refused):
             wait = min(LONGEST, max(SHORTEST, config.num_nodes / RATE) + LATER * (clock() - began))
@@ -42,35 +39,3 @@ async def announce(leader: str, token: bytes, node: Node) -> None:
                 return
             wait = SECONDS  # so long a dial may take; to say it again would begin it again
         await asyncio.sleep(wait * random.uniform(0.75, 1.25))  # noqa: S311 - spreads load, hides nothing
-
-
-async def _found(leader: str) -> str:
-    """ "host:port" with an address for the host. OSError where there is none."""
-    host, _, port = leader.rpartition(":")
-    with contextlib.suppress(ValueError):
-        ipaddress.ip_address(host.strip("[]"))
-        return leader
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[str] = loop.create_future()
-
-    def tell(address: str, error: OSError | None) -> None:
-        if answer.done():
-            return
-        if error is None:
-            answer.set_result(address)
-        else:
-            answer.set_exception(error)
-
-    def look_up() -> None:
-        address, error = "", None
-        try:
-            found = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
-            address = f"[{found}]:{port}" if ":" in found else f"{found}:{port}"
-        except OSError as failure:
-            error = failure
-        with contextlib.suppress(RuntimeError):  # the agent has ended
-            loop.call_soon_threadsafe(tell, address, error)
-
-    # Not one of the loop's own threads, for which it waits when it ends: a name server that is away takes a minute.
-    threading.Thread(target=look_up, name="look-up", daemon=True).start()
-    return await answer

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import auth
+from .names import addresses_of
 
 SECONDS = 5.0  # to connect, and again to answer
 MAX_ANSWER = 64 * 1024
@@ -40,9 +41,8 @@ class Answer:
 
 
 async def connect(address: str) -> Streams:
-    """`address` is "ip:port". Raises OSError or asyncio.TimeoutError."""
-    host, _, port = address.rpartition(":")
-    return await asyncio.wait_for(asyncio.open_connection(host.strip("[]"), int(port)), SECONDS)
+    """`address` is "ip:port" or "name:port". Raises OSError or asyncio.TimeoutError."""
+    return await asyncio.wait_for(_connect(address), SECONDS)
 
 
 async def ask(streams: Streams, address: str, token: bytes, target: str, data: Any, *headers: str) -> Answer:
@@ -68,6 +68,17 @@ async def _closing(streams: Streams) -> AsyncIterator[Streams]:
         yield streams
     finally:
         streams[1].transport.abort()
+
+
+async def _connect(address: str) -> Streams:
+    failed: OSError | None = None
+    for found in await addresses_of(address):
+        host, _, port = found.rpartition(":")
+        try:
+            return await asyncio.open_connection(host.strip("[]"), int(port))
+        except OSError as error:
+            failed = error
+    raise failed or OSError(f"{address}: no address")
 
 
 async def _ask(

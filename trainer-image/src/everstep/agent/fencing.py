@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Callable
 
+from .caller import connect
 from .faults import naming
 
 PROBE_SECONDS = 3.0
@@ -113,7 +114,7 @@ def api_server(environ: Mapping[str, str]) -> tuple[str, int] | None:
 async def answers_tls(host: str, port: int) -> bool:
     """True if something there answers a TLS greeting, be it with an alert. Needs neither the ssl module nor a token."""
     try:
-        reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), PROBE_SECONDS)
+        reader, writer = await asyncio.wait_for(connect(f"{host}:{port}"), PROBE_SECONDS)
     except (OSError, asyncio.TimeoutError):
         return False
     try:
