@@ -10,16 +10,28 @@ import dataclasses
 import json
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 
 async def main(source: str, setup: dict[str, Any], commands: int, events: int) -> None:
     sys.path.insert(0, source)
-    from everstep.agent import gpu, health
+    from everstep.agent import gpu, health, memory
     from everstep.agent import supervisor as module
     from everstep.agent.config import Place, parse
     from everstep.agent.supervisor import DaemonOutput, Layout, Supervisor
+
+    gate = threading.Event()
+    if setup["slow_memory"]:
+        clear = memory.clear
+
+        def slow(*args: Any, **options: Any) -> Any:
+            send("Clearing")
+            gate.wait()
+            return clear(*args, **options)
+
+        memory.clear = slow
 
     module.CLEAN_TIMEOUT, gpu.TIMEOUT = setup["clean_timeout"], setup["gpu_timeout"]
     loop = asyncio.get_running_loop()
@@ -75,6 +87,8 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             return None if waiting.done() else waiting.set_result(values["exit_code"])
         if name == "daemon_output":
             return supervisor.daemon_output(values["daemon"], values["stream"], values["data"].encode("latin-1"))
+        if name == "go_on":
+            return gate.set()
         if name == "kill_daemon":
             return supervisor.kill_daemon(values["daemon"])
         if name == "signal":

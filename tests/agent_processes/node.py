@@ -57,6 +57,7 @@ class Node:
         stdout: int | None = None,
         clean_timeout: float = 30.0,
         gpu_timeout: float = 10.0,
+        slow_memory: bool = False,
     ) -> None:
         self.events: list[Event] = []
         self.generation = 0
@@ -72,6 +73,7 @@ class Node:
             "shm": str(self.shm) if pod else "",
             "clean_timeout": clean_timeout,
             "gpu_timeout": gpu_timeout,
+            "slow_memory": slow_memory,
             "ml": str(self.folder / "ml"),
             "environ": {"EVERSTEP_INDEX": str(index), "EVERSTEP_EPOCH": "1"},
             "job": {

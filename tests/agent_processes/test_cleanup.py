@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -113,6 +114,29 @@ async def test_shared_memory_is_cleared(tmp_path: Path) -> None:
             assert list(node.shm.iterdir()) == []
         await node.until(lambda: node.logged().count("1 segments") == 2, "two counts")
         assert "-1" not in node.logged()
+
+
+@needs_root
+async def test_an_agent_that_clears_much_memory_still_hears_its_leader(tmp_path: Path) -> None:
+    """A hundred thousand files, or a device that frees pages slowly: without heartbeats the node would be fenced."""
+    async with Node(tmp_path, ["true"], pod=True, slow_memory=True) as node:
+        await node.start()
+        (node.shm / "torch_1").touch()
+        stopped = asyncio.ensure_future(node.stop())
+        await node.event("Clearing")
+        await node.call("go_on")
+        assert await stopped is None
+        assert list(node.shm.iterdir()) == []
+
+
+@needs_root
+async def test_memory_that_is_not_cleared_in_time_makes_the_node_unclean(tmp_path: Path) -> None:
+    async with Node(tmp_path, ["true"], pod=True, slow_memory=True, clean_timeout=0.5) as node:
+        await node.start()
+        assert await node.stop() == f"{node.shm} is still being emptied"
+        await node.call("go_on")
+        assert await node.stop() is None
+        assert len(node.all("Clearing")) in (1, 2)
 
 
 @needs_root

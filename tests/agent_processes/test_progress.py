@@ -42,6 +42,15 @@ async def test_the_last_words_of_a_rank_are_heard_before_its_exit(tmp_path: Path
         assert len(node.all("Progress")) < 100
 
 
+async def test_a_process_that_goes_on_writing_does_not_keep_its_ranks_exit_back(tmp_path: Path) -> None:
+    """It was left behind by the rank, and fills the pipe faster than an agent can read."""
+    flood = 'for i in 1 2 3 4; do yes "step=1 loss=0.5" > "$EVERSTEP_PROGRESS" & done; sleep 1; exit 3'
+    async with Node(tmp_path, ["sh", "-c", flood]) as node:
+        await node.start()
+        assert (await node.event("RankExited"))["exit_code"] == 3
+        assert await node.stop() is None
+
+
 async def test_garbage_is_ignored_and_noticed_once(tmp_path: Path) -> None:
     script = "exec > $EVERSTEP_PROGRESS; head -c 300000 /dev/urandom; echo; echo step=7; echo; echo step=8"
     async with Node(tmp_path, ["sh", "-c", script]) as node:

@@ -13,6 +13,7 @@ MAX_METRICS = 32
 MAX_NAME = 64
 MAX_PHASE = 32
 _CHUNK = 64 * 1024
+_DRAINS = 16  # chunks, which is as much as any pipe holds
 _MAX_LINE = 4096  # PIPE_BUF: longer writes may be torn by another writer, so nobody sends them on purpose
 _INTERVAL = 0.1  # seconds between two reads: a rank that reports ten thousand steps a second costs no more than ten
 _MAX_INTEGER = 2**53  # JSON readers keep no more
@@ -87,9 +88,10 @@ class Intake:
         self._loop.add_reader(self._fd, self._wake)
 
     def drain(self) -> None:
-        """The last words of a rank that ended."""
-        while self._read():
-            pass
+        """Take the last words of a rank that ended, and no more: a process that it left behind may go on writing."""
+        for _ in range(_DRAINS):
+            if not self._read():
+                break
 
     def close(self) -> None:
         if self._fd >= 0:

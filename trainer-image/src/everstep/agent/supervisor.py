@@ -31,6 +31,7 @@ from .launch import Launcher, none, ranks_on_node, torch
 from .processes import Processes
 from .ranks import Node, Rank
 from .tasks import Tasks
+from .threads import in_thread
 
 if TYPE_CHECKING:
     from .launch import mpi
@@ -81,6 +82,7 @@ class Supervisor:
         self._node: Node | None = None
         self._session: mpi.Session | None = None
         self._contract: dict[str, str] = {}
+        self._clearing: asyncio.Task[str | None] | None = None
         self._heard: set[int] | None = None  # who got the TERM of the stop that is going on
         # A daemon's `spawn` may overtake a `start` that waits for `mpirun --version`, and must not meet half a `stop`.
         self._turn = asyncio.Lock()
@@ -152,8 +154,7 @@ class Supervisor:
                 self._session = None
             self._layout = self._node = self._heard = None
             if left is None and self._place.owns_pod:
-                shm = self._place.shm if self._config.owns_shared_memory else None
-                left = memory.clear(shm, owns_ipc=self._config.owns_ipc)
+                left = await self._clear_memory(deadline)
             if left is None and self._gpus:
                 left = await self._wait_for_gpus(deadline)
             return left
@@ -211,6 +212,14 @@ class Supervisor:
             await asyncio.sleep(min(pause, max(0.0, deadline - time.monotonic())))
             pause = min(pause * 1.5, 0.1)
             heard = self._processes.living(heard)
+
+    async def _clear_memory(self, deadline: float) -> str | None:
+        """In a thread: a million files, or a terabyte in one of them, are gone after more than a few heartbeats."""
+        if self._clearing is None or self._clearing.done():  # else it is that of a stop that was given up for this one
+            shm, owns_ipc = self._place.shm if self._config.owns_shared_memory else None, self._config.owns_ipc
+            self._clearing = self._tasks.start(in_thread(lambda: memory.clear(shm, owns_ipc=owns_ipc), "clear-memory"))
+        done, _ = await asyncio.wait([self._clearing], timeout=max(0.0, deadline - time.monotonic()))
+        return self._clearing.result() if done else f"{self._place.shm} is still being emptied"
 
     async def _wait_for_gpus(self, deadline: float) -> str | None:
         """A killed process holds its GPU until the driver has torn its context down: seconds, with much memory.
