@@ -12,6 +12,7 @@ from typing import Any
 PROTOCOL = 1
 DISTRIBUTIONS = ("torch", "mpi", "horovod", "none")
 FENCINGS = ("checkpoint", "strict")
+MIN_FENCE_TIMEOUT = 1.0  # seconds; heartbeats are a quarter of it, and no lease of 0 s is ever valid
 
 
 class ConfigError(ValueError):
@@ -77,7 +78,7 @@ class Config:
         fence timeout that leaves room for 200 a second.
         """
         interval = max(1.0, self.num_nodes / 200)
-        return min(interval, self.fence_timeout / 4) if self.fence_timeout > 0 else interval
+        return min(interval, self.fence_timeout / 4)
 
     @property
     def silence(self) -> float:
@@ -160,7 +161,7 @@ def parse(data: Any, environ: Mapping[str, str]) -> Config:
         application_restarts=restart.integer("application", 0),
         max_backoff=restart.seconds("maxBackoffSeconds"),
         fencing=job.choice("fencing", FENCINGS),
-        fence_timeout=job.seconds("fenceTimeoutSeconds"),
+        fence_timeout=job.seconds("fenceTimeoutSeconds", MIN_FENCE_TIMEOUT),
         stop_grace=job.seconds("stopGraceSeconds"),
         restart_grace=job.seconds("restartGraceSeconds"),
         instance_type=job.text("instanceType", ""),
@@ -213,10 +214,11 @@ class _Fields:
     def boolean(self, name: str, *, default: bool) -> bool:
         return bool(self._get(name, (bool,), default))
 
-    def seconds(self, name: str) -> float:
+    def seconds(self, name: str, minimum: float = 0.0) -> float:
         value = float(self._get(name, (int, float), None))
-        if not 0 <= value < float("inf"):
-            raise ConfigError(f"{self._where}: {name} must be a number of seconds")
+        if not minimum <= value < float("inf"):
+            least = f" of at least {minimum:g}" if minimum else ""
+            raise ConfigError(f"{self._where}: {name} must be a number of seconds{least}, not {value:g}")
         return value
 
     def texts(self, name: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:

@@ -321,7 +321,7 @@ class Node:
     # ---- time
 
     async def _housekeep(self) -> None:
-        beat_at, pause, looked = 0.0, min(1.0, self.config.fence_timeout / 4 or 1.0), self._clock()
+        beat_at, pause, looked = 0.0, min(1.0, self.config.fence_timeout / 4), self._clock()
         while True:
             await asyncio.sleep(pause)
             now = self._clock()
