@@ -104,9 +104,11 @@ async def test_a_rank_that_ends_at_once_is_not_lost(tmp_path: Path) -> None:
             assert await node.stop() is None
 
 
-@pytest.mark.parametrize("shell", ["sh -c", "script"])
-async def test_term_reaches_what_a_shell_runs_and_its_grace_is_kept(tmp_path: Path, shell: str) -> None:
-    """A shell dies of the TERM at once; the checkpoint that its child then writes must still find its time."""
+@pytest.mark.parametrize("shell", ["sh -c", "script", "launcher", "script of a launcher"])
+async def test_term_reaches_what_a_shell_or_a_launcher_runs_and_its_grace_is_kept(tmp_path: Path, shell: str) -> None:
+    """Both die of the TERM at once; the checkpoint that their child then writes must still find its time.
+
+    The launcher is as `accelerate launch` of one process: it waits for a child of its own, and has no handler."""
     script = (
         "import signal, sys, time, pathlib\n"
         "def save(*_):\n"
@@ -115,9 +117,13 @@ async def test_term_reaches_what_a_shell_runs_and_its_grace_is_kept(tmp_path: Pa
     )
     saved = tmp_path / "saved"
     command = ["sh", "-c", f"{sys.executable} -c \"$0\" '{saved}' && true", script]
-    if shell == "script":  # the kernel names its process after the file
+    train = [sys.executable, "-c", script, str(saved)]
+    if "launcher" in shell:
+        launch = "import subprocess, sys; child = subprocess.Popen(sys.argv[1:]); sys.exit(child.wait())"
+        command = train = [sys.executable, "-c", launch, *train]
+    if "script" in shell:  # the kernel names its process after the file
         file = tmp_path / "train.sh"
-        file.write_text(f"#!/bin/sh\n{shlex.join([sys.executable, '-c', script, str(saved)])} && true\n")
+        file.write_text(f"#!/bin/sh\n{shlex.join(train)} && true\n")
         file.chmod(0o755)
         command = [str(file)]
     async with Node(tmp_path, command) as node:
@@ -125,6 +131,23 @@ async def test_term_reaches_what_a_shell_runs_and_its_grace_is_kept(tmp_path: Pa
         await node.until(lambda: "up" in node.logged(), "start of the script")
         assert await node.stop(grace=30) is None
         assert saved.read_text() == "saved"
+
+
+async def test_what_a_rank_with_a_handler_runs_hears_nothing_of_a_stop(tmp_path: Path) -> None:
+    """Its data loader workers: without them it cannot finish the step before its last checkpoint."""
+    script = (
+        "import signal, subprocess, sys, time, pathlib\n"
+        "worker = subprocess.Popen(['sleep', '600'])\n"
+        "def save(*_):\n"
+        "    time.sleep(0.5); pathlib.Path(sys.argv[1]).write_text(str(worker.poll())); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save); print('up', flush=True); time.sleep(600)\n"
+    )
+    saved = tmp_path / "saved"
+    async with Node(tmp_path, [sys.executable, "-c", script, str(saved)]) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "start of the script")
+        assert await node.stop(grace=30) is None
+        assert saved.read_text() == "None"
 
 
 async def test_a_stop_with_less_grace_replaces_one_with_more(tmp_path: Path) -> None:

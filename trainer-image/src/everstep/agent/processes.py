@@ -167,13 +167,22 @@ class Processes:
                 child._ended(status)
 
     def forward(self, process: Process, signum: int) -> list[int]:
-        """Sends a signal to a process and, where that is a shell, to what it runs: shells pass no signals on, and
-        `bash -c "setup && python train.py"` must hear of a stop too. Not the whole group: data loader workers that
-        die of a TERM would fail the checkpoint that their parent writes because of it. Returns who heard it: a shell
-        dies of it at once, and what it ran goes on."""
+        """Send a signal to a process and, where that passes it on to nobody, to what it runs.
+
+        Shells pass no signals on, and a launcher without a handler (`accelerate launch` of one process) cannot: it dies
+        at once, and what it ran goes on, to which a stop is told as well. Not to the whole group: data loader workers
+        that die of a TERM would fail the checkpoint that their parent, which has a handler, writes because of it.
+
+        Args:
+            process: One that was started here.
+            signum: The signal.
+
+        Returns:
+            Who heard it.
+        """
         if process.status is not None:
             return []
-        heard = _behind_shells(process.pid)
+        heard = _audience(process.pid, signum)
         for pid in heard:
             _kill(pid, signum)
         return heard
@@ -299,7 +308,7 @@ def _parents() -> dict[int, int]:
     return parents
 
 
-def _behind_shells(pid: int) -> list[int]:
+def _audience(pid: int, signum: int) -> list[int]:
     found, queue = [], [pid]
     parents: dict[int, int] | None = None
     while queue:
@@ -308,10 +317,22 @@ def _behind_shells(pid: int) -> list[int]:
         if stat is None:
             continue
         found.append(current)
-        if stat[0] in _SHELLS or _program(current) in _SHELLS:
+        if stat[0] in _SHELLS or _program(current) in _SHELLS or not _expects(current, signum):
             parents = _parents() if parents is None else parents
             queue += [child for child, parent in parents.items() if parent == current]
     return found
+
+
+def _expects(pid: int, signum: int) -> bool:
+    """Tell whether a process has a handler for a signal, or blocks or ignores it: it does not simply die of it."""
+    masks = 0
+    try:
+        for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
+            if line.startswith((b"SigBlk:", b"SigIgn:", b"SigCgt:")):
+                masks |= int(line.split()[1], 16)
+    except (OSError, ValueError, IndexError):  # it has ended
+        return True
+    return bool(masks >> (signum - 1) & 1)
 
 
 def _program(pid: int) -> str:
