@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 FAKE = Path(__file__).with_name("fake_nvml")
 A = {"uuid": "GPU-a", "name": "H100"}
 B = {"uuid": "GPU-b", "name": "H100", "ecc": 0}
-GONE = 4_000_000_000  # no process has it, as of one that was killed and whose context the driver tears down
+ELSEWHERE = 4_000_000_000  # no process here has it: one of another pod, as drivers without PID namespaces tell them
 WELL = [{**A, "problem": ""}, {"uuid": "GPU-b", "name": "H100", "problem": ""}]
 
 
@@ -49,6 +49,19 @@ class Driver:
             "PYTHONDONTWRITEBYTECODE": "1",
             "FAKE_NVML": str(self._path),
         }
+
+
+def rank(folder: Path) -> list[str]:
+    """A command that tells its PID."""
+    return ["sh", "-c", f"echo $$ > {folder}/pid.new && mv {folder}/pid.new {folder}/pid && exec sleep 600"]
+
+
+async def pid_of_rank(node: Node, folder: Path) -> int:
+    """Once it runs; the driver may go on to show it when it has been killed."""
+    await node.until((folder / "pid").exists, "the rank")
+    pid = int((folder / "pid").read_text())
+    (folder / "pid").unlink()
+    return pid
 
 
 @pytest.fixture
@@ -113,13 +126,15 @@ async def test_a_driver_that_hangs_costs_one_killed_process_and_is_told(tmp_path
 
 async def test_a_node_whose_driver_hangs_is_not_clean(tmp_path: Path, driver: Driver) -> None:
     """Nobody can say whether the killed ranks have given their memory back."""
-    async with Node(tmp_path, ["sleep", "60"], environ=driver.environ, gpu_timeout=3.0, clean_timeout=1.0) as node:
+    async with Node(tmp_path, rank(tmp_path), environ=driver.environ, gpu_timeout=3.0, clean_timeout=1.0) as node:
         await node.start()
+        await pid_of_rank(node, tmp_path)
         driver.hangs()
         assert await node.stop() == "the GPU driver did not answer within 3 s"
-        driver.is_now(A, {**B, "pids": [GONE]})
         await node.start()
-        assert await node.stop() == f"GPU still used by processes {GONE}"
+        killed = await pid_of_rank(node, tmp_path)
+        driver.is_now(A, {**B, "pids": [killed]})
+        assert await node.stop() == f"GPU still used by processes {killed}"
         driver.is_now(A, B)
         await node.start()
         assert await node.stop() is None
@@ -132,10 +147,11 @@ async def test_what_an_image_says_besides_hides_no_process_on_a_gpu(
     tmp_path: Path, driver: Driver, noise: dict[str, str]
 ) -> None:
     """A loader's warnings, or a debugging aid of the user's, of any length: nothing starts beside what is left."""
-    async with Node(tmp_path, ["sleep", "60"], environ={**driver.environ, **noise}, clean_timeout=1.0) as node:
-        driver.is_now(A, {**B, "pids": [GONE]})
+    async with Node(tmp_path, rank(tmp_path), environ={**driver.environ, **noise}, clean_timeout=1.0) as node:
         await node.start()
-        assert await node.stop() == f"GPU still used by processes {GONE}"
+        killed = await pid_of_rank(node, tmp_path)
+        driver.is_now(A, {**B, "pids": [killed]})
+        assert await node.stop() == f"GPU still used by processes {killed}"
 
 
 async def test_a_strangers_process_on_a_gpu_holds_no_job_up(tmp_path: Path, driver: Driver) -> None:
@@ -143,14 +159,33 @@ async def test_a_strangers_process_on_a_gpu_holds_no_job_up(tmp_path: Path, driv
     with subprocess.Popen(["sleep", "600"]) as stranger:  # noqa: ASYNC220 - it returns at once
         try:
             driver.is_now(A, {**B, "pids": [stranger.pid]})
-            async with Node(tmp_path, ["sleep", "60"], environ=driver.environ, clean_timeout=1.0) as node:
+            async with Node(tmp_path, rank(tmp_path), environ=driver.environ, clean_timeout=1.0) as node:
                 await node.start()
+                await pid_of_rank(node, tmp_path)
                 assert await node.stop() is None
-                driver.is_now(A, {**B, "pids": [stranger.pid, GONE]})
                 await node.start()
-                assert await node.stop() == f"GPU still used by processes {GONE}"
+                killed = await pid_of_rank(node, tmp_path)
+                driver.is_now(A, {**B, "pids": [stranger.pid, killed]})
+                assert await node.stop() == f"GPU still used by processes {killed}"
         finally:
             stranger.kill()
+
+
+async def test_other_pods_on_a_shared_gpu_hold_no_job_up(tmp_path: Path, driver: Driver) -> None:
+    """With time-slicing or MPS they always compute there. What the driver still shows of this pod is waited for."""
+    driver.is_now(A, {**B, "pids": [ELSEWHERE]})
+    async with Node(tmp_path, rank(tmp_path), environ=driver.environ, clean_timeout=1.0) as node:
+        for _ in range(2):
+            await node.start()
+            await pid_of_rank(node, tmp_path)
+            assert await node.stop() is None
+        said = f"other processes use the GPUs as well: {ELSEWHERE}"
+        await node.until(lambda: said in node.logged(), "a line about them")
+        assert node.logged().count(said) == 1, "they were waited for again"
+        await node.start()
+        killed = await pid_of_rank(node, tmp_path)
+        driver.is_now(A, {**B, "pids": [ELSEWHERE, killed]})
+        assert await node.stop() == f"GPU still used by processes {killed}"
 
 
 async def test_without_the_library_nothing_is_known_and_nothing_fails(tmp_path: Path, driver: Driver) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Callable
 
 _SHELLS = frozenset(("sh", "bash", "dash", "ash", "busybox", "zsh", "ksh"))
+_MAX_ENDED = 4096  # PIDs that are remembered; a node hardly runs more processes at a time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
@@ -54,6 +55,7 @@ class Processes:
         self._owns_pod = owns_pod and os.getpid() == 1  # kill(-1) from any other PID would end the machine's session
         self._has_guests = False  # another container of the pod shows its processes here, as `kubectl debug --target`
         self._children: dict[int, Process] = {}
+        self._ended: dict[int, None] = {}  # PIDs of those that were reaped or killed; oldest first
         self._prctl = None if self._owns_pod else _prctl()
         if self._prctl is not None:
             # Orphans of the ranks become ours instead of init's, else a daemonised one could never be found again.
@@ -162,6 +164,7 @@ class Processes:
                 return
             if pid == 0:
                 return
+            self._remember(pid)
             child = self._children.pop(pid, None)
             if child is not None:
                 child._ended(status)
@@ -191,6 +194,19 @@ class Processes:
         """Those of `pids` that have not ended. Orphans are ours to reap, so what is left as a zombie is not ours."""
         return {pid for pid in pids if (_stat(pid) or ("", "Z", 0))[1] not in ("Z", "X")}
 
+    def forget_ended(self) -> None:
+        """Start to remember anew: PIDs are used again."""
+        self._ended = {}
+
+    def has_ended(self, pid: int) -> bool:
+        """Tell whether a process with this PID was reaped or killed here."""
+        return pid in self._ended
+
+    def _remember(self, pid: int) -> None:
+        self._ended[pid] = None
+        if len(self._ended) > _MAX_ENDED:
+            del self._ended[next(iter(self._ended))]
+
     def kill_group(self, process: Process) -> None:
         """KILL, at once, to the process and those of its group."""
         if process.status is None:
@@ -213,6 +229,8 @@ class Processes:
             else:
                 for pid in left:
                     _kill(pid, signal.SIGKILL)
+            for pid in left:
+                self._remember(pid)
             await asyncio.sleep(pause)
             pause = min(pause * 2, 0.1)
             self.reap()

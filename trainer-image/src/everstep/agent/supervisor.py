@@ -59,6 +59,7 @@ CLEAN_TIMEOUT = 30.0  # seconds from the first KILL until the node is called unc
 _USERS_VOLUME = frozenset(
     (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 )
+OTHERS_TIMEOUT = 5.0  # seconds for processes on a GPU of which nobody can say whose they are
 _FLUSH_TIMEOUT = 2.0  # seconds for the last lines, when nobody may be reading them
 
 
@@ -82,6 +83,7 @@ class Supervisor:
         self._node: Node | None = None
         self._session: mpi.Session | None = None
         self._contract: dict[str, str] = {}
+        self._others: set[int] = set()  # PIDs on the GPUs that are none of ours
         self._clearing: asyncio.Task[str | None] | None = None
         self._heard: set[int] | None = None  # who got the TERM of the stop that is going on
         # A daemon's `spawn` may overtake a `start` that waits for `mpirun --version`, and must not meet half a `stop`.
@@ -95,6 +97,7 @@ class Supervisor:
         async with self._turn:
             config = self._config
             self._layout = layout
+            self._processes.forget_ended()
             self._node = Node(
                 generation=layout.generation,
                 processes=self._processes,
@@ -222,10 +225,13 @@ class Supervisor:
         return self._clearing.result() if done else f"{self._place.shm} is still being emptied"
 
     async def _wait_for_gpus(self, deadline: float) -> str | None:
-        """A killed process holds its GPU until the driver has torn its context down: seconds, with much memory.
+        """Wait until the driver has torn the contexts of killed processes down: seconds, with much memory.
 
-        Of ours none lives any more, so one that does is a stranger's: of a laptop, or of a debugger's container.
+        Of ours none lives any more, so one that does is a stranger's: of a laptop, or of a debugger's container. PIDs
+        that nobody here ever had are those of the machine, as some drivers tell them: of other pods on a shared GPU, of
+        an MPS server, and of ours as well. Such are waited for a little, and no more while they stay.
         """
+        began, left = time.monotonic(), None
         while True:
             try:
                 found = await gpu.device_processes(self._processes, self._base)
@@ -233,11 +239,17 @@ class Supervisor:
                 left = str(error)
             else:
                 strangers = self._processes.living(found)
-                pids = [pid for pid in found if pid not in strangers]
-                if not pids:
+                ours = [pid for pid in found if self._processes.has_ended(pid) and pid not in strangers]
+                self._others &= set(found)
+                unknown = set(found) - strangers - set(ours) - self._others
+                if unknown and time.monotonic() > min(deadline, began + OTHERS_TIMEOUT):
+                    self._others |= unknown
+                    self.log(f"everstep: other processes use the GPUs as well: {_listed(sorted(unknown))}")
+                    unknown = set()
+                if not ours and not unknown:
                     return None
-                left = f"GPU still used by processes {', '.join(map(str, pids[:8]))}"
-            if time.monotonic() > deadline:
+                left = f"GPU still used by processes {_listed(ours)}" if ours else None
+            if left is not None and time.monotonic() > deadline:
                 return left
             await asyncio.sleep(0.2)
 
@@ -352,6 +364,10 @@ class Supervisor:
         """A remote one dies by the cancelled `spawn_on`."""
         if self._layout is not None and index == self._layout.node_index:
             self._daemons.kill(daemon)
+
+
+def _listed(pids: list[int]) -> str:
+    return ", ".join(map(str, pids[:8]))
 
 
 def _tag(rank: int, world_size: int) -> str:
