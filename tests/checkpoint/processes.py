@@ -172,9 +172,9 @@ def _run(answer: Any, work: Callable[..., None], args: tuple[Any, ...]) -> None:
 
 def _write(answer: Callable[[Any], None], memory: Path, folder: Path, point: Point | None, number: int) -> None:
     calls = Calls(folder, point, number)
-    unlock = lock(memory, PATIENCE)
-    asyncio.run(writer._serve(memory, PATIENCE))
-    unlock()
+    locked = lock(memory, PATIENCE)
+    asyncio.run(writer._serve(memory, PATIENCE, lambda: locked.is_valid))
+    locked.release()
     answer(calls.seen)
 
 

@@ -251,3 +251,19 @@ def test_a_message_about_a_save_of_another_attempt_is_rejected(site: Site) -> No
         with pytest.raises(CheckpointError, match="is not of attempt"):
             node.links[0].call(verb, key=str(key(10)), why="")
     assert [slot.state for slot in node.slots] == [State.EMPTY, State.EMPTY]
+
+
+def test_a_writer_whose_directory_was_removed_leaves_the_one_of_the_next_run_alone(site: Site) -> None:
+    old = site.node(linger=2.0)
+    old.save(key(10))
+    old.report("saved")
+    old.die()
+    shutil.rmtree(old.directory)
+    new = site.node(attempt="0000000000.0000000002")
+    new.save(key(20, generation=2))
+    new.report("saved")
+    until(lambda: not old.runs, "the writer of the run that is over has ended")
+    assert new.pid != old.pid
+    new.save(key(30, generation=2))
+    new.report("saved")
+    assert site.good(key(30, generation=2))

@@ -6,14 +6,39 @@ import contextlib
 import fcntl
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
+from typing import IO
 
 from everstep.checkpoint import slot_files
 
 
-def lock(directory: Path, timeout: float) -> Callable[[], None]:
-    """Waits at most `timeout` seconds; the lock ends with what it returns, or with the process. SystemExit."""
+class DirectoryLock:
+    """The lock of a slots' directory; it ends with release(), or with the process."""
+
+    def __init__(self, path: Path, file: IO[str]) -> None:
+        self._path = path
+        self._file = file
+
+    @property
+    def is_valid(self) -> bool:
+        """Whether the directory is still the one that was locked: somebody may have removed it, and another process
+        may have made it anew."""
+        try:
+            return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def release(self) -> None:
+        """Let another process have the directory."""
+        self._file.close()
+
+
+def lock(directory: Path, timeout: float) -> DirectoryLock:
+    """Lock a slots' directory, after waiting at most `timeout` seconds for it.
+
+    Raises:
+        SystemExit: Another process has it.
+    """
     path = directory / "writer.lock"
     until = time.monotonic() + timeout
     while True:
@@ -23,8 +48,9 @@ def lock(directory: Path, timeout: float) -> Callable[[], None]:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 # The writer before us may have removed the directory, and our lock with it, when it ended.
-                if os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                    return stack.pop_all().close
+                if (found := DirectoryLock(path, file)).is_valid:
+                    stack.pop_all()
+                    return found
         if time.monotonic() >= until:
             raise SystemExit(f"another writer has {directory}")
         time.sleep(0.05)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -44,19 +45,20 @@ class Mappings:
     """Parts of slots in this process's memory, mapped once: a page costs more to map than to sum or to write."""
 
     def __init__(self) -> None:
-        self._pages: dict[Path, mmap.mmap] = {}
+        self._pages: dict[Path, tuple[os.stat_result, mmap.mmap]] = {}
         self._lock = threading.Lock()
 
     def view(self, path: Path, size: int) -> memoryview:
         """The first `size` bytes of a part."""
         with self._lock:
-            pages = self._pages.get(path)
-            if pages is None or len(pages) < size:
+            found, pages = self._pages.get(path, (None, b""))
+            # The slot may have been removed and made anew: what is mapped would be stored as what was saved since.
+            if found is None or len(pages) < size or not os.path.samestat(found, path.stat()):
                 with path.open("rb") as file:
                     # All of it, at once, so that it stays mapped whatever the size of the next one is.
                     flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
                     pages = mmap.mmap(file.fileno(), 0, flags=flags, prot=mmap.PROT_READ)
-                self._pages[path] = pages
+                    self._pages[path] = os.fstat(file.fileno()), pages
         return memoryview(pages)[:size]
 
     def forget(self, slot: Slot) -> None:

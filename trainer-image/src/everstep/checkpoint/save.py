@@ -213,8 +213,12 @@ class Saver:
     def begin(self, key: Key) -> bool:
         """Begin a save by the plan that is there; whether it still is the plan of this state. take() goes on."""
         assert self._plan is not None
+        assert self._snapshots is not None
         self._begun = None
         self._finish_earlier()
+        if not (self._snapshots.are_current and self._slots.has_layout(self._layout)):
+            _log.warning("the slots in %s were removed by another process: they are made anew", self._slots.directory)
+            return False
         begun = self._node.tell("begin", key=str(key))  # the writer looks for a slot while we look at our state
         flat = self._flat(key.step).fitted(self._plan.signature, self._bulk, planning.signature)
         self._begun = (self._slots[self._node.answer(begun, ALLOCATION_TIMEOUT)], flat)

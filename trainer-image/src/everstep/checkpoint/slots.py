@@ -334,6 +334,9 @@ class Slots:
             slot.path.rename(self.directory / name)
         return True
 
+    def _layout_path(self, name: str) -> Path:
+        return self.directory / "layouts" / f"{name}.json"
+
     def _make_folders(self, count: int) -> None:
         for number in range(count):
             (self.directory / str(number)).mkdir(mode=0o700, exist_ok=True)
@@ -342,9 +345,10 @@ class Slots:
         """Keeps where a rank's shards lie and names it."""
         text = json.dumps([[*vars(box).values()] for box in boxes], separators=(",", ":")).encode()
         name = hashlib.sha256(text).hexdigest()[:32]
-        path = self.directory / "layouts" / f"{name}.json"
+        path = self._layout_path(name)
         try:
             if not path.exists():
+                path.parent.mkdir(mode=0o700, exist_ok=True)
                 replace_file(path, text)
         except OSError as error:
             raise CheckpointError(
@@ -352,9 +356,13 @@ class Slots:
             ) from error
         return name
 
+    def has_layout(self, name: str) -> bool:
+        """Tell whether there is a layout of this name: somebody may have emptied the memory."""
+        return self._layout_path(name).exists()
+
     def layout(self, name: str) -> list[Box]:
         """The layout that save_layout() named so."""
-        rows = json.loads((self.directory / "layouts" / f"{name}.json").read_bytes())
+        rows = json.loads(self._layout_path(name).read_bytes())
         return [
             Box(tensor, dtype, tuple(shape), tuple(offsets), tuple(sizes), offset, length)
             for tensor, dtype, shape, offsets, sizes, offset, length in rows

@@ -25,12 +25,22 @@ class Window:
     """A part of a slot in this process's memory. Bytes of the file that the mapping covers already exist."""
 
     def __init__(self, path: Path, boxes: Sequence[Box], size: int, staging: Staging) -> None:
+        self._path = path
         with path.open("r+b") as file:
+            self._file = os.fstat(file.fileno())
             self._pages = mmap.mmap(file.fileno(), size)
         self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
         populate(self._bytes.data_ptr(), size)
         staging.adopt(self._bytes)
         self.targets = [_view(self._bytes, box) for box in boxes]
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the part is still the file that is mapped: what is copied into one that was removed nobody reads."""
+        try:
+            return os.path.samestat(self._file, self._path.stat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
 
     def head(self, header: bytes) -> None:
         """Writes the part's header."""
@@ -52,6 +62,11 @@ class Snapshots:
         self._staging = staging
         self._steady = [box.tensor in steady for box in plan.boxes]
         self._windows: dict[int, Window] = {}
+
+    @property
+    def are_current(self) -> bool:
+        """Whether the parts of all slots are still those that are mapped."""
+        return all(window.is_current for window in self._windows.values())
 
     def take(
         self, slot: Slot, key: Key, tensors: Mapping[str, torch.Tensor], *, is_beside_training: bool = True

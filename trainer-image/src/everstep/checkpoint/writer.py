@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,11 @@ _FILES_OF_A_RANK = 4  # in a slot: a part, what is said of it, and the slot's ow
 class Writer:
     """The state of one node's saves. Everything but what runs in threads happens in one event loop."""
 
-    def __init__(self, directory: Path, linger: float) -> None:
+    def __init__(self, directory: Path, linger: float, has_directory: Callable[[], bool] = lambda: True) -> None:
+        """`has_directory`: whether what is at this path is still the directory that this process has locked."""
         self._slots = Slots(directory)
         self._linger = linger
+        self._has_directory = has_directory
         self._membership = Membership()
         self._filling: Filling[asyncio.StreamWriter] = Filling()
         self._reserving: asyncio.Future[None] | None = None
@@ -253,6 +256,8 @@ class Writer:
         `kept`: the sizes of another node's parts. Why they find no room, where the run does not insist on it.
         """
         assert self._config is not None
+        if not self._has_directory():
+            raise ConnectionAbortedError("the slots were removed, and the rank gets a writer that makes them anew")
         if self._reserving is not None:
             await asyncio.wait([self._reserving])  # how an earlier one ended is nothing to this one
         why, count, copies = None, self._config.slots, self._peers.copies
@@ -396,7 +401,7 @@ class Writer:
             self._changed.clear()
             try:
                 self._verifier.look(is_idle=not self._ranks and not self._storing.is_busy)
-                if self._config is not None:
+                if self._config is not None and self._has_directory():
                     self._storing.try_again(self._config)
                     if self._reserving is None or self._reserving.done():
                         await self._remove_surplus(self._config.slots)
@@ -418,6 +423,9 @@ class Writer:
             self._storing.give_up_earlier(self._storing.newest)
         if self._storing.is_busy:
             return False
+        if not self._has_directory():  # what is there now is another run's, or nobody's
+            _log.warning("%s was removed by another process", self._slots.directory)
+            return True
         if ended_well and not self._storing.list_unsaved():
             return self._remove_slots()
         if self._copier.busy:
@@ -459,8 +467,8 @@ class Writer:
                 writer.write(line)
 
 
-async def _serve(directory: Path, linger: float) -> None:
-    writer = Writer(directory, linger)
+async def _serve(directory: Path, linger: float, has_directory: Callable[[], bool]) -> None:
+    writer = Writer(directory, linger, has_directory)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, writer.tell_to_end)
     await writer.serve()
@@ -478,10 +486,10 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # these are meant for the ranks
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))  # training first
-    unlock = lock(arguments.directory, arguments.patience)
+    locked = lock(arguments.directory, arguments.patience)
     Slots(arguments.directory).clear_removed()
-    asyncio.run(_serve(arguments.directory, arguments.linger))
-    unlock()
+    asyncio.run(_serve(arguments.directory, arguments.linger, lambda: locked.is_valid))
+    locked.release()
     sys.stderr.flush()
     os._exit(0)  # a thread that hangs in a store would be waited for
 
