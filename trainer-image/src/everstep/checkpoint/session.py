@@ -37,6 +37,7 @@ from everstep.checkpoint.session_end import tell_unmet_request
 from everstep.checkpoint.slots import default_directory, default_memory
 from everstep.checkpoint.source_ranks import check_source_ranks
 from everstep.checkpoint.state.kinds import PerRank
+from everstep.checkpoint.state.loader_samplers import warn_of_random_samplers
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.together import together
 from everstep.checkpoint.user_metadata import pack_metadata
@@ -359,6 +360,7 @@ class Checkpointer:
 
     def _set_objects(self, objects: dict[str, object], step: int | None = None) -> None:
         """These are saved from here on. `step`: that training goes on from, where it was just restored."""
+        warn_of_random_samplers(objects)
         self._objects = objects
         if self._pilot is not None:
             # The same one: its saves may not have ended yet, and all ranks go on with the numbers that they have.

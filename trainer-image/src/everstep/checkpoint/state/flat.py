@@ -15,10 +15,11 @@ from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import is_bulk, to_tensor
 from everstep.checkpoint.state.kinds import FromRank, Kind, PerRank, Stateful, is_tensor, unwrap
 from everstep.checkpoint.state.loaded import is_dtensor
+from everstep.checkpoint.state.loader_samplers import is_loader
 from everstep.checkpoint.state.memory import local, why_not_saved
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
-from everstep.checkpoint.state.plain import StatefulObject, Value, is_loader
+from everstep.checkpoint.state.plain import StatefulObject, Value
 from everstep.checkpoint.state.steps import has_hooked_steps
 from everstep.checkpoint.values import check_size, pack
 

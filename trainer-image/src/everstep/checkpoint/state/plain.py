@@ -24,10 +24,12 @@ from everstep.checkpoint.state.kinds import (
     is_tensor,
     misfit,
 )
-from everstep.checkpoint.state.loaded import is_instance
+from everstep.checkpoint.state.loader_samplers import find_epochs, is_loader, set_epochs
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps
 from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe
+
+_EPOCHS = "epochs"  # of a loader's samplers
 
 
 class StatefulObject:
@@ -52,8 +54,10 @@ class StatefulObject:
             state = self._inner.state_dict()
         check_nesting(state, self.prefix)
         yield from _leaves(self.prefix, state)
-        described = describe(STATEFUL, state, is_leaf, **{"class": describe_stateful(self._inner)})
-        yield names.join(self.prefix, KIND), described
+        more = {"class": describe_stateful(self._inner)}
+        if is_loader(self._inner):
+            more[_EPOCHS] = find_epochs(self._inner)
+        yield names.join(self.prefix, KIND), describe(STATEFUL, state, is_leaf, **more)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         # Of another class it would be taken without a word: a scheduler updates its __dict__.
@@ -70,12 +74,8 @@ class StatefulObject:
         state = with_types_of(live, saved.nested(tensors), is_ordered=saved.description is not None)
         self._inner.load_state_dict(share(state, (saved.description or {}).get("aliases", ())))
         if is_loader(self._inner):
+            set_epochs(self._inner, (saved.description or {}).get(_EPOCHS, {}))
             _begin_loader(self._inner)
-
-
-def is_loader(value: object) -> bool:
-    """Tell whether an object is a DataLoader: it begins when it is loaded, with what other objects hold by then."""
-    return is_instance(value, "torch.utils.data", "DataLoader")
 
 
 def _begin_loader(loader: Stateful) -> None:

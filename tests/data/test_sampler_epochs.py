@@ -1,0 +1,98 @@
+"""A StatefulDataLoader whose sampler shuffles by an epoch that the script sets goes on in the order of that epoch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+torchdata = pytest.importorskip("torchdata.stateful_dataloader")
+
+from torch.utils.data import (  # noqa: E402
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler  # noqa: E402
+
+import everstep  # noqa: E402
+from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
+from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.checkpoint.sessions import session  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SIZE, BATCH, EPOCHS = 24, 4, 3
+
+
+class Epochs(BatchSampler):  # type: ignore[misc]  # torch is not where types are checked
+    """A batch sampler that shuffles by its epoch itself."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        self.sampler.set_epoch(epoch)
+
+
+def in_batches(kind: type) -> Any:
+    return kind(DistributedSampler(range(SIZE), num_replicas=2, rank=1, seed=5), BATCH, drop_last=False)
+
+
+MAKERS: dict[str, Any] = {
+    "of torch": lambda: {"sampler": DistributedSampler(range(SIZE), num_replicas=2, rank=1), "batch_size": BATCH},
+    "of torchdata": lambda: {"sampler": StatefulDistributedSampler(range(SIZE), 2, 1), "batch_size": BATCH},
+    "within batches": lambda: {"batch_sampler": in_batches(BatchSampler)},
+    "of batches": lambda: {"batch_sampler": in_batches(Epochs)},
+    "none": lambda: {"batch_size": BATCH},
+}
+
+
+RANDOM: dict[str, Any] = {
+    "RandomSampler": lambda: {"sampler": RandomSampler(range(SIZE))},
+    "WeightedRandomSampler": lambda: {"sampler": WeightedRandomSampler([1.0] * SIZE, SIZE)},
+    "SubsetRandomSampler": lambda: {"batch_sampler": BatchSampler(SubsetRandomSampler(range(SIZE)), BATCH, False)},
+}
+
+
+@pytest.mark.parametrize("kind", RANDOM)
+def test_a_sampler_that_keeps_nothing_of_its_order_is_named(kind: str, tmp_path: Path, caplog: Any) -> None:
+    loader = torchdata.StatefulDataLoader(range(SIZE), **RANDOM[kind]())
+    with session(tmp_path) as ckpt:
+        ckpt.restore(train=everstep.PerRank(loader))
+    assert [each.args for each in caplog.records] == [("train", kind)]
+
+
+@pytest.mark.parametrize("maker", [*MAKERS.values(), lambda: {"shuffle": True}])
+def test_a_loader_that_resumes_is_not_warned_of(maker: Any, tmp_path: Path, caplog: Any) -> None:
+    with session(tmp_path) as ckpt:
+        ckpt.restore(train=everstep.PerRank(torchdata.StatefulDataLoader(range(SIZE), **maker())))
+    assert not caplog.records
+
+
+def train(loader: Any, epoch: int) -> Any:
+    """Yield the epoch and the batch of each step, from the beginning of an epoch or from where a loader has begun."""
+    for each in range(epoch, EPOCHS):
+        samplers: list[Any] = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+        for sampler in samplers:
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(each)
+        yield from ((each, batch.tolist()) for batch in loader)
+
+
+@pytest.mark.parametrize("trained", range(1, 9))
+@pytest.mark.parametrize("maker", MAKERS)
+def test_a_loader_goes_on_in_the_order_of_its_epoch(maker: str, trained: int, tmp_path: Path) -> None:
+    expected = list(train(torchdata.StatefulDataLoader(range(SIZE), **MAKERS[maker]()), 0))
+    loader = torchdata.StatefulDataLoader(range(SIZE), **MAKERS[maker]())
+    steps = train(loader, 0)
+    seen = [next(steps) for _ in range(trained)]
+    ranks.save(PosixStore(tmp_path), Key(Attempt(0, 1), trained), {"loader": everstep.PerRank(loader)})
+    resumed = torchdata.StatefulDataLoader(range(SIZE), **MAKERS[maker]())
+    ranks.restore(tmp_path, tmp_path / "memory", {"loader": everstep.PerRank(resumed)})
+    assert seen + list(train(resumed, seen[-1][0])) == expected
