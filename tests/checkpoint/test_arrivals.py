@@ -39,3 +39,14 @@ def test_a_rank_that_dies_right_before_a_call_is_named_by_the_others(call: str, 
             assert named == (dying,)
             assert f"{call}()" in words
             assert words.endswith("all ranks have to be started again")
+
+
+@pytest.mark.parametrize(("world", "dying"), [(4, 2), (5, 0), (5, 1), (5, 4)])
+def test_a_rank_that_dies_is_named_by_those_that_are_not_connected_with_it_too(
+    world: int, dying: int, tmp_path: Path
+) -> None:
+    """In a ring most ranks hear of it only when those between them end, and would name one of these."""
+    found = ranks.run(world, come_without, tmp_path, "restore", dying, dies=[dying])
+    assert {rank: each and each[0] for rank, each in enumerate(found)} == {
+        rank: None if rank == dying else (dying,) for rank in range(world)
+    }

@@ -6,20 +6,26 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+import torch.distributed as dist
+
 from everstep.checkpoint.board import AgreementLost, Board
+from everstep.checkpoint.collectives import gather_bytes, scatter_bytes
 from everstep.checkpoint.errors import RankLost
 
 _GRACE = 5.0  # seconds in which a rank that is only late still comes
 _SETTLE = 10.0  # seconds for which rank 0, which holds the board, stays for the others
 _PAUSE = 0.02  # seconds
 
+_ABSENT = "left before {}, or did not come to it in time"
+
 
 class Arrivals:
     """One rank's side. All ranks come to the same calls in the same order."""
 
-    def __init__(self, board: Board, rank: int) -> None:
+    def __init__(self, board: Board, rank: int, group: dist.ProcessGroup | None) -> None:
         self._board = board
         self._rank = rank
+        self._group = group
         self._number = 0
 
     @contextlib.contextmanager
@@ -36,6 +42,7 @@ class Arrivals:
         self._number += 1
         try:
             self._board.count(f"{name}/{self._rank}", 1)
+            self._meet(call)
             yield
         except AgreementLost as error:
             raise RankLost([0], f"cannot be reached in {call}") from error
@@ -43,7 +50,18 @@ class Arrivals:
             if error.ranks:
                 raise
             if absent := self._find_absent(name):
-                raise RankLost(absent, f"left before {call}, or did not come to it in time") from error
+                raise RankLost(absent, _ABSENT.format(call)) from error
+            raise
+
+    def _meet(self, call: str) -> None:
+        """Have all ranks talk with rank 0, which tells them whom it misses. In other collectives most ranks have
+        nothing to do with the one that died: they wait for those between, or name one of these."""
+        try:
+            came = gather_bytes(b"", self._group)
+            scatter_bytes(None if came is None else [b""] * len(came), self._group)
+        except RankLost as error:
+            if error.ranks:
+                raise RankLost(error.ranks, _ABSENT.format(call)) from error
             raise
 
     def _find_absent(self, name: str) -> list[int]:

@@ -144,7 +144,7 @@ class Checkpointer:
         board: Board = Shared.open(self._group, timeout) if self._group is not None else Alone()
         self._agreement = Agreement(board, self._topology.rank, timeout)
         self._board = board
-        self._arrivals = Arrivals(board, self._topology.rank)
+        self._arrivals = Arrivals(board, self._topology.rank, self._group)
         self._vote = Vote(board, self._topology.rank, self._topology.world, timeout)
         self._policy: Policy = policy
         self._timeout = timeout
