@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -321,3 +323,12 @@ def test_samples_come_first_in_every_tensor() -> None:
 def test_an_example_that_does_not_fit_is_refused() -> None:
     with pytest.raises(Untraceable, match="does not fit the arguments of forward"):
         trace(Net(nn.Tanh()), {"y": torch.ones(3, 4)})
+
+
+def test_a_trace_imports_nothing_of_torch_export() -> None:
+    code = (
+        "import sys, torch; from everstep.pipeline.frontend import trace; "
+        "trace(torch.nn.Linear(4, 4), {'input': torch.ones(3, 4)}); "
+        "sys.exit(', '.join({'torch.export._trace', 'networkx'} & {*sys.modules}) or None)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -27,12 +27,20 @@ class Place:
     offset: int = 0
 
 
+class _Env(ShapeEnv):  # type: ignore[misc]  # torch is not where types are checked
+    """An environment that does not look for the line of code that a symbol comes from, which nobody is shown: to tell
+    that line from its own, torch would import the whole of torch.export, a second of processor time."""
+
+    def _get_user_frame(self) -> None:
+        return None
+
+
 class Sizes:
     """The symbols of one trace. `batch`: that of the samples; its value while tracing is a prime that nothing else has,
     so that no code takes another size for it."""
 
     def __init__(self, taken: Iterable[int]) -> None:
-        self.env = ShapeEnv(
+        self.env = _Env(
             allow_scalar_outputs=False,
             allow_dynamic_output_shape_ops=False,
             specialize_zero_one=False,
