@@ -107,3 +107,32 @@ def test_it_ends_where_it_is_told() -> None:
     sampler = Sampler(10, global_batch=2, stop=4, rank=0, world=1)
     sampler.load_state_dict(sampler.state_at(3))
     assert (len(sampler), len(list(sampler))) == (1, 1)
+
+
+def test_steps_beyond_what_an_iteration_has_given_are_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    """As where a script iterates anew in each epoch, or gives the sampler of an evaluation to restore()."""
+    sampler = Sampler(8, global_batch=4, stop=2, rank=0, world=1)
+    for step in (1, 2):
+        list(sampler)
+        sampler.state_at(step)
+    assert not caplog.records
+    list(sampler)
+    for step in (3, 4):
+        sampler.state_at(step)
+    (record,) = caplog.records
+    assert "3 steps are trained, and this sampler has given batches of 2" in record.getMessage()
+
+
+def test_steps_that_follow_an_iteration_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = Sampler(8, global_batch=4, rank=0, world=1)
+    batches = iter(sampler)
+    for step in range(1, 9):
+        next(batches)
+        sampler.state_at(step)
+    resumed = Sampler(8, global_batch=4, rank=0, world=1)
+    next(iter(resumed))
+    resumed.load_state_dict(sampler.state_at(6))
+    assert resumed.state_dict()["step"] == 6
+    for step, _ in zip(range(7, 12), resumed, strict=False):
+        resumed.state_at(step)
+    assert not caplog.records

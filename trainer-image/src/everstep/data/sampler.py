@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import numpy as np
 
 from everstep.data.draws import give_generator
 from everstep.data.order import shuffled
+
+_log = logging.getLogger("everstep.data")
 
 
 class Sampler:
@@ -51,6 +54,8 @@ class Sampler:
         self.stop = stop
         self.step = 0
         self._origin = (0, 0)  # at this step so many samples were trained; later ones follow from the batch
+        self._given: int | None = None  # the step after the furthest one whose batch was given out
+        self._has_warned = False
 
     def __iter__(self) -> Iterator[list[int]]:
         """Return the batches from `step` on. A DataLoader that asks draws from a generator of its own from here on."""
@@ -81,6 +86,15 @@ class Sampler:
 
     def state_at(self, step: int) -> dict[str, Any]:
         """The state when `step` steps are trained, however far a loader has read ahead."""
+        if self._given is not None and step > self._given and not self._has_warned:
+            self._has_warned = True
+            _log.warning(
+                "%d steps are trained, and this sampler has given batches of %d: a restart would leave samples out, or "
+                "find none. One iteration is a whole run, so iterate over it once, for all epochs, with a step for "
+                "each batch; a sampler of an evaluation is not given to restore()",
+                step,
+                self._given,
+            )
         return {"step": step, "samples": self._samples(step), "size": self.size, "seed": self.seed}
 
     def state_dict(self) -> dict[str, Any]:
@@ -96,6 +110,12 @@ class Sampler:
                 )
         self.step = state["step"]
         self._origin = (state["step"], state["samples"])
+        self._given = None
+
+    def give(self, step: int) -> list[int]:
+        """Return the batch of a step to whoever trains on it."""
+        self._given = max(step + 1, self._given or 0)
+        return self.batch(step)
 
     def _samples(self, step: int) -> int:
         known, samples = self._origin
@@ -116,7 +136,7 @@ class _Batches:
         if self._sampler.stop is not None and self._step >= self._sampler.stop:
             raise StopIteration
         self._step += 1
-        return self._sampler.batch(self._step - 1)
+        return self._sampler.give(self._step - 1)
 
     def state_dict(self) -> dict[str, Any]:
         return {"step": self._step}
