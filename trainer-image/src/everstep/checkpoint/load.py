@@ -49,6 +49,7 @@ from everstep.checkpoint.selection import (
 from everstep.checkpoint.state.bulk import stand_in
 from everstep.checkpoint.state.dictionaries import build_objects
 from everstep.checkpoint.state.kinds import with_bytes
+from everstep.checkpoint.state.ties import find_kept_names
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.tensor_reader import TensorReader
 from everstep.checkpoint.user_metadata import VALUE, read_metadata
@@ -141,11 +142,14 @@ def load(
             name: unpack(packed, name, allow_pickle=allow_pickle)
             for name, packed in (wanted_values | described).items()
         }
-        leaves: dict[str, Any] = {}
+        described = {name: values[name] for name in described}
+        kept = find_kept_names(described, wanted_tensors)
+        tensors: dict[str, Any] = {}
         with TensorReader(store, manifest, threads=threads) as reader:
-            for name in wanted_tensors:
+            for name in [each for each in wanted_tensors if each not in kept]:
                 alive()
-                leaves[name] = _leaf(reader, manifest, name, values.get(name), map_location, casts)
+                tensors[name] = _leaf(reader, manifest, name, values.get(name), map_location, casts)
+        leaves = {name: tensors[kept.get(name, name)] for name in wanted_tensors}
         leaves.update({name: value for name, value in values.items() if name not in leaves})
         return build_objects(rename_leaves(leaves, rename))
 

@@ -20,6 +20,7 @@ import torch
 
 from everstep.checkpoint.candidates import candidates, each_candidate, is_committed, read_index
 from everstep.checkpoint.casting import Cast
+from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.errors import CheckpointError, Removed
 from everstep.checkpoint.format import itemsize
 from everstep.checkpoint.keys import Key
@@ -30,10 +31,13 @@ from everstep.checkpoint.selection import NoSuchStep, Only, Rename, is_meant, re
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import dtype_name
 from everstep.checkpoint.state.module_metadata import read_unusual
+from everstep.checkpoint.state.ties import find_kept_names
 from everstep.checkpoint.store.base import open_store
+from everstep.checkpoint.values import unpack
 
 _log = logging.getLogger("everstep.checkpoint")
 
+FORMAT_KEY = "format"  # of the metadata of a file of safetensors: for which library it is. All others are aliases here
 SHARD_BYTES = 5 * 10**9  # as large a file as transformers wrote for years, and as many tools expect
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)B?", re.ASCII)
@@ -56,7 +60,9 @@ def export_safetensors(
     """Write the tensors of one object as safetensors: one file, or a folder as Hugging Face's from_pretrained() reads.
 
     A folder has `model.safetensors`; above `max_shard_bytes`, `model-00001-of-00003.safetensors` … with
-    `model.safetensors.index.json`. It is there whole or not at all. Takes the memory of one file.
+    `model.safetensors.index.json`. It is there whole or not at all. Takes the memory of one file. A tied tensor is
+    written once, under the first of its names in the model; the metadata of its file names the others, as
+    safetensors.torch.save_model() has it.
 
     Args:
         uri: The store: a folder or a URL, as given to everstep.checkpointer().
@@ -91,7 +97,8 @@ def export_safetensors(
                 place.mkdir()
             for file, tensors in plan.read_files():
                 lease.renew()
-                save_file(tensors, place if is_file else place / file, metadata={"format": "pt"})
+                metadata = {FORMAT_KEY: "pt", **plan.aliases_of(file)}
+                save_file(tensors, place if is_file else place / file, metadata=metadata)
             if len(plan.files) > 1:
                 (place / "model.safetensors.index.json").write_text(plan.index())
             if config is not None:
@@ -102,10 +109,12 @@ def export_safetensors(
 
 @dataclass(frozen=True)
 class _Files:
-    """The files of an export: the new names of each, `called` the saved ones, `sizes` in bytes."""
+    """The files of an export: the new names of each, `called` the saved ones, `sizes` in bytes. `kept`: other names of
+    tensors that are tied, and the name under which each is written."""
 
     files: dict[str, list[str]]
     called: Mapping[str, str]
+    kept: Mapping[str, str]
     sizes: Mapping[str, int]
     read: Callable[[list[str]], dict[str, torch.Tensor]]
 
@@ -113,8 +122,11 @@ class _Files:
         """Yield each file's name and its tensors by their new names."""
         for file, new_names in self.files.items():
             saved = self.read([self.called[new] for new in new_names]) if new_names else {}
-            # Tied tensors have memory of their own each, once they are loaded: safetensors refuses a shared one.
             yield file, {new: saved[self.called[new]].contiguous() for new in new_names}
+
+    def aliases_of(self, file: str) -> dict[str, str]:
+        """Return other names of tied tensors in a file, and the name that each has there."""
+        return {alias: name for alias, name in self.kept.items() if name in self.files[file]}
 
     def index(self) -> str:
         """Return the index of several files, as transformers writes it."""
@@ -136,7 +148,11 @@ def _plan_files(
     loaded = load(uri, step=key, only=name, map_location="meta", cast=cast, options=options)
     index = read_index(open_store(uri, **(options or {})), key)
     tensors = _tensors(loaded, name, arrays=index.values.keys() & index.tensors.keys())
-    called = rename_leaves({each: each for each in tensors}, rename)
+    every = rename_leaves({each: each for each in tensors}, rename)
+    kept = _find_kept(
+        every, {name: unpack(each, name) for name, each in index.values.items() if is_description(name)}, name
+    )
+    called = {new: old for new, old in every.items() if new not in kept}
     _check_types({new: tensors[old] for new, old in called.items()})
     sizes = {new: _nbytes(tensors[old]) for new, old in called.items()}
     cut = [list(called)] if limit is None else _split(sizes, limit)
@@ -147,7 +163,14 @@ def _plan_files(
         wanted = [escape(_full(name, each)) for each in saved_names]
         return _tensors(load(uri, step=key, only=wanted, cast=cast, options=options), name)
 
-    return _Files(files, called, sizes, read)
+    return _Files(files, called, kept, sizes, read)
+
+
+def _find_kept(called: Mapping[str, str], descriptions: Mapping[str, Any], name: str) -> dict[str, str]:
+    """The new names of tied tensors that are not written, each with the one that is."""
+    new_names = {_full(name, old): new for new, old in called.items()}
+    kept = find_kept_names(descriptions, new_names)
+    return {new_names[alias]: new_names[first] for alias, first in kept.items() if new_names[alias] != FORMAT_KEY}
 
 
 def _check_types(tensors: Mapping[str, torch.Tensor]) -> None:

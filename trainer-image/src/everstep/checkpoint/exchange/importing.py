@@ -14,6 +14,7 @@ import torch
 from everstep.checkpoint import attempts
 from everstep.checkpoint.descriptions import KIND, is_description, object_of
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.exchange.exporting import FORMAT_KEY
 from everstep.checkpoint.exchange.state_dicts import OptimizerOrder, leave_out_unwanted, name_leaves, split_objects
 from everstep.checkpoint.format import CHUNK, Key, itemsize
 from everstep.checkpoint.plan_coordinator import fingerprint
@@ -22,6 +23,7 @@ from everstep.checkpoint.selection import Only, Rename, is_wanted, rename_leaves
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import dtype_name
 from everstep.checkpoint.state.structure import MODULE, describe
+from everstep.checkpoint.state.ties import describe_ties
 from everstep.checkpoint.store.base import open_store
 from everstep.checkpoint.user_metadata import pack_metadata
 from everstep.checkpoint.values import pack
@@ -119,6 +121,7 @@ def import_safetensors(
     if not files:
         raise CheckpointError(f"{path} has no file *.safetensors")
     leaves: dict[str, Any] = {names.join(names.segment(name), KIND): describe(MODULE)}
+    said: dict[str, str] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
@@ -126,6 +129,14 @@ def import_safetensors(
                 if full in leaves:
                     raise CheckpointError(f"{key} is in two files of {path}: give one file, or remove those left over")
                 leaves[full] = _Lazy(file, key, opened.get_slice(key))
+            said |= opened.metadata() or {}
+    tied: dict[str, list[str]] = {}
+    for alias, kept in said.items():  # other names of tied tensors among them, as safetensors' save_model() says these
+        full, first = (names.join(names.segment(name), names.of_module(each)) for each in (alias, kept))
+        if alias != FORMAT_KEY and first in leaves and full not in leaves:
+            tied.setdefault(first, [first]).append(full)
+    leaves.update({alias: leaves[first] for first, (_, *aliases) in tied.items() for alias in aliases})
+    leaves.update(describe_ties(tied.values()))
     return _import(leaves, uri, step, only, rename, metadata, options)
 
 

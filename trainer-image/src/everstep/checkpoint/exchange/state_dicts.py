@@ -11,11 +11,13 @@ import torch
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.selection import Only
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.aliases import find_aliases
 from everstep.checkpoint.state.flat import RANK
 from everstep.checkpoint.state.module_metadata import read_unusual
 from everstep.checkpoint.state.param_options import PARAM_GROUPS, PLACES, digest_options, name_params, pack_options
 from everstep.checkpoint.state.param_states import describe_aliases, describe_states
 from everstep.checkpoint.state.structure import KIND, OPTIMIZER, VALUE, describe, describe_module
+from everstep.checkpoint.state.ties import describe_ties
 
 _SUFFIX = "_state_dict"
 
@@ -131,6 +133,8 @@ def _leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
         yield from ((names.join(prefix, name), each) for name, each in describe_module(unusual))
         for key, each in state.items():
             yield from names.walk(each, _is_tensor, names.join(prefix, names.of_module(key)))
+        tied = find_aliases({key: each for key, each in state.items() if _is_tensor(each)}).groups
+        yield from describe_ties([names.join(prefix, names.of_module(key)) for (key,) in group] for group in tied)
     else:
         yield names.join(prefix, KIND), describe(VALUE, state, _is_tensor)
         yield from names.walk(state, _is_tensor, prefix)

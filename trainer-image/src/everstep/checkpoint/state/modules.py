@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
+from everstep.checkpoint.state.aliases import find_aliases
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.kinds import Absent, Saved, filled_later, fresh, have_other_bytes, is_tensor, misfit
 from everstep.checkpoint.state.loaded import is_instance
@@ -30,6 +31,7 @@ from everstep.checkpoint.state.module_metadata import (
 )
 from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, describe_module, describe_state
+from everstep.checkpoint.state.ties import describe_ties
 
 _FSDP1 = ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel")
 _FSDP2 = ("torch.distributed.fsdp", "FSDPModule")
@@ -74,8 +76,10 @@ class Modules:
         if unusual and len(states) > 1:
             unusual.pop("", None)  # of each stage of a pipeline, which nobody else has
         yield from ((names.join(self.prefix, name), each) for name, each in describe_module(unusual))
-        for plain, state in states:
-            yield from self._leaves_of(plain, state)
+        leaves = [leaf for plain, state in states for leaf in self._leaves_of(plain, state)]
+        yield from leaves
+        tied = find_aliases({name: each for name, each in leaves if is_tensor(each)}).groups
+        yield from describe_ties([name for (name,) in group] for group in tied)
 
     def _leaves_of(self, plain: Callable[[str], str], state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in state.items():
