@@ -106,6 +106,10 @@ def indices(batches: list[list[list[int]]]) -> list[list[int]]:
     return [[index for index, _ in batch] for batch in batches]
 
 
+def flat(batches: list[list[int]]) -> list[int]:
+    return [each for batch in batches for each in batch]
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_plain_loader_that_reads_ahead_goes_on_after_the_trained_step(workers: int, tmp_path: Path) -> None:
     expected = indices(trained(DataLoader(Numbers(), batch_sampler=Sampler(100, global_batch=4)), 10))
@@ -137,7 +141,9 @@ def test_a_stateful_loader_goes_on_with_the_state_of_its_workers(workers: int, t
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("kind", ["sampler", "stateful", "stateful-with-sampler"])
+@pytest.mark.parametrize(
+    "kind", ["sampler", "stateful", "stateful-with-sampler", "stateful-with-generator", "stateful-with-both"]
+)
 def test_a_run_that_is_killed_within_an_epoch_goes_on_bit_for_bit(kind: str, workers: int, tmp_path: Path) -> None:
     if kind != "sampler":
         pytest.importorskip("torchdata.stateful_dataloader")
@@ -146,6 +152,48 @@ def test_a_run_that_is_killed_within_an_epoch_goes_on_bit_for_bit(kind: str, wor
     resumed = ranks.run(1, train, tmp_path / "killed", kind, workers)[0]
     assert resumed == {step: each for step, each in straight.items() if step >= SAVED}
     assert len(straight) == STOP
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stateful_loader_with_another_global_batch_is_refused_and_its_sampler_goes_on_alone(
+    workers: int, tmp_path: Path
+) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    expected = flat(indices(trained(stateful(4, workers)[1], 11)))
+    sampler, loader = stateful(4, workers)
+    first = trained(loader, 5)
+    ranks.save(PosixStore(tmp_path), KEY, {"sampler": sampler, "loader": everstep.PerRank(loader)})
+    sampler, loader = stateful(8, workers)
+    with pytest.raises(ValueError, match=r"saved with a global batch of 4, and has one of 8.*without the loader"):
+        ranks.restore(tmp_path, tmp_path / "one", {"sampler": sampler, "loader": everstep.PerRank(loader)})
+    sampler, loader = stateful(8, workers)
+    ranks.restore(tmp_path, tmp_path / "two", {"sampler": sampler})
+    assert flat(indices(first + trained(loader, 3))) == expected
+
+
+@pytest.mark.parametrize("batch", [4, 8])
+def test_at_another_number_of_ranks_the_sampler_goes_on_and_the_loader_begins_there(batch: int, tmp_path: Path) -> None:
+    pytest.importorskip("torchdata.stateful_dataloader")
+    ranks.run(2, save_after_five_steps, tmp_path / "store")
+    sampler, loader = stateful(batch)
+    restored = ranks.restore(tmp_path / "store", tmp_path, {"sampler": sampler, "loader": everstep.PerRank(loader)})
+    assert restored.left == ("loader",)
+    order = Sampler(100, global_batch=1)
+    expected = [order.batch(step)[0] for step in range(20, 20 + 3 * batch)]
+    assert flat(indices(trained(loader, 3))) == expected
+
+
+def stateful(batch: int, workers: int = 0) -> tuple[Sampler, Any]:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    sampler = Sampler(100, global_batch=batch)
+    return sampler, StatefulDataLoader(Numbers(), batch_sampler=sampler, num_workers=workers)
+
+
+def save_after_five_steps(rank: int, folder: Path) -> None:
+    sampler, loader = stateful(4)
+    trained(loader, 5)
+    ranks.save(PosixStore(folder), KEY, {"sampler": sampler, "loader": everstep.PerRank(loader)})
 
 
 Seen = dict[int, tuple[str, list[Any]]]
@@ -167,7 +215,12 @@ def train(rank: int, folder: Path, kind: str, workers: int, is_killed: bool = Fa
     else:
         from torchdata.stateful_dataloader import StatefulDataLoader
 
-        options |= {"batch_size": BATCH, "shuffle": True} if kind == "stateful" else {"batch_sampler": sampler}
+        if kind in ("stateful", "stateful-with-generator"):
+            options |= {"batch_size": BATCH, "shuffle": True}
+        else:
+            options["batch_sampler"] = sampler
+        if kind in ("stateful-with-generator", "stateful-with-both"):
+            options["generator"] = torch.Generator().manual_seed(11)
         loader = StatefulDataLoader(Augmented(SIZE), **options)
         objects["loader"] = everstep.PerRank(loader)
     seen: Seen = {}

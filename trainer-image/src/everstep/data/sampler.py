@@ -139,9 +139,17 @@ class _Batches:
         return self._sampler.give(self._step - 1)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._step}
+        return {"step": self._step, "global_batch": self._sampler.global_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        saved = state.get("global_batch", self._sampler.global_batch)  # earlier versions do not say it
+        if saved != self._sampler.global_batch:
+            # The loader counts batches: from those that it has read ahead, and those that it reads once more.
+            raise ValueError(
+                f"the loader was saved with a global batch of {saved}, and has one of {self._sampler.global_batch}: "
+                "samples would be repeated or left out; restore the sampler without the loader, which goes on where "
+                "the sampler is, or give it the same global batch"
+            )
         self._step = state["step"]
 
 

@@ -24,12 +24,14 @@ from everstep.checkpoint.state.kinds import (
     is_tensor,
     misfit,
 )
+from everstep.checkpoint.state.loaded import is_instance
 from everstep.checkpoint.state.loader_samplers import find_epochs, is_loader, set_epochs
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps
 from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe
 
 _EPOCHS = "epochs"  # of a loader's samplers
+_TORCHDATA = "torchdata.stateful_dataloader"
 
 
 class StatefulObject:
@@ -78,7 +80,7 @@ class StatefulObject:
             _begin_loader(self._inner)
 
 
-def _begin_loader(loader: Stateful) -> None:
+def _begin_loader(loader: Any) -> None:
     """Bring a loader to the position that it was given.
 
     torchdata's takes it in when an iteration begins, and draws a number then; the run that was saved had drawn its own
@@ -86,6 +88,25 @@ def _begin_loader(loader: Stateful) -> None:
     script's own iteration goes on with what that has begun.
     """
     loader.state_dict()
+    if _misses_a_draw(loader):
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+
+
+def _misses_a_draw(loader: Any) -> bool:
+    """Whether a loader has put its generator back to where it shuffled, and left out the number that it drew after.
+
+    torchdata's does without workers, where it was given one generator for both: it draws the seed of workers, shuffles,
+    and then takes its position in, which shuffles again.
+    """
+    indices: Any = getattr(loader, "_index_sampler", None)
+    shuffling: Any = getattr(indices, "sampler", indices)
+    return (
+        is_instance(loader, _TORCHDATA, "StatefulDataLoader")
+        and is_instance(shuffling, f"{_TORCHDATA}.sampler", "RandomSampler")
+        and loader.num_workers == 0
+        and loader.generator is not None
+        and shuffling.generator is loader.generator
+    )
 
 
 class Value:
