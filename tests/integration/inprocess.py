@@ -124,9 +124,9 @@ class Simulation:
             if "deletionTimestamp" in meta:
                 await self.world.remove(pod)
             elif pod["status"]["phase"] == "Pending":
-                index = int(meta["labels"]["everstep.dev/index"])
+                index = int(meta["name"].rpartition("-")[2])
                 await self.world.run(pod, self.nodes[index] if self.nodes else "n1")
-        zero = next((pod for pod in pods if pod["metadata"]["labels"]["everstep.dev/index"] == "0"), None)
+        zero = next((pod for pod in pods if pod["metadata"]["name"].endswith("-0")), None)
         for uid in [uid for uid in self.leaders if zero is None or uid != zero["metadata"]["uid"]]:
             await self.leaders.pop(uid).stop()
         if zero is not None and zero["status"]["phase"] == "Running":

@@ -139,8 +139,10 @@ class World:
         return [item async for page in self.client.list(resource, self.namespace) for item in page.items]
 
     async def pods(self, job: str) -> list[dict[str, Any]]:
-        found = [pod for pod in await self.all(PODS) if pod["metadata"]["labels"].get("everstep.dev/job") == job]
-        return sorted(found, key=lambda pod: int(pod["metadata"]["labels"]["everstep.dev/index"]))
+        """By their names: their labels anybody may change."""
+        found = {pod["metadata"]["name"].rpartition("-"): pod for pod in await self.all(PODS)}
+        mine = {int(index): pod for (name, _, index), pod in found.items() if name == job and index.isdecimal()}
+        return [mine[index] for index in sorted(mine)]
 
     async def until_pods(self, job: str, count: int, seconds: float = 30) -> list[dict[str, Any]]:
         async def check() -> list[dict[str, Any]]:
@@ -162,7 +164,7 @@ class World:
     # --- the kubelet
 
     def address(self, pod: Mapping[str, Any]) -> str:
-        return f"127.{self.network}.1.{int(pod['metadata']['labels']['everstep.dev/index']) + 1}"
+        return f"127.{self.network}.1.{int(pod['metadata']['name'].rpartition('-')[2]) + 1}"
 
     async def join(self, node: str) -> None:
         """There is such a node now, if there was none."""

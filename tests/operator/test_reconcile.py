@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import pytest_asyncio
 
-from everstep_operator.api.status import Cause, LastFailure, Phase, TrainingJobStatus
+from everstep_operator.api.status import Cause, LastFailure, Phase, TemplateStatus, TrainingJobStatus
 from everstep_operator.app import REPORTED_FAILURES
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.act import Actor
@@ -35,6 +35,7 @@ class Server:
         self.statuses: list[Any] = []
         self.created: list[Any] = []
         self.fails = False
+        self.there: dict[tuple[str, str], Any] = {}  # by plural and name
         self.protected: set[str] = set()  # kinds of which nothing may be deleted
 
     async def apply_status(self, resource: Any, namespace: str, body: Any) -> Any:
@@ -56,6 +57,8 @@ class Server:
         return True
 
     async def get(self, resource: Any, namespace: str, name: str) -> Any:
+        if (resource.plural, name) in self.there:
+            return self.there[(resource.plural, name)]
         raise errors.NotFound(404, "NotFound", name)
 
     def events(self) -> list[Any]:
@@ -234,3 +237,17 @@ async def test_a_failure_is_told_to_the_job_that_was_looked_at(reconciler: Recon
     reconciler.cache.jobs.put(successor("20").manifest())
     await reconciler.report_retries(KEY, errors.ServerError(500, "", "in trouble"))
     assert [event["involvedObject"]["uid"] for event in server.events()] == ["one"]
+
+
+async def test_a_name_that_somebody_else_has_taken_raises_no_epoch(reconciler: Reconciler, server: Any) -> None:
+    """It is tried again twice a minute, for as long as the other pod is there."""
+    known = TrainingJobStatus(
+        phase=Phase.SCHEDULING, epoch=3, template=TemplateStatus(epoch=1, pool="", plain=False, spec_hash="")
+    )
+    server.there[("pods", "digits-0")] = {"metadata": {"name": "digits-0", "namespace": "default", "uid": "other"}}
+    reconciler.cache.jobs.put(job().status(known).meta(resourceVersion="10").manifest())
+    for _ in range(3):
+        rejection = await reconciler.reconcile(KEY)
+        assert rejection is None
+    assert {status["epoch"] for status in server.statuses} == {3}
+    assert server.statuses[-1]["transitions"][-1]["reason"] == "NameConflict"

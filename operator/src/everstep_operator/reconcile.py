@@ -20,7 +20,7 @@ from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster import errors, events
-from everstep_operator.cluster.act import Actor, Job
+from everstep_operator.cluster.act import Actor, Job, Leftover
 from everstep_operator.cluster.cache import Cache, Key, version_of
 from everstep_operator.cluster.client import Client, Object
 from everstep_operator.cluster.frozen import FrozenTemplates
@@ -29,14 +29,18 @@ from everstep_operator.cluster.leader import LeaderPoller
 from everstep_operator.cluster.nodes import Nodes
 from everstep_operator.cluster.queue import WorkQueue
 from everstep_operator.cluster.resources import JOBS
+from everstep_operator.cluster.unlisted import UnlistedPods
 from everstep_operator.plan import form, plan
-from everstep_operator.plan.actions import Event, Plan
+from everstep_operator.plan.actions import CreatePods, Event, Plan
 from everstep_operator.plan.gang import waits
 from everstep_operator.plan.keys import find_key
 from everstep_operator.plan.leader import LeaderView
 from everstep_operator.plan.observed import Observed, PodView, Rejection, Settings
+from everstep_operator.plan.situation import HAS_RUN
 
 log = structlog.get_logger(__name__)
+
+MAX_OBSTACLES = 5  # in one reconcile
 
 
 @dataclass
@@ -48,6 +52,13 @@ class _Memory:
     scale_up_at: float | None = None  # when a node was last promised to a pod of the job
     status_refused: bool = False  # its users have been told so
     unreadable: int | None = None  # the version of which they have been told that it breaks the rules
+
+
+@dataclass(frozen=True)
+class _Obstacle:
+    """A pod that a plan would make is there. `rejection`: it is somebody else's."""
+
+    rejection: Rejection | None = None
 
 
 @dataclass
@@ -67,6 +78,9 @@ class Reconciler:
     clock: Callable[[], float]  # of the API server, by which the times that plans compare were written
     _memories: dict[Key, _Memory] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.unlisted = UnlistedPods(self.client, self.cache)
+
     async def reconcile(self, key: Key) -> Rejection | None:
         """Look at the job once. What the API server goes on refusing is returned, anything else that went wrong is
         raised: the queue should back off from both."""
@@ -75,9 +89,15 @@ class Reconciler:
             return None
         rejection: Rejection | None = None
         written = False
+        await self.unlisted.refresh(key)
         for _ in range(2):  # what is refused is planned for once more; a refusal of that too waits for the next look
-            observed = await self._observe(key, job, rejection)
-            made = await self._plan(key, observed)
+            made = await self._plan(key, await self._observe(key, job, rejection))
+            for _ in range(MAX_OBSTACLES):  # more pods may have lost their label meanwhile
+                if (obstacle := await self._in_the_way(key, job, made)) is None:
+                    break
+                made = await self._plan(key, await self._observe(key, job, obstacle.rejection or rejection))
+            else:
+                raise Leftover("pods that are there without their label come and go")
             if made.status is None:
                 self._forget(key, job.metadata.uid)
                 return None
@@ -116,6 +136,21 @@ class Reconciler:
             return made
         self._memory(key, observed.job.metadata.uid).scale_up_at = promised
         return plan(replace(observed, scale_up_at=promised), self.clock())
+
+    async def _in_the_way(self, key: Key, job: TrainingJob, made: Plan) -> _Obstacle | None:
+        """Look whether the plan replaces a pod that is there, though no list shows it, or whose name is taken. To raise
+        the epoch for it, or to count a loss, could not be taken back."""
+        if not job.status.epoch:
+            return None
+        for action in made.actions:
+            if isinstance(action, CreatePods):
+                # Before it runs, a job loses nothing by another attempt but an epoch.
+                asked = [index for index in action.indices if index == 0 or job.status.phase in HAS_RUN]
+                try:
+                    return _Obstacle() if await self.unlisted.find(_target(key, job, True), asked) else None
+                except errors.NotOurs as error:
+                    return _Obstacle(Rejection(action, "Conflict", str(error)))
+        return None
 
     # --- observe
 

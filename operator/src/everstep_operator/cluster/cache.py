@@ -53,9 +53,14 @@ class Store(Generic[T]):
     """One kind of object. `keep` makes the value from the raw object; `noticed` hears of each change."""
 
     def __init__(
-        self, kind: str, keep: Callable[[Mapping[str, Any]], T], noticed: Callable[[Key, T | None, T | None], None]
+        self,
+        kind: str,
+        keep: Callable[[Mapping[str, Any]], T],
+        noticed: Callable[[Key, T | None, T | None], None],
+        is_listed: Callable[[T], bool] = lambda value: True,
     ) -> None:
         self.kind = kind
+        self.is_listed = is_listed  # whether a list would show it: else that it does not says nothing
         self._keep = keep
         self._noticed = noticed
         self._entries: dict[Key, Entry[T]] = {}
@@ -90,6 +95,15 @@ class Store(Generic[T]):
         self._entries[key] = Entry(uid, version, value)
         self._noticed(key, old.value if old is not None else None, value)
         return True
+
+    def revive(self, raw: Mapping[str, Any]) -> None:
+        """Take in an object that was there after it was taken for deleted.
+
+        Args:
+            raw: The object as the API server gave it, when it was asked for it by name after that.
+        """
+        self._tombstones.discard(str((raw.get("metadata") or {}).get("uid") or ""))
+        self.put(raw)
 
     def remove(self, key: Key, uid: str, version: int = 0) -> bool:
         """Remove a deleted object, and leave a tombstone. A successor of the same name stays: its event may have come
@@ -158,6 +172,7 @@ class Listing(Generic[T]):
             and self._within in (None, key[0])
             and (entry := self._store.get(key)) is not None
             and entry.version <= self._version
+            and self._store.is_listed(entry.value)
         ]
         return sum(self._store.remove(key, uid, self._version + 1) for key, uid in missed)
 
@@ -175,7 +190,7 @@ class Cache:
 
     def __post_init__(self) -> None:
         self.jobs: Store[Mapping[str, Any]] = Store(JOBS.kind, _slim, self._job_noticed)
-        self.pods: Store[tuple[str, PodView]] = Store(PODS.kind, _pod, self._pod_noticed)
+        self.pods: Store[tuple[str, PodView]] = Store(PODS.kind, _pod, self._pod_noticed, lambda pod: pod[1].listed)
         self.pools: Store[Mapping[str, Any]] = Store(POOLS.kind, _slim, lambda key, old, new: self.pool_changed(key[1]))
         self.nodes: Store[NodeView] = Store(NODES.kind, node_view, self._node_noticed)
 

@@ -51,6 +51,10 @@ class Tombstones:
         known = self._deleted.get(uid)
         return known is not None and version < known[0]
 
+    def discard(self, uid: str) -> None:
+        """Forget the deletion of an object that is there."""
+        self._deleted.pop(uid, None)
+
     def clear(self) -> None:
         """Forget all: the server's data were restored from a backup, and what was deleted may exist again."""
         self._deleted.clear()

@@ -14,7 +14,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_TEMPLATE
+from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.leader import Entry, LeaderView, Progress, entries_in_words, ordinal, progress_in
 from everstep_operator.plan.node import NodeView
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 TRAINER = "trainer"
 TOKEN_VOLUME = "everstep-token"  # noqa: S105 (a name)
+_TEMPLATE_VOLUMES = ("everstep-job", "everstep-config")  # of pods with an agent, and in plain mode
 
 MAX_MESSAGE = 1024
 MAX_TERMINATION_LOG = 4096
@@ -81,6 +82,7 @@ class PodView:
     disruption: str | None = None  # reason of a true DisruptionTarget condition
     gone_since: float | None = None  # when its node was found to be removed from the cluster (`Observed.ours`)
     token_secret: str = ""  # name of the Secret that it mounts as its token
+    listed: bool = True  # it has the label by which pods are listed and watched
 
     @property
     def scheduled(self) -> bool:
@@ -210,7 +212,7 @@ class Observed:
     def _of_an_epoch_given_out(self, pod: PodView) -> PodView:
         """Anybody who may change pods may change their labels. An epoch is in the status before a pod has it."""
         newest = self.job.status.epoch
-        return pod if pod.epoch <= newest else replace(pod, epoch=newest)
+        return pod if 0 <= pod.epoch <= newest else replace(pod, epoch=newest)
 
     def _on_its_node(self, pod: PodView) -> PodView:
         node = self.nodes.get(pod.node) if pod.node else None
@@ -238,14 +240,16 @@ def pod_view(raw: Mapping[str, Any]) -> PodView:
     waiting: Mapping[str, Any] = state.get("waiting") or {}
     over: Mapping[str, Any] | None = state.get("terminated")
     current: Mapping[str, Any] = over or state.get("running") or {}
+    owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or () if o.get("controller")), {})
+    job = str(owner.get("name") or "")
     return PodView(
-        index=ordinal(labels.get(LABEL_INDEX), -1),
+        index=_index(str(meta.get("name") or ""), job, labels),
         name=str(meta.get("name") or ""),
         uid=str(meta.get("uid") or ""),
         epoch=ordinal(labels.get(LABEL_EPOCH), -1),
-        template=ordinal(labels.get(LABEL_TEMPLATE), -1),
+        template=_template(spec, job, labels),
         created=created,
-        owner=next((str(o.get("uid")) for o in meta.get("ownerReferences") or () if o.get("controller")), ""),
+        owner=str(owner.get("uid") or ""),
         phase=str(status.get("phase") or "Pending"),
         node=spec.get("nodeName") or None,
         ip=status.get("podIP") or None,
@@ -258,7 +262,25 @@ def pod_view(raw: Mapping[str, Any]) -> PodView:
         waiting_message=clip(waiting.get("message")),
         disruption=clip(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
         token_secret=token_secret(spec),
+        listed=LABEL_JOB in labels,
     )
+
+
+def _index(name: str, job: str, labels: Mapping[str, Any]) -> int:
+    """Return the replica index. Anybody who may change pods may change their labels; a name stays as it is."""
+    prefix, _, suffix = name.rpartition("-")
+    return ordinal(suffix if job and prefix == job else labels.get(LABEL_INDEX), -1)
+
+
+def _template(spec: Mapping[str, Any], job: str, labels: Mapping[str, Any]) -> int:
+    """Return the epoch of the template: its ConfigMap is `<job>-<t>`, and volumes stay as they are."""
+    for volume in spec.get("volumes") or ():
+        if volume.get("name") in _TEMPLATE_VOLUMES:
+            sources = [volume, *((volume.get("projected") or {}).get("sources") or ())]
+            names = [str((source.get("configMap") or {}).get("name") or "").rpartition("-") for source in sources]
+            if (found := next((epoch for name, _, epoch in names if job and name == job), None)) is not None:
+                return ordinal(found, -1)
+    return ordinal(labels.get(LABEL_TEMPLATE), -1)
 
 
 def token_secret(spec: Mapping[str, Any]) -> str:
