@@ -13,7 +13,7 @@ from everstep_operator.cluster.cache import Cache
 from everstep_operator.cluster.client import Page
 from everstep_operator.cluster.clock import ServerClock
 from everstep_operator.cluster.gangs import Gangs, gang_view
-from everstep_operator.cluster.nodes import Nodes
+from everstep_operator.cluster.nodes import BURST_SECONDS, NODES_A_SECOND, Nodes
 from everstep_operator.cluster.resources import JOBS, NODES
 from everstep_operator.plan import gang
 from everstep_operator.plan.observed import GangView
@@ -78,6 +78,35 @@ def test_places_are_counted_anew_when_nodes_change_and_not_when_they_beat() -> N
     assert nodes.count_places(key, "u", 1, {}, 9) == 2
     cache.nodes.remove(("", "n1"), "")
     assert nodes.count_places(key, "u", 1, {}, 9) == 1
+
+
+def test_counting_places_again_costs_no_more_than_a_share_of_the_time() -> None:
+    """In a large cluster nodes change all the time, and each waiting job would be counted for on all of them."""
+    cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
+    client: Any = None
+    now = 0.0
+    nodes = Nodes(client, cache, float, timer=lambda: now)
+    body: Any = {"status": {"allocatable": {"pods": "1"}}}
+    for number in range(1000):
+        cache.nodes.put({**body, "metadata": {"name": f"n{number}"}})
+    jobs = [("default", f"job-{number}") for number in range(50)]
+    for job_ in jobs:
+        assert nodes.count_places(job_, "u", 1, {}, 5000) == 1000, "the first count is not put off"
+    examined = 0
+    for step in range(600):
+        now += 0.1
+        cache.nodes.put({**body, "metadata": {"name": f"more-{step}"}})
+        before = nodes.examined
+        for job_ in jobs:
+            nodes.count_places(job_, "u", 1, {}, 5000)
+        examined += nodes.examined - before
+    assert examined <= (60 + BURST_SECONDS) * NODES_A_SECOND + 1600
+    now += 1000
+    for _ in range(50):
+        now += 1
+        for job_ in jobs:
+            nodes.count_places(job_, "u", 1, {}, 5000)
+    assert {nodes.count_places(job_, "u", 1, {}, 5000) for job_ in jobs} == {1600}, "all are counted in the end"
 
 
 class Server:

@@ -157,6 +157,50 @@ def test_only_rules_that_certainly_mean_this_namespace_and_these_pods_count(term
     assert count(apart(HOST, **term), *NODES) == (3 if applies else 24)
 
 
+# --- pods of the set that want to be together
+
+
+def together(key: str = ZONE, selector: Any = None, **term: Any) -> dict[str, Any]:
+    given = {"matchLabels": {LABEL_JOB: "digits"}} if selector is None else selector
+    required = [{"topologyKey": key, "labelSelector": given, **term}]
+    return {"affinity": {"podAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}}
+
+
+def test_pods_that_must_be_together_have_the_places_of_the_largest_domain() -> None:
+    assert count(together(ZONE), *NODES) == 16
+    assert count(together(HOST), *NODES) == 8
+    assert count(together("rack"), *NODES) == 0
+
+
+@pytest.mark.parametrize(
+    "term",
+    [
+        {"selector": {"matchLabels": {"app": "train"}}},  # pods of others may be in each domain
+        {"selector": {"matchLabels": {LABEL_JOB: "letters"}}},
+        {"namespaces": ["team", "other"]},  # where a job may have the same name
+        {"namespaceSelector": {}},
+        {"matchLabelKeys": [LABEL_INDEX]},
+    ],
+)
+def test_pods_that_must_be_with_others_need_a_domain_and_no_more_is_known(term: dict[str, Any]) -> None:
+    assert count(together(ZONE, **term), *NODES, node("n4")) == 24
+
+
+def test_rules_are_not_judged_on_more_nodes_than_it_takes() -> None:
+    seen = 0
+
+    def rooms() -> Any:
+        nonlocal seen
+        for number in range(1000):
+            seen += 1
+            yield node_room(node(f"n{number}", zone="a"))
+
+    for spec in (apart(HOST), together(ZONE), {}):
+        seen = 0
+        assert count_places({"spec": spec}, rooms(), enough=20, labels=LABELS, namespace="team") == 20
+        assert seen <= 64
+
+
 # --- topology spread
 
 OWN = {"matchLabels": {LABEL_JOB: "digits"}}
@@ -251,6 +295,7 @@ ODD = st.recursive(
 
 @given(ODD, ODD, ODD)
 def test_odd_rules_raise_nothing(nodes: Any, pods: Any, constraints: Any) -> None:
-    spec = {"affinity": {"nodeAffinity": nodes, "podAntiAffinity": pods}, "topologySpreadConstraints": constraints}
+    affinity = {"nodeAffinity": nodes, "podAntiAffinity": pods, "podAffinity": pods}
+    spec = {"affinity": affinity, "topologySpreadConstraints": constraints}
     assert 0 <= count(spec, *NODES) <= MANY
     node_allowed(spec, "", {})

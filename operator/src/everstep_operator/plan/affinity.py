@@ -1,8 +1,8 @@
 """Tells on which nodes pods of a set may be, and how many of them the rules between them allow at once.
 
-Only what the scheduler requires: node affinity, pod anti-affinity among pods of the set (`requiredDuringScheduling…`)
-and topology spread (`DoNotSchedule`). All answers are upper bounds: what cannot be judged from the template and the
-nodes alone, such as rules about other pods, forbids nothing.
+Only what the scheduler requires: node affinity, pod affinity and anti-affinity among pods of the set
+(`requiredDuringScheduling…`), and topology spread (`DoNotSchedule`). All answers are upper bounds: what cannot be
+judged from the template and the nodes alone, such as rules about other pods, forbids nothing.
 
 References: "Assigning Pods to Nodes" and "Pod Topology Spread Constraints" in the documentation of Kubernetes.
 """
@@ -29,7 +29,12 @@ class Candidate:
     places: int  # 0 where the pods may not be, for whatever reason
 
 
-Rule = Callable[[Sequence[Candidate]], int]
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """How many pods of the set nodes could hold under one rule."""
+
+    count: Callable[[Sequence[Candidate]], int]
+    only_grows: bool = True  # more nodes are never fewer places
 
 
 def node_allowed(spec: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> bool:
@@ -48,7 +53,7 @@ def node_allowed(spec: Mapping[str, Any], name: str, labels: Mapping[str, str]) 
 
 
 def rules_between(spec: Mapping[str, Any], labels: Mapping[str, str], namespace: str) -> list[Rule]:
-    """Return the rules by which pods of a set keep each other away from nodes.
+    """Return the rules by which pods of a set keep each other away from nodes, or want to be together.
 
     Args:
         spec: Spec of the pods.
@@ -56,13 +61,13 @@ def rules_between(spec: Mapping[str, Any], labels: Mapping[str, str], namespace:
         namespace: Namespace of the pods.
 
     Returns:
-        Functions of all nodes of the cluster: how many pods of the set they could hold under one rule.
+        Each tells of all nodes of the cluster how many pods of the set they could hold.
     """
-    anti = _mapping(_affinity(spec).get("podAntiAffinity"))
     rules: list[Rule] = []
-    for term in _mappings(anti.get("requiredDuringSchedulingIgnoredDuringExecution")):
+    for term in _required(spec, "podAntiAffinity"):
         if _is_of_namespace(term, namespace) and _selects(term, labels):
             rules.append(_one_in_each(str(term.get("topologyKey"))))
+    rules += [_in_one(term, labels, namespace) for term in _required(spec, "podAffinity")]
     constraints = _mappings(spec.get("topologySpreadConstraints"))
     hard = [each for each in constraints if each.get("whenUnsatisfiable") in (None, "DoNotSchedule")]
     keys = frozenset(str(each.get("topologyKey")) for each in hard)
@@ -86,7 +91,29 @@ def _one_in_each(key: str) -> Rule:
                 places += 1
         return places
 
-    return count
+    return Rule(count)
+
+
+# --- pods that want to be together
+
+
+def _in_one(term: Mapping[str, Any], labels: Mapping[str, str], namespace: str) -> Rule:
+    key = str(term.get("topologyKey"))
+    # Else pods of others, in any domain, may be those that are wanted nearby. A name is used again elsewhere.
+    alone = _is_of_namespace(term, namespace) and set(_strings(term.get("namespaces"))) <= {namespace}
+    alone = alone and term.get("namespaceSelector") is None and _selects(term, labels) and _is_of_one_job(term, labels)
+
+    def count(nodes: Sequence[Candidate]) -> int:
+        domains: defaultdict[str, int] = defaultdict(int)
+        for node in nodes:
+            if key in node.labels:  # a node without the label takes no pods, whoever is wanted
+                domains[node.labels[key]] += node.places
+        return max(domains.values(), default=0) if alone else sum(domains.values())
+
+    return Rule(count)
+
+
+# --- pods that are spread
 
 
 def _spread(constraint: Mapping[str, Any], keys: frozenset[str], labels: Mapping[str, str]) -> Rule:
@@ -113,7 +140,7 @@ def _spread(constraint: Mapping[str, Any], keys: frozenset[str], labels: Mapping
         most = min(domains.values(), default=0) + skew
         return sum(min(places, most) for places in domains.values())
 
-    return count
+    return Rule(count, only_grows=False)  # a new domain is the emptiest
 
 
 def _is_of_namespace(term: Mapping[str, Any], namespace: str) -> bool:
@@ -192,6 +219,10 @@ def _expression_matches(requirement: Mapping[str, Any], labels: Mapping[str, str
 
 def _affinity(spec: Mapping[str, Any]) -> Mapping[str, Any]:
     return _mapping(spec.get("affinity"))
+
+
+def _required(spec: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
+    return _mappings(_mapping(_affinity(spec).get(kind)).get("requiredDuringSchedulingIgnoredDuringExecution"))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

@@ -21,6 +21,8 @@ _UNITS = {
 _UNITS |= {unit: Decimal(1024) ** power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)}
 _LEAST, _MOST = Decimal("1e-9"), Decimal("1e30")  # no quantity is finer; none that is larger means anything
 
+Taints = tuple[tuple[str, str, str], ...]  # key, value, effect of each
+
 
 @dataclass(frozen=True, slots=True)
 class NodeRoom:
@@ -28,7 +30,7 @@ class NodeRoom:
 
     name: str
     labels: Mapping[str, str]
-    taints: tuple[tuple[str, str, str], ...]  # key, value, effect; only those that keep pods away for good
+    taints: Taints  # only those that keep pods away for good
     allocatable: Mapping[str, Decimal]  # empty: not reported yet
 
 
@@ -74,24 +76,32 @@ def count_places(
         labels = (pod.get("metadata") or {}).get("labels") or {}
     rules = rules_between(spec, labels, namespace)
     wanted = _requests(spec)
+    tolerated: dict[Taints, bool] = {}  # nodes have few different ones
+    may_stop = all(rule.only_grows for rule in rules)
     nodes: list[Candidate] = []
-    places = 0
+    places, stop_at = 0, 1
     for room in rooms:
-        node = _candidate(spec, room, wanted, enough)
+        if room.taints not in tolerated:
+            tolerated[room.taints] = _tolerates_all(spec.get("tolerations") or (), room.taints)
+        node = _candidate(spec, room, wanted, enough, tolerated[room.taints])
         places += node.places
-        if rules:
-            nodes.append(node)
-        elif places >= enough:
-            break
-    return min([places, enough, *(rule(nodes) for rule in rules)])
+        nodes.append(node)
+        # Rules are asked at each doubling: all of that together costs as much as to ask them once, of all nodes.
+        if may_stop and places >= enough and len(nodes) >= (stop_at if rules else 0):
+            stop_at = 2 * len(nodes)
+            if all(rule.count(nodes) >= enough for rule in rules):
+                return enough
+    return min([places, enough, *(rule.count(nodes) for rule in rules)])
 
 
-def _candidate(spec: Mapping[str, Any], room: NodeRoom, wanted: Mapping[str, Decimal], enough: int) -> Candidate:
-    selector, tolerations = spec.get("nodeSelector") or {}, spec.get("tolerations") or ()
+def _candidate(
+    spec: Mapping[str, Any], room: NodeRoom, wanted: Mapping[str, Decimal], enough: int, tolerated: bool
+) -> Candidate:
+    selector = spec.get("nodeSelector") or {}
     selected = all(room.labels.get(key) == value for key, value in selector.items())
     selected = selected and node_allowed(spec, room.name, room.labels)
-    tolerated = selected and all(any(_tolerates(t, taint) for t in tolerations) for taint in room.taints)
-    return Candidate(room.labels, selected, _places(wanted, room.allocatable, enough) if tolerated else 0)
+    places = _places(wanted, room.allocatable, enough) if selected and tolerated else 0
+    return Candidate(room.labels, selected, places)
 
 
 def _places(wanted: Mapping[str, Decimal], allocatable: Mapping[str, Decimal], enough: int) -> int:
@@ -108,6 +118,10 @@ def _requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
         for name, amount in _amounts({**(resources.get("limits") or {}), **(resources.get("requests") or {})}).items():
             total[name] = total.get(name, Decimal(0)) + amount
     return {name: amount for name, amount in total.items() if amount > 0}
+
+
+def _tolerates_all(tolerations: Iterable[Mapping[str, Any]], taints: Taints) -> bool:
+    return all(any(_tolerates(toleration, taint) for toleration in tolerations) for taint in taints)
 
 
 def _tolerates(toleration: Mapping[str, Any], taint: tuple[str, str, str]) -> bool:
