@@ -280,3 +280,31 @@ async def test_a_rank_that_has_no_room_for_its_pipe_is_not_the_applications_faul
         event = await members[0].event("PodUnusable")
         assert event["message"] == f"rank 0 cannot start here: {blocked}: File exists"
         assert not members[0].all("RankExited")
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"[" * 100_000,
+        b"17",
+        b'{"op": "rank", "argv": ["true"], "env": {"OMPI_COMM_WORLD_RANK": 7}, "affinity": [0]}',
+        b'{"op": "rank", "argv": [], "env": {"OMPI_COMM_WORLD_RANK": "0"}, "affinity": [0]}',
+    ],
+    ids=["deep", "number", "no text", "no program"],
+)
+async def test_what_is_no_request_ends_its_connection_and_nothing_else(
+    tmp_path: Path, agent: Path, request_: bytes
+) -> None:
+    """Any process of the user may connect to the agent's socket."""
+    program = tmp_path / "mpirun"
+    program.write_text('#!/bin/sh\n[ "$1" = --version ] && exec echo "mpirun (Open MPI) 4.1.6"\nexec sleep 600\n')
+    program.chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    async with job(tmp_path, agent, ["true"], nodes=1, environ=environ) as members:
+        await start(members)
+        reader, writer = await asyncio.open_unix_connection(members[0].folder / "run/agent.sock")
+        writer.write(request_ + b"\n")
+        assert await asyncio.wait_for(reader.read(), 60) == b""
+        writer.close()
+        await stop(members)
+        assert "Exception in callback" not in members[0].logged()

@@ -126,8 +126,8 @@ class Server:
             writer.transport.abort()
             return
         connection = self._connections[writer] = _Connection(writer)
-        keep_alive(writer)
         try:
+            keep_alive(writer)
             while True:
                 upgrade = await self._exchange(reader, connection)
                 if upgrade is not None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any, Callable
 
 _MAX_REQUEST = 8 * 1024 * 1024  # an environment has at most 128 KiB a variable, and hardly more than that in all
+# Any process of the user may connect, and say what is no request, or one whose fields are of no use.
+_NO_REQUEST = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 _MAX_PATH = 100  # sun_path has 108 bytes
 
 
@@ -72,7 +74,7 @@ class Peer:
             try:
                 request = json.loads(line)
                 self._requested(self, request)
-            except (ValueError, KeyError, TypeError):
+            except _NO_REQUEST:
                 self.close()
         elif len(self._data) > _MAX_REQUEST:
             self.close()
