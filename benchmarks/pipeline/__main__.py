@@ -12,13 +12,14 @@ from rich.console import Console
 
 from benchmarks.interval import Interval
 from benchmarks.measure import report
-from benchmarks.pipeline import auto, interpreter, memory, predicted, schedules, user_path
+from benchmarks.pipeline import auto, interpreter, memory, overlap, predicted, schedules, user_path
 
 RESULT = Path("build/bench/pipeline.json")
 KINDS = {
     "bubble": list(schedules.SCHEDULES),
     "vs-torch": [*schedules.SCHEDULES, *user_path.KINDS],
     "interpreter": [],
+    "overlap": [],
     "predicted": [],
     "memory": list(schedules.SCHEDULES),
     "auto-vs-even": list(auto.MODELS),
@@ -41,6 +42,8 @@ def measured(kinds: set[str]) -> Iterator[Interval]:
     yield from memory.rows(kinds)
     if "interpreter" in kinds:
         yield interpreter.row()
+    if "overlap" in kinds:
+        yield overlap.row()
     yield from schedules.rows(kinds)
     yield from user_path.rows(kinds)
     yield from auto.rows(kinds)

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from everstep.pipeline.engine.options import Options
 from everstep.pipeline.schedules.generators import NAMES
 from everstep.pipeline.transport.gloo import ProcessGroups
 from everstep.pipeline.transport.grid import grid
@@ -31,6 +32,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "recompute": (False, True),
     "sharded": (False, True),
     "clip": (None, 0.1),
+    "bucket": (Options.bucket, 1),
 }
 SOME = [{**row, "case": case} for row, case in zip(pairwise(CHOICES), cycle(CASES), strict=False)]
 ALL = pairwise({"case": tuple(CASES), **CHOICES})

@@ -75,7 +75,7 @@ def setting_of(row: Mapping[str, Any], **more: Any) -> Setting:
         replicas,
         samples[row["batch"]],
         steps=5,
-        options=Options(recompute=recompute, clip=row.get("clip")),
+        options=Options(recompute=recompute, clip=row.get("clip"), bucket=row.get("bucket", Options.bucket)),
         sharded=row.get("sharded", False),
         **more,
     )

@@ -20,11 +20,12 @@ from everstep.pipeline.engine.mail import Mail
 from everstep.pipeline.engine.microbatch import Parts, bounds, pick, split
 from everstep.pipeline.engine.nested import Value
 from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.overlap import last_backwards
 from everstep.pipeline.engine.parameter_hooks import call_hooks
 from everstep.pipeline.engine.parameters import Parameters
 from everstep.pipeline.engine.rng import Random
 from everstep.pipeline.engine.scaling import LossScale, Scaled, scale
-from everstep.pipeline.engine.stage import Ran, Stage, StageModule, why_not_split
+from everstep.pipeline.engine.stage import Listen, Ran, Stage, StageModule, why_not_split
 from everstep.pipeline.engine.values import Gradients, Values
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.gradients import has_hooks, without_hooks
@@ -95,7 +96,7 @@ class Engine:
         }
         self._mail = Mail(transport, schedule.placement, options.ahead, options.dynamic)
         self._readers, self.reads = self._who_reads(stages)
-        self._plans: dict[tuple[int, bool, bool], tuple[Action, ...]] = {}
+        self._plans: dict[tuple[int, bool, bool], tuple[tuple[Action, ...], frozenset[Action]]] = {}
         self._versions = 0  # of the weights, when low-precision copies of them were made
         self.loss_scale = LossScale(options.loss_scale, True) if options.precision == "fp16" else LossScale()
         self.steps = self.progress = self.passes = 0  # optimizer steps; actions done and passes begun, for who watches
@@ -166,20 +167,21 @@ class Engine:
         if isinstance(batch, PipelineError):
             raise batch  # this rank tells nothing of a batch, and no other saw anything wrong
         self._cut(batch, targets, samples)
-        actions = self._plan(len(self._sizes), reduce)
+        actions, overlapped = self._plan(len(self._sizes), reduce)
         self._mail.begin(actions, signature)
         self._values = Values(self._flow, self.rank)
         outputs: list[Any] = []
         for action in actions:
             self._mail.post_ahead()
-            self._do(action, outputs)
+            listen = partial(self.parameters.reduction.listen, action.stage) if action in overlapped else None
+            self._do(action, outputs, listen)
             self.progress += 1
         self._mail.end()
         self.transport.settle()
         assert self._values.empty(), "a value was made that nobody used"
         return tuple(outputs)
 
-    def _do(self, action: Action, outputs: list[Any]) -> None:
+    def _do(self, action: Action, outputs: list[Any], listen: Listen | None) -> None:
         kind, index, microbatch = action.kind, action.stage, action.microbatch
         if kind is Kind.FORWARD:
             ran = self._forward(index, microbatch)
@@ -194,7 +196,7 @@ class Engine:
             self._mail.receive(action)
         elif kind is Kind.WEIGHT_GRAD:
             with self._once_more(index, microbatch):
-                self._stages[index].weight_grad(microbatch)
+                self._stages[index].weight_grad(microbatch, listen)
         elif kind is Kind.REDUCE:
             self.parameters.reduction.reduce(index)
         elif kind is Kind.TIE:
@@ -202,10 +204,12 @@ class Engine:
                 self.parameters.reduction.tie(name)
         else:
             stage = self._stages[index]
-            backward = stage.backward if kind is Kind.BACKWARD else stage.input_grad
-            given = self._given(index, microbatch)
+            given, loss_scale = self._given(index, microbatch), self.loss_scale.value
             with self._once_more(index, microbatch):
-                found = backward(microbatch, given, self.loss_scale.value)
+                if kind is Kind.BACKWARD:
+                    found = stage.backward(microbatch, given, loss_scale, listen)
+                else:
+                    found = stage.input_grad(microbatch, given, loss_scale)
             for name, gradients in found.items():
                 self._values.add_gradients(name, microbatch, gradients)
 
@@ -361,18 +365,20 @@ class Engine:
                 raise lost from error
             raise
 
-    def _plan(self, microbatches: int, reduce: bool) -> tuple[Action, ...]:
-        """The actions of this rank, without those of micro-batches that a small batch does not have."""
+    def _plan(self, microbatches: int, reduce: bool) -> tuple[tuple[Action, ...], frozenset[Action]]:
+        """The actions of this rank, without those of micro-batches that a small batch does not have; which of them
+        begin to reduce gradients."""
         key = microbatches, reduce, self._training
         if key not in self._plans:
             backward = {Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}
-            self._plans[key] = tuple(
+            actions = tuple(
                 action
                 for action in self.schedule.ranks[self.rank]
                 if action.microbatch < microbatches
                 and (reduce or action.kind not in (Kind.REDUCE, Kind.TIE))
                 and (self._training or (action.kind not in backward and not action.gradient))
             )
+            self._plans[key] = actions, last_backwards(actions)
         return self._plans[key]
 
     def _who_reads(self, stages: Mapping[int, StageModule]) -> tuple[list[int], Reads]:

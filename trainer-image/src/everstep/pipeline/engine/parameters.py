@@ -48,7 +48,7 @@ class Parameters:
         self.counted = [parameter for parameter in self.own if parameter not in foreign]
         self._groups = {name: self._group(name) for name in sorted(self._owners)}
         by_stage = {
-            index: [parameter for parameter in dict.fromkeys(stage.module.parameters()) if parameter not in tied]
+            index: [parameter for parameter in _by_use(stage) if parameter not in tied]
             for index, stage in stages.items()
         }
         _only_once(by_stage)
@@ -138,6 +138,14 @@ def _named(stages: Mapping[int, StageModule]) -> dict[str, Any]:
                 # Only one of them would be clipped, saved, and cleared before a step.
                 raise PipelineError(f"stage {index} has a parameter {name!r} that is another one in an earlier stage")
     return found
+
+
+def _by_use(stage: StageModule) -> list[Any]:
+    """Each parameter once, in the order in which the forward first uses it, as far as the stage tells that. Those of
+    which it does not come first: gradients are reduced from the end, and none waits for them."""
+    every = dict(stage.module.named_parameters(remove_duplicate=False))
+    used = dict.fromkeys(every[name] for name in getattr(stage, "uses", ()) if name in every)
+    return [*(parameter for parameter in dict.fromkeys(every.values()) if parameter not in used), *used]
 
 
 def _shared(name: str, owners: Sequence[int], stages: Mapping[int, StageModule]) -> Any:

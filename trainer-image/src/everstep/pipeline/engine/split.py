@@ -12,7 +12,7 @@ and may do more than that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,6 +51,12 @@ class Deferred:
     roots: list[Any] = field(default_factory=list)  # edges whose gradient is known, and which lead to parameters only
     gradients: Gradients = field(default_factory=list)
     branches: list[list[_Branch]] = field(default_factory=list)  # those with a node in common are together
+
+    @property
+    def nodes(self) -> Iterator[Any]:
+        """Those at which it begins to go to parameters."""
+        branches = (branch.edges for together in self.branches for branch in together)
+        return (edge.node for edges in (self.roots, *branches) for edge in edges)
 
     def weight_grad(self) -> None:
         """Adds the gradients of the parameters to theirs."""

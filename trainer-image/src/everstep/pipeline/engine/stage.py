@@ -57,6 +57,7 @@ class _Saved:
     deferred: Deferred | None = None
 
 
+Listen = Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]]  # around a backward from these nodes
 LossOf = Callable[[int, Any], Part | None]  # of a micro-batch and the model's output; None without targets
 
 
@@ -102,13 +103,16 @@ class Stage:
             self._saved[microbatch] = saved
         return ran
 
-    def backward(self, microbatch: int, given: Mapping[str, Gradients], scale: float) -> dict[str, Gradients]:
+    def backward(
+        self, microbatch: int, given: Mapping[str, Gradients], scale: float, listen: Listen | None = None
+    ) -> dict[str, Gradients]:
         """Adds the gradients of the parameters to theirs; those of the inputs. `given`: of the outputs; `scale`: of the
         loss."""
         saved = self._take(microbatch)
         roots, gradients = _roots(saved, given, scale)
         if roots:
-            torch.autograd.backward(roots, gradients)
+            with _listening(listen, (torch.autograd.graph.get_gradient_edge(root).node for root in roots)):
+                torch.autograd.backward(roots, gradients)
         found: dict[str, Gradients] = {}
         for name, leaves in saved.leaves.items():
             found[name] = [None if leaf is None else leaf.grad for leaf in leaves]
@@ -124,11 +128,12 @@ class Stage:
         rest = iter(known)
         return {name: [None if leaf is None else next(rest) for leaf in each] for name, each in saved.leaves.items()}
 
-    def weight_grad(self, microbatch: int) -> None:
+    def weight_grad(self, microbatch: int, listen: Listen | None = None) -> None:
         """What `input_grad` left of the backward of this micro-batch."""
         deferred = self._saved.pop(microbatch).deferred
         assert deferred is not None
-        deferred.weight_grad()
+        with _listening(listen, deferred.nodes):
+            deferred.weight_grad()
 
     def clear(self) -> None:
         """Forgets what a step that failed has left."""
@@ -230,6 +235,10 @@ def _roots(saved: _Saved, given: Mapping[str, Gradients], scale: float) -> tuple
         roots.append(saved.loss)
         gradients.append(torch.full_like(saved.loss, scale))
     return roots, gradients
+
+
+def _listening(listen: Listen | None, nodes: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if listen is None else listen(list(nodes))
 
 
 def why_not_split(module: StageModule) -> str | None:

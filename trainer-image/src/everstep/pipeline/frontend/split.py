@@ -109,7 +109,13 @@ class _Cut:
             self._changed().intersection(arguments),
             self._writes(),
             next((unit.name for unit in self.own for part in parts(unit.item) if _listens(part)), ""),
+            self._uses(),
         )
+
+    def _uses(self) -> list[str]:
+        """Its weights in the order in which its forward first uses them, of one module as they were registered."""
+        place = {name: number for number, name in enumerate(self.record.weights)}
+        return list(dict.fromkeys(name for unit in self.own for name in sorted(unit.weights, key=place.__getitem__)))
 
     def _writes(self) -> set[str]:
         """The weights, as buffers, that its forward changes."""

@@ -52,6 +52,7 @@ class StageModule:
     `module` holds the original modules and parameters under their original names, and is where training flags are set.
     `repeats`: of modules that other stages call too, which of all their calls are this stage's.
     `writes`: buffers, and parameters that do not learn, that it changes. `listens`: a node with a hook on a tensor.
+    `uses`: weights in the order of their first use, as far as that is known.
     A call gives all outputs from all inputs, and changes none in place: the arguments in `changed` are copied before.
     PipelineError if one is missing or of sizes that this model cannot have.
     """
@@ -72,6 +73,7 @@ class StageModule:
         changed: Collection[str] = (),
         writes: Collection[str] = (),
         listens: str = "",
+        uses: Sequence[str] = (),
     ) -> None:
         self.index, self.module, self.repeats = index, module, dict(repeats)
         self.inputs = tuple(inputs)
@@ -83,6 +85,7 @@ class StageModule:
         self._known_sizes: dict[tuple[int, ...], dict[Any, Any]] = {}
         self._only = None if both else module.training
         self._changed, self.writes, self.listens = frozenset(changed), tuple(sorted(writes)), listens
+        self.uses = tuple(uses)
 
     def __call__(self, values: Mapping[str, Any]) -> dict[str, Any]:
         self.check_mode()
