@@ -16,6 +16,7 @@ from everstep.pipeline.advise import advise
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
 from everstep.pipeline.engine.stage import OUTPUT, StageModule
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.alike import alike
 from everstep.pipeline.frontend.placement import complete
 from everstep.pipeline.frontend.record import Untraceable
 from everstep.pipeline.frontend.split import node_modules
@@ -34,7 +35,7 @@ from everstep.pipeline.transport.grid import Grid
 _log = logging.getLogger("everstep.pipeline")
 
 Costs = Literal["measured", "counted"]
-_REPEATS, _WARMUP = 5, 2
+_REPEATS, _WARMUP, _SECONDS = 5, 2, 2.0
 _TARGETS = "targets:"  # beside the arguments, of which none has such a name
 _MESSAGE = 1 << 16, 8 << 20  # bytes: links are measured with messages as large as the values, within these
 
@@ -107,7 +108,8 @@ def plan(
             name: WithLoss(node, lambda output: loss(output, own)) if OUTPUT in node.outputs else node
             for name, node in nodes.items()
         }
-    profile = _profile(found.graph, nodes, batch, place, costs, precision)
+    groups = alike(found) if isinstance(found, Traced) else ()
+    profile = _profile(found.graph, nodes, groups, batch, place, costs, precision)
 
     def solved() -> str:
         made = _solved(found, profile, wish, mark, stage_of)
@@ -135,6 +137,7 @@ def microbatch(example: Mapping[str, Any], wish: Wish, whole: Collection[str] = 
 def _profile(
     graph: Graph,
     nodes: Mapping[str, StageModule],
+    groups: Sequence[Sequence[str]],
     batch: Mapping[str, Any],
     place: Place,
     costs: Costs,
@@ -150,9 +153,11 @@ def _profile(
             nodes,
             batch,
             device=place.device,
+            groups=groups,
             repeats=_REPEATS,
             warmup=_WARMUP,
-            wait=place.control.barrier,
+            seconds=_SECONDS,
+            agree=place.control.any,
         )
     largest = max((node.output for node in own.graph.nodes), default=0)
     size = min(max(largest, _MESSAGE[0]), _MESSAGE[1])

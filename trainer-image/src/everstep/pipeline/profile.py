@@ -8,6 +8,7 @@ and random numbers are afterwards what they were.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median, quantiles
@@ -23,6 +24,7 @@ from everstep.pipeline.profile_runs import Cost, clock, copy_of, of_nothing, run
 from everstep.pipeline.transport.devices import with_index
 
 TOGETHER = 1 << 30  # bytes of weights, gradients and activations that are on the device to be measured
+EACH = 3  # nodes of those that do the same work that are timed
 
 
 def measure(
@@ -31,15 +33,31 @@ def measure(
     inputs: Mapping[str, Any],
     *,
     device: Any = "cpu",
+    groups: Sequence[Sequence[str]] = (),
     repeats: int = 7,
     warmup: int = 2,
-    wait: Callable[[], object] = lambda: None,
+    seconds: float = math.inf,
+    agree: Callable[[bool], bool] = bool,
 ) -> Profile:
-    """The graph with medians of `repeats` times and with bytes, for micro-batches like `inputs`, on `device`.
+    """Measure the nodes of a graph, with values that they have for a real batch.
 
     Nodes are measured together as far as `TOGETHER` allows; their weights are lent to the device meanwhile, and what is
-    on the meta device gets random numbers. `wait` is called before each run of them: a barrier of all ranks makes each
-    measure while the others are busy too.
+    on the meta device gets random numbers.
+
+    Args:
+        graph: Of the model.
+        nodes: Each node as a stage; those of the graph that are missing cost nothing.
+        inputs: Of a micro-batch, by the names of the model's arguments.
+        device: Where they run.
+        groups: Nodes that do the same work, as `alike` finds them. Of each, `EACH` are timed, and stand for all.
+        repeats: Times of each, of which the medians count.
+        warmup: Runs before them, which do not.
+        seconds: For repeats of nodes that are measured together; some are made however long it takes.
+        agree: Whether one rank says so, by what this one says. It is called before each repeat: where all ranks wait in
+            it for each other, each measures while the others are busy too.
+
+    Returns:
+        The graph with times and bytes.
     """
     target = with_index(device)
     timer = clock(target)
@@ -49,6 +67,8 @@ def measure(
     kept: set[int] = set()  # memory that an earlier node keeps for its backward
     costs: dict[str, Cost] = {}
     named = [node.name for node in graph.nodes if node.name in nodes]
+    timed = {name: _some([each for each in group if each in nodes]) for group in groups for name in group}
+    chosen = {each for some in timed.values() for each in some}
     window, size = dict[str, StageModule](), 0
     with torch.random.fork_rng([target.index] if target.type == "cuda" else []):
         for name in named:
@@ -59,18 +79,29 @@ def measure(
             values |= made
             size += 2 * sum(map(_bytes, module.module.parameters())) + costs[name].activation
             if size > TOGETHER or name == named[-1]:
+                running = {each: node for each, node in window.items() if each in chosen or each not in timed}
                 with contextlib.ExitStack() as stack:
-                    for each in window.values():
-                        stack.enter_context(lent(each.module, target))
-                    run(window, values, costs, timer, repeats=repeats, warmup=warmup, wait=wait)
+                    for node in running.values():
+                        stack.enter_context(lent(node.module, target))
+                    run(running, values, costs, timer, repeats=repeats, warmup=warmup, seconds=seconds, agree=agree)
                 torch.clear_autocast_cache()
                 done = {each for module in window.values() for each in module.inputs if last[each] in window}
                 values = {each: value for each, value in values.items() if each not in done}
                 window, size = {}, 0
     for cost in costs.values():
         cost.less(nothing)
+    for name, some in timed.items():
+        if name not in chosen:
+            costs[name].take([costs[each] for each in some])
     gpu = torch.cuda.get_device_properties(target) if target.type == "cuda" else None
     return profile_of(graph, costs, inputs, gpu.name if gpu else target.type, gpu.total_memory if gpu else None)
+
+
+def _some(group: Sequence[str]) -> Sequence[str]:
+    """The first, the last, and as many between them as are timed."""
+    if len(group) <= EACH:
+        return group
+    return [group[index * (len(group) - 1) // (EACH - 1)] for index in range(EACH)]
 
 
 class WithLoss:

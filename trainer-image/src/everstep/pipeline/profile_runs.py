@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -16,6 +17,7 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.engine.split import Deferred, input_grad
 from everstep.pipeline.engine.stage import StageModule, why_not_split
 
+FEWEST = 3
 Timer = Callable[[Callable[[], Any]], tuple[Any, float]]  # (result, seconds)
 
 
@@ -31,6 +33,14 @@ class Cost:
     activation: int = 0
     cast: int = 0
     sizes: dict[str, int] = field(default_factory=dict)
+
+    def take(self, others: Sequence[Cost]) -> None:
+        """Take the times of other nodes, which do the same."""
+        for other in others:
+            self.forward += other.forward
+            self.backward += other.backward
+            self.input_grad += other.input_grad
+            self.weight_grad += other.weight_grad
 
     def less(self, nothing: Cost) -> None:
         """Without what a node takes that does nothing: in a stage, nodes are not begun and timed one by one."""
@@ -50,16 +60,22 @@ def run(
     *,
     repeats: int = 1,
     warmup: int = 0,
-    wait: Callable[[], object] = lambda: None,
+    seconds: float = math.inf,
+    agree: Callable[[bool], bool] = bool,
 ) -> None:
     """Micro-batches by turns with a backward at once and in two parts, whose times `costs` gets.
 
     A forward is done before the backward of the micro-batch before, as in a step. Where all memory is free in between,
-    the system takes it back, and getting it anew would be a part of the times.
+    the system takes it back, and getting it anew would be a part of the times. After `seconds` no more is run than is
+    needed: once to warm up, and `FEWEST` repeats. `agree`, before each: whether any rank has come to say so.
     """
     before: list[_Run] = []
+    began = time.monotonic()
     for attempt in range(warmup + repeats):
-        wait()
+        if agree(time.monotonic() - began > seconds):
+            warmup = min(warmup, max(attempt, 1))
+            if attempt >= warmup + FEWEST:
+                break
         for split in (False, True):
             kept = costs if attempt >= warmup else {}
             runs = [_Run(module, values, kept.get(name) or Cost(), timer, split) for name, module in nodes.items()]

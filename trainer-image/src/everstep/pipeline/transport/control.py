@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from everstep.pipeline.errors import Everywhere
@@ -50,6 +51,13 @@ class Control:
         end; so all meet before."""
         with self.explained():
             dist.barrier(group=self.group)
+
+    def any(self, flag: bool) -> bool:
+        """Whether one process says so, when all have come here."""
+        found = torch.tensor(int(flag))
+        with self.explained():
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        return bool(found)
 
     def gather(self, item: Any) -> list[Any]:
         """Those of all processes."""
