@@ -173,7 +173,8 @@ async def test_a_set_is_kept_while_an_autoscaler_makes_a_node_for_it(
         made.queue.add(key)
 
         async def asked() -> bool:
-            return key in made.reconciler._scale_up
+            memory = made.reconciler._memories.get(key)
+            return memory is not None and memory.scale_up_at is not None
 
         await until(asked, "the autoscaler's word is known")
         for _ in range(3):
