@@ -21,6 +21,7 @@ from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.plain import StatefulObject, Value
 from everstep.checkpoint.state.steps import has_hooked_steps
+from everstep.checkpoint.state.zero_redundancy import ZeroRedundancyObject, is_zero_redundancy
 from everstep.checkpoint.values import check_size, pack
 
 __all__ = ["RANK", "Flat", "bind", "coming", "flatten", "local", "of_optimizers"]
@@ -158,7 +159,8 @@ def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -
             continue
         if isinstance(inner, torch.optim.Optimizer):
             own = names.join(RANK, str(rank), names.segment(name))
-            optimizers.append(OptimizerObject(prefixes[name], inner, _unlike(inner, known), own))
+            kind = ZeroRedundancyObject if is_zero_redundancy(inner) else OptimizerObject
+            optimizers.append(kind(prefixes[name], inner, _unlike(inner, known), own))
         elif isinstance(inner, Stateful):
             others.append(StatefulObject(prefixes[name], inner, step))
         elif _immutable(inner):
