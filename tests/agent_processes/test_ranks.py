@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import shlex
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from .node import Node
+from .node import SOURCE, Node
 from .test_cleanup import needs_root
 
 pytestmark = pytest.mark.integration
@@ -171,6 +172,24 @@ async def test_signals_are_forwarded_to_every_rank(tmp_path: Path) -> None:
         for rank in (0, 1):
             await node.event("RankExited", rank=rank)
         await node.until(lambda: node.logged().count("got it") == 2, "answer of both")
+
+
+def test_a_rank_that_was_forked_by_an_agent_that_is_gone_does_not_run() -> None:
+    """Killed between the fork and the rank's wish to die with it: nothing would ever end that rank."""
+    script = (
+        "import asyncio, os, sys, time\n"
+        "sys.path.insert(0, sys.argv[1])\n"
+        "from everstep.agent.processes import Processes\n"
+        "async def main():\n"
+        "    agent, prepare = os.getpid(), Processes(owns_pod=False)._die_with_parent()\n"
+        "    if os.fork() == 0:\n"
+        "        while os.getppid() == agent: time.sleep(0.001)\n"
+        "        prepare(); os.write(1, b'runs'); os._exit(0)\n"
+        "    os._exit(0)\n"
+        "asyncio.run(main())\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", script, str(SOURCE)], stdout=subprocess.PIPE, timeout=60, check=True)
+    assert ended.stdout == b""
 
 
 async def test_the_ranks_die_with_a_killed_agent(tmp_path: Path) -> None:

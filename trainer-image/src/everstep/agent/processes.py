@@ -256,10 +256,16 @@ class Processes:
 
     def _die_with_parent(self) -> Callable[[], object] | None:
         """In a pod the kernel ends everybody with PID 1. Elsewhere a killed agent must not leave ranks behind."""
-        prctl = self._prctl
+        prctl, agent = self._prctl, os.getpid()
         if prctl is None:
             return None
-        return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+        def die_with_parent() -> None:
+            prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != agent:  # it was killed before, and no signal comes any more
+                os._exit(1)
+
+        return die_with_parent
 
 
 def undumpable() -> None:
