@@ -92,7 +92,7 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
         if name == "kill_daemon":
             return supervisor.kill_daemon(values["daemon"])
         if name == "signal":
-            return supervisor.signal(values["signum"])
+            return len(await supervisor.signal(values["signum"]))
         if name == "gpus":
             devices = await supervisor.gpus()
             return None if devices is None else [dataclasses.asdict(d) for d in devices]

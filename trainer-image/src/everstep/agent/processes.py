@@ -13,6 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Callable
 
+from .threads import in_thread_if_possible
+
 _SHELLS = frozenset(("sh", "bash", "dash", "ash", "busybox", "zsh", "ksh"))
 _MAX_ENDED = 4096  # PIDs that are remembered; a node hardly runs more processes at a time
 _PR_SET_PDEATHSIG = 1
@@ -169,26 +171,26 @@ class Processes:
             if child is not None:
                 child._ended(status)
 
-    def forward(self, process: Process, signum: int) -> list[int]:
-        """Send a signal to a process and, where that passes it on to nobody, to what it runs.
+    async def forward(self, processes: Iterable[Process], signum: int) -> set[int]:
+        """Send a signal to processes and, where one passes it on to nobody, to what it runs.
 
         Shells pass no signals on, and a launcher without a handler (`accelerate launch` of one process) cannot: it dies
         at once, and what it ran goes on, to which a stop is told as well. Not to the whole group: data loader workers
         that die of a TERM would fail the checkpoint that their parent, which has a handler, writes because of it.
 
         Args:
-            process: One that was started here.
+            processes: Some that were started here.
             signum: The signal.
 
         Returns:
-            Who heard it.
+            The PIDs of those that heard it.
         """
-        if process.status is not None:
-            return []
-        heard = _audience(process.pid, signum)
-        for pid in heard:
-            _kill(pid, signum)
-        return heard
+        first = {process.pid: process for process in processes if process.status is None}
+        heard = await in_thread_if_possible(lambda: _audience(first, signum), "look-at-processes")
+        for pid in heard:  # all in one go: nobody who cancels this may send it to some of them again
+            if pid not in first or first[pid].status is None:
+                _kill(pid, signum)
+        return set(heard)
 
     def living(self, pids: Iterable[int]) -> set[int]:
         """Those of `pids` that have not ended. Orphans are ours to reap, so what is left as a zombie is not ours."""
@@ -219,7 +221,7 @@ class Processes:
         (monotonic)."""
         pause = 0.001
         while True:
-            left = self._others()
+            left = await in_thread_if_possible(self._others, "look-at-processes")  # there may be thousands
             if not left:
                 return None
             if time.monotonic() > deadline:
@@ -238,15 +240,13 @@ class Processes:
     def _others(self) -> list[int]:
         """Living processes that must go. Zombies of other parents count too: they hold GPU and memory contexts until
         their last thread is gone, and vanish with their parents."""
-        parents = _parents()
         me = os.getpid()
         if self._owns_pod:
+            parents = _parents()
             ours = [pid for pid in parents if pid != me and _is_in_our_container(pid)]
             self._has_guests = len(ours) < len(parents) - (me in parents)
             return ours
-        children: dict[int, list[int]] = {}
-        for pid, parent in parents.items():
-            children.setdefault(parent, []).append(pid)
+        children = _children()
         found, queue = [], [me]
         while queue:
             below = children.get(queue.pop(), [])
@@ -332,9 +332,16 @@ def _parents() -> dict[int, int]:
     return parents
 
 
-def _audience(pid: int, signum: int) -> list[int]:
-    found, queue = [], [pid]
-    parents: dict[int, int] | None = None
+def _children() -> dict[int, list[int]]:
+    children: dict[int, list[int]] = {}
+    for pid, parent in _parents().items():
+        children.setdefault(parent, []).append(pid)
+    return children
+
+
+def _audience(pids: Iterable[int], signum: int) -> list[int]:
+    found, queue = [], list(pids)
+    children: dict[int, list[int]] | None = None
     while queue:
         current = queue.pop()
         stat = _stat(current)
@@ -342,8 +349,8 @@ def _audience(pid: int, signum: int) -> list[int]:
             continue
         found.append(current)
         if stat[0] in _SHELLS or _program(current) in _SHELLS or not _expects(current, signum):
-            parents = _parents() if parents is None else parents
-            queue += [child for child, parent in parents.items() if parent == current]
+            children = _children() if children is None else children
+            queue += children.get(current, [])
     return found
 
 

@@ -81,9 +81,6 @@ class Rank:
         finally:
             self._output.opened()
 
-    def forward(self, signum: int) -> list[int]:
-        return self._node.processes.forward(self.process, signum) if self.process is not None else []
-
     def kill(self) -> None:
         if self.process is not None:
             self._node.processes.kill_group(self.process)

@@ -162,10 +162,9 @@ class Supervisor:
                 left = await self._wait_for_gpus(deadline)
             return left
 
-    def signal(self, signum: int) -> None:
-        """Forwards a signal to all ranks."""
-        for rank in self._ranks:
-            rank.forward(signum)
+    async def signal(self, signum: int) -> set[int]:
+        """Forward a signal to all ranks; the PIDs of those that heard it, see Processes.forward."""
+        return await self._processes.forward([rank.process for rank in self._ranks if rank.process], signum)
 
     async def spawn(self, daemon: str, argv: list[str], env: dict[str, str]) -> None:
         """A launcher's daemon on this node; DaemonOutput and one DaemonExited follow, also when it cannot start."""
@@ -207,7 +206,7 @@ class Supervisor:
         A stop may be given up for one with less grace. Scripts take a second TERM for impatience, so there is only one.
         """
         if self._heard is None:
-            self._heard = {pid for rank in self._ranks for pid in rank.forward(signal.SIGTERM)}
+            self._heard = await self.signal(signal.SIGTERM)
         heard = self._heard
         deadline = time.monotonic() + grace
         pause = 0.005

@@ -50,3 +50,19 @@ async def in_thread(work: Callable[[], _T], name: str) -> _T:
     except RuntimeError as error:
         raise BlockingIOError(errno.EAGAIN, str(error)) from error
     return await answer
+
+
+async def in_thread_if_possible(work: Callable[[], _T], name: str) -> _T:
+    """Run `work` in a thread; where the pod may start no more threads, the loop has to wait.
+
+    Args:
+        work: A function that blocks, but not for long.
+        name: The thread's.
+
+    Returns:
+        Its result.
+    """
+    try:
+        return await in_thread(work, name)
+    except BlockingIOError:
+        return work()

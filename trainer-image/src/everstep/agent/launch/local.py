@@ -11,6 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any, Callable
 
+from everstep.agent.faults import naming
+
 _MAX_REQUEST = 8 * 1024 * 1024  # an environment has at most 128 KiB a variable, and hardly more than that in all
 # Any process of the user may connect, and say what is no request, or one whose fields are of no use.
 _NO_REQUEST = (ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
@@ -93,7 +95,8 @@ class LocalServer:
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._socket.bind(str(self.path))
+        with naming(self.path):
+            self._socket.bind(str(self.path))
         self.path.chmod(0o600)
         self._socket.listen(1024)  # all ranks of a node come at once
         self._socket.setblocking(False)

@@ -154,7 +154,8 @@ class Session:
     def _shim(self) -> Path:
         """A file, since Hydra takes a path without arguments, and Open MPI splits at blanks and colons."""
         path = self._scratch / "rsh"
-        path.write_text(f'#!/bin/sh\nexec {shlex.join([*self._this, "rsh"])} "$@"\n')
+        with faults.naming(path):
+            path.write_text(f'#!/bin/sh\nexec {shlex.join([*self._this, "rsh"])} "$@"\n')
         path.chmod(0o700)
         return path
 
