@@ -122,6 +122,25 @@ def test_a_mistake_in_a_callback_ends_the_agent(tmp_path: Path) -> None:
         assert word["message"].startswith("the agent failed: ZeroDivisionError")
 
 
+def test_a_connection_that_breaks_before_it_is_accepted_ends_no_agent(tmp_path: Path) -> None:
+    """accept() passes on what has happened to it (EPROTO, EHOSTUNREACH); anybody may have made that connection."""
+    patch = (
+        "import sys; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[1:]\n"
+        "import errno, socket\n"
+        "from everstep.agent.main import main\n"
+        "accept, failed = socket.socket.accept, []\n"
+        "def broken(self):\n"
+        "    if failed: return accept(self)\n"
+        "    failed.append(1); raise OSError(errno.EPROTO, 'Protocol error')\n"
+        "socket.socket.accept = broken\n"
+        "sys.exit(main(sys.argv[1:]))\n"
+    )
+    python = wrapper(tmp_path / "bin", 0, f"""p=$1; shift 3; exec "$p" -I -S -c {shlex.quote(patch)} "$@" """)
+    with Laptop(tmp_path / "job", ["sleep", "600"], nodes=1, python=python) as job:
+        job.until(lambda s: s["phase"] == "running", "the ranks")
+        assert "Protocol error" in job.log(0)
+
+
 def test_a_limit_of_threads_leaves_a_last_word(tmp_path: Path) -> None:
     patch = (
         "import sys; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[1:]\n"

@@ -209,10 +209,20 @@ class _Agent:
 def _mistake(node: Node, context: dict[str, Any]) -> None:
     """What the event loop could not deliver to anybody. A callback that failed may have lost the exit of a rank."""
     error = context.get("exception")
-    if isinstance(error, Exception) and "handle" in context:
+    if isinstance(error, Exception) and "handle" in context and _is_ours(error):
         node.crash(error)
-    else:  # a connection of some stranger's, or one that could not be accepted
+    else:  # a connection of some stranger's, or one that broke before it was accepted
         say(f"{context.get('message', 'a mistake')}: {error!r}")
+
+
+def _is_ours(error: Exception) -> bool:
+    """Tell whether it came through the agent's own code: asyncio's callbacks pass on what the network does to them."""
+    trace = error.__traceback__
+    while trace is not None:
+        if str(trace.tb_frame.f_globals.get("__name__")).startswith("everstep.agent."):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 async def _nowhere(index: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:
