@@ -16,6 +16,7 @@ from everstep.pipeline.engine.microbatch import Parts, batch_size, bounds, split
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.check import as_before, compare, mixing
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.stages import StageModule
@@ -35,14 +36,20 @@ Ran = tuple[Any, Part]  # an output, and its loss
 
 
 def compare_stages(
-    model: nn.Module, found: Traced | Tree, parts: Sequence[StageModule], batch: Mapping[str, Any]
+    model: nn.Module,
+    found: Traced | Tree,
+    parts: Sequence[StageModule],
+    batch: Mapping[str, Any],
+    autocast: torch.dtype | None = None,
 ) -> str:
-    """Compares the stages with the model, where that has weights here. There is nothing to tell: else it is refused."""
+    """Compares the stages with the model, where that has weights here, under the `autocast` of the steps. There is
+    nothing to tell: else it is refused."""
     tensors = [*model.parameters(), *model.buffers(), *tensors_of(dict(batch))]
     if any(each.device.type == "meta" for each in tensors) or not Arguments(model).fits(batch):
         return ""
     batch = map_tensors(dict(batch), lambda tensor: tensor.to(tensors[0].device))
-    tolerance = max(_TOLERANCE.get(each.dtype, 0.0) for each in tensors)
+    types = [each.dtype for each in tensors] + ([] if autocast is None else [autocast])
+    tolerance = max(_TOLERANCE.get(each, 0.0) for each in types)
     modules = {each for whole in (model, *(part.module for part in parts)) for each in whole.modules()}
     flags = {each: each.training for each in modules}
     # Dropout draws in the order of the stages, in the engine by names: what is compared must draw nothing.
@@ -50,7 +57,8 @@ def compare_stages(
     try:
         for each in modules if quiet else ():
             each.training = False
-        compare(model, parts, batch, _projected, tolerance=tolerance)
+        with casting_to(autocast, tensors[0].device.type):
+            compare(model, parts, batch, _projected, tolerance=tolerance)
     except torch.OutOfMemoryError:
         _log.warning("the stages were not compared with the model: there is no room for both")
     finally:
@@ -252,7 +260,8 @@ def _means(at_once: Part, made: Sequence[Part]) -> tuple[float, float, float]:
 def _evaluating(model: nn.Module) -> Iterator[None]:
     flags = {each: each.training for each in model.modules()}
     try:
-        model.eval()
+        for each in flags:  # not by `eval`: one of a model's own may do more, which nothing would undo
+            each.training = False
         yield
     finally:
         for each, flag in flags.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +13,14 @@ from torch import nn
 
 from everstep.pipeline.advise import advise
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
-from everstep.pipeline.engine.stage import OUTPUT, StageModule
+from everstep.pipeline.engine.stage import OUTPUT, StageModule, why_not_split
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.alike import alike
+from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.placement import complete
 from everstep.pipeline.frontend.record import Untraceable
 from everstep.pipeline.frontend.split import node_modules
+from everstep.pipeline.frontend.stages import StageModule as Part
 from everstep.pipeline.frontend.trace import Traced, trace
 from everstep.pipeline.frontend.tree import Tree, tree
 from everstep.pipeline.graph import Device, Graph, Link, Profile, stage_graph, worst
@@ -28,7 +29,7 @@ from everstep.pipeline.planning import AUTO, Wish, scaled, solve, solve_again
 from everstep.pipeline.profile import WithLoss, measure
 from everstep.pipeline.profile_counted import count
 from everstep.pipeline.profile_links import measure_links, together
-from everstep.pipeline.schedules import ALIASES, NAMES, Schedule, dump, make
+from everstep.pipeline.schedules import ALIASES, NAMES, Kind, Schedule, dump, make
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.grid import Grid
 
@@ -55,13 +56,15 @@ def look_into(
     example: Mapping[str, Any],
     blocks: Sequence[str | nn.Module] | None,
     whole: Collection[str] = (),
+    *,
+    autocast: torch.dtype | None = None,
 ) -> Traced | Tree:
-    """What can be cut: the traced model, or the chain of `blocks`. `whole`: arguments without samples. PipelineError
-    with the reasons if neither can be."""
+    """What can be cut: the traced model, or the chain of `blocks`. `whole`: arguments without samples; `autocast`: the
+    type to which steps cast. PipelineError with the reasons if neither can be."""
     if blocks is not None:
         return tree(model, blocks)
     try:
-        return trace(model, example, whole)
+        return trace(model, example, whole, autocast=autocast)
     except Untraceable as reason:
         try:
             found = tree(model, reason=str(reason))
@@ -80,7 +83,7 @@ def plan(
     *,
     stage_of: Mapping[str, int] | None = None,
     costs: Costs = "measured",
-    precision: str = "full",
+    autocast: torch.dtype | None = None,
     path: Path | None = None,
     aim: bool = True,
     loss: Callable[[Any, Any], Any] | None = None,
@@ -92,8 +95,9 @@ def plan(
     is new.
 
     `stage_of`: by hand, whatever the partition would say. `aim`: the plan that is there must be made for the wish's
-    objective; who asked for none, or for this very file, takes it whatever it was made for. `loss`, a scalar of an
-    output and targets, is measured if the example's targets are here. PipelineError on all ranks.
+    objective; who asked for none, or for this very file, takes it whatever it was made for. `autocast`: the type to
+    which steps cast. `loss`, a scalar of an output and targets, is measured if the example's targets are here.
+    PipelineError on all ranks.
     """
     mark = fingerprint((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
     first = place.control.first
@@ -109,7 +113,7 @@ def plan(
             for name, node in nodes.items()
         }
     groups = alike(found) if isinstance(found, Traced) else ()
-    profile = _profile(found.graph, nodes, groups, batch, place, costs, precision)
+    profile = _profile(found.graph, nodes, groups, batch, place, costs, autocast)
 
     def solved() -> str:
         made = _solved(found, profile, wish, mark, stage_of)
@@ -141,13 +145,12 @@ def _profile(
     batch: Mapping[str, Any],
     place: Place,
     costs: Costs,
-    precision: str,
+    autocast: torch.dtype | None,
 ) -> Profile:
     if costs == "counted":
-        return Profile.from_json(place.control.first(lambda: count(graph, nodes, batch).to_json()))
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
-    around = torch.autocast(place.device.type, dtype) if dtype is not None else contextlib.nullcontext()
-    with around:
+        with casting_to(autocast, "cpu"):
+            return Profile.from_json(place.control.first(lambda: count(graph, nodes, batch).to_json()))
+    with casting_to(autocast, place.device.type):
         own = measure(
             graph,
             nodes,
@@ -165,6 +168,28 @@ def _profile(
     with place.control.explained():
         links = measure_links(group, device=device, large=size)
         return of_one_pipeline(together(own, links, place.control.group), place.grid)
+
+
+def require_file(path: Path | None) -> str:
+    """PipelineError if the file of a plan that is to be read is not there; nothing is told."""
+    if path is None or not path.is_file():
+        raise PipelineError(f"the plan is to be read from {path or 'a file'}, which is not there")
+    return ""
+
+
+def with_full_backwards(made: Plan, parts: Sequence[Part]) -> Plan:
+    """With a full backward for stages that cannot split theirs."""
+    whole = {part.index: why for part in parts if (why := why_not_split(part)) is not None}
+    asked = {a.stage for actions in made.actions.ranks for a in actions if a.kind is Kind.INPUT_GRAD}
+    if not asked & whole.keys():
+        return made
+    if "\n" in made.schedule:
+        stage = min(asked & whole.keys())
+        raise PipelineError(f"the schedule splits the backward of stage {stage}, which cannot be: {whole[stage]}")
+    for stage in sorted(asked & whole.keys()):
+        _log.info("stage %d does its backward at once: %s", stage, whole[stage])
+    made = replace(made, split=tuple(sorted(set(range(len(parts))) - whole.keys())))
+    return replace(made, prediction=made.predict())
 
 
 def of_one_pipeline(profile: Profile, grid: Grid) -> Profile:

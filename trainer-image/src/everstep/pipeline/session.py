@@ -20,12 +20,12 @@ from everstep.pipeline.engine.losses import Loss, evaluate
 from everstep.pipeline.engine.microbatch import batch_size
 from everstep.pipeline.engine.nested import map_tensors
 from everstep.pipeline.engine.options import Options
-from everstep.pipeline.engine.stage import why_not_split
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import FixedAttributes
+from everstep.pipeline.frontend.autocast import autocast_of, refuse_other_autocast
 from everstep.pipeline.frontend.materialise import Seeded, Source, materialise
-from everstep.pipeline.frontend.skeleton import joined
+from everstep.pipeline.frontend.skeleton import follow_modes, joined
 from everstep.pipeline.frontend.split import split
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
@@ -36,8 +36,8 @@ from everstep.pipeline.joining import agreed, by_nccl, known, place, watched, wh
 from everstep.pipeline.partition.solve import Objective
 from everstep.pipeline.plan import WORDS, Plan
 from everstep.pipeline.planning import Wish
-from everstep.pipeline.prepare import Costs, Place, look_into, microbatch, plan
-from everstep.pipeline.schedules import Kind, Schedule
+from everstep.pipeline.prepare import Costs, Place, look_into, microbatch, plan, require_file, with_full_backwards
+from everstep.pipeline.schedules import Schedule
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.gloo import ProcessGroups
 from everstep.pipeline.transport.grid import Grid
@@ -163,11 +163,13 @@ def pipeline(
         arguments, named, here, wish = control.all(asked_for)
         here = replace(here, nccl=by_nccl(here))
         if asked["plan_from"] == "file":
-            control.first(lambda: _must_be(path))
+            control.first(lambda: require_file(path))
         how = options.get("precision", "full")
 
+        cast = autocast_of(how, here.device.type)
+
         def looked_into() -> Traced | Tree:
-            found = look_into(model, named, blocks, uncut)
+            found = look_into(model, named, blocks, uncut, autocast=cast)
             if isinstance(found, Traced):
                 refuse_half_regions(found.record, how)
             return found
@@ -175,7 +177,7 @@ def pipeline(
         found = control.all(looked_into)
         weight = options.get("loss_weight")
         made = plan(
-            model, found, named, wish, here, stage_of=stage_of, costs=costs, precision=how, path=path,
+            model, found, named, wish, here, stage_of=stage_of, costs=costs, autocast=cast, path=path,
             aim=asked["optimize"] is not None and asked["plan_from"] == "profile",
             loss=lambda output, own: evaluate(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
             whole=uncut,
@@ -183,12 +185,12 @@ def pipeline(
 
         def cut() -> tuple[Plan, Sequence[StageModule], Schedule]:
             parts = split(found, made.stage_of)
-            fitted = _unsplit(made, parts)
+            fitted = with_full_backwards(made, parts)
             return fitted, parts, fitted.prove()
 
         made, parts, actions = control.all(cut)
         if check:
-            control.first(lambda: compare_stages(model, found, parts, microbatch(named, wish, uncut)))
+            control.first(lambda: compare_stages(model, found, parts, microbatch(named, wish, uncut), cast))
         trained = loss
         if check and made.microbatches * here.grid.replicas > 1:
             if targets is None:
@@ -213,7 +215,7 @@ def pipeline(
         again = frozenset(range(len(parts)) if recompute is True else recompute or ())
         engine = Engine(own, actions, made.stages, transport, trained, Options(recompute=again, **options))
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-        fixed = FixedAttributes(model, found.attributes) if isinstance(found, Traced) else None
+        fixed = FixedAttributes(model, found.attributes, cast) if isinstance(found, Traced) else None
         if heart is not None:
             engine.watch = heart
             heart.follow(lambda: engine.progress, lambda: engine.passes)
@@ -246,6 +248,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         self._arguments, self._shapes, self._control = arguments, dict(shapes), control
         self._stages = dict(stages)
         part = joined([stage.module for stage in stages.values()])
+        self._part = (part,)  # no module of this one, which has its modules as its own
         self.training = part.training
         # Its modules are this module's own, so that all names are those of the model; what they are called must not
         # meet this class's attributes, as it would if they were set one by one.
@@ -307,11 +310,15 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         return self.engine.clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of all modules here; all processes do the same."""
-        super().train(mode)
-        for stage in self._stages.values():
-            stage.module.train(mode)
+        """Sets the mode of all modules here, as the model's own `train` would; all processes do the same."""
+        self._part[0].train(mode)
+        self._follow_modes()  # and before each step, as a script may set the mode of any module that it finds here
         return self
+
+    def _follow_modes(self) -> None:
+        (part,) = self._part
+        self.training = part.training
+        follow_modes([stage.module for stage in self._stages.values()], part)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """A pipeline gives no output where it is called."""
@@ -357,13 +364,15 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         )
 
     def _read(self, batch: Any, targets: Any) -> tuple[Any, Any]:
-        device = self.engine.transport.device
+        device, precision = self.engine.transport.device, self.engine.options.precision
         try:
+            refuse_half_autocast(device, precision)
+            self._follow_modes()
             for stage in self._stages.values():
                 stage.check_mode()
             if self._fixed is not None:
                 self._fixed.check()
-            refuse_half_autocast(device, self.engine.options.precision)
+                refuse_other_autocast(self._fixed.autocast, precision, device.type)
         except PipelineError as error:
             return error, None  # told to all, when they agree on the step
 
@@ -384,27 +393,6 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
 def _module(model: nn.Module, block: str | nn.Module) -> nn.Module:
     found: nn.Module = model.get_submodule(block) if isinstance(block, str) else block
     return found
-
-
-def _must_be(path: Path | None) -> str:
-    if path is None or not path.is_file():
-        raise PipelineError(f"the plan is to be read from {path or 'a file'}, which is not there")
-    return ""
-
-
-def _unsplit(made: Plan, parts: Sequence[StageModule]) -> Plan:
-    """With a full backward for stages that cannot split theirs."""
-    whole = {part.index: why for part in parts if (why := why_not_split(part)) is not None}
-    asked = {a.stage for actions in made.actions.ranks for a in actions if a.kind is Kind.INPUT_GRAD}
-    if not asked & whole.keys():
-        return made
-    if "\n" in made.schedule:
-        stage = min(asked & whole.keys())
-        raise PipelineError(f"the schedule splits the backward of stage {stage}, which cannot be: {whole[stage]}")
-    for stage in sorted(asked & whole.keys()):
-        _log.info("stage %d does its backward at once: %s", stage, whole[stage])
-    made = replace(made, split=tuple(sorted(set(range(len(parts))) - whole.keys())))
-    return replace(made, prediction=made.predict())
 
 
 def _in_order(error: BaseException) -> bool:

@@ -28,6 +28,7 @@ from everstep.pipeline.engine.scaling import LossScale, Scaled, scale
 from everstep.pipeline.engine.stage import Listen, Ran, Stage, StageModule, why_not_split
 from everstep.pipeline.engine.values import Gradients, Values
 from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.autocast import autocast_of, casting_to
 from everstep.pipeline.frontend.gradients import has_hooks, without_hooks
 from everstep.pipeline.graph import StageGraph
 from everstep.pipeline.schedules import Action, Kind, Limits, Rendezvous, Schedule, validate
@@ -340,8 +341,8 @@ class Engine:
                 stack.callback(self._statistics.end)
             if self.options.precision != "full":
                 self._versions = forget_stale_casts(self.parameters.own, self._versions)
-                dtype = torch.bfloat16 if self.options.precision == "bf16" else torch.float16
-                stack.enter_context(torch.autocast(self.transport.device.type, dtype))
+                kind = self.transport.device.type
+                stack.enter_context(casting_to(autocast_of(self.options.precision, kind), kind))
             if self._training and index in self.options.offload:
                 stack.enter_context(torch.autograd.graph.save_on_cpu(pin_memory=self.transport.device.type == "cuda"))
             yield

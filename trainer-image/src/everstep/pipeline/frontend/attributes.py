@@ -81,9 +81,10 @@ class AttributeReads:
 
 
 class FixedAttributes:
-    """The attributes that a cut has fixed, and what they were."""
+    """The attributes that a cut has fixed, and what they were; `autocast`, the type to which all was cast meanwhile."""
 
-    def __init__(self, model: nn.Module, values: Mapping[Key, Any]) -> None:
+    def __init__(self, model: nn.Module, values: Mapping[Key, Any], autocast: torch.dtype | None = None) -> None:
+        self.autocast = autocast
         self._held = [(path, name, model.get_submodule(path), value) for (path, name), value in values.items()]
         self._stand_ins: list[tuple[str, str, nn.Module, Any]] = []
 

@@ -93,7 +93,8 @@ def mixing(nodes: Mapping[str, StageModule], inputs: Mapping[str, Any], model: n
         with as_before(model), torch.no_grad():
             values = {INPUT + name: value for name, value in inputs.items()}
             for name, node in nodes.items():
-                node.module.eval()
+                for each in node.module.modules():  # not by `eval`: one of a model's own may do more
+                    each.training = False
                 # Copies, since a node may change in place what it is given.
                 given = {key: pytree.tree_map(_copy, values[key]) for key in node.inputs}
                 parts = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -11,6 +11,32 @@ from torch import nn
 
 class Skeleton(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
     """Stands for a module of which a stage has only a part; it holds that part, and is not called."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self.training = original.training
+        # Only where it is needed, since it keeps the other parts alive; in a tuple, as it is no module of this one.
+        self._with_own_train: tuple[nn.Module, ...] = ()
+        if isinstance(original, Skeleton):
+            self._with_own_train = original._with_own_train
+        elif type(original).train is not nn.Module.train:
+            self._with_own_train = (original,)
+
+    def train(self, mode: bool = True) -> Self:
+        """Set the mode as the module for which it stands does, which may keep some of what is in it in another."""
+        if not self._with_own_train:
+            super().train(mode)
+            return self
+        (original,) = self._with_own_train
+        original.train(mode)
+        for name, each in self.named_modules():
+            if isinstance(each, Skeleton):
+                each.training = original.get_submodule(name).training
+        for each in self.modules():
+            for child in each.children():
+                if isinstance(child, Drawing):
+                    child.training = each.training
+        return self
 
 
 class Drawing(nn.Module):  # type: ignore[misc]
@@ -35,8 +61,7 @@ def skeleton(model: nn.Module, modules: Iterable[str], owners: Iterable[str], we
     shared = {tensor for name, tensor in names if name in chosen}
     wanted = {name for name, tensor in names if tensor in shared}
     parents = {path for name in (*whole, *owners, *wanted) for path in _parents(name)} | set(owners)
-    root = Skeleton()
-    root.training = model.training
+    root = Skeleton(model)
     _fill(root, model, "", whole, parents - {""}, wanted)
     return root
 
@@ -62,8 +87,7 @@ def _fill(
         if below in whole:
             made.add_module(name, child)
         elif below in parents:
-            part = Skeleton()
-            part.training = child.training
+            part = Skeleton(child)
             made.add_module(name, part)
             _fill(part, child, below, whole, parents, weights)
 
@@ -72,8 +96,7 @@ def joined(parts: Sequence[nn.Module]) -> nn.Module:
     """One module with all that is in the skeletons of several stages, under the same names."""
     if len(parts) == 1:
         return parts[0]
-    made = Skeleton()
-    made.training = parts[0].training
+    made = Skeleton(parts[0])
     for part in parts:
         _join_into(made, part)
     return made
@@ -91,14 +114,21 @@ def _join_into(made: nn.Module, part: nn.Module) -> None:
         if child is None or (before is not None and not isinstance(before, Skeleton)):
             continue  # the original module is there, with all that is in it
         if isinstance(child, Skeleton):
-            own = Skeleton()  # never a stage's, which keeps what it has
-            own.training = child.training
+            own = Skeleton(child)  # never a stage's, which keeps what it has
             for each in (before, child):
                 if each is not None:
                     _join_into(own, each)
             made.add_module(name, own)
         else:
             made._modules[name] = child
+
+
+def follow_modes(parts: Sequence[nn.Module], whole: nn.Module) -> None:
+    """Give the skeletons in `parts` the modes of those in `whole`, which is `joined(parts)`; modules are in both."""
+    for part in parts if len(parts) > 1 else ():
+        for name, each in part.named_modules():
+            if isinstance(each, Skeleton):
+                each.training = whole.get_submodule(name).training
 
 
 def weight_holder(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.frontend import modes
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import Key, changes_itself
+from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.compiled import uncompiled
 from everstep.pipeline.frontend.record import Call, Record, Untraceable
 from everstep.pipeline.frontend.recorder import BatchFixed, Recorder, taken
@@ -57,10 +58,12 @@ class Traced:
         return found
 
 
-def trace(model: nn.Module, example: Any, whole: Collection[str] = ()) -> Traced:
+def trace(
+    model: nn.Module, example: Any, whole: Collection[str] = (), *, autocast: torch.dtype | None = None
+) -> Traced:
     """Runs the model without data. `example`: a batch, whose tensors have the samples as their first dimension, but for
     the arguments in `whole`: a tensor, a tuple of positional arguments, or a dictionary of arguments by name. Sizes may
-    differ later.
+    differ later. `autocast`: the type to which steps cast, since what the code reads of types is a part of the trace.
 
     The model may be on the meta device. Nothing of it changes. Untraceable if nothing can be said of its edges; `tree`
     may still cut it. PipelineError if it does something else each time, by a plain attribute that it changes.
@@ -84,9 +87,12 @@ def trace(model: nn.Module, example: Any, whole: Collection[str] = ()) -> Traced
     def record_as(mode: bool) -> Record:
         """Of the model as it is, or with all of it in the other mode."""
         if mode != flags[model]:
-            model.train(mode)
+            # By their flags: a `train` of a model's own may do more, as to merge adapters, which nothing would undo.
+            for module in flags:
+                module.training = mode
         try:
-            return _record(model, arguments, call, device, known, whole)
+            with casting_to(autocast, device.type):
+                return _record(model, arguments, call, device, known, whole)
         finally:
             for module, flag in flags.items():
                 module.training = flag

@@ -20,6 +20,7 @@ from everstep.pipeline.engine.nested import map_tensors
 from everstep.pipeline.engine.options import Options
 from everstep.pipeline.frontend import trace
 from everstep.pipeline.frontend.arguments import Arguments
+from everstep.pipeline.frontend.autocast import autocast_of, casting_to
 from everstep.pipeline.frontend.skeleton import share
 
 PARTIAL = "_smp_is_partial"
@@ -153,20 +154,23 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
     def _partition(self, now: State, example: Mapping[str, Any], autocast: Any) -> None:
         from everstep.compat.smdistributed.modelparallel.torch import build
 
+        half = "fp16" if now.config.half or autocast == torch.float16 else "full"
+        precision = "bf16" if now.config.bf16 or autocast == torch.bfloat16 else half
+        cast = autocast_of(precision, "cpu")
         now.tracing = True
         try:
-            traced = trace(self.module, dict(example))
+            traced = trace(self.module, dict(example), autocast=cast)
         finally:
             now.tracing = False
         self._arguments.traced_with(example)
-        seed, stage_of = build.agreed(traced, now, example, self._stage_of, measured=self._times)
+        with casting_to(cast, "cpu"), casting_to(cast, build.device_of(self.module, example).type):
+            seed, stage_of = build.agreed(traced, now, example, self._stage_of, measured=self._times)
         self._stage_of = stage_of
         marked = wanted(self.module)
         again = {stage for node, stage in stage_of.items() if any(_within(node, name) for name in marked)}
-        half = "fp16" if now.config.half or autocast == torch.float16 else "full"
         options = Options(
             seed=seed,
-            precision="bf16" if now.config.bf16 or autocast == torch.bfloat16 else half,
+            precision=precision,
             recompute=frozenset(again | (set(range(now.grid.ranks)) if now.config.offload_activations else set())),
             offload=frozenset(range(now.grid.ranks)) if now.config.offload_activations else frozenset(),
             bucket=self._bucket * 2**20,
