@@ -26,7 +26,8 @@ class Arguments:
         self._rest = kinds.get(inspect.Parameter.VAR_KEYWORD)
 
     def name(self, given: Any) -> dict[str, Any]:
-        """What was given by names, without what was left out. Untraceable if it does not fit."""
+        """What was given by names, without what was left out. Untraceable if it does not fit, PipelineError for tensors
+        in objects that nobody looks into."""
         args = () if isinstance(given, Mapping) else given if isinstance(given, tuple) else (given,)
         return self.of_call(args, given if isinstance(given, Mapping) else {})
 
@@ -38,7 +39,15 @@ class Arguments:
             raise Untraceable(f"the example does not fit the arguments of forward: {error}") from error
         named = dict(bound.arguments)
         extra = named.pop(self._rest, {}) if self._rest else {}
-        return {**named, **extra}
+        found = {**named, **extra}
+        for name, value in found.items():
+            if (kind := _hidden_data(value)) is not None:
+                raise PipelineError(
+                    f"the argument {name!r} has a {kind}, which holds tensors or arrays: they would not be cut into "
+                    "micro-batches, and stay those of the example; give them as tensors, or in dictionaries, lists, "
+                    "tuples and named tuples"
+                )
+        return found
 
     def traced_with(self, named: Mapping[str, Any]) -> None:
         """From here on `check` compares with these arguments."""
@@ -50,8 +59,8 @@ class Arguments:
 
     def check(self, named: Mapping[str, Any], needed: Collection[str] = ()) -> None:
         """PipelineError if the trace says nothing of a call with these, because what is no tensor is part of a trace:
-        for another number, text or choice, and for a tensor where there was none. What is None is looked at only in
-        `needed`, what this process reads."""
+        for another number, text, choice or object, and for a tensor where there was none. What is None is looked at
+        only in `needed`, what this process reads."""
         if self._traced is None:
             return
         for name in needed:
@@ -106,4 +115,37 @@ def _unlike(known: Any, given: Any) -> str | None:
             return "is a tensor now, and was none in the example" if isinstance(new, torch.Tensor) else "was a tensor"
         if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new:
             return f"is {new!r} now, and was {old!r} in the example"
+        if not isinstance(new, torch.Tensor) and not _same(old, new):
+            return f"is another {type(new).__name__} than in the example"
     return None
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two objects without tensors say the same, as far as can be known."""
+    if one is other or (type(one) is type(other) and bool(one == other)):
+        return True
+    return type(one) is type(other) and hasattr(one, "__dict__") and vars(one) == vars(other)
+
+
+def _hidden_data(value: Any) -> str | None:
+    """The kind of an object in which there are tensors or arrays beside those of plain structures; None if there is
+    none."""
+    for leaf in pytree.tree_leaves(value):
+        if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and _holds_data(leaf, set()):
+            return type(leaf).__name__
+    return None
+
+
+def _holds_data(value: Any, seen: set[int]) -> bool:
+    if isinstance(value, torch.Tensor) or (hasattr(value, "__array_interface__") and value.ndim > 0):
+        return True
+    if isinstance(value, (type, torch.nn.Module, *_PLAIN)) or callable(value) or id(value) in seen:
+        return False
+    seen.add(id(value))
+    inside: list[Any] = list(vars(value).values()) if hasattr(value, "__dict__") else []
+    inside += [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+    if isinstance(value, Mapping):
+        inside += value.values()
+    elif isinstance(value, list | tuple | set | frozenset):
+        inside += value
+    return any(_holds_data(each, seen) for each in inside)

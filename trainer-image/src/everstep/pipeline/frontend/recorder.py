@@ -341,8 +341,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         """The example's argument without its data, with sizes that may change."""
         if isinstance(value, dict):
             return {key: self._arguments(name, each, (*path, key)) for key, each in value.items()}
-        if isinstance(value, list | tuple) and type(value) in (list, tuple):
-            return type(value)(self._arguments(name, each, (*path, at)) for at, each in enumerate(value))
+        if isinstance(value, list | tuple):
+            items = [self._arguments(name, each, (*path, at)) for at, each in enumerate(value)]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
         if not isinstance(value, torch.Tensor):
             return value
         first = [self.sizes.batch_size] if value.dim() and name not in self.whole else []
@@ -388,8 +389,7 @@ def _name(func: Any) -> str:
 
 
 def _hooks(module: nn.Module) -> str:
-    """Why a module runs as one, if it does: hooks see what it is given and what it gives, and parts of what is compiled
-    would run uncompiled."""
+    """Why a module runs as one: hooks see all that it is given, and parts of what is compiled would run uncompiled."""
     if is_compiled(module):
         return COMPILED
     found = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

@@ -1,0 +1,85 @@
+"""Tensors of a batch are those of each step and micro-batch, in whatever they are handed over; else it is refused."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
+from everstep.pipeline.frontend.check import run  # noqa: E402
+from everstep.pipeline.frontend.split import split  # noqa: E402
+from everstep.pipeline.frontend.trace import trace  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+class Pair(NamedTuple):
+    scale: Any
+    shift: Any
+
+
+@dataclasses.dataclass
+class Fields:
+    scale: Any
+    shift: Any = None
+
+
+@dataclasses.dataclass
+class Setting:
+    power: int
+
+
+class Slotted:
+    __slots__ = ("scale", "shift")
+
+    def __init__(self, scale: Any, shift: Any) -> None:
+        self.scale, self.shift = scale, shift
+
+
+class Model(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Any, extra: Any, setting: Any = None) -> Any:
+        return self.two(self.one(x) * extra.scale + extra.shift) ** (1 if setting is None else setting.power)
+
+
+def test_a_named_tuple_is_of_each_batch() -> None:
+    model = Model()
+    stages = split(trace(model, {"x": torch.ones(3, 4), "extra": Pair(torch.ones(3, 4), torch.ones(3, 1))}), {"two": 1})
+    other = {"x": torch.ones(2, 4), "extra": Pair(torch.randn(2, 4), torch.randn(2, 1))}
+    assert torch.equal(run(stages, other), model(**other))
+
+
+@pytest.mark.parametrize(
+    ("extra", "kind"),
+    [
+        (Fields(torch.ones(4)), "Fields"),
+        (Slotted(torch.ones(4), None), "Slotted"),
+        (collections.UserDict(scale=torch.ones(4)), "UserDict"),
+        ({"of": [Fields(shift={"first": torch.ones(4)}, scale=1.0)]}, "Fields"),
+        (Fields(torch.ones(4).numpy()), "Fields"),
+        (torch.ones(4).numpy(), "ndarray"),
+    ],
+)
+def test_tensors_in_an_object_are_refused_with_what_to_do(extra: Any, kind: str) -> None:
+    with pytest.raises(PipelineError, match=rf"'extra' has a {kind}, which holds tensors or arrays: .* dictionaries"):
+        trace(Model(), {"x": torch.ones(3, 4), "extra": extra})
+
+
+def test_an_object_without_tensors_is_part_of_the_trace() -> None:
+    given = {"x": torch.ones(3, 4), "extra": Pair(torch.ones(3, 4), torch.ones(3, 1)), "setting": Setting(2)}
+    arguments = Arguments(Model())
+    arguments.traced_with(arguments.name(given))
+    arguments.check(arguments.name({**given, "setting": Setting(2)}))
+    with pytest.raises(PipelineError, match="'setting' is another Setting than in the example"):
+        arguments.check(arguments.name({**given, "setting": Setting(3)}))
