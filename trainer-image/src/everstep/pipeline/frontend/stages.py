@@ -53,7 +53,7 @@ class StageModule:
     `repeats`: of modules that other stages call too, which of all their calls are this stage's.
     `writes`: buffers, and parameters that do not learn, that it changes. `listens`: a node with a hook on a tensor.
     `uses`: weights in the order of their first use, as far as that is known.
-    A call gives all outputs from all inputs, and changes none in place: the arguments in `changed` are copied before.
+    A call gives all outputs from all inputs, and changes none in place: what is in `changed` is copied before.
     PipelineError if one is missing or of sizes that this model cannot have.
     """
 
@@ -99,7 +99,10 @@ class StageModule:
             raise PipelineError(f"stage {self.index} was not given {missing}") from None
         for name in self._changed:
             # Micro-batches are parts of one batch, and a forward may be done again: what it is given stays as it is.
-            frame.arguments[name] = pytree.tree_map(_copy, frame.arguments[name])
+            if name in self._values:
+                frame.values[self._values[name]] = pytree.tree_map(_copy, frame.values[self._values[name]])
+            else:
+                frame.arguments[name] = pytree.tree_map(_copy, frame.arguments[name])
         frame.device = self._device(frame)
         if self._places:
             frame.sizes = self._sizes_of(frame)

@@ -92,7 +92,10 @@ class Tree:
         ends = last == len(self.blocks) - 1
         outputs = {} if ends else {self.blocks[last]: last}
         result = maker(Value(last), _bind) if ends else None
-        return StageModule(index, module, inputs, outputs, steps, result, (), (), (), True, {})
+        # Nobody has seen what the blocks do: they may change what they are given, and any buffer.
+        writes = [name for name, _ in module.named_buffers()]
+        changed = inputs if first else self.arguments
+        return StageModule(index, module, inputs, outputs, steps, result, (), (), (), True, {}, changed, writes)
 
     def _weights(self, block: str) -> set[str]:
         """By their first names in the model, so that ties keep them."""
