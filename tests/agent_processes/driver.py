@@ -17,12 +17,21 @@ from typing import Any
 
 async def main(source: str, setup: dict[str, Any], commands: int, events: int) -> None:
     sys.path.insert(0, source)
-    from everstep.agent import gpu, health, memory
+    from everstep.agent import gpu, health, memory, report
     from everstep.agent import supervisor as module
     from everstep.agent.config import Place, parse
     from everstep.agent.supervisor import DaemonOutput, Layout, Supervisor
 
     gate = threading.Event()
+    if setup["slow_volume"]:
+        forget = report.forget_failure
+
+        def slow_forget(output: Path) -> Path:
+            send("Forgetting")
+            gate.wait()
+            return forget(output)
+
+        report.forget_failure = slow_forget
     if setup["slow_memory"]:
         clear = memory.clear
 

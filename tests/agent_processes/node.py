@@ -58,6 +58,7 @@ class Node:
         clean_timeout: float = 30.0,
         gpu_timeout: float = 10.0,
         slow_memory: bool = False,
+        slow_volume: bool = False,
     ) -> None:
         self.events: list[Event] = []
         self.generation = 0
@@ -74,6 +75,7 @@ class Node:
             "clean_timeout": clean_timeout,
             "gpu_timeout": gpu_timeout,
             "slow_memory": slow_memory,
+            "slow_volume": slow_volume,
             "ml": str(self.folder / "ml"),
             "environ": {"EVERSTEP_INDEX": str(index), "EVERSTEP_EPOCH": "1"},
             "job": {

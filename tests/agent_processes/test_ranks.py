@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shlex
 import signal
 import subprocess
@@ -86,6 +87,17 @@ async def test_ranks_start_where_the_users_own_input_volume_is_read_only(tmp_pat
         assert (await node.event("RankExited"))["exit_code"] == 0
         await node.until(lambda: '{"epochs":10}' in node.logged(), "the hyperparameters of the environment")
         assert f"{volume}/config/hyperparameters.json is not written" in node.logged()
+
+
+async def test_an_agent_that_waits_for_a_network_volume_still_hears_its_leader(tmp_path: Path) -> None:
+    """A server of files that fails over for a minute is no lost node: the ranks start when it is back."""
+    async with Node(tmp_path, ["sh", "-c", "exec sleep 600"], slow_volume=True) as node:
+        first = asyncio.ensure_future(node.start())
+        await node.event("Forgetting")
+        await node.call("go_on")
+        await first
+        await node.event("RankStarted", generation=1)
+        assert await node.stop() is None
 
 
 async def test_a_command_that_is_not_there_exits_127_and_says_so(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import errno
 import os
 import signal
+import threading
 import time
 from collections.abc import Coroutine
 from pathlib import Path
@@ -31,7 +32,7 @@ from .launch import Launcher, none, ranks_on_node, torch
 from .processes import Processes
 from .ranks import Node, Rank
 from .tasks import Tasks
-from .threads import in_thread
+from .threads import in_thread, in_thread_if_possible
 
 if TYPE_CHECKING:
     from .launch import mpi
@@ -88,6 +89,7 @@ class Supervisor:
         self._heard: set[int] | None = None  # who got the TERM of the stop that is going on
         # A daemon's `spawn` may overtake a `start` that waits for `mpirun --version`, and must not meet half a `stop`.
         self._turn = asyncio.Lock()
+        self._disk = threading.Lock()
 
     async def start(self, layout: Layout) -> None:
         """Writes the contract's files and starts the ranks (MPI: node 0 starts mpirun, whose daemons start them).
@@ -98,6 +100,7 @@ class Supervisor:
             config = self._config
             self._layout = layout
             self._processes.forget_ended()
+            failure_file, self._contract = await in_thread_if_possible(lambda: self._prepare(layout), "prepare")
             self._node = Node(
                 generation=layout.generation,
                 processes=self._processes,
@@ -106,9 +109,8 @@ class Supervisor:
                 emit=self._emit,
                 memory_counter=self._memory_counter,
                 kills_before=oom.kills(self._memory_counter),
-                failure_file=report.forget_failure(self._place.ml / "output"),
+                failure_file=failure_file,
             )
-            self._contract = self._write_contract(layout)
             if config.mpi:
                 from .launch import mpi  # only here: a zipapp's modules are compiled at every start
 
@@ -251,6 +253,13 @@ class Supervisor:
             if left is not None and time.monotonic() > deadline:
                 return left
             await asyncio.sleep(0.2)
+
+    def _prepare(self, layout: Layout) -> tuple[Path, dict[str, str]]:
+        """In a thread, for a user's network volume may take its time: the failure file's path, and SM_* variables."""
+        with self._disk:  # a start that was given up may still wait for the same volume
+            if self._layout is not layout:
+                raise ValueError("this start was given up")
+            return report.forget_failure(self._place.ml / "output"), self._write_contract(layout)
 
     def _write_contract(self, layout: Layout) -> dict[str, str]:
         config, place = self._config, self._place
