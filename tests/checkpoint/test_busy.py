@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -76,3 +77,52 @@ def test_a_call_from_within_a_save_is_refused_and_the_next_save_is_taken(where: 
         assert "Call request()" in told[0]
     assert 6 in steps_in(folder)
     assert 7 not in steps_in(folder)
+
+
+def save_beside_a_child(rank: int, folder: Path, call: str) -> str:
+    """Return what a child that was forked from the process of a session hears when it calls it."""
+    model, ours = Model(), os.pipe()
+    with session(folder) as ckpt:
+        ckpt.track(model=model)
+        ckpt.save(1)
+        child = os.fork()
+        if not child:
+            try:
+                CALLS[call](ckpt)
+            except CheckpointError as error:
+                os.write(ours[1], str(error).encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        os.close(ours[1])
+        for step in (2, 3):
+            assert ckpt.save(step).saves
+            ckpt.wait()
+    with os.fdopen(ours[0]) as told:
+        return told.read()
+
+
+CALLS: dict[str, Callable[[Checkpointer], Any]] = {
+    "save()": lambda ckpt: ckpt.save(2),
+    "step()": lambda ckpt: ckpt.step(10),
+    "wait()": lambda ckpt: ckpt.wait(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_forked_child_is_refused_and_its_parent_saves_on(call: str, folder: Path) -> None:
+    (told,) = run(1, save_beside_a_child, folder, call)
+    assert told.startswith(f"{call} is called in process ")
+    assert "child of process" in told
+    assert {1, 2, 3} <= set(steps_in(folder))
+
+
+def test_what_is_called_after_the_end_is_refused(folder: Path) -> None:
+    ckpt = session(folder)
+    ckpt.track(model=Model())
+    ckpt.save(1)
+    ckpt.close()
+    for call in (lambda: ckpt.save(2), lambda: ckpt.step(10), lambda: ckpt.restore(model=Model())):
+        with pytest.raises(CheckpointError, match=r"is called after close\(\)"):
+            call()
+    ckpt.close()
+    assert steps_in(folder) == [1]

@@ -1,17 +1,46 @@
-"""A session does one thing at a time: who calls it from within one of its own calls is told, and waits for nobody."""
+"""A session does one thing at a time, in one process: another call is an error at once, and waits for nobody."""
 
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 from everstep.checkpoint.errors import CheckpointError
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _DOING = "_call_that_goes_on"  # the attribute of a session: the name of a call and the thread that is in it
+
+
+class Session(Protocol):
+    """What has methods of which one may go on at a time."""
+
+    def check_call(self, call: str) -> None:
+        """Raise CheckpointError where nothing may be called any more, or not from here."""
+
+
+def check_process(process: int, call: str) -> None:
+    """See that a call does not come from a child that was forked from the process of a session.
+
+    Parent and child share one connection to the writer: a word of the child would be taken for the parent's, and the
+    parent would wait for answers that the child has read. So it is where a worker of a DataLoader inherits a handler
+    of SIGTERM that saves, and torch ends the worker with that signal.
+
+    Args:
+        process: The process id of the session.
+        call: Which one, for the message.
+
+    Raises:
+        CheckpointError: It does.
+    """
+    if os.getpid() != process:
+        raise CheckpointError(
+            f"{call} is called in process {os.getpid()}, a child of process {process} that made the session: a session "
+            "is its maker's alone. Save there, or make another session, with a store of its own, after the fork"
+        )
 
 
 def one_at_a_time(method: Method) -> Method:
@@ -25,7 +54,8 @@ def one_at_a_time(method: Method) -> Method:
     call = f"{method.__name__}()"
 
     @functools.wraps(method)
-    def called(self: object, /, *args: Any, **kwargs: Any) -> Any:
+    def called(self: Session, /, *args: Any, **kwargs: Any) -> Any:
+        self.check_call(call)
         doing: tuple[str, int] | None = getattr(self, _DOING, None)
         if doing is not None:
             other, thread = doing

@@ -18,7 +18,7 @@ from everstep.checkpoint.arrivals import Arrivals
 from everstep.checkpoint.auto import Trigger, learned
 from everstep.checkpoint.best import Mode
 from everstep.checkpoint.board import Alone, Board, Shared
-from everstep.checkpoint.busy import one_at_a_time
+from everstep.checkpoint.busy import check_process, one_at_a_time
 from everstep.checkpoint.casting import Cast, Casts
 from everstep.checkpoint.claiming import LastSeen
 from everstep.checkpoint.errors import CheckpointError
@@ -135,6 +135,7 @@ class Checkpointer:
         self._linger = given["linger"]
         self._node: Node | None = None
         self._process = os.getpid()
+        self._is_closed = False
         self._objects: dict[str, object] | None = None
         self._seen: LastSeen | None = None
         self.metadata: Mapping[str, Any] | Callable[[int], Mapping[str, Any]] = {}
@@ -308,6 +309,7 @@ class Checkpointer:
 
     def wait(self, timeout: float | None = None) -> None:
         """Waits until what was saved is in the store. SaveFailed when the last save did not get there."""
+        check_process(self._process, "wait()")
         if self._pilot is not None:
             self._pilot.wait(timeout)
 
@@ -325,6 +327,7 @@ class Checkpointer:
         the process of the session it does nothing: the session is its parent's."""
         if os.getpid() != self._process:
             return
+        self._is_closed = True
         try:
             if self._pilot is not None:
                 self._pilot.close(wait)
@@ -352,6 +355,19 @@ class Checkpointer:
         self.close(wait=error is None or (isinstance(error, SystemExit) and not error.code))
 
     # ---- beginnings
+
+    def check_call(self, call: str) -> None:
+        """See that a call may be made: by the process that made the session, before its end.
+
+        Args:
+            call: Which one, for the message.
+
+        Raises:
+            CheckpointError: It may not.
+        """
+        check_process(self._process, call)
+        if self._is_closed:
+            raise CheckpointError(f"{call} is called after close(): make another session, and restore() in it to go on")
 
     def _with_generators(self, objects: Mapping[str, object]) -> dict[str, object]:
         if GENERATORS in objects:
