@@ -139,6 +139,23 @@ def test_a_tensor_without_memory_is_refused_when_the_run_begins(folder: Path, ki
         ckpt.restore(model=without_memory()[kind])
 
 
+@pytest.mark.parametrize(
+    ("tensor", "advice"),
+    [
+        (
+            torch.zeros(2, dtype=torch.uint8).view(torch.uint4),
+            r"is of the type torch\.uint4, which no checkpoint holds",
+        ),
+        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]), "is a nested tensor; save its parts"),
+    ],
+)
+def test_a_tensor_that_no_checkpoint_holds_is_refused_when_the_run_begins(
+    folder: Path, tensor: Any, advice: str
+) -> None:
+    with session(folder) as ckpt, pytest.raises(CheckpointError, match=rf"^state\.it {advice}"):
+        ckpt.restore(state={"it": tensor})
+
+
 def test_a_tensor_without_memory_is_refused_by_name_among_many() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].to("meta")

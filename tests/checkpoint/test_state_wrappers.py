@@ -213,3 +213,11 @@ def test_a_masked_tensor_is_refused_since_its_mask_would_be_lost() -> None:
     masked = torch.masked.MaskedTensor(torch.rand(3), torch.tensor([True, False, True]))
     with pytest.raises(CheckpointError, match=r"state\.m is a MaskedTensor"):
         flatten({"state": {"m": masked}}, rank=0)
+
+
+def test_what_an_object_raises_when_it_is_loaded_names_the_object(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), {"scaler": scaler})
+    with pytest.raises(RuntimeError, match="saved from a disabled instance") as raised:
+        ranks.restore(tmp_path / "store", tmp_path / "memory", {"scaler": torch.amp.GradScaler("cpu")})
+    assert raised.value.__notes__ == [f"raised while scaler took in what {ranks.key(10)} has of it"]

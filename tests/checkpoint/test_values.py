@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+import enum
 import json
 import math
 import struct
@@ -116,6 +118,28 @@ def test_the_state_of_a_generator_comes_back() -> None:
 def test_anything_else_is_refused_with_its_path(value: object) -> None:
     with pytest.raises(Refused, match=r"^optimizer\['groups'\]\[1\]: .* without pickle"):
         pack({"groups": [1, value]}, "optimizer")
+
+
+class Scheduler:
+    def state_dict(self) -> dict[str, int]:
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("value", "instead"),
+    [
+        (datetime.datetime(2020, 1, 1), "plain values that make it again"),
+        (enum.Enum("Mode", "ON").ON, "plain values that make it again"),  # type: ignore[attr-defined]
+        (int, "its name,"),
+        (Scheduler(), r"its state_dict\(\)"),
+        (numpy.random.default_rng(1), r"its bit_generator\.state"),
+        (numpy.random.RandomState(1), r"its get_state\(\)"),
+        (numpy.array([object()]), r"numpy\.array"),
+    ],
+)
+def test_what_is_refused_is_told_with_what_can_be_saved_instead(value: object, instead: str) -> None:
+    with pytest.raises(Refused, match=f"without pickle; save {instead}"):
+        pack({"it": value})
 
 
 def test_pickle_is_allowed_at_both_ends_or_not_at_all() -> None:

@@ -36,6 +36,8 @@ _ITEMSIZE = {
     "float4_e2m1fn_x2": 1,
 }  # fmt: skip
 
+DTYPES = frozenset(_ITEMSIZE)  # names of the types that a tensor of a checkpoint may have
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

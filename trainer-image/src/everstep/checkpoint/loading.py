@@ -174,7 +174,11 @@ class Loading:
         self._tensors = {name: _made(tensor) for name, tensor in self._tensors.items()}  # those without elements
         self._take_casts()
         for kind, saved_state in self._saved:
-            kind.load(saved_state, self._tensors)
+            try:
+                kind.load(saved_state, self._tensors)
+            except Exception as error:
+                error.add_note(f"raised while {kind.prefix} took in what {manifest.key} has of it")
+                raise
             alive()
         values = [kind for kind, _ in self._saved if isinstance(kind, Value)]
         self.defaults = [name for kind in values for name in kind.kept]

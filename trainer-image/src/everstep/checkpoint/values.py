@@ -169,9 +169,26 @@ def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
             "a tensor cannot be saved inside of what is saved as one value: hold it in dictionaries whose keys are "
             "plain values (text, numbers, tuples of them …), lists and tuples, or pass allow_pickle=True",
         )
-    instead = "numpy.array(…, its plain dtype)" if _is_of_numpy(value) else "its state_dict()"
     kind = _name_kind(value)
-    raise Refused(path, f"{kind} cannot be saved without pickle; save {instead}, or pass allow_pickle=True")
+    raise Refused(
+        path, f"{kind} cannot be saved without pickle; save {_find_instead(value)}, or pass allow_pickle=True"
+    )
+
+
+def _find_instead(value: Any) -> str:
+    """Return what can be saved in place of a value that is refused."""
+    if _is_of_numpy(value):
+        return "numpy.array(…, its plain dtype)"
+    if isinstance(value, type):
+        return "its name"
+    for name, call in (
+        ("state_dict", "state_dict()"),
+        ("bit_generator", "bit_generator.state"),
+        ("get_state", "get_state()"),
+    ):
+        if hasattr(value, name):
+            return f"its {call}"
+    return "plain values that make it again (numbers, text, lists and dictionaries of them)"
 
 
 def _untagged(tag: str, content: Any, path: str, allow_pickle: bool) -> Any:

@@ -7,9 +7,12 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.format import DTYPES
 from everstep.checkpoint.state.loaded import is_dtensor
 
 WHOLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # neither a shard of something nor a wrapper
+
+_DTYPES = frozenset(getattr(torch, name) for name in DTYPES if hasattr(torch, name))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -21,10 +24,14 @@ def why_not_saved(tensor: torch.Tensor) -> str | None:
     """Why a tensor cannot be saved or restored as it is, and what to do about it; None for one that can."""
     if isinstance(tensor, UninitializedTensorMixin):
         return "is a parameter of a lazy module and has no shape yet: run the module once before restore() or track()"
+    if tensor.is_nested:
+        return "is a nested tensor; save its parts (unbind())"
     if tensor.layout is not torch.strided:
         return "is a tensor that is sparse or has another layout than strided; make it dense (to_dense)"
     if tensor.is_quantized:
         return "is a tensor that is quantized; save its int_repr(), scale and zero point, or dequantize it"
+    if tensor.dtype not in _DTYPES:
+        return f"is of the type {tensor.dtype}, which no checkpoint holds; save it as another (view(torch.uint8))"
     if tensor.is_meta:
         return "is on the meta device: give it memory first (module.to_empty(device=…)), and values"
     here = local(tensor)
