@@ -1,4 +1,4 @@
-"""A StatefulDataLoader whose sampler shuffles by an epoch that the script sets goes on in the order of that epoch."""
+"""A StatefulDataLoader that shuffles by an epoch which the script sets goes on in the order of that epoch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ torchdata = pytest.importorskip("torchdata.stateful_dataloader")
 from torch.utils.data import (  # noqa: E402
     BatchSampler,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
     SubsetRandomSampler,
     WeightedRandomSampler,
@@ -40,6 +41,18 @@ class Epochs(BatchSampler):  # type: ignore[misc]  # torch is not where types ar
         self.sampler.set_epoch(epoch)
 
 
+class ShuffledByEpoch(IterableDataset):  # type: ignore[misc]
+    """A dataset whose order follows from an epoch, and that has no state."""
+
+    epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        return iter(torch.randperm(SIZE, generator=torch.Generator().manual_seed(self.epoch)))
+
+
 def in_batches(kind: type) -> Any:
     return kind(DistributedSampler(range(SIZE), num_replicas=2, rank=1, seed=5), BATCH, drop_last=False)
 
@@ -49,8 +62,13 @@ MAKERS: dict[str, Any] = {
     "of torchdata": lambda: {"sampler": StatefulDistributedSampler(range(SIZE), 2, 1), "batch_size": BATCH},
     "within batches": lambda: {"batch_sampler": in_batches(BatchSampler)},
     "of batches": lambda: {"batch_sampler": in_batches(Epochs)},
+    "of the dataset": lambda: {"dataset": ShuffledByEpoch(), "batch_size": BATCH},
     "none": lambda: {"batch_size": BATCH},
 }
+
+
+def make(options: Any) -> Any:
+    return torchdata.StatefulDataLoader(**{"dataset": range(SIZE), **options()})
 
 
 RANDOM: dict[str, Any] = {
@@ -62,7 +80,7 @@ RANDOM: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", RANDOM)
 def test_a_sampler_that_keeps_nothing_of_its_order_is_named(kind: str, tmp_path: Path, caplog: Any) -> None:
-    loader = torchdata.StatefulDataLoader(range(SIZE), **RANDOM[kind]())
+    loader = make(RANDOM[kind])
     with session(tmp_path) as ckpt:
         ckpt.restore(train=everstep.PerRank(loader))
     assert [each.args for each in caplog.records] == [("train", kind)]
@@ -71,28 +89,28 @@ def test_a_sampler_that_keeps_nothing_of_its_order_is_named(kind: str, tmp_path:
 @pytest.mark.parametrize("maker", [*MAKERS.values(), lambda: {"shuffle": True}])
 def test_a_loader_that_resumes_is_not_warned_of(maker: Any, tmp_path: Path, caplog: Any) -> None:
     with session(tmp_path) as ckpt:
-        ckpt.restore(train=everstep.PerRank(torchdata.StatefulDataLoader(range(SIZE), **maker())))
+        ckpt.restore(train=everstep.PerRank(make(maker)))
     assert not caplog.records
 
 
 def train(loader: Any, epoch: int) -> Any:
     """Yield the epoch and the batch of each step, from the beginning of an epoch or from where a loader has begun."""
     for each in range(epoch, EPOCHS):
-        samplers: list[Any] = [loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-        for sampler in samplers:
-            if hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(each)
+        parts: list[Any] = [loader.dataset, loader.sampler, loader.batch_sampler]
+        for part in (*parts, getattr(loader.batch_sampler, "sampler", None)):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(each)
         yield from ((each, batch.tolist()) for batch in loader)
 
 
 @pytest.mark.parametrize("trained", range(1, 9))
 @pytest.mark.parametrize("maker", MAKERS)
 def test_a_loader_goes_on_in_the_order_of_its_epoch(maker: str, trained: int, tmp_path: Path) -> None:
-    expected = list(train(torchdata.StatefulDataLoader(range(SIZE), **MAKERS[maker]()), 0))
-    loader = torchdata.StatefulDataLoader(range(SIZE), **MAKERS[maker]())
+    expected = list(train(make(MAKERS[maker]), 0))
+    loader = make(MAKERS[maker])
     steps = train(loader, 0)
     seen = [next(steps) for _ in range(trained)]
     ranks.save(PosixStore(tmp_path), Key(Attempt(0, 1), trained), {"loader": everstep.PerRank(loader)})
-    resumed = torchdata.StatefulDataLoader(range(SIZE), **MAKERS[maker]())
+    resumed = make(MAKERS[maker])
     ranks.restore(tmp_path, tmp_path / "memory", {"loader": everstep.PerRank(resumed)})
     assert seen + list(train(resumed, seen[-1][0])) == expected

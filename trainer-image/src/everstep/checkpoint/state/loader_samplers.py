@@ -1,7 +1,7 @@
 """What a loader's samplers go by that is in no state of the loader: the epoch that `set_epoch()` gave, or chance.
 
-A DistributedSampler shuffles by its epoch. A script sets that before it iterates, and a loader that was restored has
-begun by then: in the order of the first epoch, unless the sampler has the epoch again before.
+A DistributedSampler shuffles by its epoch, and so do some datasets. A script sets that before it iterates, and a loader
+that was restored has begun by then: in the order of the first epoch, unless the sampler has the epoch again before.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from everstep.checkpoint.state.loaded import is_instance
 
 _log = logging.getLogger("everstep.checkpoint")
 
-_PATHS = ("sampler", "batch_sampler", "batch_sampler.sampler", "batch_sampler.batch_sampler")
+_PATHS = ("dataset", "sampler", "batch_sampler", "batch_sampler.sampler", "batch_sampler.batch_sampler")
 _RANDOM = ("RandomSampler", "SubsetRandomSampler", "WeightedRandomSampler")
 
 
@@ -32,9 +32,9 @@ def warn_of_random_samplers(objects: Mapping[str, object]) -> None:
     """
     for name, each in objects.items():
         if is_loader(loader := unwrap(each)):
-            samplers = [sampler for _, sampler in _list_samplers(loader)]
+            parts = [part for _, part in _list_parts(loader)]
             for kind in _RANDOM:
-                if any(is_instance(sampler, "torch.utils.data", kind) for sampler in samplers):
+                if any(is_instance(part, "torch.utils.data", kind) for part in parts):
                     _log.warning(
                         "%s: its %s has no state: after a restart in the middle of an epoch, samples come twice and "
                         "others not at all; give the loader shuffle=True, an everstep.data.Sampler, or another sampler "
@@ -45,25 +45,25 @@ def warn_of_random_samplers(objects: Mapping[str, object]) -> None:
 
 
 def find_epochs(loader: Any) -> dict[str, int]:
-    """Return the epochs of the samplers of a loader that have one, by where they are."""
-    found = {path: getattr(sampler, "epoch", None) for path, sampler in _find_samplers(loader)}
+    """Return the epochs of the samplers and the dataset of a loader that have one, by where they are."""
+    found = {path: getattr(each, "epoch", None) for path, each in _find_settable(loader)}
     return {path: epoch for path, epoch in found.items() if type(epoch) is int}
 
 
 def set_epochs(loader: Any, epochs: Mapping[str, int]) -> None:
-    """Give samplers the epochs that find_epochs() has found."""
-    for path, sampler in _find_samplers(loader):
+    """Give samplers and the dataset the epochs that find_epochs() has found."""
+    for path, each in _find_settable(loader):
         if path in epochs:
-            sampler.set_epoch(epochs[path])
+            each.set_epoch(epochs[path])
 
 
-def _find_samplers(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the samplers of a loader that take an epoch, and where they are."""
-    return ((path, each) for path, each in _list_samplers(loader) if callable(getattr(each, "set_epoch", None)))
+def _find_settable(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield what of a loader takes an epoch, and where it is."""
+    return ((path, each) for path, each in _list_parts(loader) if callable(getattr(each, "set_epoch", None)))
 
 
-def _list_samplers(loader: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the samplers of a loader, each once, and where they are."""
+def _list_parts(loader: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the dataset and the samplers of a loader, each once, and where they are."""
     seen: set[int] = {id(None)}
     for path in _PATHS:
         found = loader
