@@ -127,11 +127,20 @@ def test_a_lone_namespace_gets_half() -> None:
 
 def test_a_namespace_that_nobody_knows_shows_first_that_it_does_not_hang() -> None:
     share = FairShare(32, Clock())
-    slot = share.take("a")
+    slots = [share.take("a") for _ in range(4)]
     assert not share.may_take("a")
-    share.give_back(slot)
+    share.give_back(slots[0])
     share.take("a")
     assert share.may_take("a")
+
+
+def test_namespaces_that_nobody_knows_leave_half_to_those_that_are_known() -> None:
+    share = trusting(32, "known")
+    for number in range(100):
+        if share.may_take(f"new-{number}"):
+            share.take(f"new-{number}")
+    assert sum(share.held(f"new-{number}") for number in range(100)) == 16
+    assert share.may_take("known")
 
 
 class Workload:

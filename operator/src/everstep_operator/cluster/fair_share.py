@@ -6,10 +6,10 @@ out cannot be taken back. So a slot that has been held for `SLOW_SECONDS` no lon
 one in its place. What that may add up to is bounded:
 
 - a namespace gets half of what the others leave, if the last that is known of it is a slot that it gave back soon;
-- any other one, new or slow, gets a slot at a time, and `SLOW_SECONDS` later another, a few in all;
-- slow ones leave `limit` of the `most` slots that exist to those that are not.
+- any other one, new or slow, gets an eighth of the limit at most, and all of them half of it;
+- they leave `limit` of the `most` slots that exist to those that are trusted.
 
-So however many namespaces hang, one that does not gets a slot within `SLOW_SECONDS`; only the moment in which very many
+So however many namespaces hang, one that is trusted gets a slot within `SLOW_SECONDS`; only the moment in which very many
 begin to hang, each in the middle of a burst, can use all slots up, for as long as one request lasts. Among those that
 wait, the one that holds the fewest is next (max-min fairness).
 """
@@ -23,7 +23,7 @@ from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 
-SLOW_SECONDS = 5.0  # nearly all looks and requests take some milliseconds
+SLOW_SECONDS = 10.0  # looks and requests take some milliseconds, where the API server is overloaded some seconds
 EXTRA = 4  # so many times the limit exist, while slots are held for long
 FORGET_ABOVE = 10_000  # namespaces
 
@@ -66,7 +66,9 @@ class FairShare:
             return False
         if namespace in self._trusted:
             return own_quick < max(1, (self.limit - (quick - own_quick)) // 2)
-        return not own_quick and own_held < max(2, self.limit // 8) and held < self.most - self.limit
+        not_trusted = sum(count for name, count in self._quick.items() if name not in self._trusted)
+        few = own_held < max(1, self.limit // 8) and not_trusted < max(1, self.limit // 2)
+        return few and held < self.most - self.limit
 
     def take(self, namespace: str) -> Slot:
         """Give a namespace one more slot."""
