@@ -497,6 +497,12 @@ async def test_any_tls_answer_counts_and_nothing_else() -> None:
     assert not await answers_tls(host, port)
 
 
+@pytest.mark.parametrize(("host", "port"), [("api..example", 443), ("127.0.0.1", 99999), ("\u2024" * 70, 443)])
+async def test_an_api_server_whose_address_is_none_gives_no_answer(host: str, port: int) -> None:
+    """It comes from the pod's environment, which a job's template may change; a leader lives without it."""
+    assert not await answers_tls(host, port)
+
+
 def test_the_greeting_is_one_that_a_tls_server_understands() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

@@ -115,7 +115,7 @@ async def answers_tls(host: str, port: int) -> bool:
     """True if something there answers a TLS greeting, be it with an alert. Needs neither the ssl module nor a token."""
     try:
         reader, writer = await asyncio.wait_for(connect(f"{host}:{port}"), PROBE_SECONDS)
-    except (OSError, asyncio.TimeoutError):
+    except (OSError, ValueError, OverflowError, asyncio.TimeoutError):  # those two for what is no address
         return False
     try:
         writer.write(client_hello())
