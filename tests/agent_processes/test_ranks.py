@@ -163,6 +163,18 @@ async def test_what_a_rank_with_a_handler_runs_hears_nothing_of_a_stop(tmp_path:
         assert saved.read_text() == "None"
 
 
+async def test_a_helper_that_ignores_term_has_no_grace_of_its_own(tmp_path: Path) -> None:
+    """Its rank has no handler and dies at once: to wait for the helper would make every restart that much longer."""
+    helper = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
+    script = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {helper!r}]); time.sleep(600)"
+    async with Node(tmp_path, [sys.executable, "-c", script]) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "the helper")
+        assert await node.call("signal", signum=signal.SIGTERM) == 1
+        assert (await node.event("RankExited"))["signal"] == signal.SIGTERM
+        assert await node.stop(grace=30) is None
+
+
 async def test_a_stop_with_less_grace_replaces_one_with_more(tmp_path: Path) -> None:
     script = "import signal, time\nsignal.signal(15, lambda *_: print('term', flush=True))\nprint('up', flush=True)\n"
     script += "while True: time.sleep(60)\n"

@@ -340,30 +340,32 @@ def _children() -> dict[int, list[int]]:
 
 
 def _audience(pids: Iterable[int], signum: int) -> list[int]:
-    found, queue = [], list(pids)
+    first = set(pids)
+    found, queue = [], list(first)
     children: dict[int, list[int]] | None = None
     while queue:
         current = queue.pop()
-        stat = _stat(current)
-        if stat is None:
+        stat, masks = _stat(current), _signal_masks(current)
+        if stat is None or masks is None:
             continue
+        if current not in first and masks["SigIgn"] >> (signum - 1) & 1:
+            continue  # a helper that would only be waited for
         found.append(current)
-        if stat[0] in _SHELLS or _program(current) in _SHELLS or not _expects(current, signum):
+        expected = any(mask >> (signum - 1) & 1 for mask in masks.values())
+        if not expected or stat[0] in _SHELLS or _program(current) in _SHELLS:
             children = _children() if children is None else children
             queue += children.get(current, [])
     return found
 
 
-def _expects(pid: int, signum: int) -> bool:
-    """Tell whether a process has a handler for a signal, or blocks or ignores it: it does not simply die of it."""
-    masks = 0
+def _signal_masks(pid: int) -> dict[str, int] | None:
+    """Return the signals that a process blocks, ignores and has handlers for: it does not simply die of them."""
     try:
-        for line in Path(f"/proc/{pid}/status").read_bytes().splitlines():
-            if line.startswith((b"SigBlk:", b"SigIgn:", b"SigCgt:")):
-                masks |= int(line.split()[1], 16)
-    except (OSError, ValueError, IndexError):  # it has ended
-        return True
-    return bool(masks >> (signum - 1) & 1)
+        lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
+        fields = dict(line.decode("latin-1").split(":", 1) for line in lines if line.startswith(b"Sig"))
+        return {name: int(fields[name], 16) for name in ("SigBlk", "SigIgn", "SigCgt")}
+    except (OSError, ValueError, KeyError):  # it has ended
+        return None
 
 
 def _program(pid: int) -> str:
