@@ -12,6 +12,7 @@ from torch import nn
 
 from everstep.pipeline.engine.losses import Part
 from everstep.pipeline.engine.nested import Value, unflatten, value_of
+from everstep.pipeline.engine.script_draws import ScriptDraws, compare_recomputation
 from everstep.pipeline.engine.split import Deferred, input_grad
 from everstep.pipeline.engine.values import Gradients
 from everstep.pipeline.errors import PipelineError
@@ -90,16 +91,21 @@ class Stage:
         self._gradients, self._outputs, self._around, self._loss = gradients, edges, around, loss
         self._recompute = recompute
         self._saved: dict[int, _Saved] = {}
+        self._draws = ScriptDraws(module.module)
+        self._compares = recompute  # whether the next recomputation is compared with the first forward
 
     def forward(self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any], *, train: bool) -> Ran:
         """`values` of the edges, `inputs` of the model itself; keeps what the backward needs if `train`."""
-        before = self._written() if train and self._recompute else {}
+        again = train and self._recompute
+        before, drawn = (self._written(), self._draws.get_state()) if again else ({}, [])
         with torch.set_grad_enabled(train and not self._recompute):
             saved, ran = self._run(microbatch, values, inputs, again=False)
         if train:
             self._declare_gradients(ran)
-            if self._recompute:
-                saved = _Saved(again=lambda: self._once_more(microbatch, values, inputs, before))
+            if again:
+                first = _results(ran) if self._compares else {}
+                self._compares = False
+                saved = _Saved(again=lambda: self._once_more(microbatch, values, inputs, before, drawn, first))
             self._saved[microbatch] = saved
         return ran
 
@@ -144,14 +150,21 @@ class Stage:
         return saved.again() if saved.again is not None else saved
 
     def _once_more(
-        self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any], before: Mapping[str, Any]
+        self,
+        microbatch: int,
+        values: Mapping[str, Value],
+        inputs: Mapping[str, Any],
+        before: Mapping[str, Any],
+        drawn: list[tuple[Any, Any]],
+        first: Mapping[str, list[Any]],
     ) -> _Saved:
         now = {name: held[last] for name, held, last in self._places(before)}
         try:
             for name, held, last in self._places(before):
                 held[last] = before[name]
-            with torch.enable_grad():
-                saved, _ = self._run(microbatch, values, inputs, again=True)
+            with torch.enable_grad(), self._draws.at(drawn):
+                saved, ran = self._run(microbatch, values, inputs, again=True)
+            compare_recomputation(self.index, first, _results(ran))
         finally:
             for name, held, last in self._places(now):
                 held[last] = now[name]
@@ -222,6 +235,12 @@ def _arrive(name: str, value: Value, asked: bool) -> tuple[Any, list[Any]]:
         # a stage receives, for other micro-batches, and add up gradients of several uses in the narrower type.
         tensors.append(own.view_as(own) if has else own)
     return unflatten(value.layout.structure, tensors), leaves
+
+
+def _results(ran: Ran) -> dict[str, list[Any]]:
+    """The tensors of what a forward gave; they hold no graph."""
+    found = {name: value.tensors for name, value in ran.values.items()}
+    return found if ran.loss is None else {**found, "the loss": [ran.loss.sum.detach()]}
 
 
 def _roots(saved: _Saved, given: Mapping[str, Gradients], scale: float) -> tuple[list[Any], Gradients]:

@@ -1,0 +1,92 @@
+"""Random numbers that a stage's code draws beside torch's default ones: a forward that is done again draws the same.
+
+Those of Python and numpy, and generators that modules have as attributes, are put back. What draws from others, as from
+a global variable, shows in the first recomputation: its results are compared with those of the first forward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from everstep.pipeline.errors import PipelineError
+
+_TOLERANCE = {torch.float64: 1e-3, torch.float32: 1e-2}  # relative to the largest number; 0.2 for what is narrower
+
+
+class ScriptDraws:
+    """The generators of Python, of numpy, and of the modules in a stage."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._modules = list(module.modules())
+
+    def get_state(self) -> list[tuple[Any, Any]]:
+        """Return what is given to `at` to draw the same numbers again."""
+        found: list[Any] = [random]
+        numpy = sys.modules.get("numpy")
+        if numpy is not None:
+            found.append(numpy.random)
+        for module in self._modules:
+            found += [each for each in vars(module).values() if _is_generator(each)]
+        return [(each, _get(each)) for each in found]
+
+    @contextlib.contextmanager
+    def at(self, state: list[tuple[Any, Any]]) -> Iterator[None]:
+        """Draw inside as from `state` on; afterwards all generators are where they were before."""
+        before = [(each, _get(each)) for each, _ in state]
+        try:
+            for each, own in state:
+                _set(each, own)
+            yield
+        finally:
+            for each, own in before:
+                _set(each, own)
+
+
+def compare_recomputation(stage: int, first: Mapping[str, list[Any]], again: Mapping[str, list[Any]]) -> None:
+    """Compare the tensors that a stage's forward gave with those that it gives when it is done again.
+
+    Raises:
+        PipelineError: If it is something else, and not only by rounding.
+    """
+    for name, tensors in first.items():
+        for one, other in zip(tensors, again[name], strict=True):
+            if one.shape == other.shape and (not one.is_floating_point() or _close(one, other)):
+                continue
+            raise PipelineError(
+                f"stage {stage} gives another value {name!r} when its forward is done again, so its gradients would be "
+                "of something else than its losses: its code draws random numbers from a generator that no module has "
+                "as an attribute, or changes what it keeps. Draw from torch's default generator, or leave the stage "
+                "out of recompute="
+            )
+
+
+def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+    largest = float(one.abs().max()) if one.numel() else 0.0
+    tolerance = _TOLERANCE.get(one.dtype, 0.2) * largest
+    return tolerance != tolerance or bool(torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True))
+
+
+def _is_generator(value: Any) -> bool:
+    return isinstance(value, torch.Generator | random.Random) or hasattr(value, "bit_generator")
+
+
+def _get(generator: Any) -> Any:
+    if hasattr(generator, "get_state"):  # torch's, and the functions of numpy
+        return generator.get_state()
+    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.getstate()
+
+
+def _set(generator: Any, state: Any) -> None:
+    if hasattr(generator, "set_state"):
+        generator.set_state(state)
+    elif hasattr(generator, "bit_generator"):
+        generator.bit_generator.state = state
+    else:
+        generator.setstate(state)
