@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from everstep.pipeline.engine.microbatch import Parts, batch_size, pick
-from everstep.pipeline.engine.nested import flatten
+from everstep.pipeline.engine.nested import flatten, tensors_of
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.transport.base import Transport
 
@@ -54,6 +54,11 @@ def examine(reads: Reads, step: tuple[int, int, str], batch: Any, targets: Any, 
             raise PipelineError(
                 "it runs the loss, and was given no targets; if the model's own result is the loss, give as targets "
                 "what it was made from, as the labels"
+            )
+        if step[2] != EVALUATE and any(each.requires_grad for each in tensors_of([inputs, targets])):
+            raise PipelineError(
+                "a tensor of its batch requires gradients, and a pipeline gives none to what it is given: detach() it, "
+                "or make what learns in front of it a part of the model"
             )
         counted = {"its batch has": batch_size(inputs, whole), "its targets have": None}
         if reads.targets:

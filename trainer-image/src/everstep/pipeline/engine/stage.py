@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from everstep.pipeline.engine.leaves import UnknownLeaves
 from everstep.pipeline.engine.losses import Part
 from everstep.pipeline.engine.nested import Value, unflatten, value_of
 from everstep.pipeline.engine.script_draws import ScriptDraws, compare_recomputation
@@ -92,6 +93,7 @@ class Stage:
         self._recompute = recompute
         self._saved: dict[int, _Saved] = {}
         self._draws = ScriptDraws(module.module)
+        self._unknown = UnknownLeaves(index, module.module.parameters())
         self._compares = recompute  # whether the next recomputation is compared with the first forward
 
     def forward(self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any], *, train: bool) -> Ran:
@@ -211,6 +213,10 @@ class Stage:
                     "learn require gradients when pipeline() is called, and freeze them after it"
                 )
         saved.loss = part.sum if part is not None else None
+        if torch.is_grad_enabled():
+            results = [each for made in saved.results.values() for each in made]
+            leaves = [leaf for each in saved.leaves.values() for leaf in each if leaf is not None]
+            self._unknown.look(results if saved.loss is None else [*results, saved.loss], leaves)
         return saved, ran
 
     def _declare_gradients(self, ran: Ran) -> None:
