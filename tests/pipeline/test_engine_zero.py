@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+import socket
+import struct
 import weakref
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("torch")
 import torch
+import torch.distributed as dist
 
 from everstep.pipeline import pipeline
 from everstep.pipeline.engine.microbatch import bounds
+from everstep.pipeline.engine.options import Options
 from everstep.pipeline.engine.zero import ShardedOptimizer, shares
+from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric, InProcess
 from tests.checkpoint import ranks
-from tests.pipeline.models import CASES, slice_batch
+from tests.pipeline.models import CASES, slice_batch, squares
 from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, piped, share
 
 pytestmark = pytest.mark.torch
@@ -48,6 +57,7 @@ def test_the_state_of_each_parameter_is_kept_by_one_replica() -> None:
         engine.step(mine.inputs, mine.targets)
         sharded.step()
         kept = {name for name, p in engine.parameters.named.items() if p in sharded.optimizer.state}
+        assert kept == {name for name, p in engine.parameters.named.items() if p.grad is not None}
         return kept, set(engine.parameters.named)
 
     first, last, other_first, other_last = Fabric(2, 2).run(work)
@@ -84,24 +94,116 @@ def test_new_values_are_on_their_way_two_buckets_at_a_time() -> None:
         sharded = ShardedOptimizer(engine, lambda named: torch.optim.AdamW(named.values()))
         mine = share(setting, transport.replica, batch_of(setting, 0))
         engine.step(mine.inputs, mine.targets)
-        buffers: list[weakref.ref[torch.Tensor]] = []
-        most, reduce = 0, transport.all_reduce
+        under_way: list[weakref.ref[Any]] = []
+        most, exchange = 0, transport.exchange
 
-        def counted(tensor: torch.Tensor, group: Any) -> Any:
+        def counted(parts: Sequence[torch.Tensor], sizes: Sequence[int], group: Any) -> Any:
             nonlocal most
-            work = reduce(tensor, group)
-            buffers.append(weakref.ref(tensor))
-            del tensor
-            most = max(most, sum(each() is not None for each in buffers))
+            work = exchange(parts, sizes, group)
+            under_way.append(weakref.ref(work))
+            most = max(most, sum(each() is not None for each in under_way))
             return work
 
-        transport.all_reduce = counted  # type: ignore[method-assign]
+        transport.exchange = counted  # type: ignore[method-assign]
         sharded.step()
-        return len(buffers), most
+        return len(under_way), most
 
     for count, most in Fabric(2, 2).run(work):
         assert count > 6
-        assert most <= 4, "two that are on their way, and what this test holds itself"
+        assert most == 2
+
+
+def test_parameters_that_make_leaves_out_have_gradients_on_all_replicas_for_another_optimizer() -> None:
+    setting = Setting("gpt", replicas=2, options=Options(bucket=1))
+
+    def work(transport: InProcess) -> tuple[dict[str, Any], int]:
+        engine = engine_of(setting, transport)
+
+        def some(named: Mapping[str, Any]) -> torch.optim.Optimizer:
+            return torch.optim.SGD([{"params": [p for n, p in named.items() if n.startswith("h.")]}], lr=0.1)
+
+        sharded = ShardedOptimizer(engine, some)
+        rest = {name: each for name, each in engine.parameters.named.items() if not name.startswith("h.")}
+        optimizer = torch.optim.SGD(rest.values(), lr=0.1)
+        for step in range(2):
+            mine = share(setting, transport.replica, batch_of(setting, step))
+            engine.step(mine.inputs, mine.targets)
+            assert all(each.grad is not None for each in rest.values())
+            missing = [n for n, p in engine.parameters.named.items() if p.grad is None]
+            sharded.step()
+            optimizer.step()
+        return {name: each.detach() for name, each in engine.parameters.named.items()}, len(missing)
+
+    model = CASES["gpt"].build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(2):
+        batch = batch_of(setting, step)
+        optimizer.zero_grad()
+        total, count = CASES["gpt"].loss(model(**batch.inputs), batch.targets)
+        (total / count).backward()
+        optimizer.step()
+    for weights, missing in Fabric(2, 2).run(work):
+        assert missing > 0
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-9, atol=1e-12)
+
+
+def test_a_step_is_refused_where_only_some_replicas_made_a_sharded_optimizer() -> None:
+    setting = Setting("mlp", replicas=2)
+
+    def work(transport: InProcess) -> str:
+        engine = engine_of(setting, transport)
+        engine.parameters.keep({engine.parameters.own[0]: 0} if transport.replica else {})
+        mine = share(setting, transport.replica, batch_of(setting, 0))
+        with pytest.raises(PipelineError) as caught:
+            engine.step(mine.inputs, mine.targets)
+        return str(caught.value)
+
+    for told in Fabric(2, 2).run(work):
+        assert "replica 1 is at a step after 0 steps with a ShardedOptimizer" in told
+
+
+def _sent() -> int:
+    """The bytes that this process has sent over TCP, by what the kernel counts."""
+    total = 0
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if str(entry.readlink()).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                    if connection.family in (socket.AF_INET, socket.AF_INET6):
+                        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+                        total += struct.unpack_from("<Q", info, 200)[0]  # tcpi_bytes_sent
+    return total
+
+
+def _traffic(rank: int, replicas: int) -> tuple[float, float, float]:
+    """What is sent for the gradients of a step on all replicas, on their keepers, and for new values, over the bytes of
+    the parameters."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
+    x = torch.ones(4, 256)
+    with pipeline(model, x, squares, stages=1, data_parallel=replicas, microbatches=1, **QUICK) as run:
+        size = sum(each.nbytes for each in run.parameters())
+        before = _sent()
+        run.step(x, x)
+        dist.barrier()
+        for_all = _sent() - before
+        sharded = ShardedOptimizer(run.engine, lambda named: torch.optim.SGD(named.values(), lr=0.1))
+        before = _sent()
+        run.step(x, x)
+        dist.barrier()
+        for_keepers = _sent() - before
+        before = _sent()
+        sharded.step()
+        dist.barrier()
+        return for_all / size, for_keepers / size, (_sent() - before) / size
+
+
+def test_gradients_for_their_keepers_and_new_values_are_each_half_of_what_sums_for_all_are() -> None:
+    replicas = 4
+    for for_all, for_keepers, values in ranks.run(replicas, _traffic, replicas):
+        assert for_all == pytest.approx(2 * (replicas - 1) / replicas, rel=0.1)  # of a ring
+        assert for_keepers == pytest.approx((replicas - 1) / replicas, rel=0.2)  # shares are about equal
+        assert values == pytest.approx((replicas - 1) / replicas, rel=0.2)
 
 
 def _clipped(rank: int) -> tuple[list[float], dict[str, Any], int]:

@@ -56,7 +56,12 @@ def heard(engine: Engine, transport: InProcess) -> list[str]:
             events.append("reduce")
         return reduce(tensor, group)
 
-    transport.all_reduce = all_reduce  # type: ignore[method-assign]
+    def exchange(parts: Any, sizes: Any, group: Any) -> Any:
+        events.append("reduce")
+        return trade(parts, sizes, group)
+
+    trade = transport.exchange
+    transport.all_reduce, transport.exchange = all_reduce, exchange  # type: ignore[method-assign]
     return events
 
 
@@ -183,8 +188,11 @@ def squared(output: Any, target: Any) -> Any:
     return (output - target).square().sum(), output.numel()
 
 
+@pytest.mark.parametrize("keeper", [None, 0, 1])
 @pytest.mark.parametrize("samples", [(4, 4), (4, 1), (4, 0)])
-def test_a_gradient_to_which_a_reentrant_checkpoint_adds_late_is_whole(samples: tuple[int, int]) -> None:
+def test_a_gradient_to_which_a_reentrant_checkpoint_adds_late_is_whole(
+    samples: tuple[int, int], keeper: int | None
+) -> None:
     x = torch.randn(sum(samples), 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     y = torch.ones_like(x)
 
@@ -192,6 +200,8 @@ def test_a_gradient_to_which_a_reentrant_checkpoint_adds_late_is_whole(samples: 
         graph = chain([Stage()], 1)
         stages: Any = {0: Whole(Reentrant(), ("first", "inner", "late"))}
         engine = Engine(stages, lower(make("1f1b", 1, 1, 2), graph), graph, transport, squared, EACH)
+        if keeper is not None:
+            engine.parameters.keep({engine.parameters.named["late"]: keeper})
         events = heard(engine, transport)
         part = slice(0, samples[0]) if transport.replica == 0 else slice(samples[0], None)
         engine.step({"x": x[part]}, y[part])
@@ -203,7 +213,9 @@ def test_a_gradient_to_which_a_reentrant_checkpoint_adds_late_is_whole(samples: 
     found = Fabric(1, 2).run(work)
     events = found[0][0]
     assert "reduce" in events[: len(events) - 1 - events[::-1].index("end 0")]
-    for _, gradients in found:
+    for replica, (_, gradients) in enumerate(found):
+        if keeper == 1 - replica:
+            assert gradients.pop("late") is None
         for name, gradient in gradients.items():
             wanted = model.get_parameter(name).grad
             assert (gradient is None) == (wanted is None), name

@@ -174,13 +174,21 @@ def train(
         mine = share(setting, transport.replica, batch_of(setting, step))
         outputs.append(engine.step(mine.inputs if engine.reads.inputs else None, mine.targets))
         if not step:
-            first = {name: _copy(parameter.grad) for name, parameter in engine.parameters.named.items()}
+            first = {name: _copy(each.grad) for name, each in engine.parameters.named.items() if _is_here(engine, each)}
         if optimizer is not None:
             optimizer.step()
     weights = _state(engine.parameters.named.items())
     buffers = _state(engine.parameters.buffers.items())
     engine.close()
     return Trained([output.loss for output in outputs], first, weights, buffers, outputs)
+
+
+def _is_here(engine: Engine, parameter: Any) -> bool:
+    """Whether this replica has the sum of the parameter's gradients; one that has not must have nothing."""
+    here = engine.transport.replica
+    is_here = engine.parameters.reduction.keepers.get(parameter, here) == here
+    assert is_here or parameter.grad is None
+    return is_here
 
 
 def share(setting: Setting, replica: int, batch: Batch) -> Batch:

@@ -15,7 +15,9 @@ from everstep.pipeline.frontend.compiled import is_compiled
 _WRAPPERS = nn.parallel.DistributedDataParallel, nn.DataParallel, FullyShardedDataParallel
 _OVER = "over processes of other stages too, which never come to it"
 _REPLICAS = "a pipeline has its replicas itself (data_parallel=)"
-_SHARDS = "a pipeline shares weights out by stages, and with ShardedOptimizer an optimizer's state over the replicas"
+_SHARDS = (
+    "a pipeline shares weights out by stages, and with ShardedOptimizer optimizer state and gradients over replicas"
+)
 
 
 def refuse_unsupported(model: nn.Module) -> None:

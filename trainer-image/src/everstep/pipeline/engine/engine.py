@@ -254,8 +254,7 @@ class Engine:
             self._statistics.commit(lambda tensor: self.transport.all_reduce(tensor, self.data).wait())
         else:
             self._statistics.commit(lambda tensor: None)
-        counted = self.parameters.counted if self.transport.replica == 0 else []
-        device, own = self.transport.device, self.parameters.own
+        counted, own, device = self.parameters.counted_here, self.parameters.own, self.transport.device
         hooks = None
         if any(map(has_hooks, own)):
             hooks = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
@@ -269,7 +268,7 @@ class Engine:
         if self._batches:
             raise PipelineError("the batches of a step are being added up: end it before its gradients are clipped")
         place = self.transport.replica * self.transport.size + self.rank
-        counted = self.parameters.counted if self.transport.replica == 0 else []
+        counted = self.parameters.counted_here
 
         def gather(vector: Any) -> Any:
             every = vector.new_zeros(self.transport.size * self.transport.replicas, len(vector))

@@ -72,11 +72,24 @@ class Parameters:
         return {name: parameter for parameter, name in names.items()}
 
     @property
+    def counted_here(self) -> list[Any]:
+        """Those that this rank counts on this replica: of all replicas, each parameter once."""
+        keepers, here = self.reduction.keepers, self._transport.replica
+        return [parameter for parameter in self.counted if keepers.get(parameter, 0) == here]
+
+    def keep(self, keepers: Mapping[Any, int]) -> None:
+        """From now on, gradients of these parameters are summed for one replica each, and are None on the others."""
+        self.reduction.keepers = {**self.reduction.keepers, **keepers}
+
+    @property
     def frozen(self) -> str:
-        """How many parameters of this rank do not learn, and which, in a few letters."""
+        """How many parameters of this rank do not learn, and which, in a few letters; and whether some have keepers."""
         flags = bytes(parameter.requires_grad for parameter in self.own)
         count = flags.count(0)
-        return f" with {count} frozen parameters ({hashlib.blake2b(flags, digest_size=3).hexdigest()})" if count else ""
+        found = (
+            f" with {count} frozen parameters ({hashlib.blake2b(flags, digest_size=3).hexdigest()})" if count else ""
+        )
+        return found + (" with a ShardedOptimizer" if self.reduction.keepers else "")
 
     def check_frozen(self, *, first: bool) -> None:
         """Before a batch, of which the first of a step decides what learns in it.

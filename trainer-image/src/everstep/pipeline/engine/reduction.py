@@ -2,35 +2,46 @@
 
 They begin where the schedule says so, and those over replicas earlier, where the last backward has completed a bucket.
 A parameter that got no gradient on any of them has none afterwards either: each buffer ends with a flag for each
-parameter that says whether there was one.
+parameter that says whether there was one. A parameter with a keeper gets its sum on that replica alone: each sends its
+gradient there, where they are added up in the order of the replicas, those of half the width in float32.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from everstep.pipeline.engine.buckets import buckets, by_keeper
 from everstep.pipeline.engine.overlap import BucketQueue
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.transport.base import Transport, Work
+from everstep.pipeline.transport.base import Exchange, Transport, Work
 
 
 @dataclass
 class _Bucket:
+    """Gradients on their way, as a sum in `buffer`, or to their keepers: then `parameters` are this replica's."""
+
     parameters: list[Any]
-    buffer: Any
-    work: Work
+    work: Work | Exchange
+    buffer: Any = None
     tie: str = ""  # the name of a shared parameter
     before: Sequence[Any] = ()  # parameters of buckets that began before: it says of which more has come since
 
+    def done(self) -> bool:
+        """Whether waiting for it is known to take no time."""
+        return self.buffer is None and self.work.done()  # type: ignore[union-attr]
+
     def take(self) -> tuple[dict[Any, Any], list[Any]]:
         """Wait for the sums. Of each parameter, None if nobody has a gradient of it; and of what more has come."""
-        self.work.wait()
-        flags = self.buffer[self._numbers :].tolist()
+        given = self.work.wait()
+        buffer = self.buffer if given is None else _total(given)
+        numbers = [parameter.numel() for parameter in self.parameters]
+        flags = buffer[sum(numbers) :].tolist()
         if self.tie:
             learning, owners = flags[-2:]
             if learning not in (0.0, owners):
@@ -38,23 +49,19 @@ class _Bucket:
                     f"shared parameter {self.tie!r} is frozen on some of the ranks that own it, and not on "
                     "others: set its requires_grad alike on all"
                 )
-        parts = self.buffer[: self._numbers].split([parameter.numel() for parameter in self.parameters])
+        parts = buffer[: sum(numbers)].split(numbers)
         sums = {
             parameter: part.view(parameter.shape) if flag else None
             for parameter, part, flag in zip(self.parameters, parts, flags, strict=False)
         }
-        late = flags[len(self.parameters) : len(self.parameters) + len(self.before)]
+        late = flags[len(numbers) : len(numbers) + len(self.before)]
         return sums, [parameter for parameter, flag in zip(self.before, late, strict=True) if flag]
-
-    @property
-    def _numbers(self) -> int:
-        return sum(parameter.numel() for parameter in self.parameters)
 
 
 class Reduction:
     """Of one rank. `own`: the parameters of each stage that no other stage has, in the order of their use; `shared`:
     those that several have, by name; `groups`: of those, what they are summed over, None where that is this process
-    alone."""
+    alone. `keepers`: the replica of each parameter that has its sum alone; others have theirs on all."""
 
     def __init__(
         self,
@@ -67,8 +74,11 @@ class Reduction:
     ) -> None:
         self._transport, self._data, self._own, self._shared, self._groups = transport, data, own, shared, groups
         self._bytes = bucket
+        self.keepers: Mapping[Any, int] = {}
         self._queues: dict[int, BucketQueue] = {}  # of stages whose reduction may have begun
-        self._under_way: list[_Bucket] = []
+        self._under_way: deque[_Bucket] = deque()
+        self._sums: dict[Any, Any] = {}
+        self._late: list[Any] = []
 
     def listen(self, stage: int, nodes: Sequence[Any]) -> contextlib.AbstractContextManager[None]:
         """Begin to sum the gradients of a stage over the replicas while its last backward, inside, computes them.
@@ -90,58 +100,77 @@ class Reduction:
     def tie(self, name: str) -> None:
         """Starts to sum the gradients of a shared parameter over its owners and their replicas."""
         if self._groups[name] is not None:
-            self._start([self._shared[name]], self._groups[name], tie=name)
+            self._sum([self._shared[name]], self._groups[name], tie=name)
 
     def finish(self) -> None:
         """Waits, and gives the parameters their sums."""
-        sums, late = self._take()
-        for bucket in buckets(late, self._bytes):
-            self._start(bucket, self._data)
-        for parameter, more in self._take()[0].items():
+        sums, late = self._finished()
+        for bucket in self._buckets(late):
+            self._start(bucket)
+        for parameter, more in self._finished()[0].items():
             sums[parameter] = more if sums[parameter] is None else sums[parameter] + more
+        here = self._transport.replica
         for parameter, total in sums.items():
-            parameter.grad = total
+            parameter.grad = total if self.keepers.get(parameter, here) == here else None
 
     def _queue(self, stage: int) -> BucketQueue:
         # The last layers first, as their gradients are there first.
-        of_stage = list(buckets(list(reversed(self._own[stage])), self._bytes))
-        return BucketQueue(of_stage, lambda bucket, before: self._start(bucket, self._data, before))
+        return BucketQueue(self._buckets(list(reversed(self._own[stage]))), self._start)
 
-    def _take(self) -> tuple[dict[Any, Any], list[Any]]:
-        sums, late = dict[Any, Any](), list[Any]()
-        for bucket in self._under_way:
-            own, more = bucket.take()
-            sums |= own
-            late += more
-        self._under_way = []
-        return sums, late
+    def _buckets(self, parameters: Sequence[Any]) -> list[list[Any]]:
+        return list(buckets(parameters, self._bytes, lambda each: (each.dtype, each in self.keepers)))
 
-    def _start(self, parameters: list[Any], group: Any, before: Sequence[Any] = (), *, tie: str = "") -> None:
-        parts = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
-        flags = [float(parameter.grad is not None) for parameter in (*parameters, *before)]
-        if tie:  # its owners must agree on whether it learns
-            flags += [float(parameters[0].requires_grad), 1.0]
-        buffer = torch.cat([*(part.reshape(-1) for part in parts), parts[0].new_tensor(flags)])
-        # It is in the buffer now: else all gradients would be there twice while they are summed. What is there later
-        # has come since.
-        for parameter in parameters:
-            parameter.grad = None
-        work = self._transport.all_reduce(buffer, group)
-        self._under_way.append(_Bucket(parameters, buffer, work, tie, before))
+    def _start(self, parameters: list[Any], before: Sequence[Any] = ()) -> None:
+        if parameters[0] not in self.keepers:
+            self._sum(parameters, self._data, before)
+            return
+        shares = by_keeper(parameters, self.keepers, self._transport.replicas)
+        given = [_packed(share, before, like=parameters[0]) for share in shares]
+        _drop(parameters)
+        own = self._transport.replica
+        sizes = [given[own].numel()] * len(shares)
+        self._under_way.append(_Bucket(shares[own], self._transport.exchange(given, sizes, self._data), before=before))
+        # What has come needs as much memory as what was sent: for no more buckets than are on their way.
+        while self._under_way and self._under_way[0].done():
+            self._take()
+
+    def _sum(self, parameters: list[Any], group: Any, before: Sequence[Any] = (), *, tie: str = "") -> None:
+        # The owners of a shared parameter must agree on whether it learns.
+        more = [float(parameters[0].requires_grad), 1.0] if tie else []
+        buffer = _packed(parameters, before, more, like=parameters[0])
+        _drop(parameters)
+        self._under_way.append(_Bucket(parameters, self._transport.all_reduce(buffer, group), buffer, tie, before))
+
+    def _take(self) -> None:
+        sums, late = self._under_way.popleft().take()
+        self._sums |= sums
+        self._late += late
+
+    def _finished(self) -> tuple[dict[Any, Any], list[Any]]:
+        while self._under_way:
+            self._take()
+        found = self._sums, self._late
+        self._sums, self._late = {}, []
+        return found
 
 
-def buckets(parameters: Sequence[Any], size: int) -> Iterator[list[Any]]:
-    """Parameters of one dtype, at most `size` bytes together unless one alone is larger."""
-    open_: dict[Any, tuple[list[Any], int]] = {}
+def _packed(parameters: Sequence[Any], before: Sequence[Any], more: Sequence[float] = (), *, like: Any) -> Any:
+    """The gradients in one buffer, with flags for those that are there."""
+    parts = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    flags = [float(parameter.grad is not None) for parameter in (*parameters, *before)]
+    return torch.cat([*(part.detach().reshape(-1) for part in parts), like.detach().new_tensor([*flags, *more])])
+
+
+def _drop(parameters: Sequence[Any]) -> None:
+    """Forget gradients that are in a buffer: else all would be there twice while they are summed. What is there later
+    has come since."""
     for parameter in parameters:
-        if not parameter.requires_grad:
-            continue
-        bucket, used = open_.get(parameter.dtype, ([], 0))
-        own = parameter.numel() * parameter.element_size()
-        if bucket and used + own > size:
-            yield bucket
-            bucket, used = [], 0
-        bucket.append(parameter)
-        open_[parameter.dtype] = bucket, used + own
-    for bucket, _ in open_.values():
-        yield bucket
+        parameter.grad = None
+
+
+def _total(parts: Sequence[Any]) -> Any:
+    first = parts[0]
+    total = first.to(torch.float32 if first.element_size() < 4 else first.dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(first.dtype)

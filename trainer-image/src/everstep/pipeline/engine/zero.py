@@ -1,6 +1,7 @@
-"""Optimizer state spread over the replicas (ZeRO stage 1, arXiv 1910.02054).
+"""Optimizer state and gradients spread over the replicas (ZeRO stages 1 and 2, arXiv 1910.02054).
 
-Each parameter of a rank has one replica that keeps its optimizer state and steps it; then all get its new value.
+Each parameter of a rank has one replica, its keeper, that gets the sum of its gradients, keeps its optimizer state and
+steps it; then all get its new value.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from typing import Any
 
 import torch
 
+from everstep.pipeline.engine.buckets import buckets, by_keeper
 from everstep.pipeline.engine.engine import Engine
-from everstep.pipeline.engine.reduction import buckets
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.transport.base import Work
+from everstep.pipeline.transport.base import Exchange
 
 _AT_ONCE = 2  # buckets that are on their way: with all of them the parameters would be there twice
 
@@ -25,6 +26,9 @@ class ShardedOptimizer:
     All replicas construct it together, and step it together after each `Engine.step`. It suits optimizers that treat
     each parameter by itself (SGD, Adam and its kin); one that looks at all of them would see its share only.
     `optimizer` is what a checkpoint saves and restores, and what a scheduler takes.
+
+    From then on each gradient is summed for the keeper of its parameter alone, which halves what is sent: `grad` is
+    None on the other replicas. Parameters that `make` leaves out have their gradients on all replicas, as before.
     """
 
     def __init__(self, engine: Engine, make: Callable[[Mapping[str, Any]], torch.optim.Optimizer]) -> None:
@@ -36,6 +40,20 @@ class ShardedOptimizer:
         self.optimizer = make(mine or dict(list(every.items())[:1]))
         for group in () if mine else self.optimizer.param_groups:
             group["params"] = []
+        if self._transport.replicas > 1:
+            with engine.aborting():
+                engine.parameters.keep(self._kept())
+
+    def _kept(self) -> dict[Any, int]:
+        """The parameters that an optimizer of any replica steps, and that replica."""
+        stepped = {each for group in self.optimizer.param_groups for each in group["params"]}
+        named = _once(self._engine)
+        flags = torch.zeros(len(named), device=self._transport.device)
+        for place, (name, parameter) in enumerate(named.items()):
+            flags[place] = float(parameter in stepped and self.owner[name] == self._transport.replica)
+        if named:
+            self._transport.all_reduce(flags, self._engine.data).wait()
+        return {p: self.owner[name] for (name, p), flag in zip(named.items(), flags.tolist(), strict=True) if flag}
 
     def step(self) -> None:
         """One step on this replica's share, whose new values go to all replicas. Errors as those of `Engine.step`, and
@@ -51,26 +69,27 @@ class ShardedOptimizer:
                 self._share()
 
     def _share(self) -> None:
-        names = {parameter: name for name, parameter in _once(self._engine).items()}
-        under_way: deque[tuple[list[Any], Any, Work]] = deque()
-        for bucket in buckets(list(names), self._engine.options.bucket):
-            # As a sum of one and zeros: exact, and all that a transport has to know.
-            parts = [
-                p.detach().reshape(-1) if self.owner[names[p]] == self._transport.replica else p.new_zeros(p.numel())
-                for p in bucket
-            ]
-            buffer = torch.cat(parts)
-            under_way.append((bucket, buffer, self._transport.all_reduce(buffer, self._engine.data)))
+        owner = {parameter: self.owner[name] for name, parameter in _once(self._engine).items()}
+        replicas, mine = range(self._transport.replicas), self._transport.replica
+        under_way: deque[tuple[list[list[Any]], Exchange]] = deque()
+        for bucket in buckets(list(owner), self._engine.options.bucket):
+            shares_of_it = by_keeper(bucket, owner, len(replicas))
+            own = torch.cat([bucket[0].new_empty(0), *(p.detach().reshape(-1) for p in shares_of_it[mine])])
+            nothing = own[:0]
+            given = [nothing if replica == mine else own for replica in replicas]
+            sizes = [0 if r == mine else sum(p.numel() for p in shares_of_it[r]) for r in replicas]
+            under_way.append((shares_of_it, self._transport.exchange(given, sizes, self._engine.data)))
             if len(under_way) == _AT_ONCE:
-                _take(*under_way.popleft())
+                _take(*under_way.popleft(), mine)
         for each in under_way:
-            _take(*each)
+            _take(*each, mine)
 
 
-def _take(bucket: Sequence[Any], buffer: Any, work: Work) -> None:
-    work.wait()
-    for parameter, part in zip(bucket, buffer.split([p.numel() for p in bucket]), strict=True):
-        parameter.detach().copy_(part.view(parameter.shape))
+def _take(shares_of_it: Sequence[list[Any]], work: Exchange, mine: int) -> None:
+    for replica, (share, values) in enumerate(zip(shares_of_it, work.wait(), strict=True)):
+        if replica != mine:
+            for parameter, part in zip(share, values.split([p.numel() for p in share]), strict=True):
+                parameter.detach().copy_(part.view(parameter.shape))
 
 
 def shares(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:

@@ -55,6 +55,16 @@ class Arrival(Protocol):
         """The tensor, on this rank's device. TransportError."""
 
 
+class Exchange(Protocol):
+    """What replicas have for each other, on its way."""
+
+    def done(self) -> bool:
+        """Whether `wait` returns at once. TransportError."""
+
+    def wait(self) -> list[torch.Tensor]:
+        """What each replica had for this one, in their order, on this rank's device. TransportError."""
+
+
 class Transport(Protocol):
     """One rank's view. Ranks are those of one pipeline, 0 to size - 1; `replicas` equal pipelines train on parts of
     one batch, and rank r of each is the same part of the model."""
@@ -92,6 +102,15 @@ class Transport(Protocol):
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> Work:
         """Sums contiguous `tensor` in place over the group, to the same bits on all of its members."""
+
+    def exchange(self, parts: Sequence[torch.Tensor], sizes: Sequence[int], group: Any) -> Exchange:
+        """Begin to give each replica its part, and to get theirs.
+
+        Args:
+            parts: For each replica of this rank, in their order; tensors of one dimension and one dtype.
+            sizes: The numbers that each replica has for this one.
+            group: This rank of all replicas.
+        """
 
     def settle(self) -> None:
         """Waits until all that was told has been heard. Called where every rank comes."""

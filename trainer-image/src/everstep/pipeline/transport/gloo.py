@@ -145,6 +145,24 @@ class ProcessGroups:
             sent = tensor.cpu() if self._staged else tensor
             return _Reducing(self, dist.all_reduce(sent, group=group, async_op=True), sent, tensor)
 
+    def exchange(self, parts: Sequence[torch.Tensor], sizes: Sequence[int], group: Any) -> _Exchanging:
+        """See Transport. In bytes, of which gloo knows no less than NCCL; its `reduce_scatter` is an all-reduce."""
+        sent = torch.cat(list(parts))
+        if self._staged:
+            sent = sent.cpu()
+        came = sent.new_empty(sum(sizes))
+        width = sent.element_size()
+        with self._explained():
+            work = dist.all_to_all_single(
+                came.view(torch.uint8),
+                sent.view(torch.uint8),
+                [size * width for size in sizes],
+                [part.numel() * width for part in parts],
+                group=group,
+                async_op=True,
+            )
+        return _Exchanging(self, work, sent, came, tuple(sizes))
+
     def settle(self) -> None:
         """See Transport."""
         with self._explained():
@@ -241,3 +259,22 @@ class _Reducing:
             self.work.wait()
         if self.sent is not self.into:
             self.into.copy_(self.sent)
+
+
+@dataclass
+class _Exchanging:
+    transport: ProcessGroups
+    work: Any
+    sent: Any  # must stay until it is done
+    came: Any
+    sizes: tuple[int, ...]
+
+    def done(self) -> bool:
+        with self.transport._explained():
+            return bool(self.work.is_completed())
+
+    def wait(self) -> list[torch.Tensor]:
+        with self.transport._explained():
+            self.work.wait()
+        self.sent = None
+        return list(self.came.to(self.transport.device).split(self.sizes))

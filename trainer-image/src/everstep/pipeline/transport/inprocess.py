@@ -40,6 +40,13 @@ class _Round:
     done: bool = False
 
 
+@dataclass
+class _Trade:
+    """One exchange: of each member, what it has for which other one that has not taken it."""
+
+    given: dict[int, dict[int, torch.Tensor]] = field(default_factory=dict)
+
+
 class Fabric:
     """What connects `replicas` pipelines of `ranks` ranks each.
 
@@ -55,7 +62,8 @@ class Fabric:
         self.receives: dict[tuple[int, int], deque[_Offer]] = defaultdict(deque)
         self.told: dict[tuple[int, int], deque[bytes]] = defaultdict(deque)
         self.rounds: dict[Group, list[_Round]] = defaultdict(list)
-        self.calls: dict[tuple[Group, int], int] = defaultdict(int)
+        self.exchanges: dict[Group, list[_Trade]] = defaultdict(list)
+        self.calls: dict[tuple[tuple[int | str, ...], int], int] = defaultdict(int)
         self._turns = [threading.Semaphore(0) for _ in range(self.world)]
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
         self._alive: set[int] = set()
@@ -182,6 +190,26 @@ class _Reducing:
         self.fabric.until(self.me, lambda: self.round.done, self.what)
 
 
+@dataclass
+class _Exchanging:
+    fabric: Fabric
+    me: int
+    trade: _Trade
+    group: Group
+    sizes: tuple[int, ...]
+
+    def done(self) -> bool:
+        return len(self.trade.given) == len(self.group)
+
+    def wait(self) -> list[torch.Tensor]:
+        self.fabric.until(self.me, self.done, f"exchanges with {self.group}")
+        mine = self.group.index(self.me)
+        found = [self.trade.given[member].pop(mine) for member in self.group]
+        if (came := tuple(part.numel() for part in found)) != self.sizes:
+            raise TransportError(f"rank {self.me} expects {self.sizes} numbers of {self.group}, which have {came}")
+        return found
+
+
 class InProcess:
     """A rank of a fabric: a Transport."""
 
@@ -240,6 +268,14 @@ class InProcess:
         if len(meeting.tensors) == len(group):
             self._sum(meeting, group)
         return _Reducing(self.fabric, self._me, meeting, f"reduces over {group}")
+
+    def exchange(self, parts: Sequence[torch.Tensor], sizes: Sequence[int], group: Group) -> _Exchanging:
+        rounds, call = self.fabric.exchanges[group], self.fabric.calls[("exchange", *group), self._me]
+        self.fabric.calls[("exchange", *group), self._me] += 1
+        if call == len(rounds):
+            rounds.append(_Trade())
+        rounds[call].given[self._me] = {place: part.clone() for place, part in enumerate(parts)}
+        return _Exchanging(self.fabric, self._me, rounds[call], group, tuple(sizes))
 
     def connect(self, links: Sequence[tuple[int, int]]) -> None:
         pass

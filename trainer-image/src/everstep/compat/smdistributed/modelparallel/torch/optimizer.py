@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -84,13 +83,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
             raise RuntimeError("there are no gradients to clip yet: run a step first")
         if norm_type != 2.0:
             raise ValueError(f"norm_type is {norm_type}: only the norm 2 is offered")
-        counted = [each.grad for each in model.engine.parameters.counted if each.grad is not None]
-        own = float(torch.nn.utils.get_total_norm(counted)) ** 2 if counted else 0.0
-        norm = math.sqrt(sum(allgather(own, CommGroup.PP_GROUP)))
-        for each in model.engine.parameters.own:
-            if each.grad is not None:
-                each.grad.mul_(min(1.0, max_norm / (norm + 1e-6)))
-        return norm
+        return float(model.engine.clip_gradients(max_norm))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """RuntimeError: give the wrapped optimizer all groups before it is wrapped."""
