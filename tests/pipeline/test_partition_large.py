@@ -49,7 +49,15 @@ def near(random_: random.Random) -> Inputs:
         index += 1
 
 
-SHAPES = {"chain": chain, "attention": cells(3, 1), "inception": cells(4, 3), "near": near}
+def anywhere(random_: random.Random) -> Inputs:
+    """Each node uses some of all before it, so that hundreds of values cross each cut."""
+    index = 0
+    while True:
+        yield sorted(random_.sample(range(index), min(index, random_.choice((1, 1, 2, 3)))))
+        index += 1
+
+
+SHAPES = {"chain": chain, "attention": cells(3, 1), "inception": cells(4, 3), "near": near, "anywhere": anywhere}
 
 
 def planned(shape: str, nodes: int) -> Candidate:

@@ -20,15 +20,14 @@ class Core:
         while found is None:
             top = max(count for index, count in enumerate(beside) if index not in self.loose)
             self.loose |= {index for index, count in enumerate(beside) if count >= 0.9 * top}
-            found = downsets(self.blocks, rest)
-        self.downsets = found
+            found = downsets(self._kept_blocks(), rest)
+        self.downsets, self.blocks = found, self._kept_blocks()
 
     @property
     def kept(self) -> list[int]:
         return [index for index in range(len(self.whole.blocks)) if index not in self.loose]
 
-    @property
-    def blocks(self) -> Blocks:
+    def _kept_blocks(self) -> Blocks:
         if not self.loose:
             return self.whole
         number = {index: place for place, index in enumerate(self.kept)}

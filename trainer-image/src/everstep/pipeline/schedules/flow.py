@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Edge, StageGraph
@@ -17,6 +17,7 @@ from everstep.pipeline.schedules.actions import Action, Kind
 
 GRADIENTS = frozenset({Kind.BACKWARD, Kind.INPUT_GRAD})  # what gives the gradients of a stage's inputs
 LAST = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD})  # what a stage does last with a micro-batch
+_new: Any = tuple.__new__  # a named tuple, in half of the time of its own class; a step of a large graph has millions
 
 
 class Done(NamedTuple):
@@ -109,25 +110,51 @@ class Flow:
     def _forward(self) -> list[list[tuple[str, int, int]]]:
         return [[(e.value, e.source, self.placement[e.source]) for e in inputs] for inputs in self.inputs]
 
+    @cached_property
+    def _backward(self) -> list[list[tuple[str, int, tuple[int, ...]]]]:
+        """Of each stage, whose gradients it needs: the value, the rank, and its stages."""
+        return [
+            [(e.value, at, users) for e in outputs if e.gradient for at, users in self.users[e.value].items()]
+            for outputs in self.outputs
+        ]
+
+    @cached_property
+    def _sent(self) -> list[list[tuple[str, int]]]:
+        """Of each stage, the values that other ranks get of it, and which."""
+        return [
+            [(e.value, at) for e in outputs for at in self.users[e.value] if at != self.placement[stage]]
+            for stage, outputs in enumerate(self.outputs)
+        ]
+
+    @cached_property
+    def _returned(self) -> list[list[tuple[str, int, tuple[int, ...]]]]:
+        """Of each stage, the values whose gradients go to another rank, which, and all stages here that use them."""
+        return [
+            [
+                (e.value, self.placement[e.source], self.users[e.value][self.placement[stage]])
+                for e in inputs
+                if e.gradient and self.placement[e.source] != self.placement[stage]
+            ]
+            for stage, inputs in enumerate(self.inputs)
+        ]
+
     def needs(self, action: Action) -> list[Done | Message]:
         """What must be there before a computation starts."""
         stage, microbatch = action.stage, action.microbatch
         rank = self.placement[stage]
         if action.kind is Kind.FORWARD:
             return [
-                Done(source, microbatch, False) if at == rank else Message(value, microbatch, False, at, rank)
+                Done(source, microbatch, False) if at == rank else _new(Message, (value, microbatch, False, at, rank))
                 for value, source, at in self._forward[stage]
             ]
         if action.kind is Kind.WEIGHT_GRAD:
             return [Done(stage, microbatch, True)]
         needed: list[Done | Message] = [Done(stage, microbatch, False)]
-        for edge in self.outputs[stage]:
-            if edge.gradient:
-                for at, users in self.users[edge.value].items():
-                    if at == rank:
-                        needed += [Done(user, microbatch, True) for user in users]
-                    else:
-                        needed.append(Message(edge.value, microbatch, True, at, rank))
+        for value, at, users in self._backward[stage]:
+            if at == rank:
+                needed += [Done(user, microbatch, True) for user in users]
+            else:
+                needed.append(_new(Message, (value, microbatch, True, at, rank)))
         return needed
 
     def gives(self, action: Action, done: Container[Done | Message]) -> list[Message]:
@@ -135,18 +162,11 @@ class Flow:
         stage, microbatch = action.stage, action.microbatch
         rank = self.placement[stage]
         if action.kind is Kind.FORWARD:
-            return [
-                Message(edge.value, microbatch, False, rank, at)
-                for edge in self.outputs[stage]
-                for at in self.users[edge.value]
-                if at != rank
-            ]
+            return [_new(Message, (value, microbatch, False, rank, at)) for value, at in self._sent[stage]]
         if action.kind is Kind.WEIGHT_GRAD:
             return []
         return [
-            Message(edge.value, microbatch, True, rank, self.placement[edge.source])
-            for edge in self.inputs[stage]
-            if edge.gradient
-            and self.placement[edge.source] != rank
-            and all(Done(user, microbatch, True) in done for user in self.users[edge.value][rank])
+            _new(Message, (value, microbatch, True, rank, at))
+            for value, at, users in self._returned[stage]
+            if users == (stage,) or all(Done(user, microbatch, True) in done for user in users)
         ]

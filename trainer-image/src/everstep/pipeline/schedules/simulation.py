@@ -144,7 +144,7 @@ class _Run:
             if need not in self.times:
                 self.waiters[need] = rank
                 return False
-        held = sum(self.held.pop(need, 0.0) for need in needs if isinstance(need, Message))
+        held = sum(self.held.pop(need, 0.0) for need in needs if isinstance(need, Message)) if self.held else 0.0
         start = max([self.free[rank] + held, *(self.times[need] for need in needs)])
         end = start + self.seconds[action.stage][action.kind] / self.speeds[rank]
         self.free[rank] = end
@@ -160,8 +160,9 @@ class _Run:
         if self.links is not None:
             link, pair = self.links[message.source][message.target], (message.source, message.target)
             seconds = self.flow.by_value[message.value].size / link.bandwidth
-            self.free[message.source] += link.held * seconds
-            self.held[message] = link.held * seconds
+            if link.held:
+                self.free[message.source] += link.held * seconds
+                self.held[message] = link.held * seconds
             at = max(at, self.link_free[pair]) + seconds
             self.link_free[pair] = at
             at += link.latency
@@ -191,12 +192,17 @@ class _Run:
 
     def _waiting(self) -> tuple[int, ...]:
         changes: list[list[tuple[float, int]]] = [[] for _ in self.schedule.ranks]
-        for message, there in self.times.items():
-            if isinstance(message, Message):
-                edge = self.flow.by_value[message.value]
-                users = (edge.source,) if message.gradient else self.flow.users[message.value][message.target]
-                used = max(self.times[Done(user, message.microbatch, message.gradient)] for user in users)
-                changes[message.target] += [(there, edge.size), (used, -edge.size)]
+        done: dict[tuple[int, bool], dict[int, float]] = defaultdict(dict)  # when each stage was, by micro-batch
+        for what, end in self.times.items():
+            if isinstance(what, Done):
+                done[what.microbatch, what.gradient][what.stage] = end
+        for what, there in self.times.items():
+            if isinstance(what, Message):
+                value, microbatch, gradient, _, target = what
+                edge, ends = self.flow.by_value[value], done[microbatch, gradient]
+                users = (edge.source,) if gradient else self.flow.users[value][target]
+                used = ends[users[0]] if len(users) == 1 else max([ends[user] for user in users])
+                changes[target] += ((there, edge.size), (used, -edge.size))
         return tuple(
             max(accumulate((change for _, change in sorted(rank)), initial=0)) for rank in changes
         )  # sorted: at one time, what goes goes first
