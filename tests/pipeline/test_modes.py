@@ -75,11 +75,12 @@ def squared(output: Any, target: Any) -> Any:
 
 def _trained(rank: int) -> list[dict[str, Any]]:
     found = []
-    for middle, how in (
+    cases: tuple[tuple[type[nn.Module], dict[str, Any]], ...] = (
         (Frozen, {"stage_of": {"1.second": 1}, "schedule": "1f1b"}),
         (Frozen, {"stage_of": {"1.norm": 1, "1.second": 2, "1.last.layer": 2, "2": 3}, "schedule": "interleaved"}),
         (Adapted, {"stage_of": {"1": 1}, "schedule": "1f1b"}),
-    ):
+    )
+    for middle, how in cases:
         with pipeline(
             model(middle), X, squared, targets=X, microbatches=2, costs="counted", heartbeat=None, **how
         ) as run:

@@ -9,9 +9,9 @@ one in its place. What that may add up to is bounded:
 - any other one, new or slow, gets an eighth of the limit at most, and all of them half of it;
 - they leave `limit` of the `most` slots that exist to those that are trusted.
 
-So however many namespaces hang, one that is trusted gets a slot within `SLOW_SECONDS`; only the moment in which very many
-begin to hang, each in the middle of a burst, can use all slots up, for as long as one request lasts. Among those that
-wait, the one that holds the fewest is next (max-min fairness).
+So however many namespaces hang, one that is trusted gets a slot within `SLOW_SECONDS`; only the moment in which very
+many begin to hang, each in the middle of a burst, can use all slots up, for as long as one request lasts. Among those
+that wait, the one that holds the fewest is next (max-min fairness).
 """
 
 from __future__ import annotations
