@@ -14,7 +14,7 @@ from everstep.pipeline.engine.options import Options
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.models import CASES, slice_batch
-from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, piped
+from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, piped, share
 
 pytestmark = pytest.mark.torch
 
@@ -76,7 +76,8 @@ def test_dropout_differs_between_steps_micro_batches_and_seeds() -> None:
     assert len(set(losses)) == 8
 
 
-def test_running_statistics_are_those_of_the_whole_batch() -> None:
+@pytest.mark.parametrize("act", ["step", "evaluate"])  # an evaluation in training mode finds statistics anew
+def test_running_statistics_are_those_of_the_whole_batch(act: str) -> None:
     setting = Setting("resnet", "1f1b", 3, 3, samples=12, microbatches=2, replicas=2, steps=1)
     model = CASES["resnet"].build()
     seen: dict[str, list[Any]] = {}
@@ -86,7 +87,17 @@ def test_running_statistics_are_those_of_the_whole_batch() -> None:
     batch = batch_of(setting, 0)
     for start, stop in ((0, 3), (3, 6), (6, 9), (9, 12)):
         model(slice_batch(batch, start, stop).inputs["images"])
-    found = piped(setting).buffers
+
+    def work(transport: Transport) -> dict[str, Any]:
+        engine = engine_of(setting, transport)
+        mine = share(setting, transport.replica, batch)
+        getattr(engine, act)(mine.inputs, mine.targets)
+        return engine.parameters.buffers
+
+    found: dict[str, Any] = {}
+    for mine in Fabric(3, 2).run(work):
+        for name, each in mine.items():
+            assert torch.equal(found.setdefault(name, each), each), name
     for name, inputs in seen.items():
         every = torch.cat(inputs).transpose(0, 1).flatten(1)
         torch.testing.assert_close(found[f"{name}.running_mean"], 0.1 * every.mean(1), rtol=1e-10, atol=1e-12)

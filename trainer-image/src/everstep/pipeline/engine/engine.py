@@ -134,6 +134,7 @@ class Engine:
         self._total = Total()
         with self.aborting(), torch.no_grad():
             outputs = self._pass(batch, targets, EVALUATE, reduce=False)
+            self._commit_statistics()  # of layers that are in training, as to find them anew for averaged weights
             scaled = scale([], [], self._total, self._sum, LossScale(), None, self.transport.device)
         return Output(scaled.loss, scaled.count, self._metrics(scaled), outputs=outputs)
 
@@ -250,10 +251,7 @@ class Engine:
 
     def _finish(self) -> Output:
         self.parameters.reduction.finish()
-        if self.transport.replicas > 1:
-            self._statistics.commit(lambda tensor: self.transport.all_reduce(tensor, self.data).wait())
-        else:
-            self._statistics.commit(lambda tensor: None)
+        self._commit_statistics()
         counted, own, device = self.parameters.counted_here, self.parameters.own, self.transport.device
         hooks = None
         if any(map(has_hooks, own)):
@@ -262,6 +260,10 @@ class Engine:
         self.steps, self._batches = self.steps + 1, 0
         self._random.next_step()
         return Output(scaled.loss, scaled.count, self._metrics(scaled), scaled.norm, scaled.skipped)
+
+    def _commit_statistics(self) -> None:
+        several = self.transport.replicas > 1
+        self._statistics.commit(lambda each: self.transport.all_reduce(each, self.data).wait() if several else None)
 
     def clip_gradients(self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False) -> Any:
         """Clip the gradients of a step by the norm of those of all ranks. See `clipping.clip_gradients`."""
@@ -333,11 +335,11 @@ class Engine:
     @contextlib.contextmanager
     def _around(self, index: int, microbatch: int, again: bool) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            self._statistics.begin(count=not again)
+            stack.callback(self._statistics.end)
             if self._training:
                 microbatch = self._of_all(microbatch)
                 stack.enter_context(self._random.of(microbatch, self._stages[index].repeats, index))
-                self._statistics.begin(count=not again)
-                stack.callback(self._statistics.end)
             if self.options.precision != "full":
                 self._versions = forget_stale_casts(self.parameters.own, self._versions)
                 kind = self.transport.device.type
