@@ -72,6 +72,34 @@ def _refused(rank: int) -> list[str]:
     return told
 
 
+def _changed(rank: int) -> list[str]:
+    mesh, told = init_device_mesh("cpu", (2,)), []
+    for change in (
+        lambda module: fully_shard(module, mesh=mesh),
+        nn.utils.parametrizations.weight_norm,
+        lambda module: module.register_parameter("adapter", nn.Parameter(torch.zeros(4, 4))),
+        lambda module: module.register_parameter("constant", nn.Parameter(torch.zeros(4, 4), requires_grad=False)),
+    ):
+        with pipeline(
+            chain(nn.Tanh()), X, squares, stages=1, data_parallel=2, heartbeat=None, costs="counted", check=False
+        ) as run:
+            run.step(X, X)
+            change(run.get_submodule("2"))
+            try:
+                run.step(X, X)
+            except PipelineError as error:
+                told.append(str(error))
+    return told
+
+
+def test_parameters_that_a_model_gets_after_pipeline_are_refused_if_they_learn() -> None:
+    for sharded, normed, adapted in ranks.run(2, _changed):
+        assert "parameter '2.weight' was added, or put in another's place, after pipeline() was called" in sharded
+        assert "there is no FSDP within a stage" in sharded
+        assert "parameter '2.parametrizations.weight.original0' was added" in normed
+        assert "parameter '2.adapter' was added" in adapted
+
+
 def test_what_cannot_be_trained_is_refused_on_all_ranks_with_what_to_do() -> None:
     here, there = ranks.run(2, _refused)
     assert here == there

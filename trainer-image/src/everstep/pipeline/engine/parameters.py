@@ -95,8 +95,17 @@ class Parameters:
         """Before a batch, of which the first of a step decides what learns in it.
 
         Raises:
-            PipelineError: If a parameter was frozen or unfrozen since the step's first batch.
+            PipelineError: If a parameter was frozen or unfrozen since the step's first batch, or is not known here.
         """
+        known = set(self.own)
+        for stage in self._stages.values():
+            for name, parameter in stage.module.named_parameters():
+                if parameter.requires_grad and parameter not in known:
+                    raise PipelineError(
+                        f"parameter {name!r} was added, or put in another's place, after pipeline() was called, as by "
+                        "an adapter, a parametrization or fully_shard: its gradient would be neither scaled nor summed "
+                        "over replicas. Change the model before pipeline(); there is no FSDP within a stage"
+                    )
         flags = tuple(parameter.requires_grad for parameter in self.own)
         if first:
             self._learning = flags
