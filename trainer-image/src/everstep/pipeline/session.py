@@ -20,6 +20,7 @@ from everstep.pipeline.engine.losses import Loss, evaluate
 from everstep.pipeline.engine.microbatch import batch_size
 from everstep.pipeline.engine.nested import map_tensors
 from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.wide import more_words
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import FixedAttributes
@@ -156,7 +157,7 @@ def pipeline(
                 objective=asked["optimize"] or "speed",
                 memory_weight=memory_weight,
                 memory=memory,
-                words=optimizer_words,
+                words=optimizer_words + (more_words(model.parameters()) if options.get("fp32_gradients") else 0.0),
             )
             return arguments, named, here, wish
 

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
+
+Kind = tuple[Any, ...]  # the dtype in which something of a parameter is sent, and what else must be alike
 
 
 def buckets(
-    parameters: Sequence[Any], size: int, kind: Callable[[Any], Hashable] = lambda parameter: parameter.dtype
+    parameters: Sequence[Any], size: int, kind: Callable[[Any], Kind] = lambda parameter: (parameter.dtype,)
 ) -> Iterator[list[Any]]:
     """Parameters of one kind, at most `size` bytes together unless one alone is larger; none that do not learn."""
-    open_: dict[Hashable, tuple[list[Any], int]] = {}
+    open_: dict[Kind, tuple[list[Any], int]] = {}
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
         of_kind = kind(parameter)
         bucket, used = open_.get(of_kind, ([], 0))
-        own = parameter.numel() * parameter.element_size()
+        own = parameter.numel() * of_kind[0].itemsize
         if bucket and used + own > size:
             yield bucket
             bucket, used = [], 0

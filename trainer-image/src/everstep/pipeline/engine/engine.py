@@ -77,7 +77,7 @@ class Engine:
         self._loss, self._last = loss, schedule.stages - 1
         self._world = transport.group(range(transport.size), replicas=True)
         self.data = [transport.group([rank], replicas=True) for rank in range(transport.size)][self.rank]
-        self.parameters = Parameters(stages, stage_graph, schedule.placement, transport, self.data, options.bucket)
+        self.parameters = Parameters(stages, stage_graph, schedule.placement, transport, self.data, options)
         if options.broadcast:
             self.parameters.synchronise()
         modules = {name: module for stage in stages.values() for name, module in stage.module.named_modules()}
@@ -150,6 +150,7 @@ class Engine:
     def close(self) -> None:
         """Takes its hooks off the modules, of which another engine may then be made."""
         self._closed = True
+        self.parameters.narrow_gradients()
         self._random.close()
         self._statistics.close()
 
@@ -256,7 +257,9 @@ class Engine:
         hooks = None
         if any(map(has_hooks, own)):
             hooks = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
-        scaled = scale(own, counted, self._total, self._sum, self.loss_scale, self.options.clip, device, hooks)
+        clip, narrow = self.options.clip, self.parameters.narrow_gradients
+        scaled = scale(own, counted, self._total, self._sum, self.loss_scale, clip, device, hooks, narrow)
+        narrow()
         self.steps, self._batches = self.steps + 1, 0
         self._random.next_step()
         return Output(scaled.loss, scaled.count, self._metrics(scaled), scaled.norm, scaled.skipped)

@@ -21,8 +21,10 @@ class Options:
     `loss_weight(output, targets)`: what the mean that a loss gives stands for; by default its samples.
     `whole`: arguments that go to each micro-batch as they are. `dynamic`: values whose shape depends on more than those
     of the inputs, and is told each time. `ahead`: receives that are posted before their turn. `bucket`: bytes of
-    gradients that are reduced at once. `broadcast`: begin with the weights of the first replica, and of a shared
-    parameter's first stage. `in_flight`: forwards of one stage that may be without their backward; None for any number.
+    gradients that are reduced at once. `fp32_gradients`: those of bfloat16 parameters are added up, reduced and scaled
+    in float32, and rounded once, for twice their memory and traffic. `broadcast`: begin with the weights of the first
+    replica, and of a shared parameter's first stage. `in_flight`: forwards of one stage that may be without their
+    backward; None for any number.
     """
 
     seed: int = 0
@@ -36,6 +38,7 @@ class Options:
     dynamic: frozenset[str] = frozenset()
     ahead: int = 2
     bucket: int = 25 * 2**20
+    fp32_gradients: bool = False
     broadcast: bool = True
     in_flight: int | None = None
 

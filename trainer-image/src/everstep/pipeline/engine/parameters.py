@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from everstep.pipeline.engine.options import Options
 from everstep.pipeline.engine.reduction import Reduction
 from everstep.pipeline.engine.stage import StageModule
+from everstep.pipeline.engine.wide import narrow, widen
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import StageGraph
 from everstep.pipeline.schedules import Action
@@ -31,9 +33,9 @@ class Parameters:
         placement: Sequence[int],
         transport: Transport,
         data: Any,
-        bucket: int,
+        options: Options,
     ) -> None:
-        self._transport, self._data = transport, data
+        self._transport, self._data, self._wide = transport, data, options.fp32_gradients
         self._stages, self._placement = stages, placement
         self._owners = dict(graph.ties)
         self.shared = {
@@ -53,7 +55,7 @@ class Parameters:
         }
         _only_once(by_stage)
         self._learning: tuple[bool, ...] = ()
-        self.reduction = Reduction(transport, data, by_stage, self.shared, self._groups, bucket)
+        self.reduction = Reduction(transport, data, by_stage, self.shared, self._groups, options.bucket)
 
     def ties_of(self, action: Action) -> list[str]:
         """The shared parameters that a TIE is about: the one that it names, else all of its stage."""
@@ -118,8 +120,16 @@ class Parameters:
             )
 
     def forget_gradients(self) -> None:
+        """Before a step."""
         for parameter in self.own:
             parameter.grad = None
+        if self._wide:
+            widen(self.own)
+
+    def narrow_gradients(self) -> None:
+        """Round gradients to the types that optimizers and hooks expect."""
+        if self._wide:
+            narrow(self.own)
 
     def synchronise(self) -> None:
         """All replicas get weights and buffers of the first, all owners of a shared parameter those of its master."""

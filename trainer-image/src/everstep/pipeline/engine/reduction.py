@@ -18,6 +18,7 @@ import torch
 
 from everstep.pipeline.engine.buckets import buckets, by_keeper
 from everstep.pipeline.engine.overlap import BucketQueue
+from everstep.pipeline.engine.wide import dtype_of_gradient
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Exchange, Transport, Work
 
@@ -118,7 +119,7 @@ class Reduction:
         return BucketQueue(self._buckets(list(reversed(self._own[stage]))), self._start)
 
     def _buckets(self, parameters: Sequence[Any]) -> list[list[Any]]:
-        return list(buckets(parameters, self._bytes, lambda each: (each.dtype, each in self.keepers)))
+        return list(buckets(parameters, self._bytes, lambda each: (dtype_of_gradient(each), each in self.keepers)))
 
     def _start(self, parameters: list[Any], before: Sequence[Any] = ()) -> None:
         if parameters[0] not in self.keepers:
@@ -156,9 +157,12 @@ class Reduction:
 
 def _packed(parameters: Sequence[Any], before: Sequence[Any], more: Sequence[float] = (), *, like: Any) -> Any:
     """The gradients in one buffer, with flags for those that are there."""
-    parts = [torch.zeros_like(parameter) if parameter.grad is None else parameter.grad for parameter in parameters]
+    dtype = dtype_of_gradient(like)
+    parts = [torch.zeros_like(each, dtype=dtype) if each.grad is None else each.grad for each in parameters]
     flags = [float(parameter.grad is not None) for parameter in (*parameters, *before)]
-    return torch.cat([*(part.detach().reshape(-1) for part in parts), like.detach().new_tensor([*flags, *more])])
+    return torch.cat(
+        [*(part.detach().reshape(-1) for part in parts), like.detach().new_tensor([*flags, *more], dtype=dtype)]
+    )
 
 
 def _drop(parameters: Sequence[Any]) -> None:

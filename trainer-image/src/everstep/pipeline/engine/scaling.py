@@ -55,12 +55,14 @@ def scale(
     clip: float | None,
     device: torch.device,
     hooks: Callable[[], None] | None = None,
+    narrow: Callable[[], None] = lambda: None,
 ) -> Scaled:
     """Makes sums of gradients those of the mean loss. Of `parameters`, this rank's, those in `counted` are in the norm
     for all; `reduce` sums a tensor in place over all ranks and replicas.
 
     A step without anything that counts, and under fp16 one with an overflow, leaves no gradients: an optimizer that is
-    called then changes nothing. `hooks` change gradients of the mean loss, before they are clipped.
+    called then changes nothing. `hooks` change gradients of the mean loss, before they are clipped; on all ranks
+    gradients get the types that hooks expect by `narrow`, if there are hooks on any.
     """
     asked = clip is not None or scaling.moves
     sums = torch.zeros(6, dtype=torch.float64, device=device)
@@ -76,6 +78,7 @@ def scale(
     factor = 1.0 / (count * scaling.value) if count else 0.0
     if hooked and count and not overflow:
         multiply(parameters, factor)
+        narrow()
         if hooks is not None:
             hooks()
         factor = 1.0
