@@ -176,10 +176,27 @@ class Shrinking(nn.Linear):  # type: ignore[misc]
         return found
 
 
-def test_a_weight_that_a_forward_writes_is_copied_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+class ShrinkingData(nn.Linear):  # type: ignore[misc]
+    """Writes it through `.data`, of which torch keeps no version."""
+
+    def forward(self, x: Any) -> Any:
+        found = super().forward(x)
+        self.weight.data.mul_(0.5)
+        return found
+
+
+class ShrinkingUnseen(ShrinkingData):
+    """Cannot be looked into, since its code depends on data."""
+
+    def forward(self, x: Any) -> Any:
+        return super().forward(x) if x.abs().max() >= 0 else x
+
+
+@pytest.mark.parametrize("layer", [Shrinking, ShrinkingData, ShrinkingUnseen])
+def test_a_weight_that_a_forward_writes_is_copied_anew(layer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     gated(1, monkeypatch)
     case = models.CASES["gated"]
-    chain = models.Case("gated", lambda: nn.Sequential(Shrinking(12, 12), Gated()), case.batch, case.loss)
+    chain = models.Case("gated", lambda: nn.Sequential(layer(12, 12), Gated()), case.batch, case.loss)
     monkeypatch.setitem(models.CASES, "gated", chain)
     setting = Setting("gated", "1f1b", 1, 1, 8, samples=24, dtype=torch.float32, steps=1, by_hand=False)
     (shared,) = Fabric(1).run(lambda transport: of_gated(transport, setting))

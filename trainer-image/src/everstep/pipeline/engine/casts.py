@@ -32,14 +32,14 @@ def share_casts(*, is_wanted: bool) -> Iterator[None]:
             torch.clear_autocast_cache()
 
 
-def forget_stale_casts(weights: Iterable[torch.Tensor], known: int) -> int:
+def forget_stale_casts(weights: Iterable[torch.Tensor], known: int | None) -> int:
     """Forget the copies of this thread's scope if a weight was written since they were made.
 
     A module may do so in its forward, as an embedding with `max_norm` does. Micro-batches in flight keep theirs.
 
     Args:
         weights: All that there may be copies of.
-        known: What the last call returned.
+        known: What the last call returned; None if a weight is known to be written in each forward.
 
     Returns:
         A number that changes with each write; writes through `.data` are not counted by torch.

@@ -98,6 +98,8 @@ class Engine:
         self._mail = Mail(transport, schedule.placement, options.ahead, options.dynamic)
         self._readers, self.reads = self._who_reads(stages)
         self._plans: dict[tuple[int, bool, bool], tuple[tuple[Action, ...], frozenset[Action]]] = {}
+        written = {name for stage in stages.values() for name in getattr(stage, "writes", ())}
+        self._writes_weights = not written.isdisjoint(self.parameters.named)
         self._versions = 0  # of the weights, when low-precision copies of them were made
         self.loss_scale = LossScale(options.loss_scale, True) if options.precision == "fp16" else LossScale()
         self.steps = self.progress = self.passes = 0  # optimizer steps; actions done and passes begun, for who watches
@@ -344,7 +346,8 @@ class Engine:
                 microbatch = self._of_all(microbatch)
                 stack.enter_context(self._random.of(microbatch, self._stages[index].repeats, index))
             if self.options.precision != "full":
-                self._versions = forget_stale_casts(self.parameters.own, self._versions)
+                known = None if self._writes_weights else self._versions
+                self._versions = forget_stale_casts(self.parameters.own, known)
                 kind = self.transport.device.type
                 stack.enter_context(casting_to(autocast_of(self.options.precision, kind), kind))
             if self._training and index in self.options.offload:

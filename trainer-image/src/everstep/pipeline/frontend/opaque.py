@@ -19,8 +19,11 @@ class Failed(Exception):
     """It cannot be run alone, or its results do not follow a rule; the message says what happened."""
 
 
-def imagine(module: nn.Module, inputs: Any, sizes: Sizes, fake: Any, device: Any) -> tuple[Any, list[int]]:
-    """The module's result as tensors without data, and which of the tensors in `inputs` (args, kwargs) it changes.
+def imagine(
+    module: nn.Module, inputs: Any, sizes: Sizes, fake: Any, device: Any
+) -> tuple[Any, list[int], list[torch.Tensor]]:
+    """The module's result as tensors without data, which of the tensors in `inputs` (args, kwargs) it changes, and
+    which of its parameters.
 
     The module itself is left as it is.
     """
@@ -29,6 +32,7 @@ def imagine(module: nn.Module, inputs: Any, sizes: Sizes, fake: Any, device: Any
     runs = []
     with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng():
         own = _with_data(module)
+        versions = [each._version for each in own.parameters()]
         for samples in _SAMPLES:
             hints = sizes.hints(samples)
             given = [_random(leaf, shape, hints) for leaf, shape in zip(leaves, shapes, strict=True)]
@@ -41,12 +45,22 @@ def imagine(module: nn.Module, inputs: Any, sizes: Sizes, fake: Any, device: Any
             after = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
             changed = [index for index, version in enumerate(before) if version != after[index]]
             runs.append((pytree.tree_flatten(result), changed))
+        written = [
+            original
+            for original, each, version in zip(module.parameters(), own.parameters(), versions, strict=True)
+            if each._version != version or _differ(original, each)
+        ]
     ((one, one_spec), changed), ((other, other_spec), _) = runs
     if one_spec != other_spec:
         raise Failed("the structure of its result depends on the data")
     result = [_general(a, b, leaves, shapes, sizes, fake, device) for a, b in zip(one, other, strict=True)]
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    return pytree.tree_unflatten(result, one_spec), [tensors.index(index) for index in changed]
+    return pytree.tree_unflatten(result, one_spec), [tensors.index(index) for index in changed], written
+
+
+def _differ(original: torch.Tensor, copied: torch.Tensor) -> bool:
+    """Whether a copy was changed; writes through `.data` have no version."""
+    return original.device.type != "meta" and not torch.equal(original, copied)
 
 
 def _with_data(module: nn.Module) -> nn.Module:

@@ -243,7 +243,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             raise CannotFollow(reason) from error
         try:
             stand_ins = pytree.tree_map(self._stand_in, (args, kwargs))
-            result, mutated = opaque.imagine(module, stand_ins, self.sizes, self.fake, self.device)
+            result, mutated, written = opaque.imagine(module, stand_ins, self.sizes, self.fake, self.device)
         except opaque.Failed as failed:
             raise CannotFollow(f"{reason}; and {failed}") from error
         for leaf in pytree.tree_leaves(result):
@@ -253,7 +253,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         held = [*module.parameters(), *module.buffers()]
         call.weights = tuple(ref.name for ref in (self._refer(each) for each in held) if isinstance(ref, Weight))
         given = [leaf for leaf in pytree.tree_leaves(stand_ins) if isinstance(leaf, torch.Tensor)]
-        buffers = [self._stand_in(buffer) for buffer in module.buffers()]
+        buffers = [self._stand_in(each) for each in (*module.buffers(), *written)]  # any buffer may be written
         call.mutates = frozenset(_memory(given[index]) for index in mutated) | frozenset(map(_memory, buffers))
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         call.touches = frozenset(map(_memory, given + buffers + made))
