@@ -188,7 +188,8 @@ class Operator:
         store.put(raw)
 
     def _list_after(self, seconds: float) -> None:
-        """The watch lists, at its start or since it was cut off, and tells nothing of what vanished before: we look."""
+        """Schedule a resync: the watch lists at its start, or since it was cut off, and tells nothing of what vanished
+        before."""
         if self._listed is not None:
             self._listed.cancel()
         self._listed = asyncio.get_running_loop().call_later(seconds, self.resync.soon)
@@ -201,7 +202,7 @@ class Operator:
     # --- health
 
     def wrong(self) -> str | None:
-        """Why a restart would help, or None."""
+        """Return why a restart of the process would help, or None."""
         if self.queue.longest_work() > self.settings.stuck_seconds + 60:
             return f"a job has been in work for {self.queue.longest_work():.0f} s"
         if (waited := self.queue.oldest_wait_unserved()) > self.settings.stuck_seconds + 60:
@@ -239,7 +240,7 @@ def plan_settings(settings: Settings, agent: AgentCode, operator_keys: tuple[byt
 
 
 async def run(settings: Settings, agent_code: bytes, stop: asyncio.Event) -> None:
-    """The life of the process. Raises `LeaseLost` (in a group) when another one may act."""
+    """Run the process until it is stopped. Raises `LeaseLost` (in a group) when another process may act."""
     running: list[Operator] = []
     client = await Client.connect(settings.kubeconfig, timeout=settings.request_timeout)
     identity = settings.pod_uid or f"{socket.gethostname()}-{os.getpid()}"
@@ -312,7 +313,7 @@ def parse(arguments: list[str] | None, environment: Mapping[str, str]) -> Settin
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The command `everstep-operator`."""
+    """Run the command `everstep-operator`."""
     settings = parse(arguments, os.environ)
     logs.configure(settings.log_level, settings.log_format)
     # kopf names itself after the login name, which a UID without a passwd entry does not have.

@@ -66,6 +66,6 @@ def _checked(check: Check) -> Callable[[web.Request], Awaitable[web.Response]]:
 
 
 def measure_phases(phases: Counter[str], known: tuple[str, ...]) -> None:
-    """One gauge per phase; a phase nobody is in is 0, not absent."""
+    """Set one gauge per phase; a phase nobody is in is 0, not absent."""
     for phase in known:
         metrics.jobs.labels(phase).set(phases.get(phase, 0))

@@ -1,4 +1,4 @@
-"""How many files the process may have open: each leader that is asked for its state holds a connection."""
+"""The limit of files that the process may have open: each leader that is polled holds a connection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the operator tells Prometheus. No label has a value that a user can invent: no job, pod or node names."""
+"""The operator's Prometheus metrics. No label has a value that a user can invent: no job, pod or node names."""
 
 from __future__ import annotations
 

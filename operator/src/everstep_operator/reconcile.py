@@ -1,4 +1,4 @@
-"""One look at one job: observe, plan, write the status, act, tell. Everything clever is in the plan.
+"""Reconciles one job: observe, plan, write the status, act, send events. Everything clever is in the plan.
 
 The status goes first, with the resourceVersion that was observed: an epoch or a charge is on record before anything
 follows from it, and of two operators only one gets past this line. Killed after it, the next look does the rest: the
@@ -63,7 +63,8 @@ class _Obstacle:
 
 @dataclass
 class Reconciler:
-    """What a look needs. `reconcile` is never run twice at the same time for one key; the queue sees to that."""
+    """A reconciler of jobs and all that it needs. `reconcile` is never run twice at the same time for one key; the
+    queue sees to that."""
 
     client: Client
     cache: Cache
@@ -82,7 +83,7 @@ class Reconciler:
         self.unlisted = UnlistedPods(self.client, self.cache)
 
     async def reconcile(self, key: Key) -> Rejection | None:
-        """Look at the job once. What the API server goes on refusing is returned, anything else that went wrong is
+        """Reconcile the job once. What the API server goes on rejecting is returned, anything else that went wrong is
         raised: the queue should back off from both."""
         job = await self._job(key)
         if job is None:
@@ -126,7 +127,8 @@ class Reconciler:
         return rejection
 
     async def _plan(self, key: Key, observed: Observed) -> Plan:
-        """Nodes are not given back while an autoscaler makes more of them. It is asked only then, and its word kept."""
+        """Make the plan. Nodes are not given back while an autoscaler makes more of them; it is asked only then, and
+        its word kept."""
         made = plan(observed, self.clock())
         pod = form.asks_for_room(observed, made)
         if pod is None:
@@ -231,7 +233,8 @@ class Reconciler:
     # --- write
 
     async def _write_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> TrainingJob | None:
-        """The job as stored, or None if it has changed or gone: then the next look begins with what it is now."""
+        """Return the job as stored, or None if it has changed or gone: then the next pass begins with what it is
+        now."""
         try:
             with self.cache.writing_status(key):
                 stored = await self._store_status(key, job, status)
@@ -274,7 +277,8 @@ class Reconciler:
         return await self.client.apply_status(JOBS, job.metadata.namespace, body)
 
     async def _status_refused(self, key: Key, job: TrainingJob, error: errors.Invalid) -> None:
-        """The status cannot tell of it, so an event does; one, for the same is refused with every write."""
+        """Send an event about a status that was rejected, which cannot tell of it itself; one, for the same is rejected
+        with every write."""
         log.warning("a status was refused", job="/".join(key), error=error.message)
         memory = self._memory(key, job.metadata.uid)
         if not memory.status_refused:
@@ -283,7 +287,8 @@ class Reconciler:
             await events.send(self.client, *key, job.metadata.uid, event, self.clock())
 
     async def _read_again(self, key: Key, uid: str) -> None:
-        """The watch is behind: ask the server itself, so that the next look is not as stale as this one."""
+        """Read the job from the server itself: the watch is behind, and the next pass is not to be as stale as this
+        one."""
         try:
             self.cache.jobs.put(await self.client.get(JOBS, *key))
         except errors.NotFound:

@@ -19,7 +19,7 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
 
 
 class Settings(BaseModel):
-    """What an administrator may set. Times are seconds."""
+    """Holds what an administrator may set. Times are seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -71,8 +71,8 @@ class Settings(BaseModel):
 
     @classmethod
     def load(cls, environment: Mapping[str, str], flags: Mapping[str, Any] | None = None) -> Self:
-        """Flags win over variables; an empty variable is an absent one. `POD_UID` and `POD_NAMESPACE` have no prefix:
-        the chart fills them from the pod's own fields."""
+        """Read the settings. Flags win over variables; an empty variable is an absent one. `POD_UID` and
+        `POD_NAMESPACE` have no prefix: the chart fills them from the pod's own fields."""
         values: dict[str, Any] = {}
         for name in cls.model_fields:
             variable = name.upper() if name.startswith("pod_") else PREFIX + name.upper()

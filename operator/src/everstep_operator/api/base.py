@@ -1,4 +1,4 @@
-"""What all models of the API share: names, strictness and null handling of the API server."""
+"""Base classes that all models of the API share: names, strictness and null handling of the API server."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ApiModel(BaseModel):
         return cls.model_validate(value, by_alias=True, by_name=False)
 
     def manifest(self) -> dict[str, Any]:
-        """The object as JSON data with camelCase names and without absent fields."""
+        """Return the object as JSON data with camelCase names and without absent fields."""
         return self.model_dump(mode="json", by_alias=True, exclude_none=True)
 
     @model_validator(mode="before")

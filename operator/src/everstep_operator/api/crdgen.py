@@ -49,7 +49,7 @@ class _Defaults(GenerateJsonSchema):
 
 
 def json_schema(resource: Resource) -> Schema:
-    """The structural schema of a resource."""
+    """Return the structural schema of a resource."""
     made = resource.model.model_json_schema(by_alias=True, schema_generator=_Defaults)
     root = structural(made, made.get("$defs", {}))
     properties = root["properties"]
@@ -62,7 +62,7 @@ def json_schema(resource: Resource) -> Schema:
 
 
 def structural(schema: Schema, definitions: Schema) -> Schema:
-    """``schema`` as OpenAPI 3.0 in structural form, references resolved."""
+    """Return ``schema`` as OpenAPI 3.0 in structural form, references resolved."""
     schema = _resolve(schema, definitions)
     out: Schema = {}
     for name, value in schema.items():
@@ -95,7 +95,7 @@ def structural(schema: Schema, definitions: Schema) -> Schema:
 
 
 def _resolve(schema: Schema, definitions: Schema) -> Schema:
-    """Without ``$ref`` and without the null of an optional field; what stands beside them wins."""
+    """Return a schema without ``$ref`` and without the null of an optional field; what stands beside them wins."""
     beside = {name: value for name, value in schema.items() if name not in ("$ref", "anyOf")}
     if "$ref" in schema:
         return _resolve(definitions[schema["$ref"].rpartition("/")[2]], definitions) | beside
@@ -124,7 +124,7 @@ def _without_defaults(schema: Schema) -> Schema:
 
 
 def crd(resource: Resource) -> Schema:
-    """The CustomResourceDefinition of a resource."""
+    """Return the CustomResourceDefinition of a resource."""
     version: Schema = {
         "name": VERSION,
         "served": True,
@@ -171,7 +171,7 @@ class _Plain(yaml.SafeDumper):
 
 
 def files() -> dict[str, str]:
-    """File name to content."""
+    """Return the content of each file by its name."""
     return {
         f"{resource.crd_name}.yaml": HEADER + yaml.dump(crd(resource), Dumper=_Plain, sort_keys=False, width=120)
         for resource in RESOURCES

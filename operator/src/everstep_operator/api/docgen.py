@@ -27,7 +27,7 @@ a default is absent unless set. Rules are enforced by the API server, and by `ev
 
 
 def api_page() -> str:
-    """The reference of all kinds."""
+    """Return the reference page of all kinds."""
     parts = [NOTE, "# API reference\n", f"`apiVersion: {API_VERSION}`\n", _INTRODUCTION]
     for resource in RESOURCES:
         parts += _resource(resource)
@@ -48,7 +48,7 @@ def _resource(resource: Resource) -> Iterator[str]:
 
 
 def _object(kind: str, path: str, schema: Schema) -> Iterator[str]:
-    """A table of an object's fields, then one for each object below it."""
+    """Yield a table of an object's fields, then one for each object below it."""
     fields: Schema = schema["properties"]
     required = schema.get("required", [])
     lines = [f"### {kind} {path}\n", schema.get("description", "") + "\n"]
@@ -137,7 +137,7 @@ def _cell(text: str) -> str:
 
 
 def reasons_page() -> str:
-    """The table of reasons."""
+    """Return the page with the table of reasons."""
     lines = [
         NOTE,
         "# Reasons\n",
@@ -150,7 +150,7 @@ def reasons_page() -> str:
 
 
 def files() -> dict[str, str]:
-    """File name to content."""
+    """Return the content of each page by its file name."""
     return {"api.md": api_page(), "reasons.md": reasons_page()}
 
 

@@ -119,7 +119,7 @@ class Plain(ApiModel):
 
 
 class Distribution(ApiModel):
-    """How ranks are started: exactly one of the fields."""
+    """Selects how ranks are started: exactly one of the fields."""
 
     torch: Torch | None = None
     horovod: Horovod | None = None
@@ -138,7 +138,7 @@ class Distribution(ApiModel):
 
     @property
     def kind(self) -> Literal["torch", "horovod", "mpi", "none"]:
-        """How the agent starts ranks: those of a pipeline are torch's."""
+        """Return how the agent starts ranks: those of a pipeline are torch's."""
         if self.torch is not None or self.pipeline is not None:
             return "torch"
         if self.horovod is not None:
@@ -147,13 +147,13 @@ class Distribution(ApiModel):
 
     @property
     def options(self) -> list[str]:
-        """Further arguments of mpirun; empty where there is none."""
+        """Return further arguments of mpirun; an empty list where there are none."""
         chosen = self.horovod or self.mpi
         return list(chosen.options) if chosen is not None else []
 
     @property
     def variables(self) -> dict[str, str]:
-        """What the library in the ranks is told."""
+        """Return the environment variables by which the library in the ranks is configured."""
         if self.pipeline is None:
             return {}
         return {"EVERSTEP_PIPELINE": self.pipeline.model_dump_json(by_alias=True, exclude_none=True)}
@@ -169,7 +169,7 @@ class PoolChoice(ApiModel):
 
 
 class Restart(ApiModel):
-    """How often the job may be restarted. Pre-emption is never charged."""
+    """Limits how often the job may be restarted. Pre-emption is never charged."""
 
     application: Annotated[int, Field(ge=0, le=1000), Whole] = 3
     """Restarts within `window` that failures of the program may cost."""
@@ -184,7 +184,7 @@ class Restart(ApiModel):
 
 
 class Timeouts(ApiModel):
-    """When to give up."""
+    """Sets the times after which the operator gives up."""
 
     pending: Annotated[Duration, between("1s", "28d")] = timedelta(hours=6)
     """Longest time without enough capacity for all pods."""
@@ -228,14 +228,14 @@ def _fixed(field: str) -> UpdateRule:
 
 
 def _fits(pipeline: Pipeline | None, nodes: int, procs: int | None) -> bool:
-    """Whether stages go to ranks without a rest. GPUs of a node are not known here."""
+    """Return whether the stages are divided evenly among the ranks. GPUs of a node are not known here."""
     if pipeline is None or procs is None:
         return True
     return (nodes * procs) % pipeline.stages == 0 or pipeline.stages % (nodes * procs) == 0
 
 
 class TrainingJobSpec(ApiModel):
-    """What to run."""
+    """Describes what to run."""
 
     image: str = Field(min_length=1, max_length=1024)
     """Container image of the trainer."""
@@ -318,7 +318,7 @@ class TrainingJobSpec(ApiModel):
     )
 
     def pods_hash(self) -> str:
-        """SHA-256 of what the pods are built from, in hex: 16 digits are plenty to see a change.
+        """Return 16 hexadecimal digits of the SHA-256 of what the pods are built from: plenty to see a change.
 
         A default counts as absent, so that fields of a later version change no job that does not use them.
         """
@@ -331,7 +331,7 @@ class TrainingJobSpec(ApiModel):
         return self._hash(said)
 
     def former_pods_hash(self) -> str:
-        """The same as versions told it that took another order of containers or volumes for a change."""
+        """Return the hash of versions that took another order of containers or volumes for a change."""
         return self._hash(self._said())
 
     def _said(self) -> dict[str, Any]:
@@ -369,5 +369,5 @@ class TrainingJob(ApiModel):
 
     @property
     def managed_here(self) -> bool:
-        """Whether this operator is in charge of the job."""
+        """Return whether this operator is in charge of the job."""
         return self.spec.managed_by in (None, OPERATOR)

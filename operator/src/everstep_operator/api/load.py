@@ -45,7 +45,7 @@ class Problem:
 
     @property
     def field(self) -> str:
-        """The path as the API server writes it: ``spec.pools[1].name``."""
+        """Return the path as the API server writes it: ``spec.pools[1].name``."""
         return dotted(self.path)
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class ManifestError(ValueError):
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a file holds."""
+    """The objects that a file of manifests holds, and the documents that were skipped."""
 
     objects: list[ApiModel] = field(default_factory=list)
     """TrainingJobs and TrainingPools."""
@@ -137,7 +137,12 @@ def _named(metadata: dict[str, Any]) -> bool:
 
 
 def explain(error: ValidationError, resource: Resource) -> list[Problem]:
-    """What ``resource.model.parse`` found, in the API server's words."""
+    """Return what ``resource.model.parse`` found, in the API server's words.
+
+    Args:
+        error: The error that pydantic raised.
+        resource: The kind of the object, whose schema has the descriptions of its fields.
+    """
     return [problem for details in error.errors(include_url=False) for problem in _explain(details, resource)]
 
 
@@ -175,7 +180,7 @@ def _explain(error: ErrorDetails, resource: Resource) -> Iterator[Problem]:
 
 
 def dotted(path: Path_) -> str:
-    """``("spec", "pools", 1, "name")`` as ``spec.pools[1].name``."""
+    """Return ``("spec", "pools", 1, "name")`` as ``spec.pools[1].name``."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".") or "<object>"
 

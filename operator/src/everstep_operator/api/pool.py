@@ -78,9 +78,9 @@ class TrainingPool(ApiModel):
 
     @property
     def instance_type(self) -> str:
-        """The machine type that programs see."""
+        """Return the machine type that programs see."""
         return self.spec.instance_type or self.metadata.name
 
     def allows(self, namespace: str) -> bool:
-        """Whether jobs of ``namespace`` may use the pool."""
+        """Return whether jobs of ``namespace`` may use the pool."""
         return ALL in self.spec.allowed_namespaces or namespace in self.spec.allowed_namespaces

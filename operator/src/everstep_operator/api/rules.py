@@ -60,7 +60,7 @@ def raise_failed(rules: Iterable[Rule], value: Any) -> None:
 
 
 def with_rules(schema: JsonSchemaValue, rules: Sequence[Rule | UpdateRule]) -> JsonSchemaValue:
-    """``schema`` with ``rules`` appended to its ``x-kubernetes-validations``."""
+    """Return ``schema`` with ``rules`` appended to its ``x-kubernetes-validations``."""
     if not rules:
         return schema
     known = schema.get("x-kubernetes-validations", [])

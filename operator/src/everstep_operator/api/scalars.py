@@ -77,7 +77,13 @@ LabelKey = Annotated[str, Pattern(LABEL_KEY, 317)]
 
 
 def parse_duration(text: str) -> timedelta:
-    """``1d``, ``1h30m``, ``45s``: units d h m s, each at most once and in this order. Raises ``ValueError``."""
+    """Return the time span that a string such as ``1d``, ``1h30m`` or ``45s`` spells.
+
+    The units are d, h, m and s, each at most once and in this order.
+
+    Raises:
+        ValueError: The text is no duration.
+    """
     found = _DURATION.fullmatch(text)
     if found is None or len(text) < 2:
         raise ValueError(f"{text!r} is no duration: write it like 45s, 10m, 1h30m or 2d")
@@ -85,7 +91,7 @@ def parse_duration(text: str) -> timedelta:
 
 
 def format_duration(value: timedelta) -> str:
-    """The shortest spelling, such as ``1h30m``; parts of a second are dropped."""
+    """Return the shortest spelling of a duration, such as ``1h30m``; parts of a second are dropped."""
     rest, text = int(value.total_seconds()), ""
     for unit, seconds in _UNITS.items():
         count, rest = divmod(rest, seconds)
@@ -94,7 +100,7 @@ def format_duration(value: timedelta) -> str:
 
 
 def cel_seconds(expression: str) -> str:
-    """CEL for the seconds in a duration string. CEL's own ``duration()`` knows no days and overflows."""
+    """Return CEL for the seconds in a duration string. CEL's own ``duration()`` knows no days and overflows."""
     part = "int('0' + {0}.find('[0-9]+{1}').replace('{1}', ''))"
     return " + ".join(f"{part.format(expression, unit)} * {seconds}" for unit, seconds in _UNITS.items())
 
@@ -120,7 +126,7 @@ Duration = Annotated[
 
 
 def between(least: str, most: str) -> Rule:
-    """The limits of a duration, both allowed."""
+    """Return the rule that limits a duration to at least ``least`` and at most ``most``."""
     low, high = parse_duration(least), parse_duration(most)
     seconds = cel_seconds("self")
     bounds = [f"{seconds} <= {int(high.total_seconds())}"]
@@ -131,7 +137,12 @@ def between(least: str, most: str) -> Rule:
 
 
 def parse_quantity(text: str | int) -> Decimal:
-    """``500m``, ``2Gi``, ``1e3`` in base units (cores, bytes, pieces). Raises ``ValueError``."""
+    """Return the number that a Kubernetes quantity such as ``500m``, ``2Gi`` or ``1e3`` spells, in base units (cores,
+    bytes, pieces).
+
+    Raises:
+        ValueError: The text is no quantity.
+    """
     found = _QUANTITY.fullmatch(str(text))
     if found is None:
         raise ValueError(f"{text!r} is no quantity: write it like 500m, 2, 1.5 or 4Gi")
@@ -219,7 +230,13 @@ class ListMap:
 
 
 def keys(pattern: str, most: int, hint: str) -> Rule:
-    """The form of a map's keys, which a schema cannot state."""
+    """Return the rule that the keys of a map match a pattern, which a schema cannot state.
+
+    Args:
+        pattern: The pattern in RE2 syntax, anchored at both ends.
+        most: Largest length of a key, in characters.
+        hint: The message for a key that does not match.
+    """
     compiled = re.compile(pattern)
     escaped = pattern.replace("\\", "\\\\")
     return Rule(

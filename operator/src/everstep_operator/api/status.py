@@ -1,4 +1,4 @@
-"""What the operator reports about a TrainingJob. Written by the operator only."""
+"""The status of a TrainingJob: what the operator reports about it. Only the operator writes it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Seconds = Annotated[float, Field(ge=0)]
 
 
 class Phase(StrEnum):
-    """Where a job is, in one word. Conditions carry the details."""
+    """Names the phase of a job in one word. Conditions carry the details."""
 
     PENDING = "Pending"
     SCHEDULING = "Scheduling"
@@ -37,12 +37,12 @@ class Phase(StrEnum):
 
     @property
     def finished(self) -> bool:
-        """Whether nothing follows any more."""
+        """Return whether the phase is final."""
         return self in (Phase.SUCCEEDED, Phase.FAILED)
 
 
 class Cause(StrEnum):
-    """Who pays for a restart: a budget of its own each; pre-emption is free."""
+    """Names the budget that pays for a restart: each cause has a budget of its own; pre-emption is free."""
 
     APPLICATION = "Application"
     INFRASTRUCTURE = "Infrastructure"
@@ -80,7 +80,7 @@ class Condition(StatusModel):
 
 
 class TemplateStatus(StatusModel):
-    """What the job's pods were last resolved from."""
+    """Identifies the template from which the job's pods were last resolved."""
 
     epoch: Count
     """The epoch at which the whole set was last resolved: first start, resume, next pool, plain mode."""
@@ -93,7 +93,7 @@ class TemplateStatus(StatusModel):
 
 
 class Progress(StatusModel):
-    """How far the training is, as the trainer reports it; at most every 30 s."""
+    """Reports how far the training is, as the trainer says; written at most every 30 s."""
 
     step: Count
     """The last step that rank 0 reported."""
@@ -117,7 +117,7 @@ class Charge(StatusModel):
 
     @property
     def token(self) -> tuple[int, int]:
-        """The id as an ordered pair (epoch, generation)."""
+        """Return the id as an ordered pair (epoch, generation)."""
         epoch, _, generation = self.id.partition(".")
         return int(epoch), int(generation)
 
@@ -140,11 +140,12 @@ class Restarts(StatusModel):
 
     @property
     def last(self) -> Charge | None:
-        """The newest charge: what a leader is told has been charged already."""
+        """Return the newest charge: what a leader is told has been charged already."""
         return max(self.charges, key=lambda charge: charge.token, default=None)
 
     def charge(self, charge: Charge) -> Self:
-        """With one more restart charged. An id that is not newer than the last one changes nothing: no double charge.
+        """Return a copy with one more restart charged. An id that is not newer than the last one changes nothing, so
+        nothing is charged twice.
 
         A full list folds its two oldest entries of one cause into one that bears the younger time: it may leave the
         window a little late, never too early.
@@ -156,7 +157,7 @@ class Restarts(StatusModel):
         return self.model_copy(update={**counts, "charges": _bounded([*self.charges, charge])})
 
     def within(self, cause: Cause, since: datetime) -> int:
-        """How many restarts were charged to ``cause`` after ``since``."""
+        """Return how many restarts were charged to ``cause`` after ``since``."""
         return sum(charge.count for charge in self.charges if charge.cause == cause and charge.time > since)
 
 
@@ -215,7 +216,7 @@ class Transition(StatusModel):
 
 
 class Timings(StatusModel):
-    """Where the time went, in seconds; a phase is booked when it ends."""
+    """Sums up the time spent in each phase, in seconds; a phase is booked when it ends."""
 
     pending: Seconds = 0.0
     """In phase Pending."""
@@ -259,10 +260,10 @@ class TrainingJobStatus(StatusModel):
     timings: Timings = Timings()
 
     def condition(self, kind: ConditionType) -> Condition | None:
-        """The condition of that type, if it was ever set."""
+        """Return the condition of that type, or None if it was never set."""
         return next((condition for condition in self.conditions if condition.type == kind), None)
 
     def is_true(self, kind: ConditionType) -> bool:
-        """Whether the condition is there and True."""
+        """Return whether the condition is set and True."""
         found = self.condition(kind)
         return found is not None and found.status == "True"

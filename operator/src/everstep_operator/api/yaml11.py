@@ -42,7 +42,7 @@ class Document:
     node: yaml.Node
 
     def line(self, path: Sequence[str | int]) -> int:
-        """The line, from 1, of the value at ``path``, or of the nearest value around it that is written down."""
+        """Return the line, from 1, of the value at ``path``, or of the nearest value around it that is written down."""
         node = self.node
         for step in path:
             below = _child(node, step)
@@ -88,7 +88,11 @@ for _kind in ("bool", "int", "float"):
 
 
 def documents(text: str) -> Iterator[Document]:
-    """The documents that are not empty. Raises :class:`YamlError`."""
+    """Yield the documents that are not empty.
+
+    Raises:
+        YamlError: The text is not YAML that kubectl would read.
+    """
     loader = _Loader(text)
     try:
         number = 0

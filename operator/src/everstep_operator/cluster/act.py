@@ -66,7 +66,16 @@ class Actor:
     requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
 
     async def carry_out(self, job: Job, actions: Sequence[act.Action]) -> tuple[Rejection | None, float | None]:
-        """The refusal that stopped the list, if one did; and in how many seconds to look again, if one was put off."""
+        """Execute actions in order.
+
+        Args:
+            job: The job, as it was observed.
+            actions: The actions of its plan.
+
+        Returns:
+            The rejection that stopped the list, if one did; and in how many seconds to reconcile again, if an action
+            was put off.
+        """
         again: float | None = None
         for action in actions:
             log.debug("acting", job=f"{job.namespace}/{job.name}", action=type(action).__name__)
@@ -84,7 +93,7 @@ class Actor:
         return None, again
 
     async def _one(self, job: Job, action: act.Action) -> bool:
-        """False if the action has to be tried again soon, though nothing is wrong."""
+        """Execute one action. Return False if it has to be tried again soon, though nothing is wrong."""
         match action:
             case act.EnsureService():
                 await self._ensure(SERVICES, job, action.body)
@@ -113,7 +122,8 @@ class Actor:
     # --- objects made once
 
     async def _ensure(self, resource: Resource, job: Job, body: Any) -> tuple[Object, bool]:
-        """Create, or make sure that what has the name is this job's. Returns what is stored, and whether it is new."""
+        """Create an object, or make sure that what has its name is this job's. Return what is stored, and whether it is
+        new."""
         try:
             return await self.client.create(resource, job.namespace, body), True
         except errors.AlreadyExists:
@@ -209,7 +219,7 @@ class Actor:
             self.cache.pods.remove((job.namespace, pod.name), pod.uid)
 
     async def _each(self, job: Job, work: Iterable[Coroutine[Any, Any, None]]) -> None:
-        """All of them, in parallel within the operator's limit; after the first refusal no more are begun."""
+        """Run all requests in parallel, within the operator's limit; after the first rejection no more are begun."""
         refused: BaseException | None = None
         # The operator's limit is handed out in turn: a job of 2,000 pods may not queue 2,000 requests before the next.
         turn = asyncio.Semaphore(PARALLEL_OF_ONE_JOB)
@@ -231,13 +241,18 @@ class Actor:
 
 
 def owner(item: Object) -> Object:
-    """The controller owner reference, or nothing."""
+    """Return the controller's owner reference of an object, or an empty one."""
     references = item["metadata"].get("ownerReferences") or ()
     return next((reference for reference in references if reference.get("controller")), {})
 
 
 def must_be_ours(resource: Resource, job: Job, found: Object) -> None:
-    """Raises `Leftover` for what goes away by itself, `NotOurs` for what does not."""
+    """Check that the job controls an object that was found under a name that the job needs.
+
+    Raises:
+        Leftover: It is a former job's, and will be collected.
+        NotOurs: It belongs to something else.
+    """
     reference = owner(found)
     if reference.get("uid") == job.uid:
         return

@@ -97,8 +97,8 @@ class AgentCode:
         }
 
     async def ensure(self, client: Client, namespace: str) -> None:
-        """The ConfigMap is in `namespace` when this returns, with this code. Read for each set of pods: who may write
-        ConfigMaps can replace it at any moment."""
+        """Make sure that the ConfigMap is in `namespace`, with this code. It is read for each set of pods: whoever may
+        write ConfigMaps can replace it at any moment."""
         self._unused_since.pop((namespace, self.name), None)
         found = await self._stored(client, namespace)
         # Its name is a hash of its content, but anybody may write the name: what runs as PID 1 is compared.
@@ -108,7 +108,8 @@ class AgentCode:
         self._present.add(namespace)
 
     async def _stored(self, client: Client, namespace: str) -> Object:
-        """Read first: in most namespaces it is there, and a quota that is used up would refuse even to be told so."""
+        """Read the ConfigMap, or create it. In most namespaces it exists, and a used-up quota would reject even a
+        create that changes nothing."""
         try:
             return await client.get(CONFIG_MAPS, namespace, self.name)
         except errors.NotFound:
@@ -119,7 +120,7 @@ class AgentCode:
             return await client.get(CONFIG_MAPS, namespace, self.name)
 
     def forget(self, namespace: str) -> None:
-        """Somebody may have deleted it, or the namespace: look again at the next need."""
+        """Forget that a namespace has the ConfigMap: somebody may have deleted it, so the next need reads it again."""
         self._present.discard(namespace)
 
     async def collect(
@@ -128,6 +129,12 @@ class AgentCode:
         """Delete versions that nothing has named for an hour: a template about to be written may name one just listed.
 
         `found` are all ConfigMaps with the agent's label; `used` the names in use by namespace.
+
+        Args:
+            client: Deletes ConfigMaps.
+            found: All ConfigMaps with the agent's label.
+            used: The names in use, by namespace.
+            now: Monotonic seconds.
         """
         seen: defaultdict[str, set[str]] = defaultdict(set)
         for item in found:
@@ -156,7 +163,8 @@ class AgentCode:
         self._unused_since = {key: t for key, t in self._unused_since.items() if key[1] in seen[key[0]]}
 
     async def restore(self, client: Client, used: Mapping[str, Container[str]]) -> None:
-        """Make it again where it is used and the last `collect` has not found it: new pods wait for it in vain."""
+        """Create the ConfigMap again where it is used and the last `collect` has not found it: new pods wait for it in
+        vain."""
         for namespace in sorted(ns for ns, names in used.items() if self.name in names and ns not in self._present):
             log.warning("the agent of unfinished jobs was gone", namespace=namespace, config_map=self.name)
             try:

@@ -1,4 +1,4 @@
-"""What the watch has told, as little of it as plans need.
+"""A cache of what the watch has told, as little of it as plans need.
 
 Pods are kept as `PodView` (about 1 KB instead of 30): 5,000 of them must fit beside everything else. Each object is
 guarded by its resourceVersion: the watch, the resync and the answers to our own writes arrive in any order, and
@@ -39,7 +39,8 @@ class Entry(Generic[T]):
 
 
 def version_of(raw: Mapping[str, Any]) -> int:
-    """The resourceVersion as a number. Kubernetes promises since 1.35 that they are, and etcd has always made it so."""
+    """Return the resourceVersion as a number. Kubernetes promises since 1.35 that they are numbers, and etcd has always
+    made them so."""
     text = str((raw.get("metadata") or {}).get("resourceVersion") or "")
     return int(text) if text.isdecimal() and text.isascii() else 0
 
@@ -50,7 +51,7 @@ def key_of(raw: Mapping[str, Any]) -> Key:
 
 
 class Store(Generic[T]):
-    """One kind of object. `keep` makes the value from the raw object; `noticed` hears of each change."""
+    """A cache of one kind of object. `keep` makes the value from the raw object; `noticed` is called at each change."""
 
     def __init__(
         self,
@@ -80,7 +81,8 @@ class Store(Generic[T]):
         return ((key, entry.value) for key, entry in self._entries.items())
 
     def put(self, raw: Mapping[str, Any]) -> bool:
-        """Take in an object, unless a newer state of the name is known, or its deletion. True if anything changed."""
+        """Store an object, unless a newer state of the name is known, or its deletion. Return True if anything
+        changed."""
         key, version = key_of(raw), version_of(raw)
         uid = str((raw.get("metadata") or {}).get("uid") or "")
         old = self._entries.get(key)
@@ -141,7 +143,8 @@ class Store(Generic[T]):
 
 
 class Listing(Generic[T]):
-    """A complete list, taken page by page: what it shows is taken in, what it does not show was deleted.
+    """A complete list, taken page by page: objects on it are stored, and cached objects that are missing from it were
+    deleted.
 
     All pages show the state at the `version` of the first. What the cache holds from later than that is not in the
     list because it was created since.
@@ -155,7 +158,7 @@ class Listing(Generic[T]):
         self.missed = 0
 
     def add(self, raw: Mapping[str, Any]) -> None:
-        """Take in one object. One that nobody can read is passed over: it must not end the list, and with it all."""
+        """Store one object. One that cannot be read is passed over: it must not end the list, and with it all."""
         key = key_of(raw)
         self._seen.add(key)
         try:
@@ -164,7 +167,7 @@ class Listing(Generic[T]):
             log.exception("an object that cannot be read", kind=self._store.kind, name="/".join(key))
 
     def finish(self) -> int:
-        """Remove what was deleted and never told; returns how many objects that were."""
+        """Remove the objects whose deletion was never told, and return how many there were."""
         missed = [
             (key, entry.uid)
             for key in self._store
@@ -179,7 +182,7 @@ class Listing(Generic[T]):
 
 @dataclass
 class Cache:
-    """All that is known of the cluster. `touched` hears of jobs to look at again, `pool_changed` of pools."""
+    """A cache of the whole cluster. `touched` is called with jobs to reconcile again, `pool_changed` with pools."""
 
     touched: Callable[[Key], None]
     pool_changed: Callable[[str], None]
@@ -195,12 +198,12 @@ class Cache:
         self.nodes: Store[NodeView] = Store(NODES.kind, node_view, self._node_noticed)
 
     def pods_of(self, job: Key) -> tuple[PodView, ...]:
-        """Every pod with this job's label, whoever owns it."""
+        """Return every pod with this job's label, whoever owns it."""
         found = self._pods_of.get(job)
         return tuple(found.values()) if found else ()
 
     def jobs_on(self, node: str) -> tuple[Key, ...]:
-        """The jobs with a pod that is bound to this node."""
+        """Return the jobs with a pod that is bound to this node."""
         return tuple(self._pods_on.get(node, ()))
 
     @contextlib.contextmanager
@@ -257,12 +260,12 @@ class Cache:
 
 
 def _slim(raw: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Without managedFields, which outweigh the object."""
+    """Return an object without managedFields, which outweigh the rest."""
     return {**raw, "metadata": {k: v for k, v in (raw.get("metadata") or {}).items() if k != "managedFields"}}
 
 
 def _asked(job: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-    """Everything of a job but its status, and the resourceVersion that each write changes."""
+    """Return everything of a job but its status, and but the resourceVersion that each write changes."""
     rest = {key: value for key, value in job.items() if key not in ("status", "metadata")}
     return rest, {key: value for key, value in job["metadata"].items() if key != "resourceVersion"}
 

@@ -45,7 +45,8 @@ _RETRY_AFTER_MAX = 30.0
 
 
 async def login(kubeconfig: str | None = None) -> Configuration:
-    """Credentials from the pod's service account, else from `kubeconfig` (default: $KUBECONFIG, ~/.kube/config)."""
+    """Return credentials from the pod's service account, else from `kubeconfig` (default: $KUBECONFIG,
+    ~/.kube/config)."""
     configuration = Configuration()
     if kubeconfig is None and "KUBERNETES_SERVICE_HOST" in os.environ:
         kubernetes_config.load_incluster_config(client_configuration=configuration)
@@ -104,7 +105,18 @@ class Client:
         fields: str | None = None,
         page: int = 250,
     ) -> AsyncIterator[Page]:
-        """All objects, page by page. Raises `Gone` when the server has compacted the pages away: start over."""
+        """Yield all objects, page by page.
+
+        Args:
+            resource: The kind.
+            namespace: The namespace; None for all of them.
+            labels: A label selector.
+            fields: A field selector.
+            page: Most objects on a page.
+
+        Raises:
+            Gone: The server has compacted the pages away: start over.
+        """
         token = ""
         while True:
             query = [("limit", str(page))]
@@ -121,8 +133,8 @@ class Client:
     # --- writing
 
     async def create(self, resource: Resource, namespace: str | None, body: Object, *, dry_run: bool = False) -> Object:
-        """Create, and return what the server made of it. Raises `AlreadyExists`, or `Unreachable` with `sent` set when
-        nobody knows.
+        """Create an object, and return what the server made of it. Raises `AlreadyExists`, or `Unreachable` with `sent`
+        set when nobody knows.
 
         A dry run is harmless and simply repeated. It is strict about fields that the server does not know: it would
         drop them in silence, and a user's misspelt toleration with them.
@@ -135,9 +147,11 @@ class Client:
     async def delete(
         self, resource: Resource, namespace: str | None, name: str, *, uid: str | None, grace: int | None = None
     ) -> bool:
-        """Delete exactly the object with this UID. Gone, or replaced by another of the name: both are success.
+        """Delete exactly the object with this UID. It is success, too, if it is gone or replaced by another of the
+        name. Return whether it was there.
 
-        Only a Secret is deleted without: we may not read one, so we cannot know its UID."""
+        Only a Secret is deleted without: we may not read one, so we cannot know its UID.
+        """
         body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
@@ -160,7 +174,7 @@ class Client:
         return await self._retried("patch", resource, "PATCH", path, query, body, sub="status", kind=_APPLY)
 
     async def replace(self, resource: Resource, namespace: str | None, body: Object) -> Object:
-        """PUT with the body's resourceVersion (the Lease)."""
+        """Send a PUT with the body's resourceVersion (the Lease)."""
         path = resource.path(namespace, body["metadata"]["name"])
         return await self._once("update", resource, "PUT", path, (), body)
 
@@ -179,7 +193,8 @@ class Client:
         kind: str = "application/json",
         blind: bool = True,
     ) -> Object:
-        """The request, again while that can help. `blind` = may be repeated although it may have been processed."""
+        """Send a request, again while that can help. `blind`: it may be repeated although it may have been
+        processed."""
 
         def again(error: BaseException) -> bool:
             if isinstance(error, errors.TooManyRequests):
@@ -252,7 +267,8 @@ class Client:
         return _answer(response, data)
 
     async def _login_again(self) -> bool:
-        """A kubeconfig's token has run out (in a pod the client re-reads its own each minute). At most every 10 s."""
+        """Log in again once a kubeconfig's token has run out, at most every 10 s (in a pod the client re-reads its own
+        each minute)."""
         if self._relogin is None or time.monotonic() - self._relogged_at < 10:
             return False
         self._relogged_at = time.monotonic()
@@ -267,7 +283,8 @@ _APPLY = "application/apply-patch+yaml"  # JSON is YAML, and every server with s
 
 
 def _pause(state: tenacity.RetryCallState) -> float:
-    """What the server asked for (Retry-After), else 0.1 s doubling; jittered, or 50 refused creates return as one."""
+    """Return the seconds that the server asked for (Retry-After), else 0.1 s doubling; jittered, or 50 rejected creates
+    return as one."""
     error = state.outcome.exception() if state.outcome else None
     if isinstance(error, errors.ApiError) and error.retry_after is not None:
         return min(error.retry_after, _RETRY_AFTER_MAX) * (1 + random.random() / 4)  # noqa: S311

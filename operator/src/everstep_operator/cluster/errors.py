@@ -1,4 +1,4 @@
-"""What a request to the API server can end in. Everything the operator reacts to differently is a class of its own."""
+"""The errors of requests to the API server. Each one that the operator reacts to differently is a class of its own."""
 
 from __future__ import annotations
 
@@ -130,7 +130,13 @@ _BY_CODE: dict[int, type[ApiError]] = {
 
 
 def from_status(code: int, status: Any, *, retry_after: float | None = None) -> ApiError:
-    """The typed error for an HTTP code and the `Status` object (or whatever a proxy sent instead) in its body."""
+    """Return the typed error for an HTTP code and the `Status` object (or whatever a proxy sent instead) in its body.
+
+    Args:
+        code: The HTTP status.
+        status: The decoded body.
+        retry_after: Seconds of the header Retry-After, if there was one.
+    """
     known = status if isinstance(status, dict) else {}
     reason = str(known.get("reason") or code)
     message = str(known.get("message") or status or "")[:2048]

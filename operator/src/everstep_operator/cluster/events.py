@@ -54,7 +54,7 @@ async def send(client: Client, namespace: str, name: str, uid: str, event: Event
 
 
 async def scale_up_at(client: Client, namespace: str, pod_uid: str) -> float:
-    """When an autoscaler last said that it makes a node for this pod (Unix seconds); 0 if it never has.
+    """Return when an autoscaler last said that it makes a node for this pod (Unix seconds); 0 if it never has.
 
     One list of one pod's events. To watch all events of a cluster would cost more than everything else together.
     """
@@ -68,7 +68,8 @@ async def scale_up_at(client: Client, namespace: str, pod_uid: str) -> float:
 
 
 def _last_seen(item: Object) -> float:
-    """Repeated events are one object; which of its times is kept up depends on the sender's library."""
+    """Return when an event was last seen. Repeated events are one object; which of its times is kept up depends on the
+    sender's library."""
     series = item.get("series") or {}
     times = (series.get("lastObservedTime"), item.get("lastTimestamp"), item.get("eventTime"))
     return max((at for text in times if (at := timestamp(text)) is not None), default=0.0)

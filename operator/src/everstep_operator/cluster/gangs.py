@@ -1,4 +1,4 @@
-"""Which jobs are waiting for their set of pods: what the gang policy must know of the other jobs.
+"""The jobs that wait for their set of pods: what the gang policy must know of the other jobs.
 
 Filled once from the first list, then kept up to date by each job's own reconcile, so that nobody parses a thousand
 jobs to plan for one.
@@ -18,7 +18,7 @@ from everstep_operator.plan.observed import GangView, PodView
 
 
 def gang_view(job: TrainingJob, pods: Iterable[PodView], places: int | None = None) -> GangView | None:
-    """The job as its rivals see it; None unless it is waiting for nodes."""
+    """Return a job as its rivals see it; None unless it waits for nodes."""
     view = gang.view(job, pods, places) if gang.waits(job) else None
     return view if view is not None and view.scheduled < view.wanted else None
 
@@ -36,7 +36,8 @@ class Gangs:
         self._views: dict[Key, GangView] = {}
 
     async def fill(self, cache: Cache, count_places: Callable[[Key, TrainingJob], Awaitable[int | None]]) -> None:
-        """All that wait now. Before the first plan: one that knows of no rival gives back what it is to keep."""
+        """Add all jobs that wait now. This happens before the first plan: one that knows of no rival gives back what it
+        is to keep."""
         waiting: dict[Key, TrainingJob] = {}
         for key, raw in cache.jobs.items():
             try:

@@ -98,7 +98,7 @@ class LeaderPoller:
         self._told_of_turns = False  # that there are more leaders than connections
 
     def view(self, key: Key, pod_uid: str) -> LeaderView | None:
-        """The last known state of the leader in this pod; None if that pod was never asked."""
+        """Return the last known state of the leader in this pod; None if that pod was never asked."""
         polled = self._jobs.get(key)
         return polled.view if polled is not None and polled.poll.pod_uid == pod_uid else None
 
@@ -200,7 +200,7 @@ class LeaderPoller:
             self._wake_planner(key, polled)
 
     def _wake_planner(self, key: Key, polled: _Polled) -> None:
-        """A command has failed; the next plan gives it again if it is still wanted."""
+        """Wake the planner after a command has failed; the next plan gives it again if it is still wanted."""
         if self._jobs.get(key) is polled:
             self._changed(key, COMMAND_AGAIN_SECONDS)
 
@@ -280,7 +280,7 @@ class LeaderPoller:
     async def _request(
         self, polled: _Polled, method: str, target: str, body: bytes, *, hold: float, own_nonce: bool = False
     ) -> bytes:
-        """Send one signed request; the nonce of the last answer saves the challenge. Commands fetch their own."""
+        """Send one signed request; the nonce of the last answer saves the challenge. Commands fetch their own nonce."""
         nonce = ""
         if not own_nonce:
             nonce, polled.nonce = polled.nonce, ""
@@ -345,7 +345,7 @@ class LeaderPoller:
 
 
 async def _bounded(polled: _Polled, response: aiohttp.ClientResponse, limit: int) -> bytes:
-    """The body, or an error once it is longer than `limit`: the other end runs the user's code."""
+    """Return the body, or raise once it is longer than `limit`: the other end runs the user's code."""
     data = bytearray()
     async for chunk in response.content.iter_chunked(1 << 16):
         data += chunk
@@ -361,5 +361,5 @@ def _who(poll: Poll) -> tuple[str, str, int, int]:
 
 
 def _material(view: LeaderView) -> LeaderView:
-    """What a view says apart from how far the training is."""
+    """Return a view without how far the training is."""
     return replace(view, version=0, answered_at=None, progress=None)

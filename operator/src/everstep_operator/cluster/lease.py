@@ -1,4 +1,4 @@
-"""Who acts: the holder of one Lease.
+"""Leader election: only the holder of one Lease acts.
 
 The holder's identity is the pod's UID, so a container that crashed and came back takes up its own Lease at once. A
 process that cannot renew stops acting *before* others may take over: it gives up after `renew_deadline`, they wait for
@@ -64,7 +64,7 @@ class Lease:
         return None
 
     async def acquire(self) -> None:
-        """Return when the Lease is ours."""
+        """Wait until this process holds the Lease."""
         waiting = False
         while True:
             try:
@@ -80,7 +80,7 @@ class Lease:
             await asyncio.sleep(self.period)
 
     async def hold(self) -> None:
-        """Renew for ever; raises `LeaseLost` when others may believe that it is theirs."""
+        """Renew the Lease for ever. Raises `LeaseLost` when others may believe that it is theirs."""
         while True:
             left = self.renew_deadline - (self.clock() - self._renewed_at)
             await asyncio.sleep(max(0.01, min(self.period, left)))

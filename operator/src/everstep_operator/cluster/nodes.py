@@ -38,7 +38,7 @@ class Nodes:
     _places: dict[Key, tuple[tuple[int, str, int, int], int]] = field(default_factory=dict)
 
     async def under(self, pods: Iterable[PodView]) -> dict[str, NodeView]:
-        """By name, every node that one of these pods is bound to."""
+        """Return every node that one of these pods is bound to, by name."""
         names = {pod.node for pod in pods if pod.node}
         unknown = [name for name in names if self._known(name) is None]
         if unknown:

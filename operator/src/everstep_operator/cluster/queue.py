@@ -23,7 +23,7 @@ K = TypeVar("K", bound=Hashable)
 
 @dataclass
 class Schedule(Generic[K]):
-    """Which key is due. All times are of `clock`, in seconds."""
+    """A queue that knows which key is due. All times are of `clock`, in seconds."""
 
     clock: Callable[[], float]
     base_backoff: float = 0.1
@@ -42,7 +42,7 @@ class Schedule(Generic[K]):
     _counter: int = 0
 
     def add(self, key: K) -> None:
-        """Look at `key` as soon as a worker is free, once, however often this is called before that."""
+        """Make `key` due as soon as a worker is free, once, however often this is called before that."""
         if key in self._working:
             self._again.setdefault(key, self.clock())
         else:
@@ -52,7 +52,7 @@ class Schedule(Generic[K]):
         self._ready.setdefault(self.namespace(key), {}).setdefault(key, since)
 
     def add_after(self, key: K, delay: float) -> None:
-        """Look at `key` in `delay` seconds at the latest. An earlier wish stays; a later one is absorbed by it."""
+        """Make `key` due in `delay` seconds at the latest. An earlier time stays; a later one is absorbed by it."""
         if delay <= 0:
             self.add(key)
             return
@@ -66,7 +66,8 @@ class Schedule(Generic[K]):
                 heapq.heapify(self._heap)
 
     def retry(self, key: K) -> float:
-        """Look at `key` again after its back-off (full doubling, the upper half jittered); returns the delay."""
+        """Make `key` due again after its back-off (full doubling, the upper half jittered), and return the delay in
+        seconds."""
         failures = self._failures.get(key, 0)
         self._failures[key] = failures + 1
         ceiling = min(self.max_backoff, self.base_backoff * 2.0 ** min(failures, 30))
@@ -79,11 +80,12 @@ class Schedule(Generic[K]):
         return self._failures.get(key, 0)
 
     def forget(self, key: K) -> None:
-        """The last look succeeded: the next failure starts from the shortest back-off."""
+        """Reset the back-off of a key whose last reconcile succeeded."""
         self._failures.pop(key, None)
 
     def discard(self, key: K) -> None:
-        """The object is gone: drop delays and failures. A key that is ready is still looked at, and finds nothing."""
+        """Drop delays and failures of an object that is gone. A key that is ready is still taken once, and finds
+        nothing."""
         self._failures.pop(key, None)
         self._due.pop(key, None)
 
@@ -127,7 +129,7 @@ class Schedule(Generic[K]):
         return min((at for at in (self.next_due(), share) if at is not None), default=None)
 
     def next_due(self) -> float | None:
-        """When the earliest delayed key becomes due, or None."""
+        """Return when the earliest delayed key becomes due, or None."""
         while self._heap and self._due.get(self._heap[0][2]) != self._heap[0][0]:
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
@@ -161,7 +163,8 @@ class Schedule(Generic[K]):
         return self._oldest(self._ready)
 
     def oldest_wait_unserved(self) -> float:
-        """Return the same of namespaces with nothing in work: the others wait for themselves."""
+        """Return the seconds for which the oldest ready key has been waiting, of namespaces with nothing in work: the
+        others wait for themselves."""
         self._promote()
         return self._oldest(
             namespace for namespace in self._ready if self.share is None or not self.share.held(namespace)
@@ -172,7 +175,7 @@ class Schedule(Generic[K]):
         return 0.0 if since is None else self.clock() - since
 
     def longest_work(self) -> float:
-        """Seconds for which the slowest key has been in work; 0 when none is."""
+        """Return the seconds for which the slowest key has been in work; 0 when none is."""
         return self.clock() - min(self._working.values()) if self._working else 0.0
 
 
@@ -230,7 +233,7 @@ class WorkQueue(Schedule[K]):
         self._wake()
 
     async def idle(self) -> None:
-        """Return when no key is in work."""
+        """Wait until no key is in work."""
         while self._working:
             self._idle.clear()
             await self._idle.wait()

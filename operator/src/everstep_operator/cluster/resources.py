@@ -21,7 +21,8 @@ class Resource:
         return f"{self.group}/{self.version}" if self.group else self.version
 
     def path(self, namespace: str | None = None, name: str | None = None, sub: str | None = None) -> str:
-        """URL path of the collection, of one object, or of its subresource; no namespace = all of them."""
+        """Return the URL path of the collection, of one object, or of its subresource; without a namespace, of all
+        namespaces."""
         parts = ["/apis", self.group, self.version] if self.group else ["/api", self.version]
         if namespace and self.namespaced:
             parts += ["namespaces", quote(namespace, safe="")]

@@ -54,7 +54,8 @@ class Resync:
     _logs: LogLimit = field(default_factory=LogLimit)
 
     def heard(self, resource: Resource) -> None:
-        """The watch told something of this kind. Each has a stream of its own, and one goes deaf alone."""
+        """Note that the watch told something of this kind. Each kind has a stream of its own, and one goes deaf
+        alone."""
         self._events[resource] += 1
 
     def soon(self) -> None:
@@ -81,8 +82,8 @@ class Resync:
                 await asyncio.sleep(min(5.0, self.period))
 
     async def once(self, *, wished: bool = False) -> None:
-        """One complete comparison; `done_at` tells when the last one ended. `wished`: the watch has missed something,
-        by what is known of it, and is not deaf for that."""
+        """Compare everything once; `done_at` tells when the last comparison ended. `wished`: the watch has missed
+        something, as far as is known, and is not deaf for that."""
         self.tried_at = time.monotonic()
         before, first = self._events.copy(), self.done_at is None
         repaired: Counter[Resource] = Counter()
@@ -111,7 +112,8 @@ class Resync:
                 self.wake(key)
 
     async def _suspect(self, repaired: Counter[Resource], before: Counter[Resource]) -> None:
-        """Deaf is a stream that has missed something and is silent still: a list may be faster than an event."""
+        """Restart the watch if a stream has missed something and is silent still: a list may be faster than an
+        event."""
 
         def silent() -> list[str]:
             return [r.plural for r, count in repaired.items() if count and self._events[r] == before[r]]
@@ -123,14 +125,15 @@ class Resync:
             self.deaf()
 
     def _active(self, key: tuple[str, str]) -> str | None:
-        """The UID of a job that is not finished."""
+        """Return the UID of a job that is not finished, or None."""
         entry = self.cache.jobs.get(key)
         if entry is None or (entry.value.get("status") or {}).get("phase") in FINISHED:
             return None
         return entry.uid
 
     async def _compare(self, resource: Resource, store: Store[Any], labels: str | None, forbidden: set[str]) -> int:
-        """A watched namespace that was deleted took its Role with it: it joins `forbidden`; all others are listed."""
+        """Compare one kind in all namespaces. A watched namespace that was deleted took its Role with it: it joins
+        `forbidden`."""
         repaired = 0
         places: tuple[str | None, ...] = (self.namespaces or (None,)) if resource.namespaced else (None,)
         for place in places:
@@ -178,7 +181,8 @@ class Resync:
         await self.agent.restore(self.client, used)
 
     def _agents_in_use(self) -> dict[str, set[str]]:
-        """Names by namespace, of every job that is not finished. One whose template is unknown keeps all of them."""
+        """Return the names in use by namespace, of every job that is not finished. A job whose template is unknown
+        keeps all of them."""
         used: dict[str, set[str]] = {}
         for key in self.cache.jobs:
             uid = self._active(key)

@@ -1,4 +1,4 @@
-"""Which objects are known to be deleted, so that no late answer brings one back into the cache."""
+"""Tombstones of deleted objects, so that no late answer brings one back into the cache."""
 
 from __future__ import annotations
 
@@ -56,5 +56,5 @@ class Tombstones:
         self._deleted.pop(uid, None)
 
     def clear(self) -> None:
-        """Forget all: the server's data were restored from a backup, and what was deleted may exist again."""
+        """Forget all deletions: the server's data were restored from a backup, and what was deleted may exist again."""
         self._deleted.clear()

@@ -93,7 +93,7 @@ class Watch:
             self._stop()
 
     def come_back(self, namespaces: Iterable[str]) -> None:
-        """Watch these again: they can be read again, as far as is known."""
+        """Watch these namespaces again: they can be read again, as far as is known."""
         if back := self.left_out.keys() & set(namespaces):
             for namespace in back:
                 del self.left_out[namespace]
@@ -129,7 +129,7 @@ class Watch:
         return True
 
     async def _thread(self, main: asyncio.AbstractEventLoop) -> None:
-        """One life of kopf; returns or raises when it is over. When cancelled, it is over at once."""
+        """Run kopf once in a thread; return or raise when it is over. When cancelled, it is over at once."""
         running = asyncio.create_task(asyncio.to_thread(self._live, main))
         try:
             await asyncio.shield(running)
@@ -150,7 +150,7 @@ class Watch:
             loop.close()
 
     async def _kopf(self, main: asyncio.AbstractEventLoop) -> None:
-        """Until its first task ends: `kopf.operator()` would go on to wait for all others."""
+        """Run kopf until its first task ends: `kopf.operator()` would go on to wait for all others."""
         mine = asyncio.get_running_loop()
         stop = asyncio.Event()
         self._stop = lambda: _soon(mine, stop.set)
@@ -206,7 +206,7 @@ def _forbidden_namespace(error: BaseException) -> str:
 
 
 async def _cancel_all() -> None:
-    """Every task of this loop but the caller's. Again and again: the first cancellation may be swallowed."""
+    """Cancel every task of this loop but the caller's, again and again: the first cancellation may be swallowed."""
     deadline = asyncio.get_running_loop().time() + GRACE_SECONDS
     while left := asyncio.all_tasks() - {asyncio.current_task()}:
         for task in left:
@@ -252,7 +252,7 @@ class _NoDiff(kopf.DiffBaseStorage):
 
 
 def _session(configuration: Configuration) -> aiohttp.ClientSession:
-    """A session with our login for kopf to use. Each request asks for the token anew: they expire."""
+    """Return a session with our login for kopf to use. Each request asks for the token anew: tokens expire."""
 
     async def authorize(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:
         token = await configuration.get_api_key_with_prefix("BearerToken", alias="authorization")

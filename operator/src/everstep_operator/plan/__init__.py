@@ -39,7 +39,15 @@ _STOP_MARGIN = 15.0  # after the pods' grace: a leader that is gone will not say
 
 
 def plan(observed: Observed, now: float) -> Plan:
-    """What is to be done about one job, given all that is known about it at `now` (Unix seconds)."""
+    """Decide what is to be done about one job, given all that is known about it.
+
+    Args:
+        observed: The observation, taken for this pass.
+        now: Unix seconds.
+
+    Returns:
+        The status to write, and the actions that follow from it; a plan without a status for a job that is not ours.
+    """
     s = Situation(observed, now)
     if not s.job.managed_here or s.job.metadata.deletion_timestamp is not None:
         return Plan()
@@ -69,7 +77,8 @@ def plan(observed: Observed, now: float) -> Plan:
 
 
 def _decide(s: Situation, account: Account, begun: Starts) -> Decision:
-    """The first policy that has something to say wins; what was charged is on record whoever does."""
+    """Return the decision of the first policy that has something to say; what was charged is on record whoever
+    decides."""
     own = suspend.own_end(s)
     if s.spec.suspend and own is None:
         return suspend.suspend(s).but(generation=account.generation)
@@ -98,7 +107,7 @@ def _decide(s: Situation, account: Account, begun: Starts) -> Decision:
 
 
 def _ended(s: Situation, account: Account) -> Decision | None:
-    """An outcome, or a stop that we asked for and that has come about."""
+    """Decide about a job that has an outcome, or a stop that we asked for and that has come about."""
     outcome = end.outcome(s)
     if s.phase is Phase.STOPPING and s.open is not None:
         if outcome is not None and outcome.phase is Phase.SUCCEEDED:
@@ -120,7 +129,7 @@ def _end_of(outcome: end.End, account: Account) -> Decision:
 
 
 def _refused(s: Situation) -> Decision | None:
-    """The API server said no to something in this very reconcile."""
+    """Decide about an action that the API server rejected in this very reconcile."""
     if (refused := s.observed.rejection) is None:
         return None
     pods = isinstance(refused.action, (DryRun, CreatePods))
@@ -148,7 +157,7 @@ def _blocked(s: Situation, refused: Rejection) -> Decision:
 
 
 def _gave_up(s: Situation, account: Account, begun: Starts) -> Decision | None:
-    """A budget or a limit of time is used up."""
+    """Fail the job if a budget or a limit of time is used up."""
     if account.exhausted is not None:
         return _fail(s, *account.exhausted)
     if begun.exhausted:
@@ -162,7 +171,7 @@ def _gave_up(s: Situation, account: Account, begun: Starts) -> Decision | None:
 
 
 def _resolved_anew(s: Situation) -> Decision | None:
-    """First start, plain mode, next pool: the whole set comes from a new template."""
+    """Resolve the whole set from a new template: at the first start, in plain mode, in the next pool."""
     if s.template is None:
         return _resolve(s, Reason.CREATED)
     if s.phase not in FORMING:
@@ -216,7 +225,7 @@ def _advance(s: Situation, account: Account, begun: Starts) -> Decision:
 
 
 def _where(s: Situation, account: Account) -> Decision:
-    """The phase of a job that goes on."""
+    """Return the phase of a job that goes on."""
     if _ranks_run(s):
         known = "all pods run; nobody tells of their ranks" if s.degraded else "all ranks are started"
         return Decision(Phase.RUNNING, Reason.RUNNING, known)
@@ -265,7 +274,7 @@ def _why_restarting(s: Situation, account: Account) -> tuple[Reason, str]:
 
 
 def _said(s: Situation) -> str:
-    """The message that goes with the open phase: Ready carries it."""
+    """Return the message that goes with the open phase: Ready carries it."""
     return s.status.conditions[0].message if s.status.conditions else ""
 
 
@@ -275,7 +284,7 @@ def _fail(s: Situation, reason: Reason, message: str) -> Decision:
 
 
 def _tell_leader(s: Situation, decision: Decision) -> Decision:
-    """The address table, once it is complete: a generation needs every pod, a part of the table helps nobody."""
+    """Push the address table once it is complete: a generation needs every pod, a part of the table helps nobody."""
     if s.plain or s.head is None or not s.head.running or s.wanted == 1:
         return decision
     if s.leader is not None and not s.leader.missing:

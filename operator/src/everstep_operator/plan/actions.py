@@ -1,4 +1,4 @@
-"""What a plan asks for: values only, no code. The runtime carries them out, in the plan's order.
+"""The actions of a plan: values only, no code. The runtime carries them out, in the plan's order.
 
 The contract (001, "Order in a reconcile"):
 

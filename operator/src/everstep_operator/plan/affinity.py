@@ -246,7 +246,7 @@ def _positive(value: Any) -> int | None:
 
 
 def _integer(text: str | None) -> int | None:
-    """A label's value as an integer of 64 bits, as the scheduler reads it."""
+    """Return a label's value as an integer of 64 bits, as the scheduler reads it."""
     digits = (text or "").lstrip("+-")
     if text is None or len(text) - len(digits) > 1 or not (digits.isascii() and digits.isdecimal()) or len(digits) > 19:
         return None

@@ -21,8 +21,8 @@ GPU = "nvidia.com/gpu"
 def job_config(
     job: TrainingJob, *, template_epoch: int, pool: TrainingPool | None, settings: Settings, plain: bool = False
 ) -> dict[str, Any]:
-    """The content of job.json. `plain`, `agentDigest` and the counts of CPUs and GPUs are the operator's own; agents
-    ignore them."""
+    """Return the content of job.json. `plain`, `agentDigest` and the counts of CPUs and GPUs are the operator's own;
+    agents ignore them."""
     spec = job.spec
     gpus = gpu_count(job, pool)
     grace = spec.pod_template.spec.termination_grace_period_seconds or settings.termination_grace
@@ -72,7 +72,7 @@ def gpu_resource(pool: TrainingPool | None) -> str:
 
 
 def gpu_count(job: TrainingJob, pool: TrainingPool | None) -> int:
-    """GPUs of one pod, asked for by the pool's resource name or by the usual one."""
+    """Return the GPUs of one pod, asked for by the pool's resource name or by the usual one."""
     limits = job.spec.resources.limits
     amount = limits.get(gpu_resource(pool)) or limits.get(GPU)
     return int(parse_quantity(amount)) if amount else 0

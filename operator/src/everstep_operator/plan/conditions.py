@@ -14,7 +14,7 @@ _Wish = tuple[bool, Reason, str]
 
 
 def conditions(s: Situation, decision: Decision) -> list[Condition]:
-    """All conditions after the decision, in a fixed order."""
+    """Return all conditions after the decision, in a fixed order."""
     wishes = _wishes(s, decision)
     generation = s.job.metadata.generation
     made = []

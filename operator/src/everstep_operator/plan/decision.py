@@ -1,4 +1,4 @@
-"""What the policies decide, before it becomes a status and a plan."""
+"""The decision of the policies, before it becomes a status and a plan."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ _BY_NAME = {reason.value: reason for reason in Reason}
 
 
 def reason_of(name: str) -> Reason:
-    """A reason that was read back. One that only a newer operator knows is as good as none."""
+    """Return a reason that was read back. One that only a newer operator knows is as good as none."""
     return _BY_NAME.get(name, Reason.IN_PROGRESS)
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Where the job is now and what follows. Fields left at None keep what the status says, unless said otherwise."""
+    """A new phase of the job and what follows from it. Fields left at None keep what the status says, unless said
+    otherwise."""
 
     phase: Phase
     reason: Reason

@@ -1,4 +1,4 @@
-"""How a job ends: its leader says so, else agents' last words, else (plain mode) exit codes."""
+"""The end of a job: its leader reports it, else agents' termination messages, else (plain mode) exit codes."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class End:
 
 
 def outcome(s: Situation) -> End | None:
-    """The end of the job, if it has come."""
+    """Return the end of the job, or None if it has not come."""
     return _plain(s) if s.plain else _by_leader(s) or _by_last_words(s)
 
 
 def stopped(s: Situation) -> bool:
-    """A job that was told to stop has done so."""
+    """Return whether a job that was told to stop has done so."""
     if s.leader is not None and s.leader.outcome is not None:
         return True
     return all(p.ended is not None for p in s.current.values())
@@ -51,8 +51,11 @@ def _by_leader(s: Situation) -> End | None:
 
 
 def _by_last_words(s: Situation) -> End | None:
-    """Agents leave only when their leader declares the end, so one such word is enough: pod 0's, which may outlive the
-    operator's absence, or another's of this epoch, when pod 0 is gone before anybody asked it."""
+    """Return the end that a termination message tells of, or None.
+
+    Agents leave only when their leader declares the end, so one such message is enough: pod 0's, which may outlive the
+    operator's absence, or another's of this epoch, when pod 0 is gone before anybody asked it.
+    """
     for pod in s.current.values():
         word = pod.ended.word if pod.ended is not None else None
         if word is None or word.result not in ("succeeded", "failed"):

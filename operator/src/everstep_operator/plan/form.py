@@ -1,4 +1,4 @@
-"""Making the set of pods: a new template, a first set, a released set that tries again, replacements for lost pods."""
+"""Creates the set of pods: a new template, a first set, a released set that tries again, replacements for lost pods."""
 
 from __future__ import annotations
 
@@ -101,7 +101,8 @@ def creates(decision: Decision) -> bool:
 
 
 def release(s: Situation) -> Decision | None:
-    """Give a partly placed set back if the gang policy says so, and wait for another try; None: nothing of that."""
+    """Give a partly placed set back if the gang policy says so, and wait for another try; return None if neither
+    applies."""
     if _released(s):
         blocked = gang.blocked_by(s.job) is not None  # then the message tells by what
         said = s.status.conditions[0].message if blocked and s.status.conditions else _RELEASED
@@ -124,15 +125,17 @@ def release(s: Situation) -> Decision | None:
 
 
 def asks_for_room(observed: Observed, made: Plan) -> PodView | None:
-    """The pod to ask an autoscaler's word about before this plan is carried out: it gives a set's nodes back, and is
-    to be made again if a node is on its way (`Observed.scale_up_at`)."""
+    """Return the pod to ask an autoscaler's word about before this plan is carried out, or None.
+
+    The plan gives a set's nodes back, and is to be made again if a node is on its way (`Observed.scale_up_at`).
+    """
     if not made.changed or not any(isinstance(a, DeletePods) and a.why == Reason.GANG_RELEASED for a in made.actions):
         return None
     return next((pod for pod in observed.ours if pod.live and not pod.scheduled), None)
 
 
 def hold_until(s: Situation) -> float | None:
-    """When to ask again whether the set is to be given back."""
+    """Return when to ask again whether the set is to be given back."""
     return _hold(s).retry_at
 
 
@@ -155,7 +158,7 @@ def _me(s: Situation) -> GangView:
 
 
 def _not_before(s: Situation) -> float | None:
-    """When the missing pods may be created; None: now."""
+    """Return when the missing pods may be created; None: now."""
     if s.open is not None and _blocked(s) and s.now < s.open.start.timestamp() + RETRY_BLOCKED:
         return s.open.start.timestamp() + RETRY_BLOCKED
     if _released(s):
@@ -205,7 +208,8 @@ def _make(s: Situation, frozen: Frozen, indices: Iterable[int], epoch: int) -> l
 
 
 def _running_leader(s: Situation, indices: Iterable[int], epoch: int) -> str:
-    """Where these pods can announce themselves: the kubelet reports a new pod's address about a second late."""
+    """Return the address where these pods can announce themselves: the kubelet reports a new pod's address about a
+    second late."""
     head = s.head
     if s.plain or head is None or 0 in indices or not head.running or not head.live or head.epoch != epoch:
         return ""

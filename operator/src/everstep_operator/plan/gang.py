@@ -66,12 +66,13 @@ class Verdict:
 
 
 def rank(gang: GangView) -> tuple[bool, float, str]:
-    """The order in which gangs get their nodes."""
+    """Return the key by which gangs are ordered for their nodes."""
     return not gang.possible, gang.created, gang.uid
 
 
 def rivals(me: GangView, gangs: Iterable[GangView]) -> list[GangView]:
-    """Other gangs without their full set that want a pool of mine, or my quota. No pool means the whole cluster."""
+    """Return other gangs without their full set that want a pool of mine, or my quota. No pool means the whole
+    cluster."""
 
     def want_the_same(other: GangView) -> bool:
         if other.quota:
@@ -82,7 +83,15 @@ def rivals(me: GangView, gangs: Iterable[GangView]) -> list[GangView]:
 
 
 def hold(me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at: float | None, now: float) -> Verdict:
-    """Shall a partly placed gang go on holding its nodes? `grew_at`: when it last got one."""
+    """Decide whether a partly placed gang goes on holding its nodes.
+
+    Args:
+        me: The gang.
+        gangs: All waiting gangs.
+        grew_at: When it last got a node (Unix seconds).
+        scale_up_at: When an autoscaler last said that it makes a node for it, if it ever has.
+        now: Unix seconds.
+    """
     if me.scheduled == 0 or me.scheduled >= me.wanted:
         return Verdict()  # pods without a node cost nothing and keep their place in the scheduler's queue
     others = rivals(me, gangs)
@@ -112,8 +121,8 @@ def _hold_as_oldest(me: GangView, others: Sequence[GangView], grew_at: float, no
 
 
 def may_try(me: GangView, gangs: Iterable[GangView], *, now: float) -> Verdict:
-    """May a gang that gave its nodes back (at `me.released_at`) create its pods again? `release` False and no
-    `retry_at` = yes."""
+    """Decide whether a gang that gave its nodes back (at `me.released_at`) may create its pods again: yes if the
+    verdict has neither `release` nor `retry_at`."""
     if me.released_at is None:
         return Verdict()
     older = [g for g in rivals(me, gangs) if rank(g) < rank(me)]
@@ -126,7 +135,7 @@ def may_try(me: GangView, gangs: Iterable[GangView], *, now: float) -> Verdict:
 
 
 def _fits(me: GangView, others: Sequence[GangView]) -> bool:
-    """Would the nodes that all of us hold now be enough for me, dealt out oldest first?"""
+    """Return whether the nodes that all gangs hold now would be enough for this one, dealt out oldest first."""
     held = me.scheduled + sum(g.scheduled for g in others)
     return me.wanted + sum(g.wanted for g in others if rank(g) < rank(me)) <= held
 
@@ -136,7 +145,8 @@ def _after(at: float, now: float) -> Verdict:
 
 
 def _spread(uid: str) -> float:
-    """Gangs released together do not come back together. Not random: the same inputs make the same plan."""
+    """Return a delay in seconds, so that gangs released together do not come back together. It is not random: the same
+    inputs make the same plan."""
     return zlib.crc32(uid.encode()) % 1024 / 1024 * BACKOFF_SPREAD
 
 
@@ -145,7 +155,7 @@ def bound(pods: Iterable[PodView]) -> int:
 
 
 def view(job: TrainingJob, pods: Iterable[PodView], places: int | None = None) -> GangView:
-    """A job as others see it in the queue. `waits` tells whether it is in it at all."""
+    """Return a job as others see it in the queue. `waits` tells whether it is in it at all."""
     status, meta = job.status, job.metadata
     template = status.template.epoch if status.template else 0
     released = [t.start.timestamp() for t in status.transitions if t.reason == Reason.GANG_RELEASED]
@@ -181,7 +191,8 @@ def blocked_by(job: TrainingJob) -> str | None:
 
 
 def waits(job: TrainingJob) -> bool:
-    """Is the job a gang that wants nodes, or a quota, now? Not one that waits for something else: a pool, a human."""
+    """Return whether the job is a gang that wants nodes, or a quota, now, and not one that waits for something else: a
+    pool, a human."""
     status = job.status
     if job.spec.suspend or not job.managed_here or job.metadata.deletion_timestamp is not None:
         return False

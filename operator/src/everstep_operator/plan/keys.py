@@ -1,4 +1,5 @@
-"""Which operator key a job's pods go by. While keys are rotated there are several: the current one, and previous ones.
+"""The operator keys by which jobs' pods go. While keys are rotated there are several: the current one, and previous
+ones.
 
 What is made anew goes by the current key. A set of pods keeps the key that it was made with, since all of its agents
 share one token: its frozen template, its Secret and every replacement go by that one, until the job is resolved again.

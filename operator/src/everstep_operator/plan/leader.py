@@ -94,6 +94,12 @@ def leader_view(
 
     `before` is the last view of this leader: an entry ended no later than when it was first told of, and a generation
     runs since it was first told to run. The leader's own clock may be hours off.
+
+    Args:
+        raw: The decoded JSON.
+        answered_at: When the answer came (Unix seconds).
+        reachable: Whether the last attempt had an answer.
+        before: The last view of this leader, if there was one.
     """
     data = _mapping(raw)
     incarnation = _text(data.get("incarnation"), 64)
@@ -128,7 +134,7 @@ def leader_view(
 
 
 def id_order(ledger_id: str) -> tuple[int, int]:
-    """("2.3" -> (2, 3)): the order of generations. Anything else sorts before all of them."""
+    """Return ("2.3" -> (2, 3)) by which generations are ordered. Anything else sorts before all of them."""
     epoch, dot, generation = ledger_id.partition(".")
     # isdecimal alone accepts digits of every script; more than nine of them no charge can hold
     plain = ledger_id.isascii() and epoch.isdecimal() and generation.isdecimal()
@@ -170,7 +176,8 @@ def _entries(raw: Any, ended: Mapping[str, float | None], answered_at: float) ->
 
 
 def entries_in_words(raw: Any) -> tuple[Entry, ...]:
-    """The ledger of a termination message: "epoch.generation cause" each, in the order of generations."""
+    """Return the generation history of a termination message: "epoch.generation cause" each, in the order of
+    generations."""
     found = []
     for item in _list(raw, MAX_LEDGER):
         name, _, cause = _text(item, 64).partition(" ")
@@ -180,7 +187,8 @@ def entries_in_words(raw: Any) -> tuple[Entry, ...]:
 
 
 def _not_after(at: float | None, limit: float) -> float | None:
-    """A node's clock may be ahead of the API server's, which dates the pods: a replacement would look like the lost."""
+    """Return a time, or the limit if that is earlier. A node's clock may be ahead of the API server's, which dates the
+    pods: a replacement would look like the lost pod."""
     return None if at is None else min(at, limit)
 
 

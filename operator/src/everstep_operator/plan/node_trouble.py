@@ -1,4 +1,4 @@
-"""What is wrong with the nodes under a job's pods, and pods whose Node object is gone.
+"""The trouble with nodes under a job's pods, and with pods whose Node object is gone.
 
 Of a NotReady or cordoned node the job only tells: it may come back, and whoever drains it evicts the pods. A node that
 was removed from the cluster does not come back, and nobody will ever report the end of its pods: they are lost, and
@@ -18,7 +18,7 @@ _DYING = RESTART_GRACE + 5.0
 
 
 def trouble(s: Situation) -> tuple[Reason, str] | None:
-    """(reason, message) of the worst that is wrong with a node under a pod that may still run."""
+    """Return (reason, message) of the worst that is wrong with a node under a pod that may still run, or None."""
     found = []
     for pod in s.current.values():
         node = s.observed.nodes.get(pod.node) if pod.node and pod.ended is None else None
@@ -33,7 +33,7 @@ def trouble(s: Situation) -> tuple[Reason, str] | None:
 
 
 def bury(s: Situation) -> tuple[DeletePods | None, float | None]:
-    """(pods to delete by force now, when to look again at those that may not go yet).
+    """Return the pods to force-delete now, and when to look again at those that may not go yet.
 
     With `fencing: strict` no rank of a lost pod may run beside its replacement: its machine may be up, only cut off,
     and its agent takes one fence timeout to stop them. Otherwise the fencing token keeps such ranks from publishing.
@@ -51,7 +51,8 @@ def bury(s: Situation) -> tuple[DeletePods | None, float | None]:
 
 
 def _fence_timeout(s: Situation) -> float:
-    """The agents' own, as frozen in their template: the operator's setting may have been lowered since."""
+    """Return the agents' fence timeout, as frozen in their template: the operator's setting may have been lowered
+    since."""
     told = s.observed.frozen.job.get("fenceTimeoutSeconds") if s.observed.frozen is not None else None
     at_least = fence_timeout(s.wanted, s.observed.settings)
     return max(at_least, float(told)) if isinstance(told, (int, float)) else at_least

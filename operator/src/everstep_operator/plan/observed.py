@@ -1,4 +1,4 @@
-"""What a plan is made from: everything that was read, sorted once into small frozen values.
+"""The observation that a plan is made from: everything that was read, sorted once into small frozen values.
 
 `pod_view` is the only place that looks at a raw pod, `leader_view` (leader.py) the only one that looks at an agent's
 JSON. All strings that come from outside are bounded here, so that nothing downstream has to think about it. Times are
@@ -33,7 +33,7 @@ MAX_TERMINATION_LOG = 4096
 
 @dataclass(frozen=True, slots=True)
 class LastWord:
-    """What an agent left in its termination log (001, "Ends")."""
+    """A message that an agent left in its termination log (001, "Ends")."""
 
     result: str  # succeeded | failed | stopped | fenced | unclean | unusable
     epoch: int = 0
@@ -98,12 +98,13 @@ class PodView:
 
     @property
     def occupies(self) -> bool:
-        """It holds its node and GPUs, and nobody has asked it to leave: a sidecar may outlive the trainer in it."""
+        """Return whether the pod holds its node and GPUs, and nobody has asked it to leave: a sidecar may outlive the
+        trainer in it."""
         return self.phase not in ("Succeeded", "Failed") and not self.deleting and self.gone_since is None
 
     @property
     def live(self) -> bool:
-        """Ranks may run in it now or later, nobody has asked it to leave, and its node exists."""
+        """Return whether ranks may run in the pod now or later: nobody has asked it to leave, and its node exists."""
         return self.ended is None and not self.deleting and self.gone_since is None
 
 
@@ -126,7 +127,7 @@ class GangView:
 
     @property
     def possible(self) -> bool:
-        """Whether today's nodes could hold the whole set. A presumption: nodes are added and removed."""
+        """Return whether today's nodes could hold the whole set. It is a presumption: nodes are added and removed."""
         return self.places is None or self.places >= self.wanted
 
 
@@ -166,7 +167,7 @@ class Settings:
 
     @property
     def operator_keys(self) -> tuple[bytes, ...]:
-        """All that hold, the current one first."""
+        """Return all keys that hold, the current one first."""
         return (self.operator_key, *self.previous_keys)
 
     @property
@@ -204,13 +205,14 @@ class Observed:
 
     @cached_property
     def ours(self) -> tuple[PodView, ...]:
-        """The job's own pods by index; an object of another UID is never adopted."""
+        """Return the job's own pods by index; an object of another UID is never adopted."""
         uid = self.job.metadata.uid
         mine = (self._on_its_node(self._of_an_epoch_given_out(p)) for p in self.pods if p.owner == uid)
         return tuple(sorted(mine, key=lambda p: (p.index, p.created, p.uid)))
 
     def _of_an_epoch_given_out(self, pod: PodView) -> PodView:
-        """Anybody who may change pods may change their labels. An epoch is in the status before a pod has it."""
+        """Return a pod with an epoch that was given out. Whoever may change pods may change their labels; an epoch is
+        in the status before a pod has it."""
         newest = self.job.status.epoch
         return pod if 0 <= pod.epoch <= newest else replace(pod, epoch=newest)
 
@@ -290,7 +292,7 @@ def token_secret(spec: Mapping[str, Any]) -> str:
 
 
 def _deleting_since(meta: Mapping[str, Any]) -> float | None:
-    """`deletionTimestamp` is when the grace ends, not when the delete was asked for."""
+    """Return when the delete was asked for: `deletionTimestamp` is when the grace ends."""
     at = timestamp(meta.get("deletionTimestamp"))
     return None if at is None else at - max(0, _integer(meta.get("deletionGracePeriodSeconds"), 0))
 
@@ -306,14 +308,14 @@ def _container_end(over: Mapping[str, Any]) -> ContainerEnd:
 
 
 def _pod_end(status: Mapping[str, Any]) -> ContainerEnd | None:
-    """A pod that ended without its container having a say: refused by the kubelet, evicted, node shut down."""
+    """Return the end of a pod without its container having a say: rejected by the kubelet, evicted, node shut down."""
     if status.get("phase") not in ("Failed", "Succeeded"):
         return None
     return ContainerEnd(None, None, clip(status.get("reason"), 128) or "PodFailed", clip(status.get("message")), None)
 
 
 def last_word(text: str) -> LastWord | None:
-    """The agent's JSON in a termination log, or None: the user's program may have written there too."""
+    """Return the agent's JSON in a termination log, or None: the user's program may have written there too."""
     try:
         data = json.loads(text) if text.startswith("{") else None
     except (ValueError, RecursionError):
@@ -335,14 +337,14 @@ def last_word(text: str) -> LastWord | None:
 
 
 def clip(value: Any, limit: int = MAX_MESSAGE) -> str:
-    """The value as text of at most `limit` characters; nothing for None."""
+    """Return the value as text of at most `limit` characters; nothing for None."""
     # JSON can spell half of a surrogate pair; such text is not UTF-8, and no status can hold it.
     text = "" if value is None else str(value).encode(errors="replace").decode()
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
 def timestamp(value: Any) -> float | None:
-    """Unix seconds of an RFC 3339 time as Kubernetes writes them."""
+    """Return the Unix seconds of an RFC 3339 time as Kubernetes writes them, or None."""
     if isinstance(value, datetime):
         return value.timestamp()
     if not isinstance(value, str):
@@ -361,5 +363,6 @@ def _integer(value: Any, default: int = -1) -> int:
 
 
 def _int32(value: Any, least: int = -(2**31)) -> int | None:
-    """Others are made up, and the API server would refuse the status that tells of them."""
+    """Return a 32-bit integer, or None: others are made up, and the API server would reject the status that tells of
+    them."""
     return value if type(value) is int and least <= value < 2**31 else None  # True is none

@@ -32,7 +32,8 @@ _REPLACED = frozenset({"volumes", "env"})
 
 
 def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """A new object: `base` with `over` laid on top. A null in `over` removes the field. Neither input is changed."""
+    """Return a new object: `base` with `over` laid on top. A null in `over` removes the field. Neither input is
+    changed."""
     merged = dict(base)
     for name, value in over.items():
         if value is None:
@@ -65,6 +66,7 @@ def _lists(name: str, base: list[Any], over: list[Any]) -> list[Any]:
 
 
 def _named(item: Any, key: str, number: int) -> Any:
-    """What an item merges by. One without a name stands alone: the API server will say what is wrong with it."""
+    """Return the key by which an item merges. One without a name stands alone: the API server will say what is wrong
+    with it."""
     name = item.get(key) if isinstance(item, Mapping) else None
     return name if isinstance(name, (str, int)) else ("unnamed", number)

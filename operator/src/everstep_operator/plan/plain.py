@@ -40,7 +40,7 @@ _NO_PYTHON = re.compile(r"(?is)(?=.*python3).*(not found|no such file)")
 
 
 def switch(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
-    """Does a pod that was to run the agent show that it cannot? Then (reason, what the pod said)."""
+    """Return why a pod that was to run the agent cannot, and what the pod said; None if none shows that."""
     for pod in pods:
         if pod.ended is not None and not pod.deleting and (reason := _unusable(pod.ended)) is not None:
             return reason, pod.ended.word.message if pod.ended.word else pod.ended.message

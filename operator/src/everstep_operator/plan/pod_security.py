@@ -1,4 +1,4 @@
-"""Whether a pod's spec satisfies a profile of the Pod Security Standards, with what an administrator has granted.
+"""Checks a pod's spec against a profile of the Pod Security Standards, with what an administrator has granted.
 
 The API server checks this only where a namespace asks for it. A job that says `restricted` is restricted anywhere
 (https://kubernetes.io/docs/concepts/security/pod-security-standards/).
@@ -187,7 +187,7 @@ def _confinement(path: str, security: Mapping[str, Any]) -> Iterator[Violation]:
 
 
 def _handlers(path: str, container: Mapping[str, Any]) -> Iterator[Violation]:
-    """A probe or hook that asks another host lets the kubelet speak to what the pod may not reach."""
+    """Yield the probes and hooks that ask another host: they let the kubelet speak to what the pod may not reach."""
     hooks = _below(container, "lifecycle")
     places = [(name, _below(container, name)) for name in ("livenessProbe", "readinessProbe", "startupProbe")]
     places += [(f"lifecycle.{name}", _below(hooks, name)) for name in ("postStart", "preStop")]

@@ -20,7 +20,7 @@ Environment = list[Mapping[str, Any]]  # of a container, as manifests have it
 
 
 def pod_name(job: str, index: int) -> str:
-    """The name is the lock of its index: the API server lets one object have it at a time."""
+    """Return the name of a pod. The name is the lock of its index: the API server lets one object have it at a time."""
     return f"{job}-{index}"
 
 
@@ -30,7 +30,7 @@ def template_name(job: str, epoch: int) -> str:
 
 
 def pod_body(frozen: Frozen, index: int, epoch: int, leader: str = "") -> dict[str, Any]:
-    """What to POST. Shares objects with `frozen`: read it, do not change it.
+    """Return the pod to POST. It shares objects with `frozen`: read it, do not change it.
 
     `leader`: ip:port of the leader to which the pod's agent shall announce itself; empty where there is none yet.
     """
@@ -79,7 +79,7 @@ def shared_labels(pod: Mapping[str, Any], job: str, template: int) -> dict[str, 
 
 
 def _with_env(frozen: Frozen, change: Callable[[Environment], Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
-    """The containers, with another environment for the trainer."""
+    """Return the containers, with another environment for the trainer."""
     containers = frozen.pod["spec"]["containers"]
     return [{**c, "env": change(c.get("env") or [])} if c["name"] == TRAINER else c for c in containers]
 

@@ -1,4 +1,4 @@
-"""Where a job tries to run: its pools in the order of preference, each for its `wait`."""
+"""The choice of a pool: a job tries its pools in the order of preference, each for its `wait`."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ class Choice:
 
 
 def first(s: Situation) -> Choice:
-    """The pool to start with."""
+    """Return the pool to start with."""
     if not s.spec.pools:
         return Choice()
     return _first_of(s, [p.name for p in s.spec.pools])
 
 
 def following(s: Situation) -> tuple[TrainingPool | None, float | None]:
-    """(the pool to go to now, when to ask again). Only a job that has never run moves: the others hold checkpoints,
-    data and places where they are."""
+    """Return the pool to go to now, and when to ask again.
+
+    Only a job that has never run moves: the others hold checkpoints, data and places where they are.
+    """
     names = [p.name for p in s.spec.pools]
     if s.template is None or s.has_run or s.phase not in FORMING or s.all_bound or s.template.pool not in names:
         return None, None
@@ -58,7 +60,7 @@ def _first_of(s: Situation, names: list[str]) -> Choice:
 
 
 def _tried_since(s: Situation) -> float:
-    """When the present pool was chosen. If that is no longer on record, longer ago than all that is."""
+    """Return when the present pool was chosen. If that is no longer on record, longer ago than all that is."""
     known = s.status.transitions
     chosen = next((t for t in reversed(known) if t.reason in _RESOLVED_ANEW), known[0] if known else None)
     return chosen.start.timestamp() if chosen is not None else s.now

@@ -1,4 +1,4 @@
-"""Which pods go, and which are made again.
+"""The replacement of pods: which ones are deleted, and which are created again.
 
 Survivors are kept. A pod that ended although the job has not, or that its leader calls unclean, is deleted; only when
 its object is gone is the index made again, because the name is the lock: two live pods of one index cannot exist, not
@@ -22,19 +22,19 @@ EVIDENCE = 5.0
 
 
 def missing(s: Situation) -> tuple[int, ...]:
-    """Indices without any object. A deleting pod is not missing: its processes may still run."""
+    """Return the indices without any object. A deleting pod is not missing: its processes may still run."""
     taken = {p.index for p in s.stale} | s.current.keys()
     return tuple(i for i in range(s.wanted) if i not in taken)
 
 
 def lost(s: Situation) -> list[PodView]:
-    """Pods of the set in which nothing will ever run again (agent mode; the job has no outcome)."""
+    """Return the pods of the set in which nothing will ever run again (agent mode; the job has no outcome)."""
     unclean = _unclean(s)
     return [p for p in s.current.values() if not p.live or p.uid in unclean]
 
 
 def to_delete(s: Situation) -> tuple[list[PodView], float | None]:
-    """(lost pods whose objects are to go now, when to look again at those that may stay for a moment)."""
+    """Return the lost pods whose objects are to go now, and when to look again at those that may stay for a moment."""
     now_, later = [], []
     attempt = starts.next_attempt(starts.settle(s).record)
     for pod in lost(s):
@@ -62,7 +62,7 @@ def _deletable_at(s: Situation, pod: PodView) -> float:
 
 
 def _in_ledger(s: Situation, pod: PodView) -> bool:
-    """The leader has told of this pod's end, and the entry is on record."""
+    """Return whether the leader has told of this pod's end, and the entry is on record."""
     last = s.status.restarts.last
     if s.leader is None or last is None:
         return False
@@ -74,7 +74,7 @@ def is_oom(pod: PodView) -> bool:
 
 
 def why_lost(pod: PodView | None) -> Reason:
-    """The best reason that a pod's last state gives."""
+    """Return the best reason that a pod's last state gives."""
     if pod is None:
         return Reason.POD_DELETED
     if is_oom(pod):
@@ -95,7 +95,8 @@ def why_lost(pod: PodView | None) -> Reason:
 
 
 def refs(pods: Iterable[PodView], why: Reason, *, grace: int | None = None) -> DeletePods | None:
-    """Delete those that nobody has asked to go yet. Who is on a removed node does not hear it: `node_trouble.bury`."""
+    """Delete those pods that nobody has asked to go yet. A pod on a removed node does not hear it: see
+    `node_trouble.bury`."""
     found = tuple(PodRef(p.name, p.uid, grace) for p in pods if p.live or (p.ended is not None and not p.deleting))
     return DeletePods(found, why.value) if found else None
 

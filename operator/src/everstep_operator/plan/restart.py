@@ -1,4 +1,4 @@
-"""Who pays for a restart. Every ended generation is charged once, to one cause, by the id that the leader gave it.
+"""Charges restarts to budgets. Every ended generation is charged once, to one cause, by the id that the leader gave it.
 
 With a leader its ledger is the only source: an entry newer than the newest charge is charged, none else. Without one
 (pod 0 is lost, plain mode, degraded) the operator charges the last generation that it saw running, under the same kind
@@ -38,7 +38,8 @@ class Account:
 
 
 def settle(s: Situation, *, over: bool = False) -> Account:
-    """Charge what ended since the last look. `over`: the job has an outcome, so that a pod's end is no loss."""
+    """Charge the generations that ended since the last pass. `over`: the job has an outcome, so that a pod's end is no
+    loss."""
     restarts = before = s.status.restarts  # `before` the newest charge
     failure, retry_at = None, None
     generation = min(s.status.generation, MAX_ORDINAL)  # an older version stored what a leader made up
@@ -84,8 +85,8 @@ def settle(s: Situation, *, over: bool = False) -> Account:
 
 
 def _ledger(s: Situation, over: bool) -> list[Entry]:
-    """What the leader told, and when all is over what is in agent 0's last word: what happened while no operator asked
-    counts too."""
+    """Return the generations that the leader told of, and when all is over those in agent 0's termination message: what
+    happened while no operator asked counts too."""
     word = s.head.ended.word if over and s.head is not None and s.head.ended is not None else None
     known = {entry.id: entry for entry in word.ledger} if word is not None else {}
     if s.leader is not None:
@@ -94,13 +95,13 @@ def _ledger(s: Situation, over: bool) -> list[Entry]:
 
 
 def allowance(s: Situation, restarts: Restarts) -> int:
-    """Application restarts left after the newest charge: what the leader may still do on its own."""
+    """Return the application restarts left after the newest charge: what the leader may still do on its own."""
     since = utc(s.now - s.spec.restart.window.total_seconds())
     return max(0, s.spec.restart.application - restarts.within(Cause.APPLICATION, since))
 
 
 def dead_set(restarts: Restarts, pod: PodView) -> bool:
-    """Plain mode: the set this pod belongs to has been charged, so all of it goes."""
+    """Return whether the set this pod belongs to has been charged, so that all of it goes (plain mode)."""
     return restarts.last is not None and restarts.last.token >= (pod.epoch, 1)
 
 
@@ -142,7 +143,7 @@ def _charge(s: Situation, restarts: Restarts, name: str, reason: Reason) -> Rest
 
 
 def _entry_reason(s: Situation, entry: Entry) -> Reason | None:
-    """None: it cannot be told yet."""
+    """Return the reason of an ended generation; None: it cannot be told yet."""
     simple = {"Application": Reason.APPLICATION_ERROR, "OutOfMemory": Reason.OUT_OF_MEMORY, "Fenced": Reason.FENCED}
     if entry.cause in simple:
         return simple[entry.cause]
@@ -156,17 +157,17 @@ def _entry_reason(s: Situation, entry: Entry) -> Reason | None:
 
 
 def _unknown(entry: Entry) -> Reason:
-    """What is said when nothing more will be known: after the end of a job nobody looks again."""
+    """Return the reason that is given when nothing more will be known: after the end of a job nobody looks again."""
     return Reason.POD_DELETED if entry.cause == "Leaving" else Reason.POD_LOST
 
 
 def _is_the_lost_one(pod: PodView | None, entry: Entry) -> bool:
-    """The pod of this index now is the one the entry is about, not its replacement."""
+    """Return whether the pod of this index now is the one the entry is about, and not its replacement."""
     return pod is not None and (entry.ended_at is None or pod.created <= entry.ended_at)
 
 
 def _generation(s: Situation, leader: LeaderView) -> int:
-    """The last generation of this epoch known to have run: one that still forms has not cost anything yet."""
+    """Return the last generation of this epoch known to have run: one that still forms has not cost anything yet."""
     if leader.epoch != s.status.epoch:
         return min(s.status.generation, MAX_ORDINAL)
     seen = [e.order[1] for e in leader.ledger if e.order[0] == leader.epoch]
@@ -176,7 +177,7 @@ def _generation(s: Situation, leader: LeaderView) -> int:
 
 
 def _plain_loss(s: Situation) -> tuple[int, PodView | None] | None:
-    """(epoch of the set, the pod that broke it), if the present set of plain pods is broken."""
+    """Return the epoch of the set and the pod that broke it, or None if the present set of plain pods is whole."""
     pods = [p for p in s.current.values() if not dead_set(s.status.restarts, p)]
     epoch = max((p.epoch for p in pods), default=s.status.epoch)
     failed = [p for p in pods if p.ended is not None and p.ended.exit_code != 0]

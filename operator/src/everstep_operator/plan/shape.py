@@ -1,4 +1,4 @@
-"""Whether the fields of a pod template that the API passes through have the shape that the planner reads.
+"""Checks that the fields of a pod template that the API passes through have the shape that the planner reads.
 
 The API server judges all the others. These it would be asked about too late: a plan that stumbles over one is no plan,
 and nobody would be told.
@@ -13,7 +13,7 @@ _TEXT, _OBJECT, _LIST = "a string", "an object", "a list of objects"
 
 
 def misshapen(over: Mapping[str, Any]) -> str | None:
-    """What is wrong with the first such field of a podTemplate.spec; None: nothing."""
+    """Return what is wrong with the first such field of a podTemplate.spec, or None."""
     for field, value, wanted in _read(over):
         if value is not None and not _is(value, wanted):
             return f"podTemplate.spec.{field} must be {wanted}, not {value!r:.100}"
@@ -21,7 +21,7 @@ def misshapen(over: Mapping[str, Any]) -> str | None:
 
 
 def _read(over: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
-    """(path, value, shape), from the outside in: what is checked first may be relied on by what follows."""
+    """Yield (path, value, shape), from the outside in: what is checked first may be relied on by what follows."""
     yield "serviceAccount", over.get("serviceAccount"), _TEXT
     yield "priorityClassName", over.get("priorityClassName"), _TEXT
     yield from _security("", over.get("securityContext"))
@@ -51,7 +51,7 @@ def _read(over: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
 
 
 def _security(path: str, context: Any) -> Iterator[tuple[str, Any, str]]:
-    """What the security contexts of a pod and of a container have alike."""
+    """Yield the fields that the security contexts of a pod and of a container have alike."""
     yield f"{path}securityContext", context, _OBJECT
     for field in ("seccompProfile", "appArmorProfile", "seLinuxOptions", "windowsOptions"):
         below = (context or {}).get(field)

@@ -38,7 +38,7 @@ class Situation:
 
     @cached_property
     def status(self) -> TrainingJobStatus:
-        """As it was observed: the planner's only memory.
+        """Return the status as it was observed: the planner's only memory.
 
         A charge of an epoch that was never given out is left out: older versions believed pods' labels and leaders'
         ids, and it would be newer than whatever ends from now on.
@@ -67,7 +67,8 @@ class Situation:
 
     @cached_property
     def current(self) -> dict[int, PodView]:
-        """Pods of the current template by index, whatever their state. The name lets one object exist per index."""
+        """Return the pods of the current template by index, whatever their state. The name lets one object exist per
+        index."""
         epoch, job = self.template.epoch if self.template else 0, self.job.metadata.name
         return {
             p.index: p
@@ -77,7 +78,7 @@ class Situation:
 
     @cached_property
     def stale(self) -> tuple[PodView, ...]:
-        """Own pods that belong to no index of the current template."""
+        """Return the job's own pods that belong to no index of the current template."""
         current = {p.uid for p in self.current.values()}
         return tuple(p for p in self.observed.ours if p.uid not in current)
 
@@ -95,12 +96,12 @@ class Situation:
 
     @property
     def head(self) -> PodView | None:
-        """Pod 0."""
+        """Return pod 0, or None."""
         return self.current.get(0)
 
     @cached_property
     def leader(self) -> LeaderView | None:
-        """The leader's last answer, if it is the present pod 0's and still to be believed."""
+        """Return the leader's last answer, if it is the present pod 0's and still to be believed."""
         view, head = self.observed.leader, self.head
         if self.plain or view is None or view.answered_at is None or head is None or view.epoch != head.epoch:
             return None
@@ -109,7 +110,7 @@ class Situation:
 
     @cached_property
     def degraded_at(self) -> float | None:
-        """When the silence of a leader that should answer becomes, or became, long enough to go without it."""
+        """Return when the silence of a leader that should answer becomes, or became, long enough to go without it."""
         head = self.head
         if self.plain or head is None or not head.live or not head.running or self.leader is not None:
             return None
@@ -126,11 +127,12 @@ class Situation:
 
     @property
     def open(self) -> Transition | None:
-        """The phase the job is in, with its reason and start."""
+        """Return the phase the job is in, with its reason and start."""
         return self.status.transitions[-1] if self.status.transitions else None
 
     def since(self, phases: Iterable[Phase]) -> float:
-        """Start of the present uninterrupted stretch in any of `phases`; now, if the job is in none of them."""
+        """Return the start of the present uninterrupted stretch in any of `phases`; now, if the job is in none of
+        them."""
         among, start = frozenset(phases), self.now
         for transition in reversed(self.status.transitions):
             if transition.phase not in among:
@@ -145,13 +147,13 @@ class Situation:
 
     @property
     def has_run(self) -> bool:
-        """Ranks of this job have run at some time, so it is bound to what it was resolved to."""
+        """Return whether ranks of this job have run at some time, so that it is bound to what it was resolved to."""
         status = self.status
         return self.phase in HAS_RUN or status.timings.running > 0 or status.restarts.total > 0
 
     @property
     def is_first_creation(self) -> bool:
-        """The API server has never accepted a pod of this job."""
+        """Return whether the API server has never accepted a pod of this job."""
         if self.has_run or self.observed.ours or (self.template is not None and self.template.epoch > 1):
             return False
         if self.status.timings.starting > 0 or any(_proves_pods(t) for t in self.status.transitions):
@@ -170,5 +172,5 @@ def _proves_pods(transition: Transition) -> bool:
 
 
 def utc(seconds: float) -> datetime:
-    """For a status: milliseconds are enough, and what is read back is what was written."""
+    """Return a time for a status: milliseconds are enough, and what is read back is what was written."""
     return datetime.fromtimestamp(round(seconds, 3), UTC)

@@ -1,4 +1,5 @@
-"""Agents that fail at every start: an unreadable configuration, a port in use, a container killed before it joins.
+"""Limits how often agents fail at their start: an unreadable configuration, a port in use, a container killed before it
+joins.
 
 No generation has run, so no budget pays; without a limit of its own such a job would make pods until a timeout, and
 say no more than "Starting". Attempts are told apart by the creation times of pods alone (the API server's clock).
@@ -23,7 +24,7 @@ _TOLD_TO_LEAVE = 143
 
 @dataclass(frozen=True)
 class Starts:
-    """What is on record after this look."""
+    """A count of failed starts, as it is on record after this pass."""
 
     record: StartFailures | None = None
     failed: PodView | None = None  # the first of those that lie there now
@@ -35,7 +36,7 @@ class Starts:
 
     @property
     def message(self) -> str:
-        """Which pod, where, how often, and what its agent said."""
+        """Return a message that names the pod, its node, the count, and what its agent said."""
         pod, end = self.failed, self.failed.ended if self.failed is not None else None
         if pod is None or end is None or self.record is None:
             return ""
@@ -60,14 +61,14 @@ def settle(s: Situation) -> Starts:
 
 
 def next_attempt(record: StartFailures | None) -> float:
-    """When the failed pods of the last attempt may be made again, all of them together."""
+    """Return when the failed pods of the last attempt may be created again, all of them together."""
     if record is None:
         return 0.0
     return record.made.timestamp() + min(BACKOFF_MAX, BACKOFF * 2.0 ** (record.count - 1))
 
 
 def failed_at_start(s: Situation, pod: PodView) -> bool:
-    """The container ended by itself before its agent has joined a generation."""
+    """Return whether the container ended by itself before its agent has joined a generation."""
     end = pod.ended
     if end is None or pod.deleting or pod.disruption is not None or end.exit_code in (None, 0, _TOLD_TO_LEAVE):
         return False

@@ -1,4 +1,4 @@
-"""From a decision to the status that is written: transitions, timings, progress, and the economy of writes.
+"""Makes the status that is written out of a decision: transitions, timings, progress, and the economy of writes.
 
 The same inputs give the same status, so that an unchanged one is not written. What changes all the time (step, ready
 pods, messages) is written with the next change that matters, else every 30 s.
@@ -34,7 +34,7 @@ _WARNINGS = frozenset({Phase.FAILED, Phase.RESTARTING})
 
 
 def status_of(s: Situation, decision: Decision) -> tuple[TrainingJobStatus, tuple[Event, ...], float | None]:
-    """(the status to have, events of this transition, when a change that was held back is due)."""
+    """Return the status to have, the events of this transition, and when a change that was held back is due."""
     old = s.status
     moved = _moves(s, decision)
     new = old.model_copy(
@@ -72,7 +72,7 @@ def status_of(s: Situation, decision: Decision) -> tuple[TrainingJobStatus, tupl
 
 
 def _besides(s: Situation, new: TrainingJobStatus) -> list[Event]:
-    """Events of what may go wrong in any phase."""
+    """Return events of what may go wrong in any phase."""
     events = []
     before, nodes = (status.condition(ConditionType.NODES_HEALTHY) for status in (s.status, new))
     if nodes is not None and nodes.status == "False" and (before is None or before.reason != nodes.reason):
@@ -107,7 +107,8 @@ def _transitions(s: Situation, decision: Decision) -> list[Transition]:
 
 
 def _timings(s: Situation) -> Timings:
-    """Time is booked when a phase ends: a status that only counted seconds would be written every second."""
+    """Return the timings. Time is booked when a phase ends: a status that only counted seconds would be written every
+    second."""
     timings = s.status.timings
     if s.open is None or (bucket := _BUCKETS.get(s.open.phase)) is None:
         return timings
@@ -141,6 +142,6 @@ def _progress(s: Situation, decision: Decision) -> Progress | None:
 
 
 def _lasting(status: TrainingJobStatus) -> TrainingJobStatus:
-    """Without what may wait for the next write."""
+    """Return a status without what may wait for the next write."""
     told = [c.model_copy(update={"message": ""}) for c in status.conditions]
     return status.model_copy(update={"conditions": told, "ready_nodes": 0, "progress": None})

@@ -11,7 +11,7 @@ from everstep_operator.plan.situation import Situation
 
 
 def suspend(s: Situation) -> Decision:
-    """Delete all pods with their grace; suspended is the job once they are gone."""
+    """Delete all pods with their grace; the job is suspended once they are gone."""
     if s.observed.ours:
         going = Decision(Phase.STOPPING, Reason.SUSPENDED, "waiting for the pods to stop")
         return going.do(replace.refs(s.observed.ours, Reason.SUSPENDED))
@@ -37,7 +37,8 @@ def own_end(s: Situation) -> end.End | None:
 
 
 def resuming(s: Situation) -> bool:
-    """spec.suspend went back to false: while the job was suspended, while its pods were still stopping, or unseen."""
+    """Return whether spec.suspend went back to false: while the job was suspended, while its pods were still stopping,
+    or unseen."""
     if _edited(s):
         return True
     if s.phase is Phase.SUSPENDED:

@@ -58,7 +58,8 @@ _FOLDERS = ("input", "model", "output", "checkpoints")
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """No pod can come of this template: the operator's configuration does not allow it, or it is no pod's."""
+    """A rejection: no pod can come of this template, because the operator's configuration does not allow it or it is no
+    pod's."""
 
     reason: Reason
     message: str
@@ -67,7 +68,15 @@ class Refused:
 def resolve(
     job: TrainingJob, *, epoch: int, pool: TrainingPool | None, plain: bool, settings: Settings
 ) -> Frozen | Refused:
-    """The template of this epoch, or why there is none."""
+    """Return the template of this epoch, or why there is none.
+
+    Args:
+        job: The job.
+        epoch: The template epoch.
+        pool: The pool to run in; None: the job names none.
+        plain: Whether the image runs without the agent.
+        settings: The operator's configuration.
+    """
     over = job.spec.pod_template.spec.manifest()
     if (message := misshapen(over)) is not None:
         return Refused(Reason.INVALID_TEMPLATE, message)
@@ -122,13 +131,13 @@ def config_map(job: TrainingJob, frozen: Frozen, key: bytes) -> dict[str, Any]:
 
 
 def secret(job: TrainingJob, epoch: int, name: str) -> dict[str, Any]:
-    """The immutable Secret `name`, still without its token."""
+    """Return the immutable Secret `name`, still without its token."""
     meta = {**_meta(job, epoch), "name": name}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "immutable": True, "type": "Opaque"}
 
 
 def service(job: TrainingJob, settings: Settings) -> dict[str, Any]:
-    """The headless Service that gives the pods their names before they are ready."""
+    """Return the headless Service that gives the pods their names before they are ready."""
     meta = _meta(job, None)
     return {
         "apiVersion": "v1",
@@ -250,7 +259,7 @@ def _trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> dict[s
 
 
 def _with_gpu_name(amounts: Mapping[str, str], pool: TrainingPool | None) -> dict[str, str]:
-    """The pool knows how its GPUs are counted: the usual name in a job means them."""
+    """Return amounts under the pool's name for GPUs, which the usual name in a job means."""
     name = gpu_resource(pool)
     if name == GPU or GPU not in amounts or name in amounts:
         return dict(amounts)
@@ -283,7 +292,8 @@ def _volumes(job: TrainingJob, epoch: int, plain: bool, settings: Settings) -> l
 
 
 def _shm_size(job: TrainingJob) -> str:
-    """Half of the pod's memory: it counts against the same limit, and data loaders must not push the ranks out."""
+    """Return half of the pod's memory: it counts against the same limit, and data loaders must not push the ranks
+    out."""
     resources = job.spec.resources
     memory = resources.limits.get("memory") or resources.requests.get("memory")
     return str(int(parse_quantity(memory)) // 2 if memory else SHM_DEFAULT)

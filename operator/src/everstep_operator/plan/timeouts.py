@@ -1,5 +1,8 @@
-"""When to give up. All clocks come from the status and the pods, so they survive restarts of the operator and stand
-still while the job is suspended. They begin when an operator has looked: that there was none is no fault of a job."""
+"""The limits of time after which a job fails.
+
+All clocks come from the status and the pods, so they survive restarts of the operator and stand still while the job is
+suspended. They begin when an operator has looked: that there was none is no fault of a job.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ _REJECTED = (Reason.ADMISSION_REJECTED.value, Reason.NOT_PERMITTED.value)
 
 
 def expired(s: Situation) -> tuple[Reason, str] | None:
-    """(reason, message) of the first limit that has passed."""
+    """Return (reason, message) of the first limit that has passed, or None."""
     for reason, at, message in _deadlines(s):
         if at is not None and s.now >= at:
             return reason, message
@@ -20,12 +23,12 @@ def expired(s: Situation) -> tuple[Reason, str] | None:
 
 
 def next_deadline(s: Situation) -> float | None:
-    """When to look again because of a limit."""
+    """Return when to look again because of a limit."""
     return min((at for _, at, _ in _deadlines(s) if at is not None), default=None)
 
 
 def waiting_since(s: Situation) -> float:
-    """From when the wait for capacity counts: the first look, the last resume, or the end of the last run.
+    """Return from when the wait for capacity counts: the first look, the last resume, or the end of the last run.
 
     Ready tells the first and the last of these: transitions are few, and a job that gives its nodes back and takes them
     again has soon filled them.
@@ -40,7 +43,7 @@ def waiting_since(s: Situation) -> float:
 
 
 def ran_for(s: Situation) -> float:
-    """Seconds since the first start, less the time pending or suspended."""
+    """Return the seconds since the first start, less the time pending or suspended."""
     timings, open_ = s.status.timings, s.open
     total = timings.running + timings.recovering
     if open_ is not None and open_.phase in HAS_RUN:
@@ -79,7 +82,8 @@ def _pending(s: Situation, limit: float, startup: float) -> float | None:
 
 
 def _rejected_until(s: Situation) -> float | None:
-    """When a replacement of a job that has run was last rejected, which is no lack of capacity; None: it is now."""
+    """Return when a replacement of a job that has run was last rejected, which is no lack of capacity; None: it is
+    now."""
     if not s.has_run or s.open is None:
         return 0.0
     if s.open.reason in _REJECTED:
@@ -96,17 +100,18 @@ def _startup(s: Situation, limit: float) -> float | None:
 
 
 def _asked_at(s: Situation) -> float:
-    """When the leader was asked long enough: an operator that has just come does not know yet what it would say."""
+    """Return when the leader was asked long enough: an operator that has just come does not know yet what it would
+    say."""
     return s.degraded_at or 0.0
 
 
 def _pausing(s: Situation) -> bool:
-    """The leader waits on purpose before the next generation (restart.maxBackoff)."""
+    """Return whether the leader waits on purpose before the next generation (restart.maxBackoff)."""
     return s.leader is not None and s.leader.phase == "backoff"
 
 
 def _obstacle(s: Situation) -> str:
-    """What a pod that cannot start says: the image, a Secret, a volume."""
+    """Return what a pod that cannot start says: the image, a Secret, a volume."""
     for pod in s.live:
         if not pod.running and pod.waiting_reason not in ("", "ContainerCreating", "PodInitializing"):
             return f": {pod.name}: {pod.waiting_reason} {pod.waiting_message}".rstrip()

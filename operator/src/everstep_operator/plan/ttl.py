@@ -12,9 +12,10 @@ LINGER = 30.0
 
 
 def after_end(s: Situation) -> tuple[list[Action], float | None]:
-    """(what is to be done about a finished job, when to look again). Ended pods are kept: they hold the logs.
+    """Return what is to be done about a finished job, and when to look again. Ended pods are kept: they hold the logs.
 
-    One in which only a sidecar goes on would hold its node and GPUs for good, so it goes too."""
+    One in which only a sidecar goes on would hold its node and GPUs for good, so it goes too.
+    """
     finished = s.open.start.timestamp() if s.open is not None else s.created
     actions: list[Action] = []
     looks = []
