@@ -18,7 +18,8 @@ _SOURCE = Path(__file__).parent / "agent"
 
 @cache
 def build() -> bytes:
-    """The zipapp. Stored, not compressed: an image's Python may lack zlib, and a ConfigMap has the room."""
+    """Return the bytes of the zipapp. It is stored, not compressed: an image's Python may lack zlib, and a ConfigMap
+    has the room."""
     files = {"everstep/__init__.py": b""}
     for path in _SOURCE.rglob("*.py"):
         name = path.relative_to(_SOURCE).as_posix()
@@ -31,7 +32,7 @@ def build() -> bytes:
 
 
 def digest() -> str:
-    """12 hex digits that name these bytes."""
+    """Return 12 hexadecimal digits that name these bytes."""
     return hashlib.sha256(build()).hexdigest()[:12]
 
 

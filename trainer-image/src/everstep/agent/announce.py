@@ -23,7 +23,8 @@ LATER = 0.1  # of the time that has gone by: nobody who waits adds more than a t
 
 
 async def announce(leader: str, token: bytes, node: Node) -> None:
-    """POST /v1/announce to `leader` ("host:port") until it has dialled, has refused, or PATIENCE is over."""
+    """POST /v1/announce to `leader` ("host:port") until it has dialled, has rejected the announcement, or PATIENCE is
+    over."""
     config, clock = node.config, asyncio.get_running_loop().time
     word = {"epoch": config.epoch, "index": config.index, "uid": config.pod_uid, "address": node.address}
     began = clock()

@@ -1,4 +1,4 @@
-"""Who may speak to an agent: HMACs over single-use nonces, as docs/design/001-training-job.md defines them.
+"""Authenticates the callers of agents: HMACs over single-use nonces, as docs/design/001-training-job.md defines them.
 
 Pure functions and one small store, so that the operator signs its requests with the very code that verifies them.
 """
@@ -25,12 +25,19 @@ TO_LEADER = "<"
 
 
 def job_token(operator_key: bytes, job_uid: str, template_epoch: int) -> bytes:
-    """The 32 bytes that every agent of one template epoch shares with the operator."""
+    """Return the 32 bytes that every agent of one template epoch shares with the operator.
+
+    Args:
+        operator_key: The operator key.
+        job_uid: UID of the job.
+        template_epoch: The template epoch.
+    """
     return hmac.new(operator_key, f"{job_uid}/{template_epoch}".encode(), hashlib.sha256).digest()
 
 
 def read_token(path: Path) -> bytes:
-    """The token's raw bytes. Read once at start: the file may be replaced under us, and the token goes nowhere else."""
+    """Return the token's raw bytes. They are read once at start: the file may be replaced under us, and the token goes
+    nowhere else."""
     token = path.read_bytes()
     if len(token) < MIN_TOKEN_BYTES:
         raise ValueError(f"{path}: a token has at least {MIN_TOKEN_BYTES} bytes, this file has {len(token)}")
@@ -46,7 +53,16 @@ def is_nonce(text: str) -> bool:
 
 
 def request_mac(token: bytes, method: str, target: str, nonce: str, client: str, body: bytes) -> str:
-    """`target` is the path with its query, exactly as sent."""
+    """Return the MAC of a request, in hex.
+
+    Args:
+        token: The job's token.
+        method: The HTTP method.
+        target: The path with its query, exactly as sent.
+        nonce: A nonce that the server gave out.
+        client: A nonce of the caller.
+        body: The request's body.
+    """
     text = f"request\n{method}\n{target}\n{nonce}\n{client}\n{hashlib.sha256(body).hexdigest()}"
     return hmac.new(token, text.encode(), hashlib.sha256).hexdigest()
 
@@ -57,19 +73,21 @@ def response_mac(token: bytes, status: int, client: str, body: bytes) -> str:
 
 
 def link_key(token: bytes, nonce: str, client: str) -> bytes:
-    """Each link has a key of its own, so that a frame recorded on one link is worthless on the next."""
+    """Return the key of one link. Each link has its own, so that a frame recorded on one link is worthless on the
+    next."""
     return hmac.new(token, f"link\n{nonce}\n{client}".encode(), hashlib.sha256).digest()
 
 
 def frame_mac(key: bytes, direction: str, sequence: int, payload: bytes) -> bytes:
-    """32 hex digits. Direction and sequence number are covered: a frame can be neither reflected nor repeated."""
+    """Return 32 hexadecimal digits. Direction and sequence number are covered: a frame can be neither reflected nor
+    repeated."""
     mac = hmac.new(key, f"{direction} {sequence} ".encode(), hashlib.sha256)
     mac.update(payload)
     return mac.hexdigest()[:32].encode()
 
 
 def same(expected: str, given: str) -> bool:
-    """Constant-time comparison that does not raise on what a stranger may send."""
+    """Compare in constant time, and without raising on what a stranger may send."""
     return hmac.compare_digest(expected.encode(), given.encode("utf-8", "surrogateescape"))
 
 
@@ -105,7 +123,7 @@ class NonceStore:
         return nonce
 
     def take(self, nonce: str, now: float) -> bool:
-        """True once for each nonce that is still valid."""
+        """Return True once for each nonce that is still valid."""
         self._expire(now)
         return self._open.pop(nonce, None) is not None
 

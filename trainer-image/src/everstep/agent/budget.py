@@ -1,4 +1,4 @@
-"""How often, and how soon, a generation may follow one that failed."""
+"""Limits how often, and how soon, a generation may follow one that failed."""
 
 from __future__ import annotations
 
@@ -25,18 +25,24 @@ class Budget:
         self._in_row = 0
 
     def grant(self, charged: str, allowance: int) -> None:
-        """Raises ValueError for a malformed id. A request that was overtaken by a newer one grants nothing."""
+        """Note that `allowance` application restarts are left after the ledger entry `charged`.
+
+        A request that was overtaken by a newer one grants nothing.
+
+        Raises:
+            ValueError: The id is malformed.
+        """
         order = parse_id(charged)
         if order >= self._charged:
             self._charged, self._allowance = order, allowance
 
     def exhausted(self) -> LedgerEntry | None:
-        """The failure after which no restart is left, if there is one."""
+        """Return the failure after which no restart is left, or None."""
         used = [e for e in self.ledger if e.application and e.order > self._charged]
         return used[-1] if len(used) > self._allowance else None
 
     def close(self, entry: LedgerEntry, ran: float) -> float:
-        """Books a generation that ran for `ran` seconds; returns the seconds to wait before the next.
+        """Book a generation that ran for `ran` seconds, and return the seconds to wait before the next.
 
         The first failure restarts at once: most are not the application's habit. Then 1, 2, 4 ... seconds. What befell
         a pod is never slowed down: its replacement takes its time anyway.

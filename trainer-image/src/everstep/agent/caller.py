@@ -1,4 +1,4 @@
-"""The asking side of http.py: one authenticated request to an agent, and what came back. Blocks nobody."""
+"""The client side of http.py: one authenticated request to an agent, and its answer. It blocks nobody."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 class Refused(Exception):
-    """What answered is not who was asked, or refuses. `epoch` is the newest leader's that it knows, if it said so."""
+    """An answer that rejects the request, or that is not from the agent that was asked.
+
+    `epoch` is the newest leader's that the agent knows, if it said so.
+    """
 
     def __init__(self, status: int, message: str, epoch: int | None = None) -> None:
         super().__init__(f"{status} {message}")
@@ -46,13 +49,26 @@ async def connect(address: str) -> Streams:
 
 
 async def ask(streams: Streams, address: str, token: bytes, target: str, data: Any, *headers: str) -> Answer:
-    """POST with a challenge of its own; `headers` are whole lines. Raises Refused for an answer that proves nothing,
-    OSError or asyncio.TimeoutError."""
+    """Send a POST with a challenge of its own.
+
+    Args:
+        streams: An open connection.
+        address: The agent's "ip:port".
+        token: The job's token.
+        target: The path.
+        data: The body, as JSON.
+        headers: Whole header lines.
+
+    Raises:
+        Refused: The answer proves nothing.
+        OSError: The connection broke.
+        asyncio.TimeoutError: No answer came in time.
+    """
     return await asyncio.wait_for(_ask(streams, address, token, target, encode(data), headers), SECONDS)
 
 
 async def post(address: str, token: bytes, target: str, data: Any) -> Answer:
-    """The same on a connection that ends with it."""
+    """Send one request on a connection that ends with it; otherwise as `ask`."""
     async with _closing(await connect(address)) as streams:
         return await ask(streams, address, token, target, data)
 

@@ -1,4 +1,4 @@
-"""Which of several failures ended a generation: the first one that is no echo of another.
+"""Finds the failure that ended a generation: the first of several that is not secondary to another.
 
 When one process of a job dies, its peers see broken connections and die too, often within the same milliseconds and in
 any order; a pod that is lost breaks its peers' connections a little before the leader sees that its link is gone.
@@ -47,7 +47,7 @@ class Failure:
 
     @property
     def termed(self) -> bool:
-        """Left on the signal with which a generation is stopped."""
+        """Return whether the process left on the signal with which a generation is stopped."""
         return self.exit is not None and (self.exit.signal == _TERM or self.exit.exit_code == 128 + _TERM)
 
     @property
@@ -56,7 +56,8 @@ class Failure:
 
     @property
     def graceful(self) -> bool:
-        """No reason to hurry its peers: a second pod leaves, or a rank had a handler for TERM and came to its end."""
+        """Return whether there is no reason to hurry its peers: a second pod leaves, or a rank had a handler for TERM
+        and came to its end."""
         if self.exit is None:
             return self.cause == LEAVING
         return self.termed and self.exit.signal is None
@@ -67,7 +68,7 @@ def of_exit(at: float, index: int, end: Exit) -> Failure:
 
 
 def root(failures: list[Failure]) -> Failure:
-    """The failure that the ledger names. `failures` is not empty and in order of arrival."""
+    """Return the failure that the ledger names. `failures` is not empty and in order of arrival."""
     first = failures[0]
     if first.exit is None and first.cause not in (POD_LOST, LEAVING):
         return first  # a stop, or a lost lease: what follows is what was asked for

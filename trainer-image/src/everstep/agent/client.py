@@ -29,7 +29,8 @@ class LeaderClient:
     """One connection to a leader. Not safe for threads; raises OSError when the leader is out of reach."""
 
     def __init__(self, address: str, token: bytes, timeout: float = 10.0) -> None:
-        """`address` is "ip:port"; `timeout` in seconds for everything but a long poll's own wait."""
+        """Make a client of the leader at `address` ("ip:port"); `timeout` in seconds is for everything but a long
+        poll's own wait."""
         host, _, port = address.rpartition(":")
         self._connection = http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout)
         self._token = token
@@ -39,7 +40,14 @@ class LeaderClient:
     def state(
         self, after: str = "", wait: float = 0.0, charged: str = "", allowance: int | None = None
     ) -> dict[str, Any]:
-        """The leader's state, once it is no longer `after` ("incarnation:version"), at the latest after `wait` s."""
+        """Return the leader's state, once it is no longer `after`.
+
+        Args:
+            after: The state known already, "incarnation:version"; empty for none.
+            wait: Seconds after which the state is returned in any case.
+            charged: The newest generation that was charged, "epoch.generation".
+            allowance: Application restarts left after `charged`; None grants nothing.
+        """
         query: dict[str, Any] = {"after": after, "wait": wait, "charged": charged}
         if allowance is not None:
             query["allowance"] = allowance

@@ -1,4 +1,4 @@
-"""What the leader wants done. Carried out by leading.py; plain values, so that tests can read them."""
+"""Commands of the leader, which leading.py carries out; plain values, so that tests can read them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .protocol import Outcome
 
 @dataclass(frozen=True)
 class Dial:
-    """Keep dialling `address` until a link to node `index` stands or another Dial comes. Empty: stop dialling."""
+    """A command to dial `address` until a link to node `index` stands or another Dial comes. Empty: stop dialling."""
 
     index: int
     address: str
@@ -24,7 +24,7 @@ class Hangup:
 
 @dataclass(frozen=True)
 class Start:
-    """To every node: `layout`, with the node's own index in it."""
+    """A command to start ranks, for every node: `layout`, with the node's own index in it."""
 
     layout: Layout
 
@@ -38,7 +38,7 @@ class StopRanks:
 
 @dataclass(frozen=True)
 class End:
-    """To every joined node: leave. The last command."""
+    """A command to leave, for every joined node. It is the last command."""
 
     outcome: Outcome
 

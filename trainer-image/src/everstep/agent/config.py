@@ -1,4 +1,4 @@
-"""What an agent is told: the job (job.json), its pod (environment) and where things lie (`Place`)."""
+"""The configuration of an agent: the job (job.json), its pod (environment) and where things lie (`Place`)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Config:
 
     @property
     def leader_address(self) -> str:
-        """Where the leader is, as far as can be known at the start; empty where there is no DNS either."""
+        """Return the leader's address, as far as it can be known at the start; empty where there is no DNS either."""
         return self.leader or (f"algo-1.{self.service}:{self.port}" if self.service else "")
 
     @property
@@ -71,7 +71,7 @@ class Config:
 
     @property
     def heartbeat(self) -> float:
-        """Seconds between heartbeats: a leader of any size handles at most 200 a second.
+        """Return the seconds between heartbeats: a leader of any size handles at most 200 a second.
 
         Four of them fit into the fence timeout, whatever was configured: a node hears of the lease by them only, and
         with a longer interval it would be fenced for ever, though nothing is wrong. The operator gives a large job a
@@ -82,13 +82,14 @@ class Config:
 
     @property
     def silence(self) -> float:
-        """Seconds without a frame after which the other end of a link is taken for lost."""
+        """Return the seconds without a frame after which the other end of a link is taken for lost."""
         return max(12.0, 4 * self.heartbeat)
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where an agent reads and writes. `owns_pod`: it is PID 1 and may kill every other process that it can see."""
+    """The paths that an agent reads and writes. `owns_pod`: it is PID 1 and may kill every other process that it can
+    see."""
 
     agent: Path
     job: Path
@@ -114,7 +115,8 @@ class Place:
 
     @classmethod
     def local(cls, agent: Path, base: Path, index: int) -> Place:
-        """Laptop mode: `base/job.json` and `base/token` are shared; all that is written lies below `base/node-<i>`."""
+        """Return the paths of laptop mode: `base/job.json` and `base/token` are shared; all that is written lies below
+        `base/node-<i>`."""
         node = base / f"node-{index}"
         return cls(
             agent=agent,
@@ -129,7 +131,7 @@ class Place:
 
 
 def load(path: Path, environ: Mapping[str, str]) -> Config:
-    """The configuration of a pod's agent: job.json and the EVERSTEP_* field references."""
+    """Read the configuration of a pod's agent: job.json and the EVERSTEP_* field references."""
     try:
         data = json.loads(path.read_bytes())
     except ValueError as error:

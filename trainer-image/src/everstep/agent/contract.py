@@ -26,7 +26,7 @@ AGENT_VARIABLES = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What the contract says about one node of a job. Everything else follows from it."""
+    """Facts about one node of a job from which the whole contract follows."""
 
     job: str
     hyperparameters: Mapping[str, str]
@@ -47,12 +47,12 @@ class Facts:
 
     @property
     def hosts(self) -> list[str]:
-        """In lexicographic order, as SageMaker lists them: algo-1, algo-10, algo-2."""
+        """Return the hosts in lexicographic order, as SageMaker lists them: algo-1, algo-10, algo-2."""
         return sorted(f"algo-{i + 1}" for i in range(self.num_nodes))
 
 
 def contract_files(facts: Facts) -> dict[str, bytes]:
-    """The configuration files by absolute path."""
+    """Return the configuration files by absolute path."""
     folder = f"{facts.ml}/input/config"
     return {
         f"{folder}/hyperparameters.json": encode_json(dict(facts.hyperparameters)).encode(errors="replace"),
@@ -62,13 +62,13 @@ def contract_files(facts: Facts) -> dict[str, bytes]:
 
 
 def contract_folders(facts: Facts) -> tuple[str, ...]:
-    """The folders that a script may rely on, parents first."""
+    """Return the folders that a script may rely on, parents first."""
     inputs, outputs = ("input", "input/config", "input/data"), ("output", "output/data", "output/intermediate")
     return tuple(f"{facts.ml}/{name}" for name in (*inputs, "model", *outputs, "checkpoints"))
 
 
 def sm_environment(facts: Facts) -> dict[str, str]:
-    """All SM_* variables and TRAINING_JOB_NAME, but those of features that a job cannot have here."""
+    """Return all SM_* variables and TRAINING_JOB_NAME, but those of features that a job cannot have here."""
     hyperparameters = {name: _decoded(text) for name, text in facts.hyperparameters.items()}
     user_args = _user_args(hyperparameters)
     resource_config = _resource_config(facts)
@@ -132,7 +132,21 @@ def rank_variables(
     job: str,
     progress: str | None,
 ) -> dict[str, str]:
-    """Who a rank is. `progress` is the path of its FIFO."""
+    """Return the variables that tell a rank who it is.
+
+    Args:
+        rank: Its rank among all.
+        world_size: Number of ranks.
+        local_rank: Its rank on its node.
+        local_world_size: Number of ranks on its node.
+        node_rank: Index of its node.
+        master_addr: Host of rank 0.
+        master_port: Port of rank 0.
+        epoch: The leader's epoch.
+        generation: The generation within the epoch.
+        job: Name of the job.
+        progress: Path of the rank's FIFO for progress, if it has one.
+    """
     variables = {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
@@ -154,7 +168,7 @@ def rank_variables(
 def torchrun_variables(
     *, num_nodes: int, node_rank: int, procs_per_node: int, master_addr: str, master_port: int
 ) -> dict[str, str]:
-    """What makes a plain `torchrun train.py` join the right group (torchrun reads PET_<option>)."""
+    """Return the variables that make a plain `torchrun train.py` join the right group (torchrun reads PET_<option>)."""
     return {
         "PET_NNODES": str(num_nodes),
         "PET_NODE_RANK": str(node_rank),
@@ -165,8 +179,8 @@ def torchrun_variables(
 
 
 def fitting(variables: Mapping[str, str]) -> dict[str, str]:
-    """Without those that exec refuses: one bad name or one long value would keep every rank from starting.
-    What is left out of SM_* can still be read in the files."""
+    """Return the variables without those that exec rejects: one bad name or one long value would keep every rank from
+    starting. What is left out of SM_* can still be read in the files."""
     return {
         name: value
         for name, value in variables.items()
@@ -195,7 +209,7 @@ def _resource_config(facts: Facts) -> dict[str, Any]:
 
 
 def _training_env(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The toolkit's own view of the same facts, under its property names."""
+    """Return the toolkit's own view of the same facts, under its property names."""
     same = (
         *("channel_input_dirs", "current_host", "current_instance_group", "current_instance_group_hosts"),
         *("current_instance_type", "framework_module", "hosts", "input_config_dir", "input_data_config", "input_dir"),
@@ -216,7 +230,7 @@ def _training_env(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _decoded(text: str) -> Any:
-    """A hyperparameter is JSON when it can be (the toolkit's rule): "10" is a number, "adam" a string."""
+    """Return a hyperparameter as JSON when it can be (the toolkit's rule): "10" is a number, "adam" a string."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):
@@ -235,7 +249,7 @@ def _user_args(hyperparameters: Mapping[str, Any]) -> list[str]:
 
 
 def _entry_point(command: Sequence[str]) -> str | None:
-    """The script in `python train.py`, else the program."""
+    """Return the script in `python train.py`, else the program."""
     scripts = [word for word in command if word.endswith((".py", ".sh"))]
     return next(iter([*scripts, *command]), None)
 

@@ -75,7 +75,7 @@ class _Daemon:
 
 
 class Daemons:
-    """By the id that the launcher's side gave them."""
+    """A table of the daemons on this node, by the id that the launcher's side gave them."""
 
     def __init__(self, processes: Processes, emit: Callable[[Event], None]) -> None:
         self._processes = processes
@@ -83,7 +83,7 @@ class Daemons:
         self._daemons: dict[str, _Daemon] = {}
 
     def start(self, name: str, argv: list[str], env: Mapping[str, str]) -> None:
-        """For another node's launcher: output and exit are events."""
+        """Start a daemon for another node's launcher: output and exit are events."""
 
         def output(name: str, stream: str, data: bytes) -> None:
             self._emit(DaemonOutput(name, stream, data))
@@ -107,7 +107,7 @@ class Daemons:
             self._processes.kill_group(daemon.process)
 
     def close(self) -> None:
-        """After all processes have been killed."""
+        """Close the pipes after all processes have been killed."""
         for daemon in self._daemons.values():
             daemon.close()
         self._daemons = {}

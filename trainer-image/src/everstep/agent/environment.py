@@ -1,4 +1,5 @@
-"""What a rank inherits: the container's environment without the agent's own, and with what an unknown user lacks."""
+"""The environment that a rank inherits: the container's without the agent's own, and with what an unknown user
+lacks."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ _SIOCGIFADDR = 0x8915
 
 
 def base_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
-    """For every process that the agent starts. What somebody set is kept, unless it cannot work."""
+    """Return the environment of every process that the agent starts. What somebody set is kept, unless it cannot
+    work."""
     env = {name: value for name, value in environ.items() if name not in AGENT_VARIABLES}
     env.update(_home(env, scratch))
     # A rank that is killed loses what its buffers hold: the very lines that say why.
@@ -27,8 +29,8 @@ def base_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str
 
 
 def _home(env: Mapping[str, str], scratch: Path) -> dict[str, str]:
-    """A restricted pod runs as a number that /etc/passwd may not know: `getpass.getuser()` then raises (torch.compile
-    calls it), and a HOME of `/` breaks every cache."""
+    """Return variables for a user that /etc/passwd may not know, as in a restricted pod: `getpass.getuser()` then
+    raises (torch.compile calls it), and a HOME of `/` breaks every cache."""
     changes: dict[str, str] = {}
     try:
         entry: pwd.struct_passwd | None = pwd.getpwuid(os.getuid())
@@ -62,12 +64,13 @@ def _folder(path: Path) -> str:
 
 
 def path_below_mpirun(theirs: str, ours: str) -> str:
-    """PATH for a rank: Open MPI puts the folder of mpirun before it, and `python3` there may not be the image's own."""
+    """Return PATH for a rank: Open MPI puts the folder of mpirun before it, and `python3` there may not be the image's
+    own."""
     return ours if theirs.endswith(f":{ours}") else theirs
 
 
 def cpus(root: Path = Path("/")) -> int:
-    """CPUs this container may use: its affinity, bounded by its cgroup's quota."""
+    """Return the CPUs this container may use: its affinity, bounded by its cgroup's quota."""
     allowed = len(os.sched_getaffinity(0))
     cgroup = root / "sys/fs/cgroup"
     with contextlib.suppress(OSError, ValueError, IndexError):
@@ -81,7 +84,7 @@ def cpus(root: Path = Path("/")) -> int:
 
 
 def interface_of(address: str) -> str | None:
-    """The name of the network interface that has this IPv4 address (127.0.0.0/8: the loopback)."""
+    """Return the name of the network interface that has this IPv4 address (127.0.0.0/8: the loopback)."""
     try:
         if ipaddress.ip_address(address).is_loopback:
             return "lo"
@@ -97,8 +100,8 @@ def interface_of(address: str) -> str | None:
 
 
 def network_variables(address: str) -> dict[str, str]:
-    """Gloo and NCCL look up the host's name and skip the loopback: right in a pod, wrong where all nodes are one
-    machine."""
+    """Return variables for nodes that are processes of one machine: Gloo and NCCL look up the host's name and skip the
+    loopback, which is right in a pod only."""
     with contextlib.suppress(ValueError):
         if ipaddress.ip_address(address).is_loopback:
             return {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

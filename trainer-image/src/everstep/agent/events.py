@@ -1,4 +1,4 @@
-"""What the supervisor tells the agent about the processes of this node."""
+"""Events by which the supervisor tells the agent about the processes of this node."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .protocol import Exit
 
 @dataclass(frozen=True)
 class Layout:
-    """One generation, the same on every node but for `node_index`."""
+    """A generation's hosts and ports, the same on every node but for `node_index`."""
 
     epoch: int
     generation: int
@@ -27,7 +27,7 @@ class Layout:
         return len(self.hosts)
 
     def to_json(self) -> dict[str, Any]:
-        """The leader's `start` message, the same for every node."""
+        """Return the leader's `start` message, the same for every node."""
         return {
             "type": "start",
             "epoch": self.epoch,
@@ -39,7 +39,7 @@ class Layout:
 
     @classmethod
     def from_json(cls, message: Mapping[str, Any], index: int) -> Layout:
-        """For node `index`."""
+        """Read the `start` message for node `index`."""
         layout = message["layout"]
         return cls(
             epoch=int(message["epoch"]),

@@ -30,7 +30,7 @@ class Lease:
         self.renewed = now
 
     def renew(self, now: float, age: float = 0.0) -> None:
-        """`age`: how long ago, in seconds, whoever renews us was renewed itself."""
+        """Renew the lease. `age`: how long ago, in seconds, whoever renews us was renewed itself."""
         self.renewed = max(self.renewed, now - max(age, 0.0))
 
     def age(self, now: float) -> float:
@@ -106,13 +106,14 @@ class FenceFile:
 
 
 def api_server(environ: Mapping[str, str]) -> tuple[str, int] | None:
-    """Where the API server is, for a process in a pod."""
+    """Return where the API server is, for a process in a pod; None elsewhere."""
     host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "")
     return (host, int(port)) if host and port.isdecimal() else None
 
 
 async def answers_tls(host: str, port: int) -> bool:
-    """True if something there answers a TLS greeting, be it with an alert. Needs neither the ssl module nor a token."""
+    """Return True if something there answers a TLS greeting, be it with an alert. Neither the ssl module nor a token is
+    needed."""
     try:
         reader, writer = await asyncio.wait_for(connect(f"{host}:{port}"), PROBE_SECONDS)
     except (OSError, ValueError, OverflowError, asyncio.TimeoutError):  # those two for what is no address
@@ -128,7 +129,7 @@ async def answers_tls(host: str, port: int) -> bool:
 
 
 def client_hello() -> bytes:
-    """A minimal ClientHello of TLS 1.2 (RFC 5246, 7.4.1.2): one cipher suite, no extensions."""
+    """Return a minimal ClientHello of TLS 1.2 (RFC 5246, 7.4.1.2): one cipher suite, no extensions."""
     suites = bytes.fromhex("c02f")  # ECDHE_RSA_WITH_AES_128_GCM_SHA256
     body = b"\x03\x03" + os.urandom(32) + b"\x00" + len(suites).to_bytes(2, "big") + suites + b"\x01\x00"
     handshake = b"\x01" + len(body).to_bytes(3, "big") + body

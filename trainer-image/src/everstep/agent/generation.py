@@ -34,7 +34,7 @@ class Generation:
         return len(self._done) == self._config.num_nodes
 
     def look_at(self, now: float, index: int, report: Report) -> list[Failure]:
-        """Takes a node's snapshot in; the failures in it that are new."""
+        """Take in a node's report, and return the failures in it that are new."""
         if report.started >= self._ranks:
             self._started.add(index)
         ranks = {e.rank for e in report.exits if e.ok and e.rank is not None}
@@ -55,18 +55,20 @@ class Generation:
 
     @property
     def settled_at(self) -> float:
-        """When the root cause may be named. Only a failure that looks like an echo is worth waiting for its cause."""
+        """Return when the root cause may be named. Only a failure that looks secondary is worth waiting for its
+        cause."""
         first = self.failures[0].at
         waits = self._config.num_nodes > 1 and causes.root(self.failures).echo
         return first + SETTLE if waits else first
 
     @property
     def ran(self) -> float:
-        """Seconds from its start to its first failure."""
+        """Return the seconds from its start to its first failure."""
         return self.failures[0].at - self.started_at
 
     def entry(self, now: float, wall_offset: float) -> LedgerEntry:
-        """Its line in the ledger, now that it is over; `wall_offset` makes times of day of the leader's times."""
+        """Return its line in the ledger, now that it is over; `wall_offset` makes times of day of the leader's
+        times."""
         failure = causes.root(self.failures)
         end = failure.exit
         return LedgerEntry(

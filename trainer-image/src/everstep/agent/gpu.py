@@ -62,7 +62,8 @@ class Device:
 
     @property
     def problem(self) -> str:
-        """Why it is not healthy; empty if it is. XIDs are not among it: the driver tells them only as they happen."""
+        """Return why it is not healthy; empty if it is. XIDs are not among it: the driver tells them only as they
+        happen."""
         if self.error:
             return self.error
         if self.remap_failed:
@@ -75,7 +76,7 @@ class NoAnswer(Exception):
 
 
 def count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
-    """How many GPUs this container has been given, without asking the driver."""
+    """Return how many GPUs this container has been given, without asking the driver."""
     visible = environ.get("NVIDIA_VISIBLE_DEVICES", "")
     if visible not in ("", "all", "none", "void") and "/" not in visible:
         return len([name for name in visible.split(",") if name])
@@ -88,9 +89,15 @@ def count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 
 
 async def devices(processes: Processes, env: Mapping[str, str], python: str = "") -> list[Device] | None:
-    """Every GPU and its health; None when it cannot be told: no nvidia-ml-py in the image, or no driver.
+    """Return every GPU and its health; None when it cannot be told: no nvidia-ml-py in the image, or no driver.
 
-    Raises NoAnswer after TIMEOUT."""
+    Raises NoAnswer after TIMEOUT.
+
+    Args:
+        processes: Starts the child that asks.
+        env: The child's environment.
+        python: The interpreter; by default the agent's own.
+    """
     try:
         # Without stderr: loaders, warnings and debugging aids of the image write there.
         command = [python or sys.executable, "-c", _QUERY]
@@ -110,5 +117,5 @@ async def devices(processes: Processes, env: Mapping[str, str], python: str = ""
 
 
 async def device_processes(processes: Processes, env: Mapping[str, str]) -> list[int]:
-    """PIDs that hold a context on any GPU of this container."""
+    """Return the PIDs that hold a context on any GPU of this container."""
     return sorted({pid for device in await devices(processes, env) or [] for pid in device.pids})

@@ -20,7 +20,13 @@ async def watch(
     tell: Callable[[tuple[Gpu, ...]], None],
     every: float = EVERY,
 ) -> None:
-    """For ever. `probe` is Supervisor.gpus; `tell` hears of all devices whenever one of them has changed."""
+    """Watch the devices for ever.
+
+    Args:
+        probe: Returns the devices, as Supervisor.gpus.
+        tell: Called with all devices whenever one of them has changed.
+        every: Seconds between two probes.
+    """
     known: dict[str, Gpu] = {}
     told: tuple[Gpu, ...] = ()
     pause = every
@@ -44,7 +50,7 @@ async def watch(
 
 
 def judged(devices: Iterable[Device], known: Mapping[str, Gpu]) -> tuple[Gpu, ...]:
-    """What was found, and of what was known before but not found, that it is lost.
+    """Return the devices that were found, and those that were known before but not found, as lost.
 
     A device that does not answer cannot say which one it is: its error is told of the one that is missed.
     """

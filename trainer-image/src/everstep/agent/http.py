@@ -110,7 +110,7 @@ class Server:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, host: str | None, port: int) -> int:
-        """Listens; returns the port (for port 0)."""
+        """Listen, and return the port (for port 0)."""
         server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD, backlog=1024)
         self._server = server
         return int(server.sockets[0].getsockname()[1])
@@ -153,7 +153,7 @@ class Server:
         return True
 
     async def _exchange(self, reader: asyncio.StreamReader, connection: _Connection) -> Upgrade | None:
-        """One request and its answer. Raises HttpError for what ends the connection."""
+        """Serve one request. Raises HttpError for what ends the connection."""
         head = await asyncio.wait_for(_read_head(reader), IDLE_SECONDS if connection.known else SEND_SECONDS)
         method, target, headers = _parse_head(head)
         if method == "GET" and target == "/v1/challenge":
@@ -283,7 +283,7 @@ def _is_signed(headers: Mapping[str, str]) -> bool:
 
 
 def keep_alive(writer: asyncio.StreamWriter) -> None:
-    """Lets the kernel find out about a peer whose machine is gone: nothing else ends a connection that only reads."""
+    """Let the kernel find out about a peer whose machine is gone: nothing else ends a connection that only reads."""
     sock = writer.get_extra_info("socket")
     if sock is None:
         return

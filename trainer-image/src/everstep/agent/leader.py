@@ -1,4 +1,4 @@
-"""When ranks start and stop: the leader as a pure state machine.
+"""The leader as a pure state machine, which decides when ranks start and stop.
 
 No sockets, no clock of its own, no tasks: every input carries `now` (monotonic seconds) and leaves commands behind,
 which the caller takes and carries out. `leading.py` is that caller. What it decides from is kept in `members.py` (the
@@ -32,7 +32,15 @@ LEDGER_TAILS = 8  # of the newest entries; with all 64 an answer could reach hal
 
 class Leader:
     def __init__(self, config: Config, incarnation: str, now: float, wall: float, free_port: Callable[[], int]) -> None:
-        """`wall` is the time of day at `now`, in seconds; `free_port` finds a port for MASTER_PORT on this node."""
+        """Begin without any node.
+
+        Args:
+            config: The job.
+            incarnation: Tells this process from the one before it.
+            now: Monotonic seconds.
+            wall: The time of day at `now`, in seconds.
+            free_port: Finds a port for MASTER_PORT on this node.
+        """
         self.config = config
         self.incarnation = incarnation
         self.version = 1
@@ -62,7 +70,7 @@ class Leader:
         return commands
 
     def deadline(self, now: float) -> float:
-        """When to call `tick` next, if nothing happens before."""
+        """Return when to call `tick` next, if nothing happens before."""
         times = [self._ticked + self.config.heartbeat]
         if self.phase == BACKOFF:
             times.append(self._backoff_until)
@@ -73,7 +81,7 @@ class Leader:
         return min((t for t in times if t > now), default=now)
 
     def state(self) -> dict[str, Any]:
-        """The answer to GET /v1/state."""
+        """Return the answer to GET /v1/state."""
         ledger = self.budget.ledger
         tails = len(ledger) - LEDGER_TAILS
         return {
@@ -94,13 +102,14 @@ class Leader:
     # ---- inputs: the operator
 
     def peers(self, now: float, addresses: dict[int, str]) -> None:
-        """The address table, ip:port by index."""
+        """Take in the address table, ip:port by index."""
         if self.phase != ENDED:
             self._members.table(addresses)
             self._advance(now)
 
     def poll(self, now: float, charged: str, allowance: int | None) -> None:
-        """`allowance` restarts are left after the ledger entry `charged`. Raises ValueError for a malformed id."""
+        """Take in that `allowance` restarts are left after the ledger entry `charged`. Raises ValueError for a
+        malformed id."""
         if allowance is not None:
             self.budget.grant(charged, allowance)
         self._advance(now)
@@ -115,7 +124,7 @@ class Leader:
     # ---- inputs: the lease
 
     def hold(self, now: float, why: str, superseded: bool = False) -> None:
-        """No rank may run until `release`. A leader that met a newer one is held for good."""
+        """Keep ranks from running until `release`. A leader that met a newer one is held for good."""
         self.superseded = self.superseded or superseded
         if self.phase == ENDED or self.held:
             return
@@ -134,13 +143,13 @@ class Leader:
     # ---- inputs: nodes
 
     def announced(self, now: float, index: int, pod_uid: str, address: str) -> None:
-        """The agent of a new pod says where it is. Who answers there has yet to prove that it holds the token."""
+        """Take in where the agent of a new pod says that it is. It has yet to prove that it holds the token."""
         if self.phase != ENDED:
             self._members.announced(index, pod_uid, address)
             self._advance(now)
 
     def hello(self, now: float, hello: Hello) -> None:
-        """A link to a node stands. Whoever was there before is gone."""
+        """Take in a node whose link stands. Whoever was there before is gone."""
         if self.phase == ENDED:
             return
         if self._members[hello.index].joined:
@@ -163,8 +172,8 @@ class Leader:
         self._members[index].seen = now
 
     def leaving(self, now: float, index: int) -> None:
-        """The pod was told to stop. Its ranks got TERM with the long grace, and so do their peers: a last checkpoint
-        needs all of them."""
+        """Take in that a pod was told to stop. Its ranks got TERM with the long grace, and so do their peers: a last
+        checkpoint needs all of them."""
         node = self._members[index]
         if not node.joined or node.leaving or self.phase == ENDED:
             return
@@ -192,7 +201,8 @@ class Leader:
             self._advance(now)
 
     def gpus(self, index: int, gpus: tuple[Gpu, ...]) -> None:
-        """A node's devices, when something about them has changed. Told, not acted upon."""
+        """Take in a node's devices, when something about them has changed. The leader reports them and does not act on
+        them."""
         self._members.gpus(index, gpus)
 
     def tick(self, now: float) -> None:
@@ -209,7 +219,7 @@ class Leader:
     # ---- the machine
 
     def _advance(self, now: float) -> None:
-        """Moves through phases until nothing more follows from what is known."""
+        """Move through phases until nothing more follows from what is known."""
         if self.meter.flush(now):
             self._changed()
         while True:
@@ -328,7 +338,8 @@ class Leader:
             self._hurry(now, current)
 
     def _hurry(self, now: float, current: Generation) -> None:
-        """A peer is gone, so the others can only hang in collectives: the long grace has become pointless."""
+        """Shorten the grace. A peer is gone, so the others can only hang in collectives: the long grace has become
+        pointless."""
         if current.grace > self.config.restart_grace:
             current.grace = self.config.restart_grace
             self._send_stop(now, current)

@@ -1,4 +1,4 @@
-"""The leader's hands: answers the operator, carries out what leader.py decides, and keeps the lease."""
+"""The leader's server: answers the operator, carries out what leader.py decides, and keeps the lease."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Leading:
         self._pump()
 
     async def spawn_on(self, index: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:
-        """For this node's launcher; see RemoteDaemons.spawn."""
+        """Run a daemon on a node, for this node's launcher; see RemoteDaemons.spawn."""
         return await self._daemons.spawn(index, daemon, argv, env)
 
     # ---- the operator's requests
@@ -120,7 +120,8 @@ class Leading:
         return Response.of({"epoch": self._leader.epoch})
 
     async def _announce(self, request: Request) -> Response:
-        """A replacement says where it is, before the operator can know: the kubelet reports addresses late."""
+        """Answer a replacement that says where it is, before the operator can know: the kubelet reports addresses
+        late."""
         body = request.json()
         self._same_epoch(body)
         index, uid, address = body.get("index"), body.get("uid"), body.get("address")
@@ -152,7 +153,7 @@ class Leading:
     # ---- the state machine's commands
 
     def _pump(self) -> None:
-        """After every input: carry out what follows from it, wake who waits, set the next alarm."""
+        """Carry out what follows from an input, wake who waits, set the next alarm."""
         for command in self._leader.take():
             self._carry_out(command)
         leader, loop, now = self._leader, asyncio.get_running_loop(), self._clock()
@@ -212,7 +213,7 @@ class Leading:
         self._pump()
 
     def arrived(self, index: int, message: dict[str, Any]) -> None:
-        """One message of a node. Malformed ones raise, which ends the link."""
+        """Handle one message of a node. Malformed ones raise, which ends the link."""
         self._expired()  # what is told may start ranks, and a process that was starved has looked long ago
         now, leader, kind = self._clock(), self._leader, message["type"]
         leader.seen(now, index)
@@ -248,7 +249,7 @@ class Leading:
         self._links.send_all({"type": "ping", "age": self._lease.age(self._lease_clock())})
 
     async def _renew_lease(self) -> None:
-        """The second way to keep the lease, and what happens when neither works."""
+        """Renew the lease in the second way, by the API server's answers, and fence when neither way works."""
         server = api_server(os.environ)
         while True:
             await asyncio.sleep(min(1.0, self._config.fence_timeout / 8))
@@ -262,7 +263,7 @@ class Leading:
             self._pump()
 
     def _expired(self) -> bool:
-        """Whether the lease is over, under strict fencing; then nothing runs or starts any more."""
+        """Return whether the lease is over, under strict fencing; then nothing runs or starts any more."""
         # A little before the nodes stop their ranks by themselves: seen from here, that would look like failures.
         if self._config.fencing != "strict" or self._lease.age(self._lease_clock()) < 0.9 * self._lease.timeout:
             return False
@@ -270,23 +271,23 @@ class Leading:
         return True
 
     def failure(self) -> protocol.LedgerEntry | None:
-        """The failure that the outcome names."""
+        """Return the failure that the outcome names, or None."""
         outcome = self._leader.outcome
         if outcome is None or outcome.failure is None:
             return None
         return next((e for e in self._leader.budget.ledger if e.id == outcome.failure), None)
 
     def charges(self) -> list[str]:
-        """The newest ended generations, "epoch.generation cause" each, as the termination message holds them."""
+        """Return the newest ended generations, "epoch.generation cause" each, as the termination message holds them."""
         return [f"{e.id} {e.cause}" for e in self._leader.budget.ledger][-LAST_CHARGES:]
 
     def progress(self) -> dict[str, Any] | None:
-        """How far the job came, without what may be long."""
+        """Return how far the job came, without what may be long."""
         told = self._leader.meter.to_json()
         return {key: told[key] for key in ("step", "totalSteps", "stepsPerSecond", "at")} if told else None
 
     async def linger(self) -> None:
-        """After the end: until every agent was told, and the operator too if it was there lately."""
+        """Wait after the end until every agent was told, and the operator too if it was there lately."""
         await self._links.flushed(LINGER_SECONDS)
         polled = self._polled_at
         if self._leader.outcome is not None and polled is not None and self._clock() - polled < 2 * MAX_WAIT:
@@ -305,7 +306,7 @@ class Leading:
 
 
 def free_port() -> int:
-    """A port for MASTER_PORT, below the range from which the kernel takes those of outgoing connections."""
+    """Return a port for MASTER_PORT, below the range from which the kernel takes those of outgoing connections."""
     for _ in range(100):
         port = random.randrange(20000, 32000)  # noqa: S311 - no secret
         with socket.socket() as probe:

@@ -23,7 +23,7 @@ class LinkClosed(Exception):
 
 
 class Channel(Protocol):
-    """What a node or a leader needs of a link; the leader's own node has one without a network."""
+    """A link as a node or a leader needs it; the leader's own node has one without a network."""
 
     def send(self, message: dict[str, Any]) -> None: ...
     def close(self) -> None: ...
@@ -45,7 +45,8 @@ class Link:
         self.send_payload(encode(message))
 
     def send_payload(self, payload: bytes) -> None:
-        """Never blocks and never raises: a peer that does not read is dropped, and `receive` says so."""
+        """Send a frame. This never blocks and never raises: a peer that does not read is dropped, and `receive` says
+        so."""
         if self._writer.is_closing():
             return
         if len(payload) > MAX_FRAME:
@@ -58,7 +59,8 @@ class Link:
             self._drop("the peer does not read")
 
     async def receive(self) -> dict[str, Any]:
-        """The next message. Raises LinkClosed, also for a frame that is not authentic: nothing follows after it."""
+        """Return the next message. Raises LinkClosed, also for a frame that is not authentic: nothing follows after
+        it."""
         scanned = 0
         while True:
             end = self._buffer.find(b"\n", scanned)
@@ -80,11 +82,11 @@ class Link:
             self._buffer += data
 
     def close(self) -> None:
-        """What was sent before is still delivered."""
+        """Close the link. What was sent before is still delivered."""
         self._writer.close()
 
     async def flushed(self) -> None:
-        """Until all that was sent has left, or the peer is gone."""
+        """Wait until all that was sent has left, or the peer is gone."""
         try:
             while self._writer.transport.get_write_buffer_size() and not self._writer.transport.is_closing():
                 self._writer.transport.set_write_buffer_limits(high=0)
@@ -114,7 +116,20 @@ class Link:
 
 
 async def dial(address: str, token: bytes, *, epoch: int, index: int, uid: str) -> Link:
-    """A link to the agent at `address` ("ip:port"). Raises OSError, asyncio.TimeoutError, or Refused."""
+    """Return a link to the agent at `address`.
+
+    Args:
+        address: The agent's "ip:port".
+        token: The job's token.
+        epoch: The leader's epoch.
+        index: The agent's index.
+        uid: UID of the job.
+
+    Raises:
+        OSError: The agent cannot be reached.
+        asyncio.TimeoutError: It does not answer in time.
+        Refused: It rejects the leader.
+    """
     reader, writer = await connect(address)
     try:
         about = {"epoch": epoch, "index": index, "uid": uid}

@@ -18,7 +18,7 @@ REDIAL_SECONDS = (0.1, 2.0)
 
 
 class Listener(Protocol):
-    """Who hears of what happens on the links; see leading.Leading."""
+    """A receiver of what happens on the links; see leading.Leading."""
 
     def joined(self, hello: protocol.Hello) -> None: ...
     def arrived(self, index: int, message: dict[str, Any]) -> None: ...
@@ -61,11 +61,11 @@ class Links:
         return self._channels.get(index)
 
     def own(self, channel: Channel) -> None:
-        """The leader's own node needs no dialling."""
+        """Set the link to the leader's own node, which needs no dialling."""
         self._channels[0] = channel
 
     def send(self, indexes: Iterable[int], message: dict[str, Any]) -> None:
-        """To those of the nodes that are there."""
+        """Send a message to those of the nodes that are there."""
         payload: bytes | None = None  # encoded once: a layout of a thousand nodes is 20 KB, a thousand times
         for index in list(indexes):
             channel = self._channels.get(index)
@@ -79,7 +79,7 @@ class Links:
         self.send(self._channels, message)
 
     def dial(self, index: int, address: str) -> None:
-        """Until a link stands; instead of any other address. An empty one: no more dialling."""
+        """Dial until a link stands, instead of any other address. An empty address: no more dialling."""
         task = self._dials.pop(index, None)
         if task is not None and task is not asyncio.current_task():
             task.cancel()
@@ -92,7 +92,7 @@ class Links:
             channel.close()
 
     async def flushed(self, seconds: float) -> None:
-        """Until all that was sent has left, at most so long."""
+        """Wait until all that was sent has left, at most so many seconds."""
         links = [channel for channel in self._channels.values() if isinstance(channel, Link)]
         if links:
             await asyncio.wait([self._listener.keep(link.flushed()) for link in links], timeout=seconds)
@@ -118,7 +118,7 @@ class Links:
         await self._read(index, *link)
 
     async def _try(self, index: int, address: str) -> tuple[Link, protocol.Hello] | None:
-        """A link and the hello on it, or None when it has to be tried again."""
+        """Return a link and the hello on it, or None when it has to be tried again."""
         config = self._config
         async with self._slots:
             try:

@@ -31,8 +31,8 @@ _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Warnin
 
 
 class Sink:
-    """One output descriptor of the agent. A thread does the blocking writes: setting O_NONBLOCK instead would change
-    the open file for every other process that shares it (a terminal, in laptop mode)."""
+    """A writer to one output descriptor of the agent. A thread does the blocking writes: setting O_NONBLOCK instead
+    would change the open file for every other process that shares it (a terminal, in laptop mode)."""
 
     def __init__(self, fd: int, capacity: int = _BUFFER) -> None:
         self._fd = fd
@@ -45,7 +45,8 @@ class Sink:
         self._thread.start()
 
     def write(self, data: bytes, last: bool = False) -> bool:
-        """Never blocks. False when the buffer is full and the data was not taken; a `last` word always is."""
+        """Buffer data, without blocking. Return False when the buffer is full and the data was not taken; a `last` word
+        always is."""
         with self._ready:
             if self._size + len(data) > self._capacity and not last:
                 return False
@@ -56,7 +57,7 @@ class Sink:
             return True
 
     def close(self, timeout: float) -> None:
-        """Waits for what is buffered, but not for ever: nobody may be reading."""
+        """Wait for what is buffered, but not for ever: nobody may be reading."""
         with self._ready:
             self._closed = True
             self._ready.notify()
@@ -89,7 +90,7 @@ class Sink:
 
 
 class Stream:
-    """Reads one pipe of one process: tags, forwards, and keeps the last lines."""
+    """A reader of one pipe of one process, which tags, forwards, and keeps the last lines."""
 
     def __init__(self, sink: Sink, tag: str) -> None:
         self._sink = sink
@@ -107,13 +108,14 @@ class Stream:
         self._loop.add_reader(self._fd, self._wake)
 
     def opened(self) -> None:
-        """The child has its end: ours must go, or end-of-file would never come."""
+        """Close our copy of the child's end, or end-of-file would never come."""
         if self.inner >= 0:
             os.close(self.inner)
             self.inner = -1
 
     def drain(self) -> None:
-        """Takes what a process that just ended left in the pipe. Descendants may keep it open: no wait for the end."""
+        """Take what a process that just ended left in the pipe. Descendants may keep it open: there is no wait for the
+        end."""
         for _ in range(4 * _PIPE // _CHUNK):
             if not self._read():
                 break
@@ -145,7 +147,7 @@ class Stream:
             self._flush_timer = self._loop.call_later(_QUIET, self._quiet)
 
     def _quiet(self) -> None:
-        """Only a pipe that was silent all the while has an unfinished line: a busy one ends in the middle of a line at
+        """Forward an unfinished line once its pipe was silent all the while: a busy one ends in the middle of a line at
         almost any time. (One timer that looks again costs less than a new one at every read.)"""
         self._flush_timer = None
         wait = self._heard + _QUIET - self._loop.time()
@@ -155,7 +157,7 @@ class Stream:
             self._flush_timer = self._loop.call_later(wait, self._quiet)
 
     def _read(self) -> bool:
-        """Whether there may be more at once."""
+        """Return whether there may be more at once."""
         if self._fd < 0:
             return False
         try:
@@ -195,7 +197,7 @@ class Stream:
             self._forward(partial.rstrip(b"\r").rpartition(b"\r")[2] + b"\n")
 
     def _forward(self, lines: bytes) -> None:
-        """`lines` ends with a newline."""
+        """Forward `lines`, which end with a newline."""
         self._tail = (self._tail + lines)[-_TAIL_BYTES:] if len(lines) < _TAIL_BYTES else lines[-_TAIL_BYTES:]
         if self._dropped and not self._notice():
             self._dropped += lines.count(b"\n")
@@ -207,7 +209,7 @@ class Stream:
             self._dropped += lines.count(b"\n")
 
     def _notice(self, last: bool = False) -> bool:
-        """Says how much is missing, where it is missing. False while there is no room even for that."""
+        """Say how much is missing, where it is missing. Return False while there is no room even for that."""
         if self._dropped:
             text = f"… dropped {self._dropped} lines\n".encode()
             if not self._sink.write(self._tag + text, last):
@@ -228,7 +230,7 @@ class Output:
         self.stderr.opened()
 
     def tail(self) -> tuple[str, ...]:
-        """The last lines of stderr; of stdout, when the process wrote no errors."""
+        """Return the last lines of stderr; of stdout, when the process wrote no errors."""
         self.stdout.drain()
         self.stderr.drain()
         return tuple(self.stderr.tail() or self.stdout.tail())
@@ -239,7 +241,7 @@ class Output:
 
 
 def cause(tail: tuple[str, ...], ending: str) -> str:
-    """The best single line about why a process ended: the exception of its last traceback, else `ending`."""
+    """Return the best single line about why a process ended: the exception of its last traceback, else `ending`."""
     for index in range(len(tail) - 1, -1, -1):
         if tail[index].startswith("Traceback (most recent call last)"):
             for line in tail[index + 1 :]:

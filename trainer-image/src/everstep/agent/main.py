@@ -230,7 +230,8 @@ async def _nowhere(index: int, daemon: str, argv: list[str], env: dict[str, str]
 
 
 def raise_file_limit(nodes: int) -> None:
-    """A link per node needs a descriptor. Smaller jobs leave the limit alone: ranks inherit it."""
+    """Raise the limit of open files: a link per node needs a descriptor. Smaller jobs leave the limit alone: ranks
+    inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < nodes + 512:
         most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)

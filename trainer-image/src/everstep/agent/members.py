@@ -38,7 +38,7 @@ class Members:
     def __init__(
         self, config: Config, now: float, tell: Callable[[Command], None], changed: Callable[[], None]
     ) -> None:
-        """`changed` is called for what the operator should hear of."""
+        """Begin with no node joined. `changed` is called for what the operator should hear of."""
         self.missing = set(range(config.num_nodes))
         self.busy: set[int] = set()  # joined nodes that may still have processes of a generation
         self._nodes = [Node(i, missing_since=now) for i in range(config.num_nodes)]
@@ -57,11 +57,11 @@ class Members:
 
     @property
     def ready(self) -> bool:
-        """All are here, to stay, and nothing is left of an earlier generation."""
+        """Return whether all nodes are here, to stay, and nothing is left of an earlier generation."""
         return not (self.missing or self.busy or any(n.leaving or n.unclean for n in self._nodes))
 
     def to_json(self) -> dict[str, Any]:
-        """Their part of the leader's state."""
+        """Return the nodes' part of the leader's state."""
         return {
             "nodes": len(self._nodes),
             "joined": len(self._nodes) - len(self.missing),
@@ -75,7 +75,8 @@ class Members:
     # ---- where they are
 
     def table(self, addresses: dict[int, str]) -> None:
-        """The operator's word. Whoever is joined stays so until the new address answers: the table may be old."""
+        """Take in the operator's address table. Whoever is joined stays so until the new address answers: the table may
+        be old."""
         for index, given in addresses.items():
             node, address = self._nodes[index], protocol.canonical(given)
             if index == 0 or node.address == address:
@@ -87,7 +88,7 @@ class Members:
                 self.dial(index)
 
     def announced(self, index: int, pod_uid: str, address: str) -> None:
-        """A new pod's own word, which comes before the operator can know its address. It holds until the next table.
+        """Take in the address of a new pod, which comes before the operator can know it. It holds until the next table.
 
         Agents announce themselves until they have had a link: what comes from a pod that was met is late.
         """
@@ -97,7 +98,7 @@ class Members:
             self.dial(index)
 
     def ask_dns(self, now: float) -> None:
-        """For those of whom nobody has said where they are."""
+        """Fall back to DNS for the nodes of which nobody has said where they are."""
         if not self._config.service:
             return
         for index in sorted(self.missing):
@@ -113,7 +114,7 @@ class Members:
     # ---- who is here
 
     def join(self, now: float, hello: Hello) -> None:
-        """A node that is not joined has said hello."""
+        """Add a node that was not joined and has said hello."""
         node = self._nodes[hello.index]
         node.joined, node.seen, node.leaving, node.unclean, node.gpus = hello, now, False, "", hello.gpus
         node.met.add(hello.pod_uid)
@@ -136,8 +137,8 @@ class Members:
         self._changed()
 
     def silent(self, now: float, slept: float) -> list[Node]:
-        """Joined nodes that were not heard of for too long. For `slept` seconds it was this process that was stopped
-        or starved: what arrived meanwhile is still to be read."""
+        """Return joined nodes that were not heard of for too long. For `slept` seconds it was this process that was
+        stopped or starved: what arrived meanwhile is still to be read."""
         silent = []
         for node in self._nodes[1:]:  # node 0 is this process
             if node.joined:
@@ -149,13 +150,13 @@ class Members:
     # ---- how they are
 
     def started(self, order: tuple[int, int]) -> None:
-        """A generation starts everywhere."""
+        """Note that a generation starts everywhere."""
         self.busy = set(range(len(self._nodes)))
         for node in self._nodes:
             node.busy_with = order
 
     def report(self, index: int, report: Report) -> None:
-        """An old report does not make a node clean of the newest generation."""
+        """Take in a report. An old one does not make a node clean of the newest generation."""
         node = self._nodes[index]
         if (report.epoch, report.generation) >= node.busy_with:
             if report.unclean:
@@ -176,7 +177,8 @@ class Members:
             self._changed()
 
     def _gpus_json(self) -> dict[str, Any] | None:
-        """Of a thousand healthy nodes only the numbers; sick devices one by one, as many as a person would read."""
+        """Return the numbers of healthy devices, however many nodes there are; sick devices one by one, as many as a
+        person would read."""
         models = Counter(gpu.name for node in self._nodes for gpu in node.gpus)
         if not models:
             return None

@@ -13,7 +13,8 @@ HORIZON = 30.0  # seconds over which the rate is taken
 
 
 class Meter:
-    """Ranks train in step, so the furthest rank stands for all; metrics are those of the lowest rank that has any."""
+    """A meter of the furthest rank, which stands for all since ranks train in step; metrics are those of the lowest
+    rank that has any."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -29,7 +30,7 @@ class Meter:
         self._samples: deque[tuple[float, int]] = deque()
 
     def restart(self) -> None:
-        """A new generation: its first step may lie behind the last one's, by as much as since the checkpoint."""
+        """Begin a new generation: its first step may lie behind the last one's, by as much as since the checkpoint."""
         self._samples.clear()
         self._metrics_rank = self._phase_rank = -1
         self._fresh = True
@@ -52,7 +53,7 @@ class Meter:
         return self._published_at + PUBLISH_EVERY
 
     def flush(self, now: float) -> bool:
-        """True if there is something new to publish, and it is time."""
+        """Return True if there is something new to publish, and it is time."""
         if self.changed_at is None or now < self.due():
             return False
         self.changed_at, self._published_at = None, now

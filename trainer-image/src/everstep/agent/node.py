@@ -43,7 +43,7 @@ MERGE_SECONDS = 0.02  # ranks start together: one report for all of them
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """Why this agent leaves."""
+    """A reason for which this agent leaves."""
 
     result: str
     exit_code: int
@@ -102,7 +102,7 @@ class Node:
 
     @property
     def linked(self) -> bool:
-        """A leader has dialled, and is still there."""
+        """Return whether a leader has dialled, and is still there."""
         return self._channel is not None
 
     @property
@@ -112,7 +112,8 @@ class Node:
     # ---- the leader's link
 
     async def accept(self, request: Request) -> Response:
-        """POST /v1/link: a leader dials. One of a lower epoch is told so, and must not lead any more."""
+        """Answer POST /v1/link, by which a leader dials. One of a lower epoch is told so, and must not lead any
+        more."""
         body = request.json()
         epoch, index, uid = body.get("epoch"), body.get("index"), body.get("uid")
         if not isinstance(epoch, int) or isinstance(epoch, bool):
@@ -169,7 +170,7 @@ class Node:
         channel.send(hello.to_json())
 
     def handle(self, message: dict[str, Any]) -> None:
-        """One message of the leader. Malformed ones raise: leader and agent do not fit, and the link ends."""
+        """Handle one message of the leader. Malformed ones raise: leader and agent do not fit, and the link ends."""
         self._heard = self._clock()
         kind = message["type"]
         if kind == "ping":
@@ -215,7 +216,7 @@ class Node:
             self._report_soon(0)
 
     def stop(self, grace: float) -> None:
-        """Stops all ranks. A second call may shorten the grace, never prolong it."""
+        """Stop all ranks. A second call may shorten the grace, never prolong it."""
         if self._clean:
             self._report_soon(0)
             return
@@ -240,7 +241,7 @@ class Node:
         self._report_soon(0)
 
     def emit(self, event: Event) -> None:
-        """What the supervisor saw. Events of an older generation are late, and of no interest."""
+        """Take in what the supervisor saw. Events of an older generation are late, and of no interest."""
         if isinstance(event, DaemonOutput):
             data = base64.b64encode(event.data).decode()
             self._send({"type": "output", "daemon": event.daemon, "stream": event.stream, "data": data})
@@ -266,13 +267,13 @@ class Node:
             self._report_soon(0)
 
     def gpus(self, gpus: tuple[Gpu, ...]) -> None:
-        """What is known of the devices now; the leader hears of it with the next beat."""
+        """Take in what is known of the devices now; the leader hears of it with the next beat."""
         self._gpus = gpus
 
     # ---- leaving
 
     async def leave(self, grace: float) -> None:
-        """This pod was told to stop: the leader hears of it at once, the ranks get TERM and their grace."""
+        """Stop because the pod was told to: the leader hears of it at once, the ranks get TERM and their grace."""
         if not self.leaving:
             self.leaving = True
             self._send({"type": "leaving"})
@@ -284,7 +285,8 @@ class Node:
         self._end(Ended(result, code, self._unclean or "the pod was told to stop"))
 
     def crash(self, error: BaseException) -> None:
-        """A mistake in the agent. Half an agent is worse than none: the pod fails, and the operator replaces it."""
+        """End after a mistake in the agent. Half an agent is worse than none: the pod fails, and the operator replaces
+        it."""
         say("".join(traceback.format_exception(type(error), error, error.__traceback__)))
         self.give_up(f"the agent failed: {error!r}")
 
@@ -302,7 +304,7 @@ class Node:
             self.ended.set_result(ended)
 
     async def finish(self, result: str) -> None:
-        """After the end: nothing of the job stays behind in the pod."""
+        """Clean up after the end: nothing of the job stays behind in the pod."""
         if self._report_handle is not None:
             self._report()
         if not self._clean:

@@ -1,4 +1,4 @@
-"""Whether the kernel killed a process of this container for want of memory: counters of the memory cgroup."""
+"""Counts the processes of this container that the kernel killed for want of memory, by the memory cgroup's counters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def counter_file(root: Path = Path("/")) -> Path | None:
-    """The file with a line `oom_kill N` (v2 memory.events, v1 memory.oom_control), or None where there is none.
+    """Return the file with a line `oom_kill N` (v2 memory.events, v1 memory.oom_control), or None where there is none.
 
     With a cgroup namespace or a container's bind mount the own group is the mount's root; on a bare machine it lies at
     the path in /proc/self/cgroup. Under v2, memory.oom.group lets the kernel kill the agent too: then nobody counts.
@@ -29,7 +29,7 @@ def counter_file(root: Path = Path("/")) -> Path | None:
 
 
 def kills(path: Path | None) -> int | None:
-    """The number of processes killed so far; None where the kernel does not say."""
+    """Return the number of processes killed so far; None where the kernel does not say."""
     if path is None:
         return None
     try:

@@ -1,4 +1,4 @@
-"""Starting, reaping and ending processes: all of them, also those that nobody here started."""
+"""Starts, reaps and ends processes: all of them, also those that nobody here started."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 class Process:
-    """One child. `status` is what waitpid said, None while it runs."""
+    """A child process. `status` is what waitpid said, None while it runs."""
 
     def __init__(self, pid: int, on_exit: Callable[[Process], None] | None) -> None:
         self.pid = pid
@@ -37,7 +37,7 @@ class Process:
 
     @property
     def exit_code(self) -> int:
-        """As a shell would say it; only after the exit."""
+        """Return the exit code as a shell would say it; only after the exit."""
         assert self.status is not None
         return 128 + os.WTERMSIG(self.status) if os.WIFSIGNALED(self.status) else os.WEXITSTATUS(self.status)
 
@@ -50,8 +50,8 @@ class Process:
 
 
 class Processes:
-    """The children of this process. It reaps *every* child, so nothing else here may wait for one
-    (asyncio's subprocesses would lose their exits)."""
+    """A table of the children of this process. It reaps *every* child, so nothing else here may wait for one (asyncio's
+    subprocesses would lose their exits)."""
 
     def __init__(self, owns_pod: bool) -> None:
         self._owns_pod = owns_pod and os.getpid() == 1  # kill(-1) from any other PID would end the machine's session
@@ -79,10 +79,22 @@ class Processes:
         affinity: set[int] | None = None,
         on_exit: Callable[[Process], None] | None = None,
     ) -> Process:
-        """A child in a session of its own (no terminal, its process group can be signalled as one).
-        Raises OSError when it cannot be executed.
+        """Start a child in a session of its own (no terminal, its process group can be signalled as one).
 
         An exit cannot be lost: children are reaped by a callback of the loop, which cannot run before this returns.
+
+        Args:
+            argv: The program and its arguments.
+            env: Its whole environment.
+            stdout: Descriptor of its standard output.
+            stderr: Descriptor of its standard error.
+            cwd: Its working folder; None: this process's.
+            pass_fds: Further descriptors that it inherits.
+            affinity: CPUs that it may use; None: all.
+            on_exit: Called once it has ended.
+
+        Raises:
+            OSError: It cannot be executed.
         """
         popen = subprocess.Popen(
             list(argv),
@@ -158,7 +170,8 @@ class Processes:
             self.kill_group(process)
 
     def reap(self) -> None:
-        """One SIGCHLD may stand for many exits, and many of our zombies were never our children: take all there are."""
+        """Reap all children that have ended: one SIGCHLD may stand for many exits, and many of our zombies were never
+        our children."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -193,7 +206,8 @@ class Processes:
         return set(heard)
 
     def living(self, pids: Iterable[int]) -> set[int]:
-        """Those of `pids` that have not ended. Orphans are ours to reap, so what is left as a zombie is not ours."""
+        """Return those of `pids` that have not ended. Orphans are ours to reap, so what is left as a zombie is not
+        ours."""
         return {pid for pid in pids if (_stat(pid) or ("", "Z", 0))[1] not in ("Z", "X")}
 
     def forget_ended(self) -> None:
@@ -210,15 +224,15 @@ class Processes:
             del self._ended[next(iter(self._ended))]
 
     def kill_group(self, process: Process) -> None:
-        """KILL, at once, to the process and those of its group."""
+        """Send KILL, at once, to the process and those of its group."""
         if process.status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
 
     async def kill_all(self, deadline: float) -> str | None:
-        """KILL to every process of the container but this one (outside of a pod: to all descendants), again and again
-        until none is left, since a process may fork while the list is being read. What is left at `deadline`
-        (monotonic)."""
+        """Send KILL to every process of the container but this one (outside of a pod: to all descendants), again and
+        again until none is left, since a process may fork while the list is being read. Return what is left at
+        `deadline` (monotonic)."""
         pause = 0.001
         while True:
             left = await in_thread_if_possible(self._others, "look-at-processes")  # there may be thousands
@@ -269,8 +283,8 @@ class Processes:
 
 
 def undumpable() -> None:
-    """Keeps what runs as the same user out of this process: no /proc/<pid>/mem or environ, no ptrace, no core file.
-    A program that is executed from here is an ordinary one again, so ranks can be debugged."""
+    """Keep what runs as the same user out of this process: no /proc/<pid>/mem or environ, no ptrace, no core file. A
+    program that is executed from here is an ordinary one again, so ranks can be debugged."""
     prctl = _prctl()
     if prctl is not None:
         prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -291,7 +305,7 @@ def _kill(pid: int, signum: int) -> None:
 
 
 def _stat(pid: int) -> tuple[str, str, int] | None:
-    """(command name, state, parent) from /proc; None when it is gone."""
+    """Return (command name, state, parent) from /proc; None when it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
     except OSError:

@@ -1,4 +1,4 @@
-"""What the ranks say about themselves: a FIFO for each, one line of `name=value` words for each update."""
+"""Reads the ranks' progress: a FIFO for each, one line of `name=value` words for each update."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_INTEGER = 2**53  # JSON readers keep no more
 
 
 class Update:
-    """The newest values since the last one; parsing never raises."""
+    """A set of the newest values since the last one; parsing never raises."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -29,7 +29,7 @@ class Update:
         self.metrics: dict[str, float] = {}
 
     def take(self, line: str) -> bool:
-        """False when nothing in the line could be used."""
+        """Parse a line. Return False when nothing in it could be used."""
         used = False
         phase = None
         for word in line.split():
@@ -68,7 +68,7 @@ class Update:
 
 
 class Intake:
-    """Reads the FIFO of one rank. `deliver` gets the newest state, at most ten times a second."""
+    """A reader of the FIFO of one rank. `deliver` gets the newest state, at most ten times a second."""
 
     def __init__(self, path: Path, deliver: Callable[[Update], None], complain: Callable[[str], None]) -> None:
         self.path = path
@@ -138,7 +138,7 @@ class Intake:
         return self._update.take(line[:_MAX_LINE].decode("utf-8", "replace"))
 
     def _garbage(self, line: bytes) -> None:
-        """Once: a rank that writes garbage writes much of it."""
+        """Complain once: a rank that writes garbage writes much of it."""
         if self._complain is not None:
             self._complain(f"ignored {line[:80]!r} in {self.path}: not `step=12 total=100 loss=0.5 phase=train`")
             self._complain = None

@@ -1,4 +1,4 @@
-"""What agents and their leader say to each other, as values. Whatever comes from the wire is bounded here."""
+"""Messages between agents and their leader, as values. Whatever comes from the wire is bounded here."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Exit:
 
     @property
     def status(self) -> int:
-        """As a shell would say it: the exit code, or 128 + signal."""
+        """Return what a shell would say: the exit code, or 128 + signal."""
         return 128 + self.signal if self.signal else self.exit_code
 
     def to_json(self) -> dict[str, Any]:
@@ -314,7 +314,7 @@ class LedgerEntry:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the job ended; never changes again."""
+    """An end of the job; it never changes again."""
 
     result: str
     exit_code: int
@@ -331,7 +331,7 @@ class Outcome:
 
 
 def parse_id(text: str) -> tuple[int, int]:
-    """A ledger id as (epoch, generation); (0, 0), which is before all, for an empty one."""
+    """Return a ledger id as (epoch, generation); (0, 0), which is before all, for an empty one."""
     if not text:
         return 0, 0
     epoch, _, generation = text.partition(".")
@@ -349,7 +349,8 @@ def port_of(address: str) -> int:
 
 
 def canonical(address: str) -> str:
-    """An ip:port as agents write it. Of an IPv6 address there are two spellings, and both must be the same place."""
+    """Return an ip:port as agents write it. Of an IPv6 address there are two spellings, and both must be the same
+    place."""
     host, colon, port = address.rpartition(":")
     return f"[{host}]:{port}" if colon and ":" in host and not host.startswith("[") else address
 

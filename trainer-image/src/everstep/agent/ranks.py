@@ -19,7 +19,7 @@ _KILL = 9
 
 @dataclass(frozen=True)
 class Node:
-    """What all ranks of a node share in one generation."""
+    """A node's part of one generation that all its ranks share."""
 
     generation: int
     processes: Processes
@@ -112,8 +112,11 @@ class Rank:
             self._on_exit(code)
 
     def _out_of_memory(self, code: int, signum: int | None, tail: tuple[str, ...]) -> bool:
-        """The counter is the container's: a kill counts for a rank that died of KILL, or (a shell's 137, a data
-        loader's words) says that a process of its own did."""
+        """Return whether the kernel killed the rank for want of memory.
+
+        The counter is the container's: a kill counts for a rank that died of KILL, or (a shell's 137, a data loader's
+        words) says that a process of its own did.
+        """
         now = oom.kills(self._node.memory_counter)
         if now is None or self._node.kills_before is None or now <= self._node.kills_before:
             return False
@@ -142,7 +145,7 @@ def signal_name(signum: int) -> str:
 
 
 def _cannot_start(argv: Sequence[str], error: Exception) -> tuple[int, str]:
-    """What a shell would answer: 127 not found, 126 found but not executable."""
+    """Return the code and message of a shell: 127 not found, 126 found but not executable."""
     program = argv[0] if argv else ""
     if isinstance(error, FileNotFoundError):
         return 127, f"{program}: not found in the image (PATH={os.environ.get('PATH', '')})"

@@ -18,7 +18,8 @@ class RemoteDaemons:
         self._running: dict[str, tuple[int, asyncio.Future[int]]] = {}
 
     async def spawn(self, index: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:
-        """Runs a daemon on node `index` until it exits; 255 when the node is out of reach. Cancelling kills it."""
+        """Run a daemon on node `index` until it exits; return 255 when the node is out of reach. Cancelling kills
+        it."""
         channel = self._links.get(index)
         if channel is None:
             return UNREACHABLE
@@ -41,7 +42,7 @@ class RemoteDaemons:
             self._end(message["daemon"], int(message["exitCode"]))
 
     def lost(self, index: int) -> None:
-        """The node is out of reach, and its daemons with it."""
+        """End the daemons of a node that is out of reach."""
         for daemon, (where, _) in list(self._running.items()):
             if where == index:
                 self._end(daemon, UNREACHABLE)

@@ -1,4 +1,4 @@
-"""What an agent leaves behind: the termination message, the failure file, and its own few log lines."""
+"""Writes what an agent leaves behind: the termination message, the failure file, and its own few log lines."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ _write: Callable[[str], None] | None = None
 
 
 def through(write: Callable[[str], None] | None) -> None:
-    """From now on, lines go this way: a log that nobody reads must not stop the agent. None: straight to stderr."""
+    """Send log lines this way from now on: a log that nobody reads must not stop the agent. None: straight to
+    stderr."""
     global _write
     _write = write
 
 
 def say(text: str) -> None:
-    """One line for the people who read the pod's log."""
+    """Write one line for the people who read the pod's log."""
     if _write is not None:
         _write(f"everstep: {text}")
     else:
@@ -32,12 +33,13 @@ def say(text: str) -> None:
 
 
 def exit_code(code: int) -> int:
-    """120 is reserved for "the agent cannot run in this image"; Python itself uses it when a flush at exit fails."""
+    """Return an exit code that is not 120, which means "the agent cannot run in this image"; Python itself uses it when
+    a flush at exit fails."""
     return 1 if code == CANNOT_RUN else code & 0xFF
 
 
 def termination(word: dict[str, Any]) -> bytes:
-    """JSON of at most 4,096 bytes: what tells least goes first, from the start of the log tail to the message.
+    """Return JSON of at most 4,096 bytes: what tells least goes first, from the start of the log tail to the message.
 
     A ledger stays: it is short, and what it tells nobody else can tell any more.
     """
@@ -61,7 +63,7 @@ def leave_word(path: Path, word: dict[str, Any]) -> None:
 
 
 def leave_failure(output: Path, message: str, log_tail: tuple[str, ...]) -> None:
-    """`/opt/ml/output/failure`, unless the user's own program has said there why it failed."""
+    """Write `/opt/ml/output/failure`, unless the user's own program has said there why it failed."""
     path = output / "failure"
     try:
         if path.exists() and (path.stat().st_size > 0 or not path.is_file()):  # to open a pipe is to wait for a reader
@@ -74,7 +76,7 @@ def leave_failure(output: Path, message: str, log_tail: tuple[str, ...]) -> None
 
 
 def forget_failure(output: Path) -> Path:
-    """Remove what an earlier generation said; the path, for the next to say something."""
+    """Remove what an earlier generation said, and return the path, for the next to say something."""
     path = output / "failure"
     try:
         path.unlink()
@@ -86,7 +88,8 @@ def forget_failure(output: Path) -> Path:
 
 
 def read_failure(path: Path) -> str:
-    """What the user's program itself said about its failure: the first 1,024 characters; nothing if it did not."""
+    """Return what the user's program itself said about its failure: the first 1,024 characters; nothing if it did
+    not."""
     try:
         if not path.is_file():  # to open a pipe is to wait for a writer
             return ""

@@ -65,7 +65,8 @@ _FLUSH_TIMEOUT = 2.0  # seconds for the last lines, when nobody may be reading t
 
 
 class Supervisor:
-    """Must be made and used on the main thread, inside the running event loop: it owns SIGCHLD and every child."""
+    """A supervisor of all processes of a node. It must be made and used on the main thread, inside the running event
+    loop: it owns SIGCHLD and every child."""
 
     def __init__(self, config: Config, place: Place, emit: Callable[[Event], None], spawn_on: SpawnOn) -> None:
         self._config = config
@@ -92,7 +93,7 @@ class Supervisor:
         self._disk = threading.Lock()
 
     async def start(self, layout: Layout) -> None:
-        """Writes the contract's files and starts the ranks (MPI: node 0 starts mpirun, whose daemons start them).
+        """Write the contract's files and start the ranks (MPI: node 0 starts mpirun, whose daemons start them).
 
         A command that cannot be executed is a RankExited with code 126 or 127, not an exception.
         """
@@ -141,9 +142,9 @@ class Supervisor:
                 )
 
     async def stop(self, grace: float) -> str | None:
-        """TERM to the ranks, KILL after `grace` seconds to every process but the agent; then memory and GPUs are
-        looked at. None when the node is clean, else what is left after 30 s. No event of this generation comes later.
-        """
+        """Send TERM to the ranks, KILL after `grace` seconds to every process but the agent; then look at memory and
+        GPUs. Return None when the node is clean, else what is left after 30 s. No event of this generation comes
+        later."""
         async with self._turn:
             if self._session is not None:
                 self._session.quiet()
@@ -169,7 +170,8 @@ class Supervisor:
         return await self._processes.forward([rank.process for rank in self._ranks if rank.process], signum)
 
     async def spawn(self, daemon: str, argv: list[str], env: dict[str, str]) -> None:
-        """A launcher's daemon on this node; DaemonOutput and one DaemonExited follow, also when it cannot start."""
+        """Start a launcher's daemon on this node; DaemonOutput and one DaemonExited follow, also when it cannot
+        start."""
         async with self._turn:
             if self._session is None:  # of a generation that has been stopped meanwhile
                 self._emit(DaemonExited(daemon, 255))
@@ -180,7 +182,8 @@ class Supervisor:
         self._daemons.kill(daemon)
 
     def daemon_output(self, daemon: str, stream: str, data: bytes) -> None:
-        """On the leader's node: what a daemon started by `spawn_on` wrote, for the launcher that waits for it."""
+        """Pass on what a daemon started by `spawn_on` wrote, to the launcher that waits for it (on the leader's
+        node)."""
         if self._session is not None:
             self._session.daemon_output(daemon, stream, data)
 
@@ -189,21 +192,21 @@ class Supervisor:
         return self._gpus > 0
 
     async def gpus(self) -> list[gpu.Device] | None:
-        """The GPUs and their health; None when the image cannot tell. Raises gpu.NoAnswer."""
+        """Return the GPUs and their health; None when the image cannot tell. Raises gpu.NoAnswer."""
         return await gpu.devices(self._processes, self._base)
 
     def log(self, text: str) -> None:
-        """A line of the agent's own, to stderr, that never waits for whoever reads it."""
+        """Write a line of the agent's own to stderr, without waiting for whoever reads it."""
         self._stderr.write(f"{text}\n".encode(errors="replace"))
 
     async def close(self) -> None:
-        """Flushes the logs and gives back descriptors. The ranks must have been stopped."""
+        """Flush the logs and give back descriptors. The ranks must have been stopped."""
         for sink in (self._stdout, self._stderr):
             sink.close(_FLUSH_TIMEOUT)
         self._processes.close()
 
     async def _end_ranks(self, grace: float) -> None:
-        """Until all that heard the TERM have ended, which may be more than the ranks: see Processes.forward.
+        """Wait until all that heard the TERM have ended, which may be more than the ranks: see Processes.forward.
 
         A stop may be given up for one with less grace. Scripts take a second TERM for impatience, so there is only one.
         """
@@ -369,7 +372,7 @@ class Supervisor:
         return self._daemons.run(daemon, argv, {**self._base, **session.variables}, output)
 
     def _kill_daemon_on(self, index: int, daemon: str) -> None:
-        """A remote one dies by the cancelled `spawn_on`."""
+        """Kill a daemon. A remote one dies by the cancelled `spawn_on`."""
         if self._layout is not None and index == self._layout.node_index:
             self._daemons.kill(daemon)
 

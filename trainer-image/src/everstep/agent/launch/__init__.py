@@ -1,4 +1,4 @@
-"""How the ranks of a job come to life: directly (torch, none), or through an MPI launcher of the user's image.
+"""Ways to start the ranks of a job: directly (torch, none), or through an MPI launcher of the user's image.
 
 Supported MPIs: Open MPI 4 and 5, MPICH and Intel MPI (Hydra). Nothing here knows of leaders, links or restarts.
 """
@@ -31,5 +31,5 @@ class Launcher(Protocol):
 
 
 def ranks_on_node(distribution: str, procs_per_node: int) -> int:
-    """How many ranks the agent sees on each node: with `none` the command is its own launcher, once per node."""
+    """Return how many ranks the agent sees on each node: with `none` the command is its own launcher, once per node."""
     return 1 if distribution == "none" else procs_per_node

@@ -1,4 +1,4 @@
-"""Which MPI the image has, and what its launcher must be told (pure functions but for the question itself)."""
+"""Detects the MPI of an image, and builds its launcher's command (pure functions but for the question itself)."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Run:
 
     @property
     def names(self) -> list[str]:
-        """The shim knows nodes by these names alone, so nobody needs to resolve them. A pod's own host name is among
-        them: there the launcher forks instead of calling the shim."""
+        """Return the nodes' names. The shim knows nodes by these alone, so nobody needs to resolve them. A pod's own
+        host name is among them: there the launcher forks instead of calling the shim."""
         return [f"algo-{i + 1}" for i in range(self.nodes)]
 
     @property
@@ -39,7 +39,7 @@ class Run:
 
 
 def flavor(version_output: str) -> str:
-    """`openmpi4`, `openmpi5` or `hydra`, from what `mpirun --version` prints."""
+    """Return `openmpi4`, `openmpi5` or `hydra`, from what `mpirun --version` prints."""
     found = re.search(r"\(Open MPI\) (\d+)\.", version_output)
     if found:
         major = int(found.group(1))
@@ -54,7 +54,7 @@ def flavor(version_output: str) -> str:
 
 
 def command(kind: str, run: Run) -> tuple[list[str], dict[str, str]]:
-    """(argv, variables that are set unless the image or the user did)."""
+    """Return the argv, and the variables that are set unless the image or the user did."""
     return _hydra(run) if kind == "hydra" else _open_mpi(kind, run)
 
 
@@ -132,8 +132,11 @@ def idle_variables(ranks_on_node: int, cpus: int) -> dict[str, str]:
 
 
 def common_network(addresses: Sequence[str]) -> str | None:
-    """The smallest IPv4 network that holds all addresses. MPI hands one list of networks to all nodes, and their
-    interfaces may have different names; the network keeps it off every bridge that a node has besides."""
+    """Return the smallest IPv4 network that holds all addresses.
+
+    MPI hands one list of networks to all nodes, and their interfaces may have different names; the network keeps it off
+    every bridge that a node has besides.
+    """
     try:
         numbers = [int(ipaddress.IPv4Address(address)) for address in addresses]
     except ValueError:
@@ -143,7 +146,7 @@ def common_network(addresses: Sequence[str]) -> str | None:
 
 
 def rank_of(env: Mapping[str, str]) -> tuple[int | None, int | None]:
-    """(rank, local rank) as MPI's daemon told them to its child."""
+    """Return (rank, local rank) as MPI's daemon told them to its child."""
     return (
         _first(env, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
         _first(env, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),

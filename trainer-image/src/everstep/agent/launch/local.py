@@ -35,7 +35,7 @@ class Peer:
         self._loop.add_reader(connection.fileno(), self._readable)
 
     def send(self, answer: dict[str, Any]) -> None:
-        """Answers are small; a peer that does not even read those is cut off."""
+        """Send an answer. Answers are small; a peer that does not even read those is cut off."""
         if self._open:
             try:
                 self._socket.sendall(json.dumps(answer).encode() + b"\n")
@@ -83,7 +83,7 @@ class Peer:
 
 
 class LocalServer:
-    """Listens below `scratch`, for this user only."""
+    """A server that listens below `scratch`, for this user only."""
 
     def __init__(self, scratch: Path, requested: Callable[[Peer, dict[str, Any]], None]) -> None:
         self.path = scratch / "agent.sock"

@@ -30,14 +30,14 @@ ABANDONED = 5.0  # seconds that a rank may outlive the MPI daemon's child: the l
 
 
 class Started(Protocol):
-    """A rank, as far as MPI needs to know it."""
+    """A started rank, as far as MPI needs to know it."""
 
     def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Request:
-    """What MPI wants to run as one rank."""
+    """A request of MPI to run one rank."""
 
     rank: int
     local_rank: int
@@ -50,7 +50,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Hooks:
-    """What MPI needs of its node's agent."""
+    """The functions of its node's agent that MPI needs."""
 
     processes: Processes
     stdout: logs.Sink
@@ -79,13 +79,16 @@ class Session:
 
     @property
     def variables(self) -> dict[str, str]:
-        """For every daemon and launcher of this node, and so for `rank` and `rsh` below them."""
+        """Return the variables for every daemon and launcher of this node, and so for `rank` and `rsh` below them."""
         return {SOCKET: str(self._server.path)}
 
     @property
     def rank_variables(self) -> dict[str, str]:
-        """Where nodes are processes of one machine, they have one host name, and Open MPI goes by that: it names the
-        shared memory of equal local ranks equally, and its hierarchical collectives wait for ever."""
+        """Return the variables that keep Open MPI apart where nodes are processes of one machine.
+
+        They have one host name there, and Open MPI goes by that: it names the shared memory of equal local ranks
+        equally, and its hierarchical collectives wait for ever.
+        """
         if len(set(self._layout.hosts)) == self._layout.nodes:
             return {}
         folder = self._scratch / "mpi"
@@ -95,11 +98,18 @@ class Session:
 
     @property
     def idle_variables(self) -> dict[str, str]:
-        """Variables that say how this node's ranks wait, unless the image, the user or an option of mpirun says it."""
+        """Return variables that say how this node's ranks wait, unless the image, the user or an option of mpirun says
+        it."""
         return flavors.idle_variables(self._layout.procs_per_node, cpus())
 
     async def launch(self, command: tuple[str, ...], options: tuple[str, ...], env: Mapping[str, str]) -> None:
-        """Starts mpirun; only on the node of the leader."""
+        """Start mpirun; only on the node of the leader.
+
+        Args:
+            command: The command of each rank.
+            options: Further arguments of mpirun.
+            env: The environment of mpirun.
+        """
         try:
             mpirun = shutil.which("mpirun", path=env.get("PATH"))
             if mpirun is None:
@@ -137,7 +147,7 @@ class Session:
             self._hooks.emit(LauncherExited(self._layout.generation, 127, str(error), ()))
 
     def quiet(self) -> None:
-        """The generation is being stopped: whatever ends from now on is no cause of anything."""
+        """Stop reporting: the generation is being stopped, and whatever ends from now on is no cause of anything."""
         self._ended = True
 
     def close(self) -> None:
@@ -152,7 +162,8 @@ class Session:
             peer.send({"stream": stream, "data": base64.b64encode(data).decode()})
 
     def _shim(self) -> Path:
-        """A file, since Hydra takes a path without arguments, and Open MPI splits at blanks and colons."""
+        """Write the shim and return its path: Hydra takes a path without arguments, and Open MPI splits at blanks and
+        colons."""
         path = self._scratch / "rsh"
         with faults.naming(path):
             path.write_text(f'#!/bin/sh\nexec {shlex.join([*self._this, "rsh"])} "$@"\n')
@@ -241,7 +252,7 @@ class Session:
 
 
 def _explained(tail: tuple[str, ...], ending: str) -> str:
-    """Open MPI explains itself in boxes of dashes: the first paragraph of the last box."""
+    """Return how mpirun ended. Open MPI explains itself in boxes of dashes: the first paragraph of the last box."""
     rulers = [i for i, line in enumerate(tail) if line.startswith("-----")]
     if rulers:
         start = rulers[-2] if len(rulers) > 1 else rulers[0]
