@@ -128,8 +128,6 @@ class AgentCode:
     ) -> None:
         """Delete versions that nothing has named for an hour: a template about to be written may name one just listed.
 
-        `found` are all ConfigMaps with the agent's label; `used` the names in use by namespace.
-
         Args:
             client: Deletes ConfigMaps.
             found: All ConfigMaps with the agent's label.

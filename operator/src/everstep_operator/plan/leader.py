@@ -92,14 +92,12 @@ def leader_view(
 ) -> LeaderView:
     """Parse `/v1/state`. Fields that are missing or of another type are as if they had not been sent.
 
-    `before` is the last view of this leader: an entry ended no later than when it was first told of, and a generation
-    runs since it was first told to run. The leader's own clock may be hours off.
-
     Args:
         raw: The decoded JSON.
         answered_at: When the answer came (Unix seconds).
         reachable: Whether the last attempt had an answer.
-        before: The last view of this leader, if there was one.
+        before: The last view of this leader, if there was one: an entry ended no later than when it was first told of,
+            and a generation runs since it was first told to run. The leader's own clock may be hours off.
     """
     data = _mapping(raw)
     incarnation = _text(data.get("incarnation"), 64)

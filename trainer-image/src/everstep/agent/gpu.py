@@ -91,12 +91,13 @@ def count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
 async def devices(processes: Processes, env: Mapping[str, str], python: str = "") -> list[Device] | None:
     """Return every GPU and its health; None when it cannot be told: no nvidia-ml-py in the image, or no driver.
 
-    Raises NoAnswer after TIMEOUT.
-
     Args:
         processes: Starts the child that asks.
         env: The child's environment.
         python: The interpreter; by default the agent's own.
+
+    Raises:
+        NoAnswer: The driver did not answer within TIMEOUT.
     """
     try:
         # Without stderr: loaders, warnings and debugging aids of the image write there.

@@ -22,7 +22,7 @@ from everstep.cli.transfer import size_text
 
 @dataclass(frozen=True)
 class Row:
-    """A committed checkpoint: its index, or why that cannot be read, as "damaged: …" or "unknown: …"."""
+    """A row for a committed checkpoint: its index, or why that cannot be read, as "damaged: …" or "unknown: …"."""
 
     key: Key
     index: CheckpointIndex | None
@@ -31,12 +31,12 @@ class Row:
 
 
 def size(manifest: Manifest) -> int:
-    """Bytes of all parts."""
+    """Return the bytes of all parts."""
     return sum(part.size for part in manifest.parts)
 
 
 def table(rows: Iterable[Row]) -> Table:
-    """One line for each checkpoint."""
+    """Return a table with one line for each checkpoint."""
     found = _table("STEP", "ATTEMPT", "AGE", "SIZE", "RANKS", "TENSORS", "VERIFIED", "")
     for row in rows:
         attempt = f"{row.key.attempt.epoch}.{row.key.attempt.generation}"
@@ -51,7 +51,7 @@ def table(rows: Iterable[Row]) -> Table:
 
 
 def row_json(row: Row) -> dict[str, Any]:
-    """The same for programs: sizes in bytes, times in seconds since 1970."""
+    """Return the same for programs: sizes in bytes, times in seconds since 1970."""
     found: dict[str, Any] = {"key": short(row.key), "step": row.key.step, "attempt": str(row.key.attempt)}
     if row.index is None:
         kind, _, why = row.why.partition(": ")
@@ -71,7 +71,7 @@ def row_json(row: Row) -> dict[str, Any]:
 
 
 def summary(manifest: Manifest) -> str:
-    """What a checkpoint is, in a few lines."""
+    """Return what a checkpoint is, in a few lines."""
     created = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.created))
     lines = {
         "checkpoint": short(manifest.key),
@@ -87,7 +87,7 @@ def summary(manifest: Manifest) -> str:
 
 
 def tensors(manifest: Manifest) -> Table:
-    """One line for each tensor."""
+    """Return a table with one line for each tensor."""
     found = _table("TENSOR", "TYPE", "SHAPE", "SIZE", "SHARDS")
     for name, tensor in sorted(manifest.tensors.items()):
         shape = " x ".join(map(str, tensor.shape)) or "scalar"
@@ -96,7 +96,7 @@ def tensors(manifest: Manifest) -> Table:
 
 
 def values(manifest: Manifest) -> Table:
-    """One line for each plain value, shortened."""
+    """Return a table with one line for each plain value, shortened."""
     found = _table("VALUE", "")
     for name, value in sorted(manifest.values.items()):
         text = json.dumps(value)

@@ -22,7 +22,7 @@ class LogsNotReadyError(Exception):
 
 
 class Cluster:
-    """Safe to use from several threads."""
+    """A client of a cluster. It is safe to use from several threads."""
 
     def __init__(self, context: str | None, namespace: str | None) -> None:
         try:
@@ -49,15 +49,23 @@ class Cluster:
         return job
 
     def pods(self, job: str) -> list[Object]:
-        """The job's pods by index, those that are going included."""
+        """Return the job's pods by index, those that are going included."""
         found = self._get(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=f"{JOB_LABEL}={job}")
         items: list[Object] = found["items"] if found else []
         return sorted(items, key=lambda pod: int(pod["metadata"]["labels"].get(INDEX_LABEL, 0)))
 
     def log(self, pod: str, *, follow: bool, since: str = "") -> Iterator[str]:
-        """Lines of the trainer container, each with its time; raises LogsNotReadyError before it has started.
+        """Yield lines of the trainer container, each with its time.
 
-        `since` is an RFC 3339 time. A broken connection ends the iterator: whoever follows asks again.
+        A broken connection ends the iterator: whoever follows asks again.
+
+        Args:
+            pod: Name of the pod.
+            follow: Whether to wait for further lines.
+            since: An RFC 3339 time; empty for the whole log.
+
+        Raises:
+            LogsNotReadyError: The container has not started yet.
         """
         from urllib3.exceptions import HTTPError
 
@@ -132,7 +140,7 @@ def _login(config: Any, context: str | None) -> None:
 
 
 def _namespace_of(config: Any, context: str | None) -> str:
-    """The context's namespace, as kubectl takes it."""
+    """Return the context's namespace, as kubectl takes it."""
     try:
         contexts, active = config.list_kube_config_contexts()
     except config.ConfigException:

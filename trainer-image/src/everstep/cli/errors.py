@@ -1,4 +1,4 @@
-"""What a command has to say when it cannot do what was asked."""
+"""The error of a command that cannot do what was asked."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ PYTHONS = ("python", "python3")
 
 @dataclass(frozen=True)
 class Mapping:
-    """`--map /opt/everstep/examples=examples`: a folder of the image and the one that stands for it here."""
+    """A folder of the image and the one that stands for it here: `--map /opt/everstep/examples=examples`."""
 
     inside: PurePosixPath
     outside: Path
@@ -38,7 +38,7 @@ class Mapping:
 
 @dataclass(frozen=True)
 class HostCommand:
-    """`changed` lists what was replaced: (as written, as run)."""
+    """A command for this machine. `changed` lists what was replaced: (as written, as run)."""
 
     argv: tuple[str, ...]
     changed: tuple[tuple[str, str], ...]
@@ -47,11 +47,19 @@ class HostCommand:
 def on_this_host(
     command: Sequence[str], beside: Path, mappings: Sequence[Mapping] = (), python: str | None = None
 ) -> HostCommand:
-    """The command as it can run here.
+    """Return the command as it can run here.
 
     A path that does not exist here is looked for first under the mappings, then by its file name in the folder
-    `beside` (the manifest's own: an example's script lies beside its manifest). `python` is the one given, else what
-    a shell would find, else the interpreter that runs everstep. Raises CliError for a program that is not here.
+    `beside`.
+
+    Args:
+        command: The command of the manifest.
+        beside: The manifest's own folder: an example's script lies beside its manifest.
+        mappings: Folders of the image and what stands for them here.
+        python: The interpreter; by default what a shell would find, else the one that runs everstep.
+
+    Raises:
+        CliError: A program is not here.
     """
     argv: list[str] = []
     changed: list[tuple[str, str]] = []

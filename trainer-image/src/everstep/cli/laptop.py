@@ -37,7 +37,7 @@ class Laptop:
         self._stop_sent = False
 
     def run(self) -> int:
-        """The job's exit code; 130 if it was interrupted."""
+        """Run the job and return its exit code; 130 if it was interrupted."""
         from everstep.agent_zip import build
 
         started = time.time()
@@ -61,7 +61,7 @@ class Laptop:
         return code
 
     def _follow(self, agents: LocalAgents, screen: Screen) -> None:
-        """Until the leader has told the outcome, or has ended."""
+        """Poll the leader until it has told the outcome, or has ended."""
         from everstep.agent.client import LeaderClient, LeaderError
 
         leader = LeaderClient(agents.addresses[0], agents.token)

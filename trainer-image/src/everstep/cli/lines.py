@@ -17,7 +17,7 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """`rank` is None for what the agent itself says; `stamp` sorts by time and is empty when unknown."""
+    """A log line. `rank` is None for what the agent itself says; `stamp` sorts by time and is empty when unknown."""
 
     pod: str
     text: str
@@ -26,7 +26,13 @@ class Line:
 
 
 def parse(raw: str, pod: str, *, stamped: bool) -> Line:
-    """`stamped`: the line begins with the time at which the container runtime took it (`timestamps=true`)."""
+    """Parse a log line.
+
+    Args:
+        raw: The line as the pod wrote it.
+        pod: Name of the pod.
+        stamped: Whether it begins with the time at which the container runtime took it (`timestamps=true`).
+    """
     text, stamp = raw.rstrip("\r\n"), ""
     if stamped and (found := _STAMP.match(text)):
         # Fractions are printed without their trailing zeros, and would not sort as text.
@@ -42,14 +48,15 @@ def wanted(line: Line, rank: int | None) -> bool:
 
 
 def only_rank(job: dict[str, Any], rank: int | None) -> int | None:
-    """The rank to filter by. A job of one rank is not tagged: asking for its rank 0 is asking for everything."""
+    """Return the rank to filter by. A job of one rank is not tagged: asking for its rank 0 is asking for everything."""
     spec = job.get("spec", {})
     single = spec.get("numNodes", 1) == 1 and spec.get("numProcPerNode", 1) == 1
     return None if single and rank == 0 else rank
 
 
 def merged(pods: Iterable[Iterable[Line]]) -> Iterator[Line]:
-    """Several pods' lines in the order of time; each pod's own order is kept, even where its clock stepped back."""
+    """Yield several pods' lines in the order of time; each pod's own order is kept, even where its clock stepped
+    back."""
     return (line for _, line in merge(*(_never_back(lines) for lines in pods), key=lambda pair: pair[0]))
 
 

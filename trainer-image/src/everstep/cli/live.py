@@ -60,14 +60,14 @@ class Screen:
         (self._out if self._progress else self._err).print(Text(f"everstep: {words}", style=style))
 
     def show(self, state: Mapping[str, Any]) -> None:
-        """A leader's state in the bar."""
+        """Show a leader's state in the bar."""
         if self._progress is None:
             return
         self._progress.update(self._task, **bar(self._name, state))
 
 
 def bar(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the bar says: description, words, and the progress if the ranks report any."""
+    """Return what the bar says: description, words, and the progress if the ranks report any."""
     progress = state.get("progress") or {}
     step, total, rate = progress.get("step"), progress.get("totalSteps"), progress.get("stepsPerSecond")
     words = [] if state["phase"] == "running" else [str(state["phase"])]

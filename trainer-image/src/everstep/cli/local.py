@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 @dataclass(frozen=True)
 class LocalJob:
-    """`config` is job.json, `environment` what the ranks get besides this process's own."""
+    """A job for this machine. `config` is job.json, `environment` what the ranks get besides this process's own."""
 
     config: Mapping[str, Any]
     environment: Mapping[str, str]
@@ -40,7 +40,8 @@ class LocalJob:
 
 
 class LocalAgents:
-    """The agents of one run. `write` is called with each line of output, from a thread of its own for each stream."""
+    """A set of agents of one run. `write` is called with each line of output, from a thread of its own for each
+    stream."""
 
     def __init__(self, job: LocalJob, base: Path, agent: Path, write: Callable[[Line], None]) -> None:
         self.base = base
@@ -62,11 +63,11 @@ class LocalAgents:
 
     @property
     def exits(self) -> list[int | None]:
-        """By node; None while it runs."""
+        """Return the agents' exit codes by node; None while one runs."""
         return [process.poll() for process in self._processes]
 
     def wait(self, seconds: float) -> bool:
-        """Whether all agents ended in this time and all their output was written."""
+        """Wait, and return whether all agents ended in this many seconds and all their output was written."""
         try:
             for process in self._processes:
                 process.wait(seconds)
@@ -78,7 +79,7 @@ class LocalAgents:
         return True
 
     def last_word(self) -> dict[str, Any]:
-        """What the leader left behind when it ended; empty if it did not come to that."""
+        """Return the termination message of the leader; empty if it did not come to that."""
         try:
             word: dict[str, Any] = json.loads((self.base / "node-0" / "termination-log").read_bytes())
         except (OSError, ValueError):
@@ -131,7 +132,8 @@ class LocalAgents:
 
 
 def _stop_with_parent() -> Callable[[], object] | None:
-    """Whoever kills `everstep run` itself does not mean to train on unseen. Linux only."""
+    """Return a hook that ends an agent with this process, or None: whoever kills `everstep run` does not mean to train
+    on unseen. Linux only."""
     import ctypes
 
     try:
@@ -142,7 +144,7 @@ def _stop_with_parent() -> Callable[[], object] | None:
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports nobody listens on; all are held until all are found, so that they differ."""
+    """Return ports nobody listens on; all are held until all are found, so that they differ."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:

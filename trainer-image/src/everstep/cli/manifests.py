@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def read(file: Path) -> tuple[list[str], list[str]]:
-    """A verdict on each object in a file; and the mistakes in it. One of the two lists is empty."""
+    """Return a verdict on each object in a file, and the mistakes in it. One of the two lists is empty."""
     from everstep_operator.api.load import ManifestError, load_text
 
     try:
@@ -25,7 +25,7 @@ def read(file: Path) -> tuple[list[str], list[str]]:
 
 
 def the_job(file: Path) -> TrainingJob:
-    """The one TrainingJob in a file; raises CliError with everything that is wrong."""
+    """Return the one TrainingJob in a file. Raises CliError with everything that is wrong."""
     from everstep_operator.api.job import TrainingJob
     from everstep_operator.api.load import ManifestError, load_text
 

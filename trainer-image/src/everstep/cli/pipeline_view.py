@@ -11,7 +11,7 @@ from everstep.pipeline.plan import Plan, Prediction
 
 
 def summary(plan: Plan) -> str:
-    """What a plan is, in a few lines."""
+    """Return what a plan is, in a few lines."""
     told = plan.prediction
     lines = {
         "schedule": f"{plan.schedule_name}, {plan.microbatches} micro-batches of {plan.profile.samples} samples",
@@ -27,7 +27,7 @@ def summary(plan: Plan) -> str:
 
 
 def table(plan: Plan) -> Table:
-    """One line for each stage."""
+    """Return a table with one line for each stage."""
     found = _table(
         "STAGE", "RANK", "NODES", "FORWARD", "BACKWARD", "ACTIVATION", "PARAMETERS", "SENDS", "FIRST", "LAST"
     )
@@ -56,7 +56,7 @@ def table(plan: Plan) -> Table:
 
 
 def ranks(plan: Plan) -> Table:
-    """One line for each rank: what it is taken to be, and what it needs."""
+    """Return a table with one line for each rank: what it is taken to be, and what it needs."""
     found = _table("RANK", "SPEED", "MEMORY", "NEEDS", "BUSY", "IDLE")
     result = plan.simulate()
     told = plan.predict()
@@ -75,12 +75,12 @@ def ranks(plan: Plan) -> Table:
 
 
 def ties(plan: Plan) -> str:
-    """Shared parameters of several stages, a line for each."""
+    """Return the shared parameters of several stages, a line for each."""
     return "\n".join(f"{name} is shared by stages {', '.join(map(str, owners))}" for name, owners in plan.stages.ties)
 
 
 def compared(before: Prediction, now: Prediction) -> Table:
-    """What was planned, and what comes out with other numbers."""
+    """Return a table of what was planned, and what comes out with other numbers."""
     found = _table("", "PLANNED", "NOW", "CHANGE")
 
     def row(name: str, first: float, second: float, first_text: str, second_text: str) -> None:
@@ -94,7 +94,7 @@ def compared(before: Prediction, now: Prediction) -> Table:
 
 
 def links(plan: Plan) -> str:
-    """What was taken for the links, in one line."""
+    """Return what was taken for the links, in one line."""
     if not plan.profile.links:
         return "Links were taken to cost nothing."
     every = [each for here, row in enumerate(plan.profile.links) for there, each in enumerate(row) if here != there]

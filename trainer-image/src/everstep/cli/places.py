@@ -34,7 +34,7 @@ _KEY = re.compile(r"(?:(\d+)\.(\d+)-)?(\d+)", re.ASCII)
 
 @contextmanager
 def said() -> Iterator[None]:
-    """Errors of checkpoints and stores become those of a command, with what to do where that is known."""
+    """Turn errors of checkpoints and stores into those of a command, with what to do where that is known."""
     from everstep.checkpoint.errors import CheckpointError, Damaged, Full, Missing, Removed, StoreError
 
     try:
@@ -69,13 +69,17 @@ def opened(uri: str) -> Store:
 
 
 def short(key: Key) -> str:
-    """As a person writes it: 2.3-500."""
+    """Return a key as a person writes it: 2.3-500."""
     return f"{key.attempt.epoch}.{key.attempt.generation}-{key.step}"
 
 
 def matching(store: Store, wanted: str | None) -> list[Key]:
-    """What is meant, the greatest first: by `500` that step of every attempt, by `2.3-500` one, by nothing all that was
-    committed. CliError if there is none."""
+    """Return the committed checkpoints that are meant, the greatest first: by `500` that step of every attempt, by
+    `2.3-500` one, by None all.
+
+    Raises:
+        CliError: There is none.
+    """
     from everstep.checkpoint.candidates import candidates
 
     keys = candidates(store)
@@ -89,10 +93,14 @@ def matching(store: Store, wanted: str | None) -> list[Key]:
 
 
 def first_good(store: Store, wanted: str | None, read: Callable[[Key], T]) -> T:
-    """Return what `read` makes of the first that is meant and is good, and say what is passed over before it.
+    """Return what `read` makes of the first checkpoint that is meant and is good, and say what is passed over before
+    it.
 
-    What is there is listed anew before each: a run may have removed some, and saved newer ones. CliError; what `read`
-    raised of the last one, where none is good.
+    What is there is listed anew before each: a run may have removed some, and saved newer ones.
+
+    Raises:
+        CliError: There is none that is meant.
+        CheckpointError: None is good; what `read` raised of the last one.
     """
     from everstep.checkpoint.candidates import each_candidate
     from everstep.checkpoint.errors import CheckpointError, Conflict, Removed, is_damage
@@ -117,7 +125,11 @@ def first_good(store: Store, wanted: str | None, read: Callable[[Key], T]) -> T:
 
 @contextmanager
 def chosen(store: Store, wanted: str | None) -> Iterator[tuple[Manifest, ReadLease]]:
-    """The manifest of what is meant, of several the first that can be read, which is held. CliError."""
+    """Hold the checkpoint that is meant, of several the first that can be read, and give its manifest and lease.
+
+    Raises:
+        CliError: There is none.
+    """
     from everstep.checkpoint.candidates import read_manifest
     from everstep.checkpoint.leases import reading
 
@@ -134,7 +146,11 @@ def chosen(store: Store, wanted: str | None) -> Iterator[tuple[Manifest, ReadLea
 
 
 def step_or_key(store: Store, wanted: str | None) -> int | Key | None:
-    """What is meant as load() takes it: a step is that of the greatest attempt that has it and is good. CliError."""
+    """Return what is meant as load() takes it: a step is that of the greatest attempt that has it and is good.
+
+    Raises:
+        CliError: There is none.
+    """
     if wanted is None:
         return None
     found = matching(store, wanted)

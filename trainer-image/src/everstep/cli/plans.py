@@ -21,7 +21,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?", re.ASCII)
 
 @contextmanager
 def said() -> Iterator[None]:
-    """Errors of pipelines become those of a command."""
+    """Turn errors of pipelines into those of a command."""
     from everstep.pipeline.errors import PipelineError
 
     try:
@@ -37,7 +37,11 @@ def said() -> Iterator[None]:
 
 
 def given(path: Path) -> Profile | Plan:
-    """A profile, a plan, or the profile of a graph. PipelineError names the file and what is wrong in it."""
+    """Return a profile, a plan, or the profile of a graph.
+
+    Raises:
+        PipelineError: It cannot be read; the message names the file and what is wrong in it.
+    """
     from everstep.pipeline.errors import PipelineError
     from everstep.pipeline.graph import Graph, Profile
     from everstep.pipeline.plan import Plan
@@ -61,7 +65,7 @@ def _kind(text: bytes) -> object:
 
 
 def order(text: str) -> str | Schedule:
-    """The name of a schedule, or the schedule of a file."""
+    """Return the name of a schedule, or the schedule of a file."""
     from everstep.pipeline.errors import PipelineError
     from everstep.pipeline.schedules import complete, parse
 
@@ -75,7 +79,7 @@ def order(text: str) -> str | Schedule:
 
 
 def numbers(text: str | None, option: str) -> tuple[int, ...]:
-    """`8,16`; none for nothing."""
+    """Return the numbers of `8,16`; none for nothing."""
     try:
         return tuple(int(each) for each in text.split(",")) if text else ()
     except ValueError:
@@ -83,7 +87,7 @@ def numbers(text: str | None, option: str) -> tuple[int, ...]:
 
 
 def speeds_of(text: str | None, option: str) -> tuple[float, ...] | None:
-    """`1,1,0.5`: above 0."""
+    """Return the speeds of `1,1,0.5`, each above 0; None for nothing."""
     try:
         found = tuple(float(each) for each in text.split(",")) if text else None
         if found is None or min(found) > 0:
@@ -94,7 +98,7 @@ def speeds_of(text: str | None, option: str) -> tuple[float, ...] | None:
 
 
 def size(text: str | None, option: str) -> int | None:
-    """Bytes of `16GiB`, `10GB` or a number."""
+    """Return the bytes of `16GiB`, `10GB` or a number; None for nothing."""
     if text is None:
         return None
     match = _SIZE.fullmatch(text.strip())
@@ -105,7 +109,7 @@ def size(text: str | None, option: str) -> int | None:
 
 
 def link(bandwidth: str | None, latency: float | None) -> Link | None:
-    """What is told of all links; None if nothing is."""
+    """Return what is told of all links; None if nothing is."""
     from everstep.pipeline.graph import Link
 
     if bandwidth is None and latency is None:

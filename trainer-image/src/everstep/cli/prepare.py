@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prepared:
-    """`notes` are what differs from a cluster, for the user to know."""
+    """A job that can run on this machine. `notes` are what differs from a cluster, for the user to know."""
 
     name: str
     local: LocalJob
@@ -28,7 +28,19 @@ class Prepared:
 def prepare(
     job: TrainingJob, file: Path, *, nodes: int | None, procs: int | None, maps: Sequence[str], python: str | None
 ) -> Prepared:
-    """Raises CliError if the job cannot run without a cluster."""
+    """Make of a manifest what the agents of this machine need.
+
+    Args:
+        job: The job.
+        file: Its manifest.
+        nodes: The number of nodes instead of the manifest's.
+        procs: The number of ranks per node instead of the manifest's.
+        maps: Folders of the image and what stands for them here, as `--map` has them.
+        python: The interpreter, if it was given.
+
+    Raises:
+        CliError: The job cannot run without a cluster.
+    """
     from everstep_operator.plan.agent_config import job_config
     from everstep_operator.plan.observed import Settings
 
@@ -55,7 +67,7 @@ def prepare(
 
 
 def _environment(job: TrainingJob) -> tuple[dict[str, str], list[str]]:
-    """The variables with a value, and the names of those that only a cluster can fill."""
+    """Return the variables with a value, and the names of those that only a cluster can fill."""
     literal = {each.name: each.value or "" for each in job.spec.env if each.value_from is None}
     return literal, [each.name for each in job.spec.env if each.value_from is not None]
 

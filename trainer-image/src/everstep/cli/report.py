@@ -1,4 +1,4 @@
-"""What `everstep status` shows, made of a TrainingJob's status alone."""
+"""Renders what `everstep status` shows, out of a TrainingJob's status alone."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ LOG_TAIL_LINES = 15
 
 
 def report(job: Object, now: datetime) -> RenderableType:
-    """All that is known, the parts that are empty left out."""
+    """Render all that is known, the parts that are empty left out."""
     status = job.get("status", {})
     parts: list[RenderableType] = [_head(job, status, now), _facts(job, status)]
     for part in (_failure(status), _time_spent(status), _conditions(status, now)):

@@ -1,4 +1,4 @@
-"""What happened, told from a leader's successive states (`/v1/state` of docs/design/001-training-job.md)."""
+"""Tells what happened, out of a leader's successive states (`/v1/state` of docs/design/001-training-job.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ APPLICATION = frozenset({"Application", "OutOfMemory"})
 
 @dataclass
 class Story:
-    """Fed with states, it says what is new, and counts restarts the way the operator does."""
+    """A narrator that is fed with states, says what is new, and counts restarts the way the operator does."""
 
     allowed: int
     charged: str = ""  # newest ended generation seen
@@ -23,12 +23,12 @@ class Story:
 
     @property
     def allowance(self) -> int:
-        """Restarts left that failures of the program may cost."""
+        """Return the restarts left that failures of the program may cost."""
         return max(0, self.allowed - self.spent)
 
     @property
     def restarts(self) -> int:
-        """Generations after the first one."""
+        """Return the number of generations after the first one."""
         return max(0, int(self.state.get("generation", 0)) - 1)
 
     @property
@@ -40,7 +40,7 @@ class Story:
         return self.state.get("outcome")
 
     def feed(self, state: Mapping[str, Any]) -> Iterator[str]:
-        """Sentences about what is new in this state."""
+        """Yield sentences about what is new in this state."""
         self.state = dict(state)
         self.progress = dict(state.get("progress") or self.progress)
         if self.ranks_started is None and state.get("ranksStartedAt"):
@@ -59,7 +59,7 @@ class Story:
 
 
 def cause(entry: Mapping[str, Any]) -> str:
-    """One line about an ended generation."""
+    """Return one line about an ended generation."""
     words = entry["cause"]
     if entry.get("rank") is not None:
         words += f", rank {entry['rank']}"

@@ -15,7 +15,7 @@ _LOOK_EVERY = 1.0  # seconds between looks for new pods
 
 
 class Source(Protocol):
-    """What is needed of a cluster."""
+    """A source of logs: what is needed of a cluster."""
 
     def job(self, name: str) -> Object | None: ...
 
@@ -25,7 +25,7 @@ class Source(Protocol):
 
 
 def past(source: Source, job: str, rank: int | None) -> Iterator[Line]:
-    """What the pods that exist now have written so far, in the order of time."""
+    """Yield what the pods that exist now have written so far, in the order of time."""
 
     def lines_of(pod: Object) -> Iterator[Line]:
         name = pod["metadata"]["name"]
@@ -39,7 +39,7 @@ def past(source: Source, job: str, rank: int | None) -> Iterator[Line]:
 
 
 def followed(source: Source, job: str, rank: int | None, look_every: float = _LOOK_EVERY) -> Iterator[Line]:
-    """Lines as they come, from every pod that the job has meanwhile, until the job has finished or is deleted."""
+    """Yield lines as they come, from every pod that the job has meanwhile, until the job has finished or is deleted."""
     lines: Queue[Line] = Queue(maxsize=10_000)
     readers: dict[str, _Reader] = {}  # by pod UID: a replacement has the same name
     stop = threading.Event()
@@ -86,7 +86,8 @@ def _ended(pod: Object) -> bool:
 
 
 class _Reader(threading.Thread):
-    """Reads one pod's log to its end, through broken connections and a container that has not started yet."""
+    """A thread that reads one pod's log to its end, through broken connections and a container that has not started
+    yet."""
 
     def __init__(self, source: Source, pod: str, lines: Queue[Line], stop: threading.Event) -> None:
         super().__init__(name=f"log of {pod}", daemon=True)
@@ -98,7 +99,7 @@ class _Reader(threading.Thread):
         self.start()
 
     def finish(self) -> None:
-        """No more is to come: what is there is still read, to its end."""
+        """Note that no more is to come: what is there is still read, to its end."""
         self._finish.set()
 
     def run(self) -> None:

@@ -26,7 +26,7 @@ def stderr() -> Console:
 
 
 def log_text(line: Line) -> Text:
-    """A line with its rank in colour."""
+    """Return a line with its rank in colour."""
     from rich.text import Text
 
     from everstep.cli.lines import colour, label
@@ -39,7 +39,7 @@ def log_text(line: Line) -> Text:
 
 
 def duration(seconds: float) -> str:
-    """12.3s, 4m05s, 3h07m, 2d04h."""
+    """Return a duration as 12.3s, 4m05s, 3h07m or 2d04h."""
     if seconds < 60:
         return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"
     minutes, rest = divmod(int(seconds), 60)
@@ -52,7 +52,7 @@ def duration(seconds: float) -> str:
 
 
 def parse_time(text: object) -> datetime | None:
-    """A Kubernetes time; None for anything else."""
+    """Return a Kubernetes time; None for anything else."""
     if not isinstance(text, str):
         return None
     try:

@@ -8,7 +8,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def transfer(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
-    """Gives a function that is told how many bytes more are done, from any thread. `total` in bytes."""
+    """Show the bar, and give a function that is told how many bytes more are done, from any thread. `total` in
+    bytes."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -34,7 +35,7 @@ def transfer(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
 
 
 def advancing(renew: Callable[[], None], on_bytes: Callable[[int], None]) -> Callable[[int], None]:
-    """A function that is told how many bytes more are read, and holds what is read for longer."""
+    """Return a function that is told how many bytes more are read, and holds what is read for longer."""
 
     def advance(count: int) -> None:
         renew()
@@ -44,7 +45,7 @@ def advancing(renew: Callable[[], None], on_bytes: Callable[[int], None]) -> Cal
 
 
 def size_text(count: float) -> str:
-    """1023 B, 1.0 KiB, 3.5 GiB."""
+    """Return a size as 1023 B, 1.0 KiB or 3.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 1024:
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 
 def install() -> None:
-    """Makes `import smdistributed.modelparallel.torch as smp` import the part of everstep that has its names.
+    """Make `import smdistributed.modelparallel.torch as smp` import the part of everstep that has its names.
 
-    ImportError if another package of that name is installed: which of the two a script means cannot be known.
+    Raises:
+        ImportError: Another package of that name is installed: which of the two a script means cannot be known.
     """
     from everstep.compat.hook import install as install_names
 

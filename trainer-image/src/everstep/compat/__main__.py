@@ -10,7 +10,7 @@ from everstep.compat import install
 
 
 def main() -> None:
-    """The script sees its own arguments, and its folder first in sys.path, as if Python had been given it."""
+    """Run the script. It sees its own arguments, and its folder first in sys.path, as if Python had been given it."""
     if len(sys.argv) < 2:
         sys.exit("usage: python -m everstep.compat SCRIPT [ARGUMENTS]")
     del sys.argv[0]

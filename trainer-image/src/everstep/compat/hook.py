@@ -12,9 +12,10 @@ from types import ModuleType
 
 
 def install(name: str, target: str) -> None:
-    """`import name` and below gives `target` and below, the same module objects. Doing it twice is doing it once.
+    """Let `import name` and below give `target` and below, the same module objects. Doing it twice is doing it once.
 
-    ImportError if `name` can be imported already.
+    Raises:
+        ImportError: `name` can be imported already.
     """
     if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
         return
@@ -40,7 +41,7 @@ class _Finder(MetaPathFinder):
 
 
 class _Same(Loader):
-    """Gives the module of another name; what it is is left as it is."""
+    """A loader that gives the module of another name, which is left as it is."""
 
     def __init__(self, real: str) -> None:
         self._real = real

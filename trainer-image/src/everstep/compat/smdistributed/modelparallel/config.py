@@ -26,7 +26,8 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Config:
-    """As documented for PyTorch, with the same defaults. ConfigError names the key that breaks a rule."""
+    """The configuration as documented for PyTorch, with the same defaults. ConfigError names the key that breaks a
+    rule."""
 
     pipeline_parallel_degree: int = 1
     microbatches: int = 1
@@ -60,7 +61,8 @@ class Config:
 
     @classmethod
     def read(cls, given: Mapping[str, Any] | None = None) -> Config:
-        """`given`, else the JSON of the environment variable SM_HP_MP_PARAMETERS, else the defaults.
+        """Return the configuration in `given`, else that in the JSON of the environment variable SM_HP_MP_PARAMETERS,
+        else the defaults.
 
         `partitions`, the older name of pipeline_parallel_degree, is understood, and so is a mapping of `enabled` and
         `parameters`, as the SDK has it.
@@ -85,21 +87,22 @@ class Config:
 
     @property
     def weight(self) -> float:
-        """Of memory in the automatic partition: 0.2 for speed and 0.8 for memory, unless it was given."""
+        """Return the weight of memory in the automatic partition: 0.2 for speed and 0.8 for memory, unless it was
+        given."""
         if self.memory_weight is not None:
             return self.memory_weight
         return 0.2 if self.optimize == "speed" else 0.8
 
     @property
     def active(self) -> int:
-        """Micro-batches in flight at most: two more than there are partitions, unless it was given."""
+        """Return the most micro-batches in flight: two more than there are partitions, unless it was given."""
         if self.active_microbatches is not None:
             return self.active_microbatches
         return self.pipeline_parallel_degree + 2
 
     @property
     def placement(self) -> str:
-        """As letters D, P and T, of which the right-most changes between neighbouring ranks."""
+        """Return the placement as letters D, P and T, of which the right-most changes between neighbouring ranks."""
         return STRATEGIES.get(self.placement_strategy, self.placement_strategy)
 
     @property
@@ -142,7 +145,7 @@ class Config:
 
 
 def _refuse(values: dict[str, Any]) -> None:
-    """Keys of what everstep does not do; their neutral values are dropped."""
+    """Reject keys of what everstep does not do; their neutral values are dropped."""
     if values.get("horovod"):
         raise ConfigError("horovod is for TensorFlow: for PyTorch set ddp")
     if "contiguous" in values:

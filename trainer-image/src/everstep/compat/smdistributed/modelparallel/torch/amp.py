@@ -8,8 +8,8 @@ from everstep.compat.smdistributed.modelparallel.torch.state import state
 
 
 class GradScaler:
-    """In the place of torch.cuda.amp.GradScaler. Losses are scaled, and gradients unscaled, by the pipeline; a step
-    in which a gradient overflowed on any process changes nothing on all. The arguments are there for scripts' sake."""
+    """A stand-in for torch.cuda.amp.GradScaler. Losses are scaled, and gradients unscaled, by the pipeline; a step in
+    which a gradient overflowed on any process changes nothing on all. The arguments are there for scripts' sake."""
 
     def __init__(
         self,
@@ -22,22 +22,22 @@ class GradScaler:
         self._enabled = enabled
 
     def scale(self, outputs: Any) -> Any:
-        """The loss as it is."""
+        """Return the loss as it is."""
         return outputs
 
     def unscale_(self, optimizer: Any) -> None:
-        """Nothing: gradients are unscaled already."""
+        """Do nothing: gradients are unscaled already."""
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """The optimizer's step, unless a gradient overflowed."""
+        """Take the optimizer's step, unless a gradient overflowed."""
         model = state().model
         return None if model is not None and model.skipped else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: Any = None) -> None:
-        """Nothing: the scale follows the steps by itself."""
+        """Do nothing: the scale follows the steps by itself."""
 
     def get_scale(self) -> float:
-        """What losses are multiplied by now; 1 without fp16."""
+        """Return the factor by which losses are multiplied now; 1 without fp16."""
         model = state().model
         return float(model.engine.loss_scale.value) if model is not None and model.partitioned else 1.0
 
@@ -45,8 +45,8 @@ class GradScaler:
         return self._enabled
 
     def state_dict(self) -> dict[str, Any]:
-        """Empty: the scale is saved with the model."""
+        """Return an empty state: the scale is saved with the model."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing."""
+        """Do nothing: the scale is loaded with the model."""

@@ -22,7 +22,8 @@ class _Ended(BaseException):
 
 
 class Body:
-    """`run` until the model is called: then `arguments` are what with. `resume` with its output runs the rest."""
+    """One run of a function. `run` it until the model is called: then `arguments` are what with. `resume` with its
+    output runs the rest."""
 
     def __init__(
         self,
@@ -42,39 +43,40 @@ class Body:
         self._thread = threading.Thread(target=self._main, daemon=True, name="step function")
 
     def run(self) -> None:
-        """Until it calls the model, or returns. Its errors come out here."""
+        """Run until the function calls the model, or returns. Its errors come out here."""
         self._around = self._around or _surroundings()
         self._context = contextvars.copy_context()
         self._thread.start()
         self._wait()
 
     def resume(self, output: Any) -> None:
-        """To its end. Its errors come out here."""
+        """Run to the function's end. Its errors come out here."""
         self._output = output
         self._go.release()
         self._wait()
         self._thread.join()
 
     def again(self) -> Body:
-        """Another run of the same, to the model: of a stage that does its forward once more the loss is done again."""
+        """Return another run of the same, to the model: of a stage that does its forward once more the loss is done
+        again."""
         fresh = Body(self._function, self._training, self._around)
         fresh.run()
         return fresh
 
     @property
     def over(self) -> bool:
-        """Whether it came to its end."""
+        """Return whether it came to its end."""
         return not self._thread.is_alive()
 
     def end(self) -> None:
-        """Unwinds it, if it stands."""
+        """Unwind it, if it stands."""
         if self._thread.is_alive():
             self._ended = True
             self._go.release()
             self._thread.join()
 
     def model_called(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """In the thread: stands still until the output is there."""
+        """Stand still, in the thread, until the output is there."""
         if self.arguments is not None:
             raise RuntimeError(
                 "the step function calls the model twice: it may once for each micro-batch; make one model of both"
@@ -90,7 +92,7 @@ class Body:
         return self._output
 
     def backward_called(self, loss: Any, gradients: Any) -> None:
-        """In the thread: notes what is differentiated."""
+        """Note, in the thread, what is differentiated."""
         if not self._training:
             raise RuntimeError(
                 "model.backward was called in an evaluation, which a step function is under torch.no_grad(), or if "
@@ -122,7 +124,7 @@ class Body:
 
 
 def _scalar(tensors: Any, gradients: Any) -> Any:
-    """What has the gradients that torch.autograd.backward(tensors, gradients) would give."""
+    """Return the scalar with the gradients that torch.autograd.backward(tensors, gradients) would give."""
     several = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
     given = list(gradients) if isinstance(gradients, list | tuple) else [gradients] * len(several)
     if len(given) != len(several):
@@ -136,7 +138,7 @@ def _scalar(tensors: Any, gradients: Any) -> Any:
 
 
 def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """What torch keeps for each thread, as it is where this is called; another thread enters it."""
+    """Capture what torch keeps for each thread, as it is where this is called; another thread enters it."""
     gradients = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     kinds = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cuda", "cpu")]
@@ -156,5 +158,5 @@ def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
 
 
 def body() -> Body | None:
-    """That of the thread that asks; None outside of step functions."""
+    """Return the body of the thread that asks; None outside of step functions."""
     return getattr(_here, "body", None)

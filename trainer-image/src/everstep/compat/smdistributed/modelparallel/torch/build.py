@@ -26,8 +26,18 @@ SCHEDULES = {"interleaved": "1f1b", "simple": "simple", "_only_forward": "simple
 def agreed(
     traced: Traced, now: State, example: Mapping[str, Any], known: Mapping[str, int] | None, *, measured: bool
 ) -> tuple[int, dict[str, int]]:
-    """The seed of random numbers and the stage of each node, unless that is `known`: what the first process has, on
-    all."""
+    """Return the seed of random numbers and the stage of each node, unless that is `known`, as the first process has
+    them.
+
+    All processes call it.
+
+    Args:
+        traced: The traced model.
+        now: The state of this process.
+        example: The arguments of one micro-batch.
+        known: The stage of each node, if it is decided already.
+        measured: Whether the automatic partition measures the parts, instead of counting their operations.
+    """
     box: list[Any] = [None]
     if now.rank == 0:
         stage_of = known
@@ -67,8 +77,8 @@ def _automatic(traced: Traced, now: State, example: Mapping[str, Any], measured:
 
 
 def _manual(traced: Traced, now: State) -> dict[str, int]:
-    """As `smp.partition` says; what else has parameters is in the default partition, or in that of what it uses if that
-    is later: values never go back."""
+    """Partition as `smp.partition` says; what else has parameters is in the default partition, or in that of what it
+    uses if that is later: values never go back."""
     chosen, reached = dict(traced.manual), dict[str, int]()
     assert now.config.default_partition is not None
     for node in traced.graph.nodes:  # users after makers
@@ -80,13 +90,13 @@ def _manual(traced: Traced, now: State) -> dict[str, int]:
 
 
 def stages_of(traced: Traced, stage_of: Mapping[str, int], now: State) -> dict[int, StageModule]:
-    """The stage of this process, by its number."""
+    """Return the stage of this process, by its number."""
     parts = split(traced, stage_of)
     return {now.stage_rank: parts[now.stage_rank]} if now.stage_rank < len(parts) else {}
 
 
 def device_of(module: Any, example: Mapping[str, Any]) -> torch.device:
-    """Where the stage of this process belongs: where its data is, whatever the model was built on."""
+    """Return the device of this process's stage: that of its data, whatever the model was built on."""
     leaves = [each for each in pytree.tree_leaves(dict(example)) if isinstance(each, torch.Tensor)]
     found = next((each.device for each in leaves if each.device.type not in ("cpu", "meta")), None)
     weights = (each.device for each in module.parameters() if each.device.type != "meta")
@@ -96,8 +106,19 @@ def device_of(module: Any, example: Mapping[str, Any]) -> torch.device:
 def filled(
     module: Any, mine: Iterable[StageModule], given: Callable[[str], Any], seed: int, device: torch.device
 ) -> dict[Any, Any]:
-    """The stages on their device, those that were built without data with it: what was loaded (`given`), else what each
-    module begins with. Which parameters stand for which of the module's now."""
+    """Put the stages on their device, and fill those that were built without data.
+
+    Args:
+        module: The wrapped module.
+        mine: The stages of this process.
+        given: Returns what was loaded, by name; KeyError if nothing was: then a parameter has what its module begins
+            with.
+        seed: The seed of what modules begin with.
+        device: The stages' device.
+
+    Returns:
+        Which parameters stand for which of the module's now.
+    """
     drawn = Seeded(module, seed, _begin(module))
 
     def source(name: str) -> Any:
@@ -117,7 +138,8 @@ def filled(
 
 
 def _begin(module: Any) -> Callable[[Any], object] | None:
-    """How a module of transformers begins, which its model knows; None for torch's own, which know themselves."""
+    """Return the function by which a module of transformers begins, which its model knows; None for torch's own, which
+    know themselves."""
     initialise = getattr(module, "_init_weights", None)
     if initialise is None:
         return None
@@ -139,7 +161,11 @@ def engine(
     mine: Mapping[int, StageModule],
     device: torch.device,
 ) -> Engine:
-    """ValueError if the partition has not as many stages as there are processes in a pipeline."""
+    """Return the engine of this process.
+
+    Raises:
+        ValueError: The partition has not as many stages as there are processes in a pipeline.
+    """
     stages = now.config.pipeline_parallel_degree
     graph = stage_graph(traced.graph, complete(traced.graph, stage_of))
     if len(graph.stages) != stages:

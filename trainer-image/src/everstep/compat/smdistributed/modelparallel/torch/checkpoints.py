@@ -18,7 +18,8 @@ NEWEST = "newest"
 
 
 def save(obj: Any, f: Any, partial: bool = True, **options: Any) -> None:
-    """As torch.save; `partial`: a file of its own for each process of the model, `f` with `_<mp_rank>` behind.
+    """Save as torch.save does; `partial`: a file of its own for each process of the model, `f` with `_<mp_rank>`
+    behind.
 
     A script calls it where smp.dp_rank() is 0.
     """
@@ -26,7 +27,7 @@ def save(obj: Any, f: Any, partial: bool = True, **options: Any) -> None:
 
 
 def load(f: Any, map_location: Any = None, partial: bool = True, **options: Any) -> Any:
-    """As torch.load, of what smp.save has written; all processes call it."""
+    """Load as torch.load does, what smp.save has written; all processes call it."""
     options.setdefault("weights_only", False)
     return torch.load(f"{f}_{mp_rank()}" if partial else f, map_location=map_location, **options)
 
@@ -41,10 +42,20 @@ def save_checkpoint(
     translate_if_full: bool = True,
     num_kept_partial_checkpoints: int | None = None,
 ) -> None:
-    """All processes call it. `partial`: files of each process under `<tag>_partial`, with the partition; else `<tag>`
-    has the whole model's state dictionary, and `optimizer_<tag>` the whole optimizer's.
+    """Save the model, the optimizer and the user content; all processes call it.
 
-    `newest` names it once all files are there. Of partial ones the newest `num_kept_partial_checkpoints` stay.
+    `newest` names the checkpoint once all files are there.
+
+    Args:
+        path: The folder of all checkpoints.
+        tag: Name of this one.
+        partial: Whether each process writes files of its own under `<tag>_partial`, with the partition; else `<tag>`
+            has the whole model's state dictionary, and `optimizer_<tag>` the whole optimizer's.
+        model: The model; by default the script's.
+        optimizer: The optimizer, if it is saved.
+        user_content: Anything that torch.save takes.
+        translate_if_full: Changes nothing: names are the model's own.
+        num_kept_partial_checkpoints: So many of the newest partial ones stay; None: all.
     """
     if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
         raise ValueError(f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}: it must be 1 or more")
@@ -88,7 +99,7 @@ def _save_partial(now: State, folder: Path, model: Any, optimizer: Any, user_con
 
 
 def _optimizer_file() -> str:
-    """Of this process, or of all replicas of its stage."""
+    """Return the name of the optimizer's file of this process, or of all replicas of its stage."""
     return f"optimizer_{mp_rank()}_{rdp_rank()}.pt" if sharded() else f"optimizer_{mp_rank()}.pt"
 
 
@@ -101,11 +112,21 @@ def resume_from_checkpoint(
     load_sharded_optimizer_state: bool = True,
     translate_function: Any = None,
 ) -> Any:
-    """Loads into the model and the optimizer of the script, before the first step; gives the user content.
+    """Load into the model and the optimizer of the script, before the first step; return the user content.
 
-    `tag`: None for the newest. A partial one brings its partition, which then cannot be another; a full one fits any.
-    `translate_function` is given what a full one has of the model. `load_sharded_optimizer_state` is for sharded data
-    parallelism, and changes nothing. FileNotFoundError if there is none.
+    A partial checkpoint brings its partition, which then cannot be another; a full one fits any.
+
+    Args:
+        path: The folder of all checkpoints.
+        tag: Name of the one to load; None for the newest.
+        partial: Whether it is partial.
+        strict: As in torch's load_state_dict.
+        load_optimizer: Whether the optimizer is loaded too.
+        load_sharded_optimizer_state: Changes nothing: it is for sharded data parallelism.
+        translate_function: Called with what a full checkpoint has of the model.
+
+    Raises:
+        FileNotFoundError: There is none.
     """
     now, folder = state(), Path(path)
     if now.model is None:
@@ -151,7 +172,7 @@ def _read(path: Path) -> Any:
 
 
 def _write(obj: Any, path: Path, **options: Any) -> None:
-    """Whole or not at all: under another name first."""
+    """Write a file whole or not at all: under another name first."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     torch.save(obj, temporary, **options)
     temporary.replace(path)

@@ -14,7 +14,7 @@ from everstep.compat.smdistributed.modelparallel.torch.state import state
 
 
 class CommGroup(Enum):
-    """Which processes an object is for."""
+    """A group of processes that an object is for."""
 
     WORLD = "WORLD"
     MP_GROUP = "MP"
@@ -25,7 +25,7 @@ class CommGroup(Enum):
 
 
 class RankType(Enum):
-    """In which group a rank counts."""
+    """A group in which a rank counts."""
 
     WORLD_RANK = "WORLD"
     MP_RANK = "MP"
@@ -36,33 +36,33 @@ class RankType(Enum):
 
 
 def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
-    """Sends to all others of the group, each of which calls recv_from."""
+    """Send an object to all others of the group, each of which calls recv_from."""
     for member in state().members[group.value]:
         if member != state().rank:
             _send(obj, member)
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
-    """Sends to one process, which calls recv_from."""
+    """Send an object to one process, which calls recv_from."""
     _send(obj, state().members[rank_type.value][dest_rank])
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
-    """What that process sends."""
+    """Return the object that a process sends."""
     found = [None]
     dist.recv_object_list(found, src=state().members[rank_type.value][src_rank])
     return unpacked(found[0])
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
-    """The objects of all of the group, by rank in it."""
+    """Return the objects of all of the group, by rank in it."""
     found: list[Any] = [None] * len(state().members[group.value])
     dist.all_gather_object(found, packed(obj), group=state().groups[group.value])
     return [unpacked(each) for each in found]
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
-    """Waits until all of the group are here."""
+    """Wait until all of the group are here."""
     dist.barrier(group=state().groups[group.value])
 
 
@@ -80,18 +80,18 @@ def _send(obj: Any, to: int) -> None:
 
 @dataclass
 class _OfDevice:
-    """Stands for a tensor on a GPU, whose number may be that of no GPU where it is received."""
+    """A stand-in for a tensor on a GPU, whose number may be that of no GPU where it is received."""
 
     tensor: Any
 
 
 def packed(obj: Any) -> Any:
-    """As it travels: tensors on a GPU by way of the processor."""
+    """Return an object as it travels: tensors on a GPU by way of the processor."""
     return pytree.tree_map(lambda leaf: _OfDevice(leaf.cpu()) if _on_gpu(leaf) else leaf, obj)
 
 
 def unpacked(obj: Any) -> Any:
-    """What was `packed`, with those tensors on this process's GPU."""
+    """Return what was `packed`, with those tensors on this process's GPU."""
     return pytree.tree_map(lambda leaf: leaf.tensor.cuda() if isinstance(leaf, _OfDevice) else leaf, obj)
 
 

@@ -77,29 +77,29 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
 
     @property
     def partitioned(self) -> bool:
-        """Whether the first step has been."""
+        """Return whether the first step has been."""
         return self._engine is not None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Only in a function with @smp.step."""
+        """Call the model, in a function with @smp.step only."""
         now = body()
         if now is None:
             raise RuntimeError("the model is called outside of a function with @smp.step: its stages are elsewhere")
         return now.model_called(args, kwargs)
 
     def backward(self, loss: Any, grads: Any = None) -> None:
-        """Only in a function with @smp.step, in the place of loss.backward()."""
+        """Take the place of loss.backward(), in a function with @smp.step only."""
         now = body()
         if now is None:
             raise RuntimeError("model.backward is called outside of a function with @smp.step")
         now.backward_called(loss, grads)
 
     def get_module(self) -> nn.Module:
-        """The module that is wrapped."""
+        """Return the module that is wrapped."""
         return self.module
 
     def run(self, bodies: list[Body], training: bool) -> None:
-        """All micro-batches of a step; then `bodies` on the last process of the pipeline are at their end."""
+        """Run all micro-batches of a step; then `bodies` on the last process of the pipeline are at their end."""
         batch = Parts(self._arguments.of_call(*each.arguments) for each in bodies if each.arguments is not None)
         for part in batch:
             self._arguments.check(part)
@@ -129,7 +129,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             self._before = []
 
     def _loss(self, output: Any, numbers: Any) -> Any:
-        """In the engine: the function goes on, and says what is differentiated."""
+        """Return the loss: in the engine the function goes on, and says what is differentiated."""
         index = int(numbers[0])
         if self._bodies[index].over:
             self._bodies[index] = self._bodies[index].again()
@@ -144,8 +144,8 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         return now.loss * (self._passes * (1 if self._average else len(self._bodies))), 1.0
 
     def _told(self, output: Any) -> Any:
-        """The model's output as the function gets it: where the configuration, and not the function, asked for less
-        precision, losses have the full one."""
+        """Return the model's output as the function gets it: where the configuration, and not the function, asked for
+        less precision, losses have the full one."""
         if not (state().config.half or state().config.bf16):
             return output
         low = torch.float16, torch.bfloat16
@@ -191,36 +191,37 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             hook(self, now.optimizers[0] if now.optimizers else None)
 
     def _given(self, name: str) -> Any:
-        """What was loaded before there was a partition. KeyError if nothing was."""
+        """Return what was loaded before there was a partition. Raises KeyError if nothing was."""
         for given, _ in reversed(self._pending):
             if name in given:
                 return given[name]
         raise KeyError(name)
 
     def engine_state(self) -> Any:
-        """What a run that goes on has to know beside weights and optimizer: the loss scale, the number of steps."""
+        """Return what a run that goes on has to know beside weights and optimizer: the loss scale, the number of
+        steps."""
         return None if self._engine is None else self._engine.state_dict()
 
     def load_engine_state(self, kept: Any) -> None:
-        """Goes on where `engine_state` was taken, at once or when the model is partitioned."""
+        """Go on where `engine_state` was taken, at once or when the model is partitioned."""
         self._kept = kept
         if self._engine is not None and kept is not None:
             self._engine.load_state_dict(kept)
 
     @property
     def engine(self) -> Any:
-        """What runs the stages of this process; None before the first step."""
+        """Return the engine that runs the stages of this process; None before the first step."""
         return self._engine
 
     @property
     def stage_of(self) -> dict[str, int]:
-        """The partition decision; RuntimeError before there is one."""
+        """Return the partition decision. Raises RuntimeError before there is one."""
         if self._stage_of is None:
             raise RuntimeError("the model is not partitioned yet: run a step first")
         return self._stage_of
 
     def decide(self, stage_of: Mapping[str, int]) -> None:
-        """The partition as a checkpoint has it. RuntimeError if there is another one already."""
+        """Set the partition as a checkpoint has it. Raises RuntimeError if there is another one already."""
         if self.partitioned and dict(stage_of) != self._stage_of:
             raise RuntimeError("the checkpoint has another partition than the model: load it before the first step")
         self._stage_of = dict(stage_of)
@@ -238,7 +239,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         return iter(self.module.named_buffers(*args, **kwargs))
 
     def local_named_parameters(self, prefix: str = "", recurse: bool = True) -> Iterator[tuple[str, Any]]:
-        """Those of the stages of this process."""
+        """Yield the parameters of the stages of this process, with their names."""
         return self._local("named_parameters", prefix, recurse)
 
     def local_parameters(self, recurse: bool = True) -> Iterator[Any]:
@@ -265,7 +266,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             yield from getattr(stage.module, what)(prefix, recurse)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """The whole model's, on all processes of the pipeline: all of them must call it."""
+        """Return the whole model's state, on all processes of the pipeline: all of them must call it."""
         if not self.partitioned or state().grid.ranks == 1:
             return dict(self.module.state_dict(*args, **kwargs))
         whole: dict[str, Any] = {}
@@ -275,7 +276,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         return {name: whole.get(name, value) for name, value in self.module.state_dict().items()}
 
     def local_state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """That of the stages of this process, marked as a part."""
+        """Return the state of the stages of this process, marked as a part."""
         return {
             **(self._own() if self.partitioned else self.module.state_dict(*args, **kwargs)),
             PARTIAL: self.partitioned,
@@ -288,8 +289,8 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         return found
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-        """Whole or partial, at once if the model is partitioned, else when it is; all processes of the pipeline call
-        it. Partial ones of another partition are put together."""
+        """Load a whole or partial state, at once if the model is partitioned, else when it is; all processes of the
+        pipeline call it. Partial ones of another partition are put together."""
         if not self.partitioned:
             self._pending.append((state_dict, strict))
             return
@@ -301,8 +302,8 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             stage.module.load_state_dict(mine, strict=strict)
 
     def cpu(self) -> DistributedModel:
-        """The whole model, with the weights of all stages, on the processor of every process: all of the pipeline call
-        it, when training is over."""
+        """Put the whole model, with the weights of all stages, on the processor of every process: all of the pipeline
+        call it, when training is over."""
         if self.partitioned:
             whole = self.state_dict()
             for named in (self.module.named_parameters(), self.module.named_buffers()):
@@ -315,7 +316,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         return self
 
     def register_post_partition_hook(self, hook: Hook) -> Any:
-        """`hook(model, optimizer)` is called once the model is partitioned, before the first forward."""
+        """Have `hook(model, optimizer)` called once the model is partitioned, before the first forward."""
         from torch.utils.hooks import RemovableHandle
 
         handle = RemovableHandle(self._hooks)
@@ -335,8 +336,14 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
 
 
 def merged(given: Mapping[str, Any], needed: Collection[Any], key: str | None = None) -> dict[str, Any]:
-    """What is in `given`, or under `key` in it, of all processes of the pipeline if it is a part, and one of them
-    lacks of it what it needs. Collective for parts."""
+    """Return what is in `given`, of all processes of the pipeline if it is a part and one of them lacks of it what it
+    needs. Collective for parts.
+
+    Args:
+        given: A state dictionary.
+        needed: The names that this process needs.
+        key: The entry of `given` to take; None: all of it.
+    """
     own = {name: value for name, value in (given if key is None else given[key]).items() if name != PARTIAL}
     if given.get(PARTIAL) and state().grid.ranks > 1:
         lacks = any(name not in own for name in needed)
@@ -347,7 +354,7 @@ def merged(given: Mapping[str, Any], needed: Collection[Any], key: str | None = 
 
 
 def on_cpu(found: Any) -> Any:
-    """The same structure with its tensors on the processor, as it can be told to others."""
+    """Return the same structure with its tensors on the processor, as it can be told to others."""
     return pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, found)
 
 

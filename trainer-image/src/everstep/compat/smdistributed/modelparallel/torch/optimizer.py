@@ -65,19 +65,19 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
 
     @property
     def overflow(self) -> bool:
-        """Whether the last step has no gradients, since one overflowed."""
+        """Return whether the last step has no gradients, since one overflowed."""
         model = state().model
         return model is not None and model.skipped
 
     @property
     def loss_scale(self) -> float:
-        """What losses are multiplied by; 1 but under fp16."""
+        """Return the factor by which losses are multiplied; 1 but under fp16."""
         model = state().model
         return float(model.engine.loss_scale.value) if model is not None and model.partitioned else 1.0
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
-        """Makes the norm of all gradients of the whole model at most `max_norm`; what it was. All processes call it.
-        torch.nn.utils.clip_grad_norm_ would see those of this process only."""
+        """Scale the gradients of the whole model so that their norm is at most `max_norm`, and return what it was. All
+        processes call it. torch.nn.utils.clip_grad_norm_ would see those of this process only."""
         model = state().model
         if model is None or not model.partitioned:
             raise RuntimeError("there are no gradients to clip yet: run a step first")
@@ -86,14 +86,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         return float(model.engine.clip_gradients(max_norm))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """RuntimeError: give the wrapped optimizer all groups before it is wrapped."""
+        """Raise RuntimeError: give the wrapped optimizer all groups before it is wrapped."""
         raise RuntimeError("smp.DistributedOptimizer: add parameter groups to the optimizer before it is wrapped")
 
     def __repr__(self) -> str:
         return f"DistributedOptimizer({self.optimizer!r})"
 
     def after_partition(self, model: DistributedModel, made: Mapping[Any, Any]) -> None:
-        """Drops what other processes have, and takes those that were `made` for parameters without data."""
+        """Drop what other processes have, and take those that were `made` for parameters without data."""
         self._parameters = [made.get(each, each) for each in self._parameters]
         self._groups = [[id(made.get(each, each)) for each in group["params"]] for group in self.optimizer.param_groups]
         self._number = {id(each): index for index, each in enumerate(self._parameters)}
@@ -117,7 +117,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
             group["params"] = [each for each in group["params"] if id(each) in own]
 
     def step(self, closure: Any = None) -> Any:
-        """RuntimeError with a closure: gradients come from the step function."""
+        """Take a step. Raises RuntimeError with a closure: gradients come from the step function."""
         if closure is not None:
             raise RuntimeError("smp.DistributedOptimizer.step takes no closure")
         model = state().model
@@ -126,14 +126,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         return self.optimizer.step() if self._sharded is None else self._sharded.step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Also of those that another replica steps."""
+        """Forget the gradients, also of those parameters that another replica steps."""
         self.optimizer.zero_grad(set_to_none)
         for each in self._parameters if self._sharded is not None else ():
             each.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """The whole optimizer's, on all processes of the pipeline: all of them must call it. RuntimeError with
-        shard_optimizer_state, where no process has all of a stage."""
+        """Return the whole optimizer's state, on all processes of the pipeline: all of them must call it. Raises
+        RuntimeError with shard_optimizer_state, where no process has all of a stage."""
         if sharded():
             raise RuntimeError("with shard_optimizer_state there is no whole state: use local_state_dict")
         whole = self._own()
@@ -144,7 +144,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         return whole
 
     def local_state_dict(self) -> dict[str, Any]:
-        """That of this process's parameters, marked as a part."""
+        """Return the state of this process's parameters, marked as a part."""
         return {**self._own(), PARTIAL: True}
 
     def _own(self) -> dict[str, Any]:
@@ -160,7 +160,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         return {"state": kept, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Whole or partial, at once if the model is partitioned, else when it is."""
+        """Load a whole or partial state, at once if the model is partitioned, else when it is."""
         model = state().model
         if model is None or not model.partitioned:
             self._pending = state_dict
@@ -177,7 +177,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
 
 
 def sharded() -> bool:
-    """Whether replicas keep different parts of the state."""
+    """Return whether replicas keep different parts of the state."""
     return state().config.shard_optimizer_state and state().grid.replicas > 1
 
 

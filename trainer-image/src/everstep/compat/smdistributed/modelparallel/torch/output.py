@@ -1,4 +1,4 @@
-"""What a step function returns: all micro-batches' versions of each tensor."""
+"""The output of a step function: all micro-batches' versions of each tensor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everstep.compat.smdistributed.modelparallel.torch.refused import Refused
 
 
 class StepOutput:
-    """The versions of one tensor, of each micro-batch in order, in `outputs`."""
+    """A tensor's versions, one of each micro-batch in order, in `outputs`."""
 
     merge = Refused("StepOutput.merge")
     accumulate = Refused("StepOutput.accumulate")
@@ -31,28 +31,32 @@ class StepOutput:
         return self._outputs[microbatch]
 
     def reduce_mean(self) -> Any:
-        """The mean over micro-batches, of the same shape."""
+        """Return the mean over micro-batches, of the same shape."""
         return self.stack().mean(0) if self._outputs[0].is_floating_point() else self.stack().float().mean(0)
 
     def reduce_sum(self) -> Any:
         return self.stack().sum(0)
 
     def concat(self) -> Any:
-        """Along the first dimension."""
+        """Concatenate the micro-batches along the first dimension."""
         return torch.cat(self._outputs)
 
     def detach(self) -> StepOutput:
-        """Without the graph."""
+        """Return the same without the graph."""
         return StepOutput([each.detach() for each in self._outputs])
 
     def stack(self) -> Any:
-        """With the micro-batches as a new first dimension."""
+        """Stack the micro-batches along a new first dimension."""
         return torch.stack(self._outputs)
 
 
 def gathered(returned: Sequence[Any]) -> Any:
-    """What the step function returned, with a StepOutput in the place of each tensor, and a list of all micro-batches'
-    in that of anything else, but of None. ValueError if it returned other structures for other micro-batches."""
+    """Return what the step function returned, with a StepOutput in the place of each tensor, and a list of all
+    micro-batches' in that of anything else, but of None.
+
+    Raises:
+        ValueError: It returned other structures for other micro-batches.
+    """
     leaves, structures = zip(*(pytree.tree_flatten(each) for each in returned), strict=True)
     if any(each != structures[0] for each in structures):
         raise ValueError("the step function must return the same structure for each micro-batch")

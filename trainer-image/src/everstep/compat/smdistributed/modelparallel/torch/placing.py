@@ -1,4 +1,4 @@
-"""Which stage a module is for, and modules that are built without data."""
+"""Assigns modules to stages, and builds modules without data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from everstep.pipeline.frontend.placement import place, stage
 
 @contextlib.contextmanager
 def partition(i: int) -> Iterator[None]:
-    """Modules that are built inside are in stage `i`; the innermost context counts. Ignored with auto_partition."""
+    """Build modules in stage `i`; the innermost context counts. Ignored with auto_partition."""
     if state().config.auto_partition:
         yield
         return
@@ -27,7 +27,7 @@ def partition(i: int) -> Iterator[None]:
 
 
 def set_partition(module: nn.Module, i: int) -> None:
-    """`module` and all in it are in stage `i`. Ignored with auto_partition."""
+    """Put `module` and all in it in stage `i`. Ignored with auto_partition."""
     if not state().config.auto_partition:
         _check(i)
         place(module, i)
@@ -35,7 +35,7 @@ def set_partition(module: nn.Module, i: int) -> None:
 
 @contextlib.contextmanager
 def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
-    """Models that are built inside have no data until each process has only its own stages."""
+    """Build models without data until each process has only its own stages."""
     if enabled:
         with without_weights():
             yield
@@ -45,9 +45,12 @@ def delay_param_initialization(enabled: bool = True) -> Iterator[None]:
 
 @contextlib.contextmanager
 def model_creation(tensor_parallelism: bool = False, dtype: Any = None, **config: Any) -> Iterator[None]:
-    """Around the construction of the model: parameters are of type `dtype`, and without data if
-    delayed_parameter_initialization is set. With fp16 or bf16 in the configuration they are of the default type,
-    whatever `dtype` says: they are what the optimizer changes; computations are in less precision by themselves."""
+    """Build the model inside this context, with parameters of type `dtype`, and without data if
+    delayed_parameter_initialization is set.
+
+    With fp16 or bf16 in the configuration they are of the default type, whatever `dtype` says: they are what the
+    optimizer changes; computations are in less precision by themselves.
+    """
     if tensor_parallelism:
         refuse("tensor_parallelism")
     before = torch.get_default_dtype()

@@ -8,22 +8,22 @@ from everstep.compat.smdistributed.modelparallel.torch.state import LOCAL_RANK, 
 
 
 def rank() -> int:
-    """Of this process among all."""
+    """Return the rank of this process among all."""
     return state().rank
 
 
 def size() -> int:
-    """Of all processes."""
+    """Return the number of all processes."""
     return state().size
 
 
 def local_rank() -> int:
-    """Of this process among those of its node (LOCAL_RANK)."""
+    """Return the rank of this process among those of its node (LOCAL_RANK)."""
     return found(LOCAL_RANK, rank())
 
 
 def local_size() -> int:
-    """Of the processes of this node (LOCAL_WORLD_SIZE)."""
+    """Return the number of processes of this node (LOCAL_WORLD_SIZE)."""
     return found(LOCAL_SIZE, size())
 
 
@@ -36,7 +36,7 @@ def _size(dimension: str) -> int:
 
 
 def mp_rank() -> int:
-    """Among the processes that hold this model replica."""
+    """Return the rank among the processes that hold this model replica."""
     return _rank("MP")
 
 
@@ -45,7 +45,7 @@ def mp_size() -> int:
 
 
 def dp_rank() -> int:
-    """Among the replicas: what a script shards its data by."""
+    """Return the rank among the replicas: what a script shards its data by."""
     return _rank("DP")
 
 
@@ -54,7 +54,7 @@ def dp_size() -> int:
 
 
 def pp_rank() -> int:
-    """Among the stages of this pipeline."""
+    """Return the rank among the stages of this pipeline."""
     return _rank("PP")
 
 
@@ -67,7 +67,7 @@ def tp_rank() -> int:
 
 
 def tp_size() -> int:
-    """Always 1."""
+    """Return 1, always."""
     return _size("TP")
 
 
@@ -80,27 +80,27 @@ def rdp_size() -> int:
 
 
 def get_mp_group() -> list[int]:
-    """The ranks over which this model replica is partitioned."""
+    """Return the ranks over which this model replica is partitioned."""
     return list(state().members["MP"])
 
 
 def get_dp_group() -> list[int]:
-    """The ranks that hold other replicas of this partition."""
+    """Return the ranks that hold other replicas of this partition."""
     return list(state().members["DP"])
 
 
 def get_pp_group() -> list[int]:
-    """The ranks of this pipeline."""
+    """Return the ranks of this pipeline."""
     return list(state().members["PP"])
 
 
 def get_tp_group() -> list[int]:
-    """This rank alone."""
+    """Return this rank alone."""
     return list(state().members["TP"])
 
 
 def get_rdp_group() -> list[int]:
-    """The same as `get_dp_group`."""
+    """Return the same as `get_dp_group`."""
     return list(state().members["RDP"])
 
 

@@ -14,7 +14,7 @@ _marked: weakref.WeakSet[Any] = weakref.WeakSet()
 def set_activation_checkpointing(
     module: nn.Module, preserve_rng_state: bool = True, pack_args_as_tuple: bool = False, strategy: str = "each"
 ) -> None:
-    """Trades memory of `module` for time: the stages that have a part of it keep their inputs only.
+    """Trade memory of `module` for time: the stages that have a part of it keep their inputs only.
 
     `strategy` (each, contiguous, group_2 …) is checked and changes nothing: what is done again is a stage. Random
     numbers are always the same ones.
@@ -25,7 +25,7 @@ def set_activation_checkpointing(
 
 
 def checkpoint(module: nn.Module, *args: Any, preserve_rng_state: bool = True, **kwargs: Any) -> Any:
-    """Calls `module`, whose stage keeps its inputs only."""
+    """Call `module`, whose stage keeps its inputs only."""
     if isinstance(module, nn.Module):
         _marked.add(module)
     return module(*args, **kwargs)
@@ -38,11 +38,11 @@ def checkpoint_sequential(
     preserve_rng_state: bool = True,
     pack_args_as_tuple: bool = False,
 ) -> Any:
-    """As `set_activation_checkpointing`, for a Sequential that is called with `input` here."""
+    """Mark and call a Sequential with `input`; see `set_activation_checkpointing`."""
     set_activation_checkpointing(sequential, strategy=strategy)
     return sequential(*input) if pack_args_as_tuple and isinstance(input, Sequence) else sequential(input)
 
 
 def wanted(model: nn.Module) -> list[str]:
-    """The names of marked modules of a model."""
+    """Return the names of marked modules of a model."""
     return [name for name, module in model.named_modules() if module in _marked]

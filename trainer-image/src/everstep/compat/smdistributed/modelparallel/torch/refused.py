@@ -47,12 +47,12 @@ REASONS = {
 
 
 def refuse(name: str) -> NoReturn:
-    """NotOffered, with the reason."""
+    """Raise NotOffered, with the reason."""
     raise NotOffered(f"smp.{name}: {REASONS[name]}")
 
 
 class Refused:
-    """Stands for a name that is not offered; it may be looked at, but neither called nor derived from."""
+    """A stand-in for a name that is not offered; it may be looked at, but neither called nor derived from."""
 
     def __init__(self, name: str) -> None:
         self._name = name

@@ -10,10 +10,20 @@ import torch
 
 
 def cut(value: Any, count: int, index: int, axis: int, name: str) -> Any:
-    """Micro-batch `index` of `count`: tensors along `axis`, lists, tuples, mappings and sets by what is in them,
-    objects by their smp_slice; anything else goes to every micro-batch.
+    """Return micro-batch `index` of `count`.
 
-    ValueError if a tensor does not divide.
+    Tensors are cut along `axis`, lists, tuples, mappings and sets by what is in them, objects by their smp_slice;
+    anything else goes to every micro-batch.
+
+    Args:
+        value: The argument of the step function.
+        count: Number of micro-batches.
+        index: The micro-batch to return.
+        axis: The axis along which tensors are cut.
+        name: Name of the argument, for messages.
+
+    Raises:
+        ValueError: A tensor does not divide.
     """
     if isinstance(value, torch.Tensor):
         if not value.dim():

@@ -1,4 +1,4 @@
-"""What `smp.init` sets up, and who is who: one for each process."""
+"""The state that `smp.init` sets up, and the ranks of each group: one for each process."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS
 
 
 class NotInitialized(RuntimeError):
-    """smp.init() was not called yet."""
+    """An error of a call before smp.init()."""
 
 
 @dataclass
 class State:
-    """`groups`: the process group of this process in each dimension, `members` the ranks in it, in order."""
+    """The state of one process. `groups`: its process group in each dimension, `members` the ranks in it, in order."""
 
     config: Config
     grid: Grid
@@ -54,19 +54,19 @@ _retired: list[Any] = []  # groups of former states
 
 
 def state() -> State:
-    """NotInitialized before smp.init()."""
+    """Return the state of this process. Raises NotInitialized before smp.init()."""
     if _state is None:
         raise NotInitialized("call smp.init() first")
     return _state
 
 
 def is_initialized() -> bool:
-    """Whether smp.init() was called."""
+    """Return whether smp.init() was called."""
     return _state is not None
 
 
 def init(config: Any = None) -> None:
-    """Begins: `config` is a mapping of the documented keys; None reads SM_HP_MP_PARAMETERS.
+    """Begin. `config` is a mapping of the documented keys; None reads SM_HP_MP_PARAMETERS.
 
     Joins the process group of torch.distributed, if the script has not (from RANK, WORLD_SIZE, MASTER_ADDR and
     MASTER_PORT, or what mpirun says). ConfigError names the key that cannot be, also against the number of processes.
@@ -94,17 +94,17 @@ def init(config: Any = None) -> None:
 
 
 def found(names: Sequence[str], default: int) -> int:
-    """The number in the first of these variables that is set."""
+    """Return the number in the first of these variables that is set."""
     return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), default)
 
 
 def is_tracing() -> bool:
-    """Whether the model is being traced, which the first step begins with."""
+    """Return whether the model is being traced, which the first step begins with."""
     return _state is not None and _state.tracing
 
 
 def shutdown() -> None:
-    """Forgets everything; smp.init() may be called again. The process group stays.
+    """Forget everything; smp.init() may be called again. The process group stays.
 
     Groups that smp.init() made end with the next smp.init(): until then others may still read what was sent in them.
     """

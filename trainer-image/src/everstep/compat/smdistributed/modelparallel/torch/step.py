@@ -27,7 +27,7 @@ def step(
     input_split_axes: Mapping[str, int] | None = None,
     detach_outputs: bool = True,
 ) -> Callable[..., Any]:
-    """Runs the function for each micro-batch, in the order of the pipeline, on every process.
+    """Run the function for each micro-batch, in the order of the pipeline, on every process.
 
     Arguments are cut along their first axis, or as `input_split_axes` says, but for those in `non_split_inputs`. In the
     function, `model(...)` and `model.backward(loss)` are called once each; one that does not name `backward`, itself or
@@ -68,7 +68,7 @@ def step(
 
 
 def _calls_backward(function: Any, seen: set[Any]) -> bool:
-    """Whether it names `backward`, or a function of its module that does."""
+    """Return whether a function names `backward`, or a function of its module that does."""
     function = getattr(function, "func", getattr(function, "__func__", function))  # of a partial, of a method
     code = getattr(function, "__code__", None)
     if code is None or code in seen:
@@ -86,7 +86,7 @@ def _calls_backward(function: Any, seen: set[Any]) -> bool:
 
 
 def _names(code: CodeType) -> set[str]:
-    """All names that a function uses, also in functions inside it."""
+    """Return all names that a function uses, also in functions inside it."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
@@ -112,7 +112,8 @@ def _through(now: State, bodies: list[Body], training: bool, detach: bool) -> An
 
 
 def _told(now: State, mine: list[Any] | None, detach: bool) -> list[Any]:
-    """What the last process of the pipeline returned, on all of its processes; the graph stays where it was made."""
+    """Return what the last process of the pipeline returned, on all of its processes; the graph stays where it was
+    made."""
     import torch.distributed as dist
 
     if now.grid.ranks == 1:
