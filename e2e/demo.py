@@ -153,7 +153,7 @@ def timings(job: Object) -> None:
 
 
 def local() -> int:
-    """The same manifest, without any cluster: its ranks need here what the trainer image has."""
+    """Run the same manifest, without any cluster: its ranks need here what the trainer image has."""
     python = Path("build/local/bin/python").absolute()
     if not python.exists():
         uv = os.environ.get("UV", "uv")

@@ -64,7 +64,7 @@ UNKNOWN = Cost(60)
 
 
 def program_steps(names: Iterable[str]) -> list[Step]:
-    """The modules that have to be compiled for the programs ``names``."""
+    """Return the modules that have to be compiled for the programs ``names``."""
     return [
         Step(folder, f"compile {', '.join(programs)}", MODULES.get(folder, UNKNOWN))
         for folder, programs in binaries.by_module(binaries.missing(names)).items()
@@ -72,7 +72,7 @@ def program_steps(names: Iterable[str]) -> list[Step]:
 
 
 def image_steps(images: Iterable[Image]) -> list[Step]:
-    """The images that have to be built; asked without installing anything."""
+    """Return the images that have to be built; asked without installing anything."""
     can_ask = engine.is_present()
     found = []
     for image in images:
@@ -106,7 +106,8 @@ class Track:
             self.since = now
 
     def estimate(self, now: float) -> float:
-        """The seconds' worth of work that is done: a step that takes longer than it should stays just below its end."""
+        """Return the seconds' worth of work that is done: a step that takes longer than it should stays just below its
+        end."""
         done = sum(step.cost.seconds for step in self.steps if step.name in self.finished)
         current = self.current
         return done + (min(now - self.since, 0.95 * current.cost.seconds) if current else 0)

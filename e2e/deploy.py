@@ -31,7 +31,7 @@ DEMO_IMAGES = ("operator", "trainer")
 
 
 def pool(name: str) -> Object:
-    """The pool of the nodes that carry this capacity type."""
+    """Return the pool of the nodes that carry this capacity type."""
     return {
         "apiVersion": "everstep.dev/v1alpha1",
         "kind": "TrainingPool",
@@ -45,7 +45,7 @@ POOLS = [pool("on-demand"), pool("spot")]
 
 @contextmanager
 def cluster() -> Iterator[Cluster]:
-    """A cluster with everything on it; taken down afterwards only if it was not up before."""
+    """Provide a cluster with everything on it; taken down afterwards only if it was not up before."""
     running = backend.choose()
     was_up = running.is_up()
     try:
@@ -71,20 +71,20 @@ def connect(running: backend.Cluster) -> Cluster:
 
 
 def programs(running: backend.Cluster) -> tuple[str, ...]:
-    """The programs that a cluster of this kind is made of, and those with which everstep is installed there."""
+    """Return the programs that a cluster of this kind is made of, and those with which everstep is installed there."""
     if isinstance(running, LocalCluster):
         return (*binaries.LOCAL_CLUSTER, "helm")
     return ("kubectl", "helm", "kind") if isinstance(running, KindCluster) else ("kubectl", "helm")
 
 
 def missing_packages(running: backend.Cluster) -> list[str]:
-    """The Debian packages that this machine lacks for such a cluster and for its images."""
+    """Return the Debian packages that this machine lacks for such a cluster and for its images."""
     found = packages.missing(packages.NODES) if isinstance(running, LocalCluster) else []
     return [*found, *missing_tools()]
 
 
 def missing_images(running: backend.Cluster, only: Iterable[str] | None = None) -> list[Image]:
-    """The images, all or those of these short names, that nodes cannot take from what is loaded already."""
+    """Return the images, all or those of these short names, that nodes cannot take from what is loaded already."""
     chosen = images() if only is None else [image(name) for name in only]
     if isinstance(running, LocalCluster):
         return [each for each in chosen if not golden.holds(each.name, each.key)]
@@ -200,7 +200,7 @@ def _operator_pods(found: Cluster) -> list[Object]:
 
 
 def operator_pod(found: Cluster) -> Object | None:
-    """The operator's pod whose container runs now."""
+    """Return the operator's pod whose container runs now."""
     for pod in _operator_pods(found):
         statuses = pod["status"].get("containerStatuses", [])
         if statuses and "running" in statuses[0]["state"]:
@@ -231,7 +231,7 @@ def _ready(found: Cluster) -> bool:
 
 @contextmanager
 def another_agent(found: Cluster) -> Iterator[None]:
-    """An operator of another build, with another agent, for the time of the block."""
+    """Provide an operator of another build, with another agent, for the time of the block."""
     install(found, **{"image.tag": "next"})
     try:
         yield
@@ -254,6 +254,6 @@ def network_policies(found: Cluster) -> Iterator[None]:
 
 
 def agent_of(pod: Object) -> str:
-    """The name of the ConfigMap whose agent a pod runs."""
+    """Return the name of the ConfigMap whose agent a pod runs."""
     names: list[str] = [v["configMap"]["name"] for v in pod["spec"]["volumes"] if v["name"] == "everstep-agent"]
     return names[0]

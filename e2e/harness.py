@@ -78,7 +78,7 @@ class Cluster:
         return answer
 
     def stream(self, path: str, accept: str = "application/json", /, **query: str) -> Iterator[bytes]:
-        """The lines of an answer as they come: a watch."""
+        """Yield the lines of an answer as they come: a watch."""
         answer = self._api.call_api(
             path,
             "GET",
@@ -106,12 +106,13 @@ class Cluster:
         return self.get(f"{JOBS.format(namespace=namespace)}/{name}")
 
     def pods(self, namespace: str, job: str) -> list[Object]:
-        """The job's pods, by index."""
+        """Return the job's pods, by index."""
         found = self.items(f"/api/v1/namespaces/{namespace}/pods", labelSelector=f"{GROUP}/job={job}")
         return sorted(found, key=lambda pod: int(pod["metadata"]["labels"][f"{GROUP}/index"]))
 
     def reported(self, namespace: str, job: str, timeout: float = 60) -> list[Object]:
-        """The job's pods, by index, once kubelets have told that each was started, and so its address and container.
+        """Return the job's pods, by index, once kubelets have told that each was started, and so its address and
+        container.
 
         Ranks may run, and even end, before that: agents tell the operator sooner than kubelets tell the API server.
         """
@@ -123,7 +124,7 @@ class Cluster:
         return wait(look, timeout, f"kubelets report the pods of {job} in {namespace}")
 
     def logs(self, namespace: str, pod: str) -> str:
-        """What the pod has written so far; what the API server says instead where there is no log."""
+        """Return what the pod has written so far; what the API server says instead where there is no log."""
         path = f"/api/v1/namespaces/{namespace}/pods/{pod}/log"
         try:
             # One kubectl for each of a job's pods would cost more than the job.
@@ -180,7 +181,7 @@ class Cluster:
         return [(pod["metadata"]["uid"], pod["metadata"]["resourceVersion"]) for pod in pods]
 
     def explain(self, namespace: str, name: str) -> str:
-        """What a person would look at when a job surprises: status, pods, events, last log lines."""
+        """Return what a person would look at when a job surprises: status, pods, events, last log lines."""
         job = self.job(namespace, name)
         lines = [json.dumps((job or {}).get("status"), indent=1)]
         for pod in self.pods(namespace, name):
@@ -194,7 +195,7 @@ class Cluster:
 
     @contextmanager
     def namespace(self, prefix: str = "t", **labels: str) -> Iterator[str]:
-        """A fresh namespace under the restricted pod security standard, gone afterwards."""
+        """Provide a fresh namespace under the restricted pod security standard, gone afterwards."""
         name = f"{prefix}-{uuid4().hex[:6]}"
         enforced = {"pod-security.kubernetes.io/enforce": "restricted"} | labels
         self.request("POST", "/api/v1/namespaces", {"metadata": {"name": name, "labels": enforced}})
@@ -233,13 +234,13 @@ def phase(job: Object) -> str:
 
 
 def condition(job: Object, kind: str) -> Object:
-    """The condition of that type, an empty dictionary when there is none."""
+    """Return the condition of that type, an empty dictionary when there is none."""
     found: list[Object] = [c for c in job.get("status", {}).get("conditions", []) if c["type"] == kind]
     return found[0] if found else {}
 
 
 def training_job(name: str, command: list[str] | None, **spec: Any) -> Object:
-    """A small TrainingJob of the bring-your-own image; ``spec`` overrides."""
+    """Return a small TrainingJob of the bring-your-own image; ``spec`` overrides."""
     body: Object = {
         "image": "docker.io/everstep/byo:test",
         "imagePullPolicy": "IfNotPresent",
@@ -252,5 +253,5 @@ def training_job(name: str, command: list[str] | None, **spec: Any) -> Object:
 
 
 def python(source: str) -> list[str]:
-    """A rank that runs this Python source, unbuffered."""
+    """Return a rank that runs this Python source, unbuffered."""
     return ["python3", "-u", "-c", source]

@@ -28,7 +28,7 @@ class Life:
 
 
 def lives(log: Iterable[str], namespace: str) -> list[Life]:
-    """Of every pod of a job in this namespace, in the order of their creation."""
+    """Return the life of every pod of a job in this namespace, in the order of their creation."""
     found: dict[str, Life] = {}
     for event in _about_pods(log, namespace):
         pod = event.get("responseObject") or {}
@@ -48,7 +48,8 @@ def lives(log: Iterable[str], namespace: str) -> list[Life]:
 
 
 def two_at_once(found: Iterable[Life]) -> list[str]:
-    """Indices that had two live pods: one was made before the last was gone, or that one's removal was forced."""
+    """Return the indices that had two live pods: one was made before the last was gone, or that one's removal was
+    forced."""
     by_index: dict[tuple[str, str], list[Life]] = defaultdict(list)
     for life in found:
         by_index[life.job, life.index].append(life)

@@ -1,4 +1,4 @@
-"""Which kind of cluster this machine can run."""
+"""Chooses the kind of cluster that this machine can run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from e2e.cluster.state import Shape, cluster_dir
 
 
 class Cluster(Protocol):
-    """What every cluster can do."""
+    """A cluster of any kind, with what each of them can do."""
 
     @property
     def kubeconfig(self) -> Path: ...
@@ -38,7 +38,7 @@ class FaultyCluster(Cluster, Protocol):
 
 
 def choose() -> Cluster:
-    """The cluster that is up, else the best kind that this machine can run: yours, kind, local."""
+    """Return the cluster that is up, else the best kind that this machine can run: yours, kind, local."""
     if ExternalCluster.wanted():
         return ExternalCluster()
     shape = Shape.load(cluster_dir())
@@ -54,7 +54,7 @@ def choose() -> Cluster:
 
 
 def faulty() -> FaultyCluster:
-    """The chosen cluster, if its nodes are ours to break."""
+    """Return the chosen cluster, if its nodes are ours to break."""
     cluster = choose()
     if isinstance(cluster, ExternalCluster):
         raise ClusterError("the nodes of a cluster of yours are not broken on purpose")
@@ -63,7 +63,7 @@ def faulty() -> FaultyCluster:
 
 
 def local_cluster() -> LocalCluster:
-    """The local cluster, for what only it can do."""
+    """Return the local cluster, for what only it can do."""
     cluster = choose()
     if not isinstance(cluster, LocalCluster):
         raise ClusterError(f"this needs the {local.BACKEND} cluster")

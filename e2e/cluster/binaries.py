@@ -36,7 +36,7 @@ class Program:
 
     @property
     def executable(self) -> str:
-        """The name under which `go build` leaves it: the package's last element that is no major version."""
+        """Return the name under which `go build` leaves it: the package's last element that is no major version."""
         elements = self.package.split("/")
         if elements == ["."]:
             return self.folder
@@ -49,7 +49,7 @@ class Program:
 
 
 def module_version(folder: str, module: str) -> str:
-    """The version of ``module`` that the go.mod in ``folder`` pins, such as ``v1.34.2``."""
+    """Return the version of ``module`` that the go.mod in ``folder`` pins, such as ``v1.34.2``."""
     text = (GO_MODULES / folder / "go.mod").read_text()
     found = re.search(rf"^\s*(?:require )?{re.escape(module)} (v\S+)", text, re.MULTILINE)
     if found is None:
@@ -138,13 +138,13 @@ def cache_key(program: Program, modules: Path = GO_MODULES) -> str:
 
 
 def path_of(name: str) -> Path:
-    """Where the program lies once it is built; it may not exist yet."""
+    """Return where the program lies once it is built; it may not exist yet."""
     program = PROGRAMS[name]
     return cache_dir() / "bin" / cache_key(program) / name
 
 
 def binary(name: str) -> Path:
-    """The path of a program, built now if the cache lacks it."""
+    """Return the path of a program, built now if the cache lacks it."""
     ensure([name])
     return path_of(name)
 
@@ -179,7 +179,7 @@ def by_module(names: Iterable[str]) -> dict[str, list[str]]:
 
 @contextmanager
 def _locked(folder: str) -> Iterator[None]:
-    """One build of a module at a time."""
+    """Build a module in one process at a time."""
     locks = cache_dir() / "bin"
     locks.mkdir(parents=True, exist_ok=True)
     with (locks / f".{folder}.lock").open("w") as lock:

@@ -19,14 +19,14 @@ def is_unified() -> bool:
 
 
 def hierarchies() -> list[Path]:
-    """The root of every cgroup tree; links such as ``cpu -> cpu,cpuacct`` count once."""
+    """Return the root of every cgroup tree; links such as ``cpu -> cpu,cpuacct`` count once."""
     if is_unified():
         return [MOUNT]
     return sorted({path.resolve() for path in MOUNT.iterdir() if (path / "cgroup.procs").exists()})
 
 
 def pods_path(node: str) -> str:
-    """What kubelet calls its cgroup root."""
+    """Return the name of kubelet's cgroup root."""
     return f"/{PARENT}/{node}/pods"
 
 

@@ -36,7 +36,7 @@ KUBERNETES_SERVICE_IP = "10.96.0.1"
 
 @dataclass(frozen=True)
 class Settings:
-    """What must be the same when a part of a running control plane is started again."""
+    """The settings that must be the same when a part of a running control plane is started again."""
 
     address: str
     port: int
@@ -72,7 +72,7 @@ class ControlPlane:
 
     @classmethod
     def open(cls, folder: Path) -> ControlPlane:
-        """The detached control plane that another process started in ``folder``."""
+        """Return the detached control plane that another process started in ``folder``."""
         return cls(folder, detached=True)
 
     @property
@@ -85,7 +85,7 @@ class ControlPlane:
 
     @property
     def kubeconfig(self) -> Path:
-        """The administrator's kubeconfig."""
+        """Return the administrator's kubeconfig."""
         return self.folder / "kubeconfig"
 
     @property
@@ -135,14 +135,14 @@ class ControlPlane:
         self.start_controllers(limits)
 
     def user_kubeconfig(self, user: str, *groups: str) -> Path:
-        """A kubeconfig for a user with no rights but those that RBAC gives to ``user`` and ``groups``."""
+        """Return a kubeconfig for a user with no rights but those that RBAC gives to ``user`` and ``groups``."""
         subject = "".join(f"/O={group}" for group in groups) + f"/CN={user}"
         name = user.replace(":", "-")
         pair = self.authority.issue(name, subject)
         return self.authority.kubeconfig(self.folder / f"{name}.kubeconfig", self.url, pair)
 
     def ready(self) -> bool:
-        """Whether the API server says that it is ready; an error if it or etcd has ended."""
+        """Return whether the API server says that it is ready; raise an error if it or etcd has ended."""
         for name in ("etcd", "kube-apiserver"):
             if self.processes.find(name) is None:
                 raise ClusterError(f"{name} is not running: {self._log_tail(name)}")

@@ -44,7 +44,7 @@ def corefile(kubeconfig: Path) -> str:
 
 
 def objects() -> list[Object]:
-    """The Service without a selector, and the slice that leads it to the host."""
+    """Return the Service without a selector, and the slice that leads it to the host."""
     metadata = {"name": "kube-dns", "namespace": "kube-system"}
     protocols = {"dns": "UDP", "dns-tcp": "TCP"}
     service = {

@@ -1,4 +1,4 @@
-"""What can go wrong, in words for the person at the terminal."""
+"""The errors of a cluster, in words for the person at the terminal."""
 
 
 class ClusterError(Exception):

@@ -51,7 +51,7 @@ def _record() -> Path:
 
 
 def images() -> dict[str, str]:
-    """The images in the golden root: name -> key of the content."""
+    """Return the images in the golden root: name -> key of the content."""
     try:
         held: dict[str, str] = json.loads(_record().read_text())
     except FileNotFoundError:
@@ -60,7 +60,7 @@ def images() -> dict[str, str]:
 
 
 def holds(name: str, key: str) -> bool:
-    """Whether an image of that name and key is there, so that its archive need not be built again."""
+    """Return whether an image of that name and key is there, so that its archive need not be built again."""
     return images().get(name) == key
 
 
@@ -126,7 +126,7 @@ def ensure_pause() -> None:
 
 @contextmanager
 def unpacked(name: str) -> Iterator[UnpackedImage]:
-    """An image of the golden root, which stays there for the time of the block."""
+    """Provide an image of the golden root, which stays there for the time of the block."""
     with exclusive(LOCK):
         with _containerd() as socket:
             command = ["ctr", "--address", str(socket), "--namespace", "k8s.io"]
@@ -151,7 +151,7 @@ def seed(target: Path) -> dict[str, str]:
 
 
 def reference(name: str) -> str:
-    """The full name under which a container runtime looks an image up."""
+    """Return the full name under which a container runtime looks an image up."""
     first, slash, _ = name.partition("/")
     if not slash:
         name = f"docker.io/library/{name}"
@@ -208,7 +208,7 @@ def _listed(command: list[str]) -> dict[str, str]:
 
 @contextmanager
 def _containerd() -> Iterator[Path]:
-    """A containerd on the golden root, for the time of an import; its socket."""
+    """Run a containerd on the golden root, for the time of an import, and give its socket."""
     packages.ensure(packages.NODES)
     root().mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="everstep-golden-") as folder:

@@ -1,4 +1,4 @@
-"""What a cluster changes on the host itself, remembered so that it can be put back."""
+"""The changes that a cluster makes on the host itself, remembered so that they can be put back."""
 
 from __future__ import annotations
 

@@ -42,6 +42,6 @@ class Kubectl:
 
 
 def is_ready(node: Object) -> bool:
-    """Whether a node's Ready condition is true."""
+    """Return whether a node's Ready condition is true."""
     conditions = node.get("status", {}).get("conditions", [])
     return any(condition["type"] == "Ready" and condition["status"] == "True" for condition in conditions)

@@ -24,7 +24,7 @@ POD_CIDR = "10.210.0.0/16"
 
 
 def node_object(index: int, count: int, gpus: int) -> Object:
-    """A pretended node with 32 cores and 256 GiB."""
+    """Return a pretended node with 32 cores and 256 GiB."""
     resources = {"cpu": "32", "memory": "256Gi", "pods": "110", RESOURCE: str(gpus)}
     labels = {
         LABEL[0]: LABEL[1],

@@ -37,7 +37,7 @@ class UnpackedImage:
 
     @property
     def chain_ids(self) -> list[str]:
-        """The name of each layer on top of those below it, as the OCI image specification computes it."""
+        """Return the name of each layer on top of those below it, as the OCI image specification computes it."""
         names: list[str] = []
         for diff_id in json.loads(self.config)["rootfs"]["diff_ids"]:
             names.append(oci.digest(f"{names[-1]} {diff_id}".encode()) if names else diff_id)
@@ -106,7 +106,7 @@ def _link_layer(ctr: Sequence[str], chain_id: str, parent: str, folder: Path) ->
 
 
 def _folders(mounts: list[dict[str, Any]], option: str) -> list[Path]:
-    """The folders behind an overlay's ``option``; a mount of a single layer is a bind mount of its folder."""
+    """Return the folders behind an overlay's ``option``; a mount of a single layer is a bind mount of its folder."""
     (mount,) = mounts
     found = {name.lower(): value for name, value in mount.items()}
     if found["type"] != "overlay":

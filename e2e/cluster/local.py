@@ -60,7 +60,7 @@ class LocalCluster:
         return [Node(place, count, self.folder, golden.node_root(f"node-{place.index}")) for place in _places(count)]
 
     def node(self, name: str) -> Node:
-        """A node by its name, such as ``node-2``."""
+        """Return a node by its name, such as ``node-2``."""
         for node in self.nodes:
             if node.name == name:
                 return node
@@ -87,7 +87,7 @@ class LocalCluster:
             self._remove()
 
     def is_up(self) -> bool:
-        """Whether every process runs, the API server answers and every node is Ready with its GPUs."""
+        """Return whether every process runs, the API server answers and every node is Ready with its GPUs."""
         if not self._is_complete() or self._missing_processes():
             return False
         with contextlib.suppress(ClusterError):
@@ -214,7 +214,7 @@ class LocalCluster:
         return self.folder / "completed"
 
     def _is_complete(self) -> bool:
-        """Whether ``up`` once came to its end, and the data of that cluster are still served."""
+        """Return whether ``up`` once came to its end, and the data of that cluster are still served."""
         return self._completed.exists() and self.processes.find("etcd") is not None
 
     def _missing_processes(self) -> set[str]:

@@ -20,7 +20,7 @@ MAX_NODES = 200
 
 @dataclass(frozen=True)
 class Place:
-    """Where node number ``index`` (from 1) lies in the network."""
+    """The place of node number ``index`` (from 1) in the network."""
 
     index: int
 
@@ -34,7 +34,7 @@ class Place:
 
     @property
     def link(self) -> str:
-        """The host's end of the node's cable."""
+        """Return the host's end of the node's cable."""
         return f"everstep-n{self.index}"
 
     @property
@@ -47,7 +47,7 @@ class Place:
 
 
 def create_bridge(places: Sequence[Place]) -> None:
-    """The switch, the host's address on it, and the host's routes to every node's pods."""
+    """Create the switch, the host's address on it, and the host's routes to every node's pods."""
     _batch(
         [
             f"link add {BRIDGE} type bridge",
@@ -62,7 +62,7 @@ def create_bridge(places: Sequence[Place]) -> None:
 
 
 def remove_bridge() -> None:
-    """Also takes the routes through it along."""
+    """Remove the switch, and the routes through it along."""
     if Path(f"/sys/class/net/{BRIDGE}").exists():
         _run("ip", "link", "delete", BRIDGE)
     if _host_drops_forwarded():

@@ -30,7 +30,7 @@ SETS = ("KUBE-SRC-", "KUBE-DST-")
 
 @contextmanager
 def enforced(cluster: LocalCluster) -> Iterator[None]:
-    """All NetworkPolicies hold within the block; afterwards the nodes are as they were.
+    """Enforce all NetworkPolicies within the block; afterwards the nodes are as they were.
 
     A node that is restarted meanwhile comes back without.
     """

@@ -29,7 +29,8 @@ NODE_SYSCTLS = {
 
 
 def capacity_type(index: int, count: int) -> str:
-    """The last third of the nodes is spot capacity: at least one of each type from two nodes on."""
+    """Return the capacity type of a node. The last third of the nodes is spot capacity: at least one of each type from
+    two nodes on."""
     spot = max(1, count // 3) if count > 1 else 0
     return "spot" if index > count - spot else "on-demand"
 
@@ -59,7 +60,7 @@ class Node:
 
     @property
     def own(self) -> Path:
-        """The node's private folder: its configuration, its logs, its disk."""
+        """Return the node's private folder: its configuration, its logs, its disk."""
         return self.folder / "nodes" / self.name
 
     @property
@@ -68,7 +69,7 @@ class Node:
 
     @property
     def process(self) -> Process | None:
-        """The process that holds the node's namespaces, while the node is switched on."""
+        """Return the process that holds the node's namespaces, while the node is switched on."""
         return self.processes.find(self.name)
 
     @property
@@ -78,7 +79,7 @@ class Node:
 
     @property
     def is_disturbed(self) -> bool:
-        """Whether it is frozen or cut off."""
+        """Return whether it is frozen or cut off."""
         return cgroups.is_frozen(self.name) or not network.is_plugged(self.place)
 
     def configure(self, authority: Authority, url: str, kube_proxy_kubeconfig: Path) -> None:
@@ -137,7 +138,8 @@ class Node:
         network.plug(self.place)
 
     def inside(self) -> list[str]:
-        """The prefix with which a command runs on the node: ``subprocess.run([*node.inside(), "ip", "route"])``."""
+        """Return the prefix with which a command runs on the node: ``subprocess.run([*node.inside(), "ip",
+        "route"])``."""
         return ["nsenter", "--target", str(self._init_pid()), "--mount", "--net", "--pid", "--uts"]
 
     def reseed(self) -> None:
@@ -145,7 +147,7 @@ class Node:
         write_atomically(self.own / "images.json", json.dumps(golden.seed(self.root)))
 
     def missing_images(self) -> list[str]:
-        """Names of golden images that this node lacks, or has with other content."""
+        """Return the names of golden images that this node lacks, or has with other content."""
         held = json.loads((self.own / "images.json").read_text())
         return [name for name, key in golden.images().items() if held.get(name) != key]
 

@@ -21,7 +21,7 @@ RESTART_DELAY = 1.0
 
 
 def make_private(spec: dict[str, Any]) -> None:
-    """Own host name, own /run, own folders; containers may still see later mounts of volumes (rshared)."""
+    """Give the node its own host name, /run and folders; containers may still see later mounts of volumes (rshared)."""
     socket.sethostname(spec["hostname"])
     subprocess.run(["mount", "--make-rshared", "/"], check=True)
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=755", "tmpfs", "/run"], check=True)

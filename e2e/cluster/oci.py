@@ -55,7 +55,8 @@ def _write(path: Path, name: str, config: bytes, layers: Sequence[Mapping[str, A
 
 
 def content_key(path: Path) -> str:
-    """What an image archive holds, as a digest of its index: read in an instant whatever the size of the layers."""
+    """Return a digest of what an image archive holds, by its index: read in an instant whatever the size of the
+    layers."""
     with tarfile.open(path) as archive:
         for member in archive:
             # index.json is OCI's, manifest.json Docker's; both name every blob by its digest.
@@ -94,7 +95,7 @@ def _json(document: object) -> bytes:
 
 
 def digest(blob: bytes) -> str:
-    """The name of a blob, as the OCI image specification computes it."""
+    """Return the name of a blob, as the OCI image specification computes it."""
     return f"sha256:{hashlib.sha256(blob).hexdigest()}"
 
 

@@ -1,4 +1,4 @@
-"""How long each part of a start took, printed as it ends."""
+"""Prints how long each part of a start took, as it ends."""
 
 from __future__ import annotations
 

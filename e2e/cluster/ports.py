@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def free_ports(count: int, address: str = "127.0.0.1") -> list[int]:
-    """Ports nobody listens on, below the range from which the kernel takes ports for outgoing connections.
+    """Return ports nobody listens on, below the range from which the kernel takes ports for outgoing connections.
 
     From that range a port found free now could be taken before its server starts.
     """

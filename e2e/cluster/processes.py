@@ -128,7 +128,7 @@ class ProcessTable:
         return found
 
     def find(self, name: str) -> Process | None:
-        """The recorded process of that name, if it still runs."""
+        """Return the recorded process of that name, if it still runs."""
         return next((process for process in self.all() if process.name == name and process.alive), None)
 
     def stop(self, names: Iterable[str] | None = None, *, grace: float = 0) -> None:

@@ -1,4 +1,4 @@
-"""Where a cluster keeps what it must find again: after the command's end, its crash, or a reboot."""
+"""The folder in which a cluster keeps what it must find again: after the command's end, its crash, or a reboot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def cluster_dir() -> Path:
 
 @dataclass(frozen=True)
 class Shape:
-    """What the user asked for; written before anything is started, so that ``down`` knows what to look for."""
+    """The cluster that the user asked for; written before anything is started, so that ``down`` knows what to look
+    for."""
 
     backend: str
     nodes: int = 3
@@ -50,7 +51,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 @contextmanager
 def exclusive(name: str) -> Iterator[None]:
-    """One process at a time: two commands that change the cluster, or the golden images, wait for each other."""
+    """Let one process in at a time: two commands that change the cluster, or the golden images, wait for each other."""
     cache_dir().mkdir(parents=True, exist_ok=True)
     with (cache_dir() / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -1,4 +1,4 @@
-"""Which images there are, and what enters each.
+"""The catalogue of images, and what enters each.
 
 An image is known by its content key: a hash over its Dockerfile, the files which that copies, and its base. Two
 checkouts with the same sources share one image; a change of a source file is a new key and nothing else is.
@@ -46,7 +46,7 @@ class Image:
 
     @property
     def key(self) -> str:
-        """The content key, read from the files as they are now."""
+        """Return the content key, read from the files as they are now."""
         digest = hashlib.sha256(f"{self.name}\0{self.base.key}\0{self.target}\0".encode())
         for path in (REPOSITORY / self.dockerfile, *self.inputs()):
             # git keeps the executable bit and no other; so does this.
@@ -57,7 +57,8 @@ class Image:
         return digest.hexdigest()[:16]
 
     def inputs(self) -> list[Path]:
-        """The files that the Dockerfile copies. Read from it, for a list beside it would one day be out of step."""
+        """Return the files that the Dockerfile copies. They are read from it: a list beside it would one day be out of
+        step."""
         found: set[Path] = set()
         for _, sources in _COPY.findall((REPOSITORY / self.dockerfile).read_text()):
             for source in sources.split():
@@ -69,18 +70,18 @@ class Image:
 
     @property
     def built(self) -> bool:
-        """Whether the image exists with the content that its files have now."""
+        """Return whether the image exists with the content that its files have now."""
         return engine().key(self.name) == self.key
 
     @property
     def size(self) -> int:
-        """The bytes of all its files, uncompressed, as a node stores them."""
+        """Return the bytes of all its files, uncompressed, as a node stores them."""
         self.build()
         return engine().size(self.name)
 
     @property
     def exists(self) -> bool:
-        """Whether some content has been built before: the next build is then likely one of small layers only."""
+        """Return whether some content has been built before: the next build is then likely one of small layers only."""
         return engine().key(self.name) is not None
 
     def build(self) -> None:
@@ -104,7 +105,7 @@ class Image:
 
     @contextmanager
     def layers(self) -> Iterator[tuple[bytes, tuple[Path, ...]] | None]:
-        """The image's configuration and the folders of its layers, which stay for the time of the block.
+        """Provide the image's configuration and the folders of its layers, which stay for the time of the block.
 
         None where the engine does not say where they are: then ``archive`` is the way.
         """
@@ -113,7 +114,8 @@ class Image:
             yield engine().layers(self.name)
 
     def archive(self) -> Path:
-        """An archive of the image for ``ctr images import`` or ``docker load``; whoever imports it deletes it."""
+        """Return an archive of the image for ``ctr images import`` or ``docker load``; whoever imports it deletes
+        it."""
         self.build()
         stem = self.name.rpartition("/")[2].replace(":", "-")
         target = cache_dir() / "images" / f"{stem}-{self.key}.tar"
@@ -126,7 +128,7 @@ class Image:
 
 
 def images() -> list[Image]:
-    """All images, those of the project first."""
+    """Return all images, those of the project first."""
     operator = Image("docker.io/everstep/operator:0.1.0", "operator/Dockerfile")
     found = [
         operator,
@@ -144,7 +146,7 @@ def images() -> list[Image]:
 
 
 def image(short_name: str) -> Image:
-    """The image called, for instance, ``trainer``, ``trainer:0.1.0`` or ``docker.io/everstep/trainer:0.1.0``."""
+    """Return the image called, for instance, ``trainer``, ``trainer:0.1.0`` or ``docker.io/everstep/trainer:0.1.0``."""
     for candidate in images():
         last = candidate.name.rpartition("/")[2]
         if short_name in (candidate.name, last, last.partition(":")[0]):
@@ -160,7 +162,7 @@ def _remove_forgotten(folder: Path, stem: str) -> None:
 
 
 def _base(base: Base) -> str:
-    """Two images may need the same base at once."""
+    """Build a base, once: two images may need the same one at the same time."""
     with _locked(base.name):
         return engine().base(base)
 
@@ -171,7 +173,7 @@ def _files(folder: Path) -> list[Path]:
 
 @contextmanager
 def _locked(name: str) -> Iterator[None]:
-    """One build of an image at a time, whatever process asks for it."""
+    """Build an image in one process at a time, whichever asks for it."""
     folder = cache_dir() / "images"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / f".{hashlib.sha256(name.encode()).hexdigest()[:16]}.lock").open("w") as lock:

@@ -36,13 +36,13 @@ class Recipe:
 
 
 class Engine(Protocol):
-    """What the rest of this package asks of a build program."""
+    """A build program, as the rest of this package needs it."""
 
     def key(self, name: str) -> str | None:
-        """The content key of the image that bears ``name``; None if there is none."""
+        """Return the content key of the image that bears ``name``; None if there is none."""
 
     def base(self, base: Base) -> str:
-        """The name under which a Dockerfile finds ``base``, which is made now if need be."""
+        """Return the name under which a Dockerfile finds ``base``, which is made now if need be."""
 
     def build(self, recipe: Recipe) -> None:
         """Build an image and give it its name."""
@@ -51,10 +51,11 @@ class Engine(Protocol):
         """Write an image to ``archive``."""
 
     def size(self, name: str) -> int:
-        """The bytes of an image's layers, uncompressed."""
+        """Return the bytes of an image's layers, uncompressed."""
 
     def layers(self, name: str) -> tuple[bytes, tuple[Path, ...]] | None:
-        """An image's configuration and the folders of its layers, the lowest first; None where they are not at hand."""
+        """Return an image's configuration and the folders of its layers, the lowest first; None where they are not at
+        hand."""
 
     def run(self, name: str, command: Sequence[str], mounts: Mapping[Path, str]) -> str:
         """Run ``command`` as the image's user with host folders mounted at the given paths; what it printed."""
@@ -161,12 +162,12 @@ class Buildah:
 
 
 def is_present() -> bool:
-    """Whether there is an engine to ask: one that must be installed first has no images."""
+    """Return whether there is an engine to ask: one that must be installed first has no images."""
     return shutil.which("buildah") is not None or shutil.which("docker") is not None
 
 
 def missing_tools() -> list[str]:
-    """The Debian packages that building images here would install."""
+    """Return the Debian packages that building images here would install."""
     return [] if shutil.which("docker") else [name for name in ("buildah", "mmdebstrap") if not shutil.which(name)]
 
 

@@ -23,7 +23,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Cluster]:
-    """The cluster with images, chart and pools; taken down afterwards only if this run brought it up."""
+    """Provide the cluster with images, chart and pools; taken down afterwards only if this run brought it up."""
     with deploy.cluster() as running:
         yield running
 
@@ -36,14 +36,14 @@ def gpu_job(name: str, nodes: int) -> Object:
 
 @pytest.fixture(scope="session", autouse=True)
 def early(request: pytest.FixtureRequest) -> None:
-    """What takes long by itself and disturbs nobody begins before the first scenario, if any asks for it."""
+    """Begin, before the first scenario, what takes long by itself and disturbs nobody, if any asks for it."""
     if any("gangs" in item.fixturenames for item in request.session.items if isinstance(item, pytest.Function)):
         request.getfixturevalue("gangs")
 
 
 @pytest.fixture(scope="session")
 def gangs(cluster: Cluster) -> Iterator[str]:
-    """The namespace of two jobs, `first` and `second`, that each want two thirds of all GPUs.
+    """Provide the namespace of two jobs, `first` and `second`, that each want two thirds of all GPUs.
 
     That one gives way and tries again takes the operator 90 s. No other scenario needs a GPU.
     """

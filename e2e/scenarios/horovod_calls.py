@@ -27,7 +27,7 @@ def equal_on_all_ranks(tensor: torch.Tensor) -> bool:
 
 
 def model_and_optimizer(kind: type[torch.optim.Optimizer], **options: Any) -> tuple[torch.nn.Module, Any]:
-    """A model that no two ranks have alike yet."""
+    """Return a model that no two ranks have alike yet."""
     torch.manual_seed(hvd.rank())
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3))
     ours = {name: options.pop(name) for name in ("compression", "backward_passes_per_step") if name in options}
@@ -139,7 +139,7 @@ def joined(rank: int, size: int) -> None:
 
 
 def rejected(rank: int) -> None:
-    """What the page says does not work is an error on all ranks that call it, and nobody hangs."""
+    """Check that what the page says does not work is an error on all ranks that call it, and that nobody hangs."""
     # Not allgather, which the page warns of: it spoils the memory of rank 0.
     if rank > 0:
         try:

@@ -1,4 +1,4 @@
-"""What breaks costs a restart of processes or of one pod, is charged once, and is told in status."""
+"""Failures cost a restart of processes or of one pod, are charged once, and are told in status."""
 
 from __future__ import annotations
 

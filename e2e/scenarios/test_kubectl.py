@@ -1,4 +1,4 @@
-"""What a person sees with nothing but kubectl, at every moment."""
+"""The view of a person with nothing but kubectl, at every moment."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ def test_ranks_that_share_a_processor_give_way_while_they_wait_unless_an_option_
 
 
 def gradients(output: str) -> dict[str, array[float]]:
-    """What a job told: averaged gradients by step and parameter."""
+    """Return what a job told: averaged gradients by step and parameter."""
     told = [line.partition("GRADIENT ")[2].split() for line in output.splitlines() if "GRADIENT " in line]
     return {name: array("f", base64.b64decode(data)) for name, data in told}
 

@@ -1,4 +1,4 @@
-"""What works, and what is said, in namespaces whose NetworkPolicies deny by default.
+"""Tests of what works, and what is said, in namespaces whose NetworkPolicies deny by default.
 
 All jobs live at the same time, since what they have in common is that silence takes its time to be noticed.
 """
@@ -51,7 +51,7 @@ SILENCE = 15  # seconds without an answer after which the operator goes by the p
 
 
 def documented() -> list[Object]:
-    """The policies of the page on installation, as they are there."""
+    """Return the policies of the page on installation, as they are there."""
     blocks = re.findall(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     found = [each for block in blocks for each in yaml.safe_load_all(block) if each.get("kind") == "NetworkPolicy"]
     assert {policy["metadata"]["name"] for policy in found} == {"everstep-agents", "everstep-ranks"}
@@ -59,7 +59,7 @@ def documented() -> list[Object]:
 
 
 def without_the_operator(policies: list[Object]) -> list[Object]:
-    """The same, for pods of the namespace alone."""
+    """Return the same, for pods of the namespace alone."""
     for policy in policies:
         for rule in policy["spec"].get("ingress", []):
             rule["from"] = [peer for peer in rule["from"] if "namespaceSelector" not in peer]

@@ -49,7 +49,7 @@ for step in range(1, int(sys.argv[1]) + 1):
 
 @pytest.fixture
 def volume(cluster: Cluster, namespace: str) -> Iterator[Object]:
-    """What a pod template needs for a folder that all nodes share, at /checkpoints."""
+    """Return what a pod template needs for a folder that all nodes share, at /checkpoints."""
     folder = Path(tempfile.mkdtemp(prefix="everstep-checkpoints-"))
     folder.chmod(0o777)
     shape = {"accessModes": ["ReadWriteMany"], "storageClassName": ""}
