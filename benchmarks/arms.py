@@ -22,7 +22,7 @@ RESTRICTED = {
 
 @dataclass(frozen=True)
 class Site:
-    """Where a benchmark runs: one namespace, some nodes, one ear."""
+    """The place of a benchmark: one namespace, some nodes, one ear."""
 
     cluster: Cluster
     namespace: str

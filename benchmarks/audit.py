@@ -1,4 +1,4 @@
-"""Who asked the API server for what, read back from its audit log."""
+"""Reads back from the API server's audit log who asked it for what."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class AuditLog:
                 )
 
     def of_operator(self) -> list[Request]:
-        """The operator's requests, without its Lease and its watches."""
+        """Return the operator's requests, without its Lease and its watches."""
         return [
             request
             for request in self.requests()
@@ -53,7 +53,7 @@ class AuditLog:
         ]
 
     def writes(self, namespaces: set[str]) -> int:
-        """All writes in these namespaces, whoever made them, events included."""
+        """Return all writes in these namespaces, whoever made them, events included."""
         return sum(
             request.verb in WRITES and request.namespace in namespaces and request.resource not in BACKGROUND
             for request in self.requests()

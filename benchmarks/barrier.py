@@ -54,7 +54,7 @@ while True:
 
 @dataclass
 class Heard:
-    """What the ranks of one tag have told: rank -> times (monotonic seconds) of `started` and `passed`."""
+    """The times (monotonic seconds) of `started` and `passed` that the ranks of one tag have told, by rank."""
 
     started: dict[int, list[float]] = field(default_factory=dict)
     passed: dict[int, list[float]] = field(default_factory=dict)
@@ -72,7 +72,7 @@ class Ear:
         self._heard: dict[str, Heard] = {}
 
     def env(self, tag: str, **more: str) -> list[dict[str, str]]:
-        """The environment by which a rank finds this ear."""
+        """Return the environment by which a rank finds this ear."""
         pairs = {"EAR": self.address, "EAR_PORT": str(self.port), "TAG": tag} | more
         return [{"name": name, "value": value} for name, value in pairs.items()]
 

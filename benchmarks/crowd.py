@@ -37,7 +37,7 @@ TIMEOUT = 240.0
 
 @dataclass(frozen=True)
 class Crowd:
-    """What every process has to know."""
+    """The facts that every process has to know."""
 
     agents: int
     folder: Path
@@ -86,7 +86,7 @@ class PretendedRanks:
 
 
 class Agent:
-    """What the agent's main.py puts together."""
+    """An agent as main.py puts it together."""
 
     def __init__(self, crowd: Crowd, index: int) -> None:
         clock = asyncio.get_running_loop().time

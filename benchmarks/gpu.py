@@ -68,7 +68,7 @@ def timed(model: Model, work: Callable[[], Any]) -> float:
 
 
 def stall_rows(model: Model, ckpt: Any, folder: Path) -> dict[str, Samples]:
-    """A save until it returns, beside a plain copy into page-locked memory and torch.save."""
+    """Measure a save until it returns, beside a plain copy into page-locked memory and torch.save."""
     targets = [torch.empty(each.shape, dtype=each.dtype, pin_memory=model.device.type == "cuda") for each in
                model.tensors()]  # fmt: skip
 
@@ -118,7 +118,7 @@ def train_cost_row(model: Model, ckpt: Any, first: int) -> Samples:
 
 
 def restore_row(size: int, device: torch.device, store: Path, memory: Path) -> Samples:
-    """A restore into a model on the device, beside a read of as many bytes and their copy to it."""
+    """Measure a restore into a model on the device, beside a read of as many bytes and their copy to it."""
     parts = sorted(each for each in (store / "data").rglob("*") if each.is_file() and each.stat().st_size > size // 10)
     newest = max(parts, key=lambda each: each.stat().st_mtime)
     length = newest.stat().st_size
@@ -149,7 +149,7 @@ def restore_row(size: int, device: torch.device, store: Path, memory: Path) -> S
 
 
 def measure(size: int, device: torch.device, folder: Path, memory: Path) -> dict[str, Samples]:
-    """All rows, one store."""
+    """Measure all rows with one store."""
     model = Model(size, device)
     model.step()
     options: dict[str, Any] = {"every_steps": 10**9, "keep_last": 2, "linger": 5.0}

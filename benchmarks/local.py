@@ -1,4 +1,4 @@
-"""What the agent costs the ranks that it carries: no cluster, the same agent as local processes."""
+"""Measures what the agent costs the ranks that it carries: no cluster, the same agent as local processes."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ open(os.environ['RESULT'] + os.environ.get('RANK', '0'), 'w').write(str(statisti
 
 
 def under_agent(source: str, ranks: int) -> float:
-    """Seconds of the ranks' median step, their worst, under `everstep run`."""
+    """Return the seconds of the ranks' median step, and of the worst, under `everstep run`."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "step"
         env = [{"name": "RESULT", "value": str(result)}]
@@ -61,7 +61,7 @@ def under_agent(source: str, ranks: int) -> float:
 
 
 def alone(source: str, ranks: int) -> float:
-    """The same ranks as plain processes that write to files."""
+    """Run the same ranks as plain processes that write to files."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "step"
         started = []

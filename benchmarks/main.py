@@ -65,7 +65,7 @@ def measured(wanted: set[str]) -> Iterator[Row]:
 
 @contextmanager
 def running(wanted: set[str]) -> Iterator[Cluster]:
-    """The cluster with the images that these rows need; taken down afterwards only if it was not up before."""
+    """Provide the cluster with the images that these rows need; taken down afterwards only if it was not up before."""
     kind = backend.choose()
     was_up = kind.is_up()
     try:

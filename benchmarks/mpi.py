@@ -1,4 +1,4 @@
-"""How long from `apply` until MPI_Init is done on every rank."""
+"""Measures the time from `apply` until MPI_Init is done on every rank."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ours() -> Everstep:
 
 
 def local_mpirun(site: Site) -> float:
-    """Seconds of the same mpirun and the same ranks as processes of one pod, from the pod's own start."""
+    """Return the seconds of the same mpirun and the same ranks as processes of one pod, from the pod's own start."""
     tag = next_tag("mpirun")
     arm = Bare(["bash", "-c", LOCAL], IMAGE)
     # As the agent has it: in a container, one rank may not read another's memory.

@@ -1,4 +1,4 @@
-"""How long until all ranks meet again after one of them was lost."""
+"""Measures the time until all ranks meet again after one of them was lost."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ REPEATS = 9  # each of these takes a moment, and is a matter of when a kubelet l
 
 
 def exit_once(site: Site, arm: Arm) -> float:
-    """A rank exits 1; every rank that loses a peer exits too. Seconds until the next barrier."""
+    """Let a rank exit with 1 (every rank that loses a peer exits too), and return the seconds until the next
+    barrier."""
     tag = f"exit-{next(_numbers)}"
     arm.create(site, tag, WORLD)
     try:
@@ -33,7 +34,7 @@ def restart_in_place(site: Site) -> Row:
 
 
 def restart_tenth(site: Site, repeats: int = 21) -> Row:
-    """The tenth failure in a row beside the first of the same job.
+    """Measure the tenth failure in a row beside the first of the same job.
 
     Often: each is 20 or 40 ms, as ranks that look for each other every 10 ms happen to find themselves.
     """
@@ -68,7 +69,7 @@ def delete_ours(site: Site) -> float:
 
 
 def delete_by_hand(site: Site) -> float:
-    """The pod is deleted, waited for and created again; the other rank goes back to the barrier in its process."""
+    """Delete the pod, wait, and create it again; the other rank goes back to the barrier in its process."""
     tag, arm = f"delete-{next(_numbers)}", Bare()
     arm.create(site, tag, WORLD, REJOIN="1")
     try:

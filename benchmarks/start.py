@@ -1,4 +1,4 @@
-"""How long from `apply` until all ranks have met."""
+"""Measures the time from `apply` until all ranks have met."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def next_tag(prefix: str) -> str:
 
 
 def start(site: Site, arm: Arm, world: int = WORLD) -> float:
-    """Seconds from just before the first request until the last rank has passed its first barrier."""
+    """Return the seconds from just before the first request until the last rank has passed its first barrier."""
     tag = next_tag("start")
     began = time.monotonic()
     arm.create(site, tag, world)

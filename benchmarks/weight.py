@@ -1,4 +1,4 @@
-"""What the operator weighs: memory with many pods, processor time with nothing to do."""
+"""Measures the operator's memory with many pods, and its processor time with nothing to do."""
 
 from __future__ import annotations
 

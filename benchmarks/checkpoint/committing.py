@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def measured(options: Any) -> dict[str, float]:
-    """The time and memory that this process took for one step."""
+    """Return the time and memory that this process took for one step."""
     from everstep.checkpoint.store.posix import PosixStore
 
     store = PosixStore(options.store)
@@ -60,7 +60,7 @@ def measured(options: Any) -> dict[str, float]:
 
 
 def announce(store: Any, options: Any) -> dict[str, float]:
-    """All nodes write and announce their manifests; the seconds of one of them are told apart."""
+    """Write and announce the manifests of all nodes; the seconds of one of them are told apart."""
     from everstep.checkpoint import commit
 
     each = []
@@ -87,7 +87,7 @@ def commit_all(store: Any, options: Any) -> dict[str, float]:
 
 
 def read_part(store: Any, options: Any) -> dict[str, float]:
-    """The shards that the last rank of a restore needs on as many ranks: its shards, or every replica."""
+    """Return the shards that the last rank of a restore needs on as many ranks: its shards, or every replica."""
     from everstep.checkpoint.manifests import read_index, read_manifest
 
     index = read_index(store, the_key())

@@ -26,7 +26,7 @@ class Dcp:
         self._stager = DefaultStager(StagingOptions(False, True, False, False))
 
     def stall(self) -> float:
-        """Seconds until training may go on; returns when the checkpoint is there."""
+        """Save, and return the seconds until training may go on, once the checkpoint is there."""
         began = time.perf_counter()
         model, optimizer = get_state_dict(self._objects["model"], self._objects["optimizer"])
         saving: Any = async_save(

@@ -44,7 +44,7 @@ def buffer(size: int) -> Iterator[Buffer]:
 
 
 def copy(into: Buffer, sources: Sequence[torch.Tensor]) -> float:
-    """The tensors one after the other, as bytes, by as many threads as torch has."""
+    """Copy the tensors one after the other, as bytes, by as many threads as torch has."""
     host = Host()
     moves, at = [], 0
     for source in sources:
@@ -58,7 +58,7 @@ def copy(into: Buffer, sources: Sequence[torch.Tensor]) -> float:
 
 
 def write(path: Path, source: Buffer, size: int) -> float:
-    """A new file, written in order from the same kind of memory, and one fsync."""
+    """Write a new file, in order, from the same kind of memory, with one fsync."""
     with memoryview(source.pages) as data:
         began = time.perf_counter()
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
@@ -76,13 +76,13 @@ def write(path: Path, source: Buffer, size: int) -> float:
 
 
 def read(path: Path, into: Buffer) -> float:
-    """A whole file, in order, into memory whose pages are there."""
+    """Read a whole file, in order, into memory whose pages are there."""
     with memoryview(into.pages) as data:
         return _read(path, data)
 
 
 def read_anew(path: Path, size: int) -> float:
-    """The same into memory that the process does not have yet, in the largest pages that there are."""
+    """Read a file into memory that the process does not have yet, in the largest pages that there are."""
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as pages:
         pages.madvise(mmap.MADV_HUGEPAGE)
         with memoryview(pages) as data:

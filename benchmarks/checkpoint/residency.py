@@ -1,4 +1,4 @@
-"""Which part of a file is in the page cache, and how to drive it out."""
+"""Tells which part of a file is in the page cache, and drives it out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def evict(path: Path) -> None:
 
 
 def resident(path: Path) -> float:
-    """Which share of a file's pages is in the page cache (mincore)."""
+    """Return the share of a file's pages that is in the page cache (mincore)."""
     size = path.stat().st_size
     pages = -(-size // mmap.PAGESIZE)
     found = (ctypes.c_ubyte * pages)()

@@ -40,7 +40,8 @@ ALONE = Topology(0, 1, 0, 1, (0,))
 
 
 class _Vote(Vote):
-    """Of this rank alone, which hears what another node offers; that one's rank is no part of what is measured."""
+    """A vote of this rank alone, which hears what another node offers; that one's rank is no part of what is
+    measured."""
 
     def __init__(self, offer: dict[str, Any]) -> None:
         super().__init__(Alone(), 0, 1)
@@ -134,5 +135,5 @@ def verify(memory: Path) -> None:
 
 
 def _shared(folder: Path) -> Path:
-    """The same name in shared memory."""
+    """Return the same name in shared memory."""
     return Path("/dev/shm") / f"everstep-bench-{folder.parent.name}-{folder.name}"

@@ -22,7 +22,7 @@ ALLOWANCE = 0.2  # seconds: everstep's own modules, the session, and the restore
 
 
 def row(folder: Path) -> Interval:
-    """The checkpoint is in the page cache, as after a restart on the same machine."""
+    """Measure a start with the checkpoint in the page cache, as after a restart on the same machine."""
     store = folder / "start"
     _save(store)
     result = Interval("start-100m", "s", TARGET, allowance=ALLOWANCE)

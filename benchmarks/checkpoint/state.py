@@ -1,4 +1,4 @@
-"""What is saved: a model and its optimizer, as a script would give them."""
+"""The state that is saved: a model and its optimizer, as a script would give them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def made(size: int, layers: int = 48) -> dict[str, object]:
-    """A model with AdamW, its moments there; `size` bytes in all."""
+    """Return a model with AdamW, its moments there; `size` bytes in all."""
     model = model_of(size, layers)["model"]
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     for parameter in model.parameters():
@@ -19,7 +19,7 @@ def made(size: int, layers: int = 48) -> dict[str, object]:
 
 
 def model_of(size: int, layers: int = 48) -> dict[str, torch.nn.Module]:
-    """The model alone, of a third of `size`."""
+    """Return the model alone, of a third of `size`."""
     width = 1024
     rows = max(1, size // 3 // 4 // layers // width)
     torch.manual_seed(1)
@@ -27,14 +27,14 @@ def model_of(size: int, layers: int = 48) -> dict[str, torch.nn.Module]:
 
 
 def started(objects: Mapping[str, object]) -> dict[str, object]:
-    """The same model as a script has it when it begins: with an optimizer that has no state yet."""
+    """Return the same model as a script has it when it begins: with an optimizer that has no state yet."""
     model = objects["model"]
     assert isinstance(model, torch.nn.Module)
     return {"model": model, "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-4)}
 
 
 def tensors(objects: dict[str, object]) -> list[torch.Tensor]:
-    """All tensors of the state."""
+    """Return all tensors of the state."""
     model, optimizer = objects["model"], objects["optimizer"]
     assert isinstance(model, torch.nn.Module)
     assert isinstance(optimizer, torch.optim.Optimizer)

@@ -26,7 +26,7 @@ from everstep.checkpoint.peer_server import PeerServer
 
 @dataclass(frozen=True)
 class Wire:
-    """Where the writer's port is and where the plain sender's."""
+    """The addresses of the writer's port and of the plain sender's."""
 
     writer: Address
     plain: Address

@@ -42,7 +42,7 @@ def rows(wanted: Collection[str]) -> Iterator[Interval]:
 
 
 def measured(rank: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
-    """Seconds of steps of each split; and which splits are the plan's own."""
+    """Return the seconds of steps of each split, and which splits are the plan's own."""
     import torch
 
     from benchmarks.pipeline.models import Gpt, text

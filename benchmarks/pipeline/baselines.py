@@ -1,4 +1,5 @@
-"""How others split: evenly, by parameters, and as torchgpipe does; each over the parts of a graph in their order."""
+"""Splits as others make them: evenly, by parameters, and as torchgpipe does; each over the parts of a graph in their
+order."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ def even(blocks: Blocks, stages: int) -> tuple[int, ...]:
 
 
 def by_parameters(blocks: Blocks, stages: int) -> tuple[int, ...]:
-    """The heaviest stage as light as can be, by bytes of parameters (DeepSpeed's `parameters`)."""
+    """Make the heaviest stage as light as can be, by bytes of parameters (DeepSpeed's `parameters`)."""
     return balanced(
         [block.parameters + sum(blocks.shared[each] for each in block.shared) for block in blocks.blocks], stages
     )
@@ -28,7 +29,7 @@ def by_time(blocks: Blocks, stages: int) -> tuple[int, ...]:
 
 
 def number(lengths: Sequence[int]) -> tuple[int, ...]:
-    """The stage of each part, from how many parts each stage has."""
+    """Return the stage of each part, from how many parts each stage has."""
     return tuple(stage for stage, length in enumerate(lengths) for _ in range(length))
 
 

@@ -44,7 +44,7 @@ class Work:
 
     @property
     def order(self) -> Schedule:
-        """The computations of each rank."""
+        """Return the computations of each rank."""
         return make(self.schedule, self.stages, self.ranks, self.microbatches)
 
     def module(self, stage: int) -> nn.Module:

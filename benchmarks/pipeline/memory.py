@@ -53,7 +53,7 @@ def row(work: Work) -> Interval:
 
 
 def _of_one(work: Work, stage: int) -> int:
-    """What one micro-batch keeps in a stage; in the last one with its loss."""
+    """Return the bytes that one micro-batch keeps in a stage; in the last one with its loss."""
     module, batch = work.module(stage), work.batch()[: work.rows]
     kept = Kept([*module.parameters(), batch])
     with kept.counting():

@@ -1,4 +1,4 @@
-"""What torch.distributed.pipelining makes of what models have, and everstep.pipeline.
+"""Compares torch.distributed.pipelining and everstep.pipeline on what models have.
 
 `python -m benchmarks.pipeline.others [QUESTION ...]` prints a table, and the reasons for each cell.
 
@@ -201,7 +201,7 @@ def alone(question: Question) -> tuple[Numbers, Numbers]:
 
 
 def verdict(question: Question, schedule: str, work: Callable[..., tuple[Numbers, Numbers]]) -> tuple[str, str]:
-    """A word, and the reason."""
+    """Return a word, and the reason."""
     world = ranks_of(schedule) * question.replicas
     for patience in (1, 2):  # a machine that stood still is no library that hangs
         try:

@@ -38,7 +38,7 @@ def row() -> Interval:
 
 
 def of_model(rank: int, name: str) -> dict[str, tuple[float, list[float]]]:
-    """Of each configuration: seconds predicted, and those of each step."""
+    """Return, for each configuration, the seconds predicted, and those of each step."""
     import torch
 
     from benchmarks.pipeline.models import MODELS
@@ -76,7 +76,7 @@ def of_model(rank: int, name: str) -> dict[str, tuple[float, list[float]]]:
 
 
 def _configurations() -> Iterator[tuple[str, Callable[[Plan], Plan]]]:
-    """What is made of a plan of two stages by 1F1B."""
+    """Return the configurations that are made of a plan of two stages by 1F1B."""
     for schedule in SCHEDULES:
         for microbatches in MICROBATCHES:
             yield f"{schedule}, {microbatches} micro-batches", partial(_scheduled, schedule, microbatches)

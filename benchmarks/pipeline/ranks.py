@@ -15,11 +15,11 @@ LIMIT = 900.0  # seconds that all arms of one row may take
 
 
 class RankFailed(RuntimeError):
-    """What a rank raised, with its own trace."""
+    """An exception that a rank raised, with its own trace."""
 
 
 def run(world: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """`work(rank, *args)` on every rank of a gloo group, and what each returned."""
+    """Run `work(rank, *args)` on every rank of a gloo group, and return what each returned."""
     context = multiprocessing.get_context("spawn")
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -39,7 +39,7 @@ def rows(wanted: Collection[str]) -> Iterator[Interval]:
 
 
 def measured(rank: int, work: Work, with_torch: bool) -> dict[str, list[float]]:
-    """Seconds of steps, on one of the ranks."""
+    """Return the seconds of steps, on one of the ranks."""
     from everstep.pipeline.graph import Stage, chain
     from everstep.pipeline.schedules import simulate
     from everstep.pipeline.transport.gloo import ProcessGroups
@@ -153,7 +153,7 @@ def _of_all(times: list[list[tuple[float, float, float]]]) -> list[list[tuple[fl
 
 
 def theirs(work: Work, modules: dict[int, Any], batch: Any, first: bool, last: bool) -> Callable[[], object]:
-    """A step of torch.distributed.pipelining with the same stages in the same schedule."""
+    """Make a step of torch.distributed.pipelining with the same stages in the same schedule."""
     import torch
     from torch.distributed import pipelining as pp
 

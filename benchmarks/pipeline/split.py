@@ -56,7 +56,8 @@ def row(name: str, stages: int, microbatches: int, schedule: str = "1f1b") -> Ro
 
 
 def line(found: Row) -> str:
-    """Of a table: steps of other splits, relative to the plan's, and how far that is from the best possible at most."""
+    """Return a line of a table: steps of other splits, relative to the plan's, and how far that is from the best
+    possible at most."""
     ratios = [found.others[other] / found.best.simulated for other in BASELINES]
     cells = [found.model, str(found.nodes), *(f"{each:.3f}" for each in (*ratios, min(ratios)))]
     return f"| {' | '.join(cells)} | {found.best.gap:.1%} |"

@@ -32,7 +32,7 @@ def rows(wanted: Collection[str]) -> Iterator[Interval]:
 
 
 def measured(rank: int) -> dict[str, dict[str, list[float]]]:
-    """Seconds of steps of both, by the clock and of processor time."""
+    """Return the seconds of steps of both, by the clock and of processor time."""
     import torch
 
     from benchmarks.pipeline.models import Gpt, mean_over_words, text
@@ -64,7 +64,7 @@ def _cut() -> dict[str, int]:
 
 
 def theirs(rank: int, model: Any, ids: Any, targets: Any) -> Callable[[], None]:
-    """A step of torch.distributed.pipelining with a copy of the same modules in the same stages."""
+    """Make a step of torch.distributed.pipelining with a copy of the same modules in the same stages."""
     import copy
 
     import torch
