@@ -51,7 +51,9 @@ def steps(rank: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     """What ranks come to, in several ways to train."""
     from everstep.compat.smdistributed.modelparallel import torch as smp
 
-    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True})
+    options = dict(options)
+    shards = {"shard_optimizer_state": True} if options.pop("shards", False) else {}
+    smp.init({"pipeline_parallel_degree": 2, "microbatches": 2, "ddp": True, **shards})
 
     @smp.step(non_split_inputs=["whole"], input_split_axes={"gate": 1})
     def train(model: Any, x: Any, extra: Any, y: Any, gate: Any, whole: Any, scale: Any) -> Any:
@@ -88,7 +90,7 @@ def steps(rank: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
     return {"weights": model.state_dict(), "norm": norm, "loss": losses.reduce_mean().item()}
 
 
-@pytest.mark.parametrize("options", [{}, {"backward_passes_per_step": 2}])
+@pytest.mark.parametrize("options", [{}, {"backward_passes_per_step": 2}, {"shards": True}])
 def test_steps_come_to_what_one_process_comes_to(options: dict[str, Any], tmp_path: Path) -> None:
     net, optimizer = fresh()
     for seed in range(4):
