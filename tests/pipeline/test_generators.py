@@ -57,6 +57,30 @@ def test_a_recomputation_draws_the_same_on_the_device_and_on_the_processor(
             assert torch.equal(gradient, again[name]), name
 
 
+def test_a_module_that_is_known_to_draw_is_seeded_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies: list[int] = []
+
+    class Counted(LinkedGenerators):
+        def get_state(self) -> tuple[Any, ...]:
+            copies.append(1)
+            return super().get_state()
+
+        def stands_at(self, state: Any) -> bool:
+            copies.append(1)
+            return super().stands_at(state)
+
+    monkeypatch.setattr(rng, "LinkedGenerators", Counted)
+    model = torch.nn.Sequential(*(torch.nn.Dropout(0.5) for _ in range(20)))
+    random = rng.Random(dict(model.named_modules()), torch.device("cpu"), 1)
+    for _ in range(2):
+        copies.clear()
+        with random.of(0):
+            model(torch.ones(8))
+        random.next_step()
+    random.close()
+    assert len(copies) <= 3  # before the micro-batch, and whether the code around the modules has drawn
+
+
 def test_the_generators_of_a_device_are_put_back_together(device: torch.Generator) -> None:
     both = LinkedGenerators([device, torch.default_generator])
     both.manual_seed(7)

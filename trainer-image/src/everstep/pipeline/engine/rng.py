@@ -59,7 +59,7 @@ class _Log:
 
 @dataclass
 class _Frame:
-    """A call under way: the seed around it, its own state at first, and its event."""
+    """A call under way: the seed around it, its own state at first unless it is known to draw, and its event."""
 
     module: nn.Module
     around: int
@@ -81,6 +81,7 @@ class Random:
         self._logs: dict[tuple[int, int], _Log] = {}
         self._log = _Log()
         self._frames: list[_Frame] = []
+        self._quiet = 0  # the seed after the last call that is in no other
         # Modules on a device may draw on the processor too, as for the depth of a network or a mask.
         self._generator = LinkedGenerators(generators_of(device))
         self._hooks: list[Any] = []
@@ -108,10 +109,10 @@ class Random:
         with self._calls(microbatch, repeats, log, again=False):
             self._generator.manual_seed(seed)
             log.next(seed)
-            self._quiet = self._generator.get_state()
+            self._quiet = seed
             yield
-            drew = not self._generator.stands_at(self._quiet)
-        if self._asleep and drew:
+            drew = self._asleep and self._has_drawn()
+        if drew:
             self._asleep = False
             warnings.warn(
                 "a module that drew no random numbers in the first step has begun to: those of this micro-batch depend "
@@ -187,7 +188,9 @@ class Random:
         if not self._again:
             entered.append(self._log.next(seed))
         self._generator.manual_seed(seed)
-        self._frames.append(_Frame(module, around, self._generator.get_state(), entered[call]))
+        # A state is 5 kB, and comparing two of them takes as long as all else here.
+        fresh = None if name in self._drew else self._generator.get_state()
+        self._frames.append(_Frame(module, around, fresh, entered[call]))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling():
@@ -195,14 +198,20 @@ class Random:
         if not self._frames or self._frames[-1].module is not module:
             return
         frame = self._frames.pop()
-        if not self._generator.stands_at(frame.fresh):
+        if frame.fresh is not None and not self._generator.stands_at(frame.fresh):
             self._drew.add(self._names[module])
         if frame.event not in self._log.left:
             seed = self._log.left[frame.event] = seed_of(frame.around, 0, 0, "/left")
             self._log.next(seed)
         self._generator.manual_seed(self._log.left[frame.event])
         if not self._frames:
-            self._quiet = self._generator.get_state()
+            self._quiet = self._log.left[frame.event]
+
+    def _has_drawn(self) -> bool:
+        """Whether something has since it was seeded last, outside of all calls. Seeds it anew."""
+        now = self._generator.get_state()
+        self._generator.manual_seed(self._quiet)
+        return not self._generator.stands_at(now)
 
 
 def _may_draw(module: nn.Module) -> bool:
