@@ -15,6 +15,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline.engine.nested import tensors_of  # noqa: E402
 from everstep.pipeline.engine.stage import why_not_split  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
@@ -202,6 +203,40 @@ class Changing(nn.Module):  # type: ignore[misc]
     def forward(self, x: Any) -> Any:
         x -= 0.5
         return self.two(self.one(x.mul_(2)))
+
+
+def masked(model: Any, hidden: Any) -> Any:
+    hidden[:, 0] = 0.0
+    return hidden
+
+
+def summed(model: Any, hidden: Any) -> Any:
+    hidden[:, :2] += hidden[:, 2:].detach()
+    return {"hidden": hidden}
+
+
+def scaled(model: Any, hidden: Any) -> Any:
+    hidden.t()[1].mul_(3.0)
+    return hidden
+
+
+@pytest.mark.parametrize("end", [masked, summed, scaled])
+def test_what_is_written_to_a_result_at_last_is_in_it(end: Any) -> None:
+    class Ends(nn.Module):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Any) -> Any:
+            return end(self, self.two(self.one(x)))
+
+    model, x = Ends(), torch.randn(3, 4)
+    found, expected = run(split(trace(model, x), {"two": 1}), {"x": x}), model(x)
+    for mine, its in zip(tensors_of(found), tensors_of(expected), strict=True):
+        assert torch.equal(mine, its)
+        weights = tuple(model.parameters())
+        for one, other in zip(*(torch.autograd.grad(each.sum(), weights) for each in (mine, its)), strict=True):
+            assert torch.equal(one, other)
 
 
 def test_what_a_model_is_given_is_not_changed_so_that_a_forward_can_be_done_again() -> None:

@@ -188,6 +188,9 @@ def _alive(found: list[Unit], output: Unit, view: _View, record: Record) -> list
     needed = set(output.reads)
     alive = []
     changed: set[int] = set(record.lasting)
+    # What the model returns may be written last by an operation that gives nothing, as `logits[:, 0] = 0` does.
+    makers = {part for index in output.reads if (part := view.makers.get(index)) is not None}
+    changed |= {memory for part in makers for memory in part.touches}
     for unit in reversed(found):
         touches = {memory for part in parts(unit.item) for memory in part.touches}
         mutates = {memory for part in parts(unit.item) for memory in part.mutates}
