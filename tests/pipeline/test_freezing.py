@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.engine.zero import ShardedOptimizer  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.schedules import parse  # noqa: E402
 from everstep.pipeline.transport.base import Transport, TransportError  # noqa: E402
 from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -227,6 +228,28 @@ def _by_hand(rank: int) -> tuple[float, int]:
     ) as run:  # fmt: skip
         more = replace(run.plan, words=3.0).predict()
         return run.plan.words, sum(more.memory) - sum(run.plan.prediction.memory)
+
+
+def _too_large(rank: int) -> list[str]:
+    told = []
+    written = parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+    for schedule in ("1f1b", None, written):
+        with pytest.raises(PipelineError) as caught:
+            pipeline(
+                layers(), batch(0, 8), squared, stage_of={"2": 1}, schedule=schedule, microbatches=2, costs="counted",
+                heartbeat=None, memory=100,
+            )  # fmt: skip
+        told.append(str(caught.value))
+    return told
+
+
+def test_a_plan_by_hand_that_does_not_fit_the_memory_is_refused() -> None:
+    here, there = ranks.run(2, _too_large)
+    assert here == there
+    for told in here:
+        assert "the memory" in told
+        assert "needs" in told
+        assert "GB, it has 1e-07" in told
 
 
 def test_a_plan_by_hand_counts_the_optimizer_that_was_named() -> None:

@@ -46,7 +46,7 @@ class Wish:
 
 def solve(profile: Profile, wish: Wish, *, model: str = "") -> Plan:
     """The best plan that was found. PipelineError names the wish that cannot be, and what could be."""
-    return _Solver(_fitted(profile, wish), wish, model).plan()
+    return _Solver(fit_devices(profile, wish), wish, model).plan()
 
 
 def solve_again(plan: Plan, wish: Wish) -> Plan:
@@ -206,7 +206,7 @@ def _plain(stages: int, ranks: int) -> str:
     return "1f1b" if stages == ranks else "interleaved"
 
 
-def _fitted(profile: Profile, wish: Wish) -> Profile:
+def fit_devices(profile: Profile, wish: Wish) -> Profile:
     """With devices and links for as many ranks as are wished.
 
     Those of another number of ranks are not known one by one: the worst that was measured stands for all.

@@ -25,7 +25,7 @@ from everstep.pipeline.frontend.trace import Traced, trace
 from everstep.pipeline.frontend.tree import Tree, tree
 from everstep.pipeline.graph import Device, Graph, Link, Profile, stage_graph, worst
 from everstep.pipeline.plan import Plan, fingerprint
-from everstep.pipeline.planning import AUTO, Wish, scaled, solve, solve_again
+from everstep.pipeline.planning import AUTO, Wish, fit_devices, scaled, solve, solve_again
 from everstep.pipeline.profile import WithLoss, measure
 from everstep.pipeline.profile_counted import count
 from everstep.pipeline.profile_links import measure_links, together
@@ -229,7 +229,8 @@ def _again(
         and (not wish.microbatches or kept.microbatches in wish.microbatches)
         and wish.batch is not None
         and -(-wish.batch // kept.microbatches) == kept.profile.samples
-        and (placed == kept.stage_of if placed is not None else _within(kept, wish))
+        and placed in (None, kept.stage_of)
+        and _within(kept, wish)
         and not (aim and placed is None and (kept.objective, kept.words) != (wish.objective, wish.words))
         and wish.memory_weight in (None, kept.memory_weight)
     )
@@ -265,8 +266,7 @@ def _by_hand(profile: Profile, wish: Wish, stage_of: Mapping[str, int], mark: st
             f"the model is placed on {stages} stages: {wish.stages or f'a multiple of {wish.ranks}'} must be"
         )
 
-    if len(profile.devices) != wish.ranks:  # measured with another number of them
-        profile = replace(profile, devices=(), links=())
+    profile = fit_devices(profile, wish)
 
     def fitted(microbatches: int) -> Profile:
         samples = -(-batch // microbatches)
@@ -281,7 +281,7 @@ def _by_hand(profile: Profile, wish: Wish, stage_of: Mapping[str, int], mark: st
             lambda _, m: stage_graph(fitted(m).graph.weigh_parameters(wish.words), stage_of),
             wish.ranks,
             choices,
-            devices=profile.devices or None,
+            devices=profile.devices,
             links=profile.links or None,
             chunks=(stages // wish.ranks,),
             schedules=NAMES if name == AUTO else (ALIASES.get(name, name),),
@@ -292,4 +292,11 @@ def _by_hand(profile: Profile, wish: Wish, stage_of: Mapping[str, int], mark: st
     made = Plan(
         fitted(microbatches), stage_of, ranks, text, microbatches, words=wish.words, model=mark, reasons=reasons
     )
-    return replace(made, prediction=made.predict())
+    made = replace(made, prediction=made.predict())
+    for rank, (needs, device) in enumerate(zip(made.prediction.memory, made.devices, strict=True)):
+        if isinstance(name, Schedule) and device.memory is not None and needs > device.memory:
+            raise PipelineError(
+                f"the model as it is placed does not fit the memory: rank {rank} needs {needs / 1e9:.4g} GB, it has "
+                f"{device.memory / 1e9:.4g}: take more ranks, smaller micro-batches, or recompute activations"
+            )
+    return made
