@@ -17,7 +17,8 @@ HEAD = """\
 #
 # To take them anew, after a change that moves them on purpose or on another reference machine:
 #   1. Let the machine do nothing else. `make cluster-up`, so that no run pays for bringing it up.
-#   2. Three times: `make bench`, and `cp build/bench/main.json build/bench/run-<n>.json`.
+#   2. Three times: `make bench`, and `cp build/bench/main.json build/bench/run-<n>.json`. Once, as it
+#      counts: `python -m benchmarks.pipeline memory`, and `cp build/bench/pipeline.json build/bench/run-memory.json`.
 #   3. `python -m benchmarks.ranges build/bench/run-*.json > ranges.new && mv ranges.new benchmarks/ranges.yaml`:
 #      from our best samples over the floor's worst to our worst over the floor's best.
 #   4. Read the difference before committing it: a range that moved says why in the commit's message.

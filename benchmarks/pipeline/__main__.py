@@ -21,7 +21,7 @@ KINDS = {
     "interpreter": [],
     "overlap": [],
     "predicted": [],
-    "memory": list(schedules.SCHEDULES),
+    "memory": [f"{name}{kind}" for name in schedules.SCHEDULES for kind in memory.PRECISIONS.values()],
     "auto-vs-even": list(auto.MODELS),
     "auto-vs-best": list(auto.MODELS),
 }

@@ -33,6 +33,7 @@ class Work:
     width: int = 1024
     rows: int = 128
     layers: int = 8
+    precision: str = "full"
 
     @property
     def stages(self) -> int:
@@ -78,4 +79,4 @@ def loss(output: Any, target: Any) -> Any:
 def engine(work: Work, transport: Transport, modules: Mapping[int, nn.Module]) -> Engine:
     parts = {stage: Part(stage, work.stages, module) for stage, module in modules.items()}
     schedule = lower(work.order, work.graph)
-    return Engine(parts, schedule, work.graph, transport, loss, Options(broadcast=False))
+    return Engine(parts, schedule, work.graph, transport, loss, Options(broadcast=False, precision=work.precision))

@@ -2,7 +2,8 @@
 
 Nothing is timed: saved-tensor hooks count the bytes of storages that autograd keeps while each rank runs its part of a
 step, other than parameters and the batch, which are there anyway. The bound is the schedule's, of what one micro-batch
-keeps in each stage.
+keeps in each stage, as a plan counts it. Rows `memory-*-bf16` are under autocast: a rank then keeps narrow copies of
+its weights too, once for all micro-batches.
 """
 
 from __future__ import annotations
@@ -12,16 +13,20 @@ from collections import Counter
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from benchmarks.interval import Interval
-from benchmarks.pipeline.chain import CHUNKS, Work, engine, loss
+from benchmarks.pipeline.chain import CHUNKS, Part, Work, engine, loss
+
+PRECISIONS = {"full": "", "bf16": "-bf16"}  # and what rows are called by it
 
 
 def rows(wanted: Collection[str]) -> Iterator[Interval]:
     for name in CHUNKS:
-        if {"memory", f"memory-{name}"} & set(wanted):
-            yield row(Work(name, ranks=4, microbatches=8, width=32, rows=16, layers=8))
+        for precision, kind in PRECISIONS.items():
+            if {"memory", f"memory-{name}{kind}"} & set(wanted):
+                yield row(Work(name, ranks=4, microbatches=8, width=32, rows=16, layers=8, precision=precision))
 
 
 def row(work: Work) -> Interval:
@@ -30,8 +35,10 @@ def row(work: Work) -> Interval:
     from everstep.pipeline.transport.inprocess import Fabric, InProcess
 
     batch = work.batch()
-    each = [_of_one(work, stage) for stage in range(work.stages)]
-    bound = peaks(work.order, chain([replace(Stage(), activation=size) for size in each]))
+    each, casts = _of_one(work)
+    bound = list(peaks(work.order, chain([replace(Stage(), activation=size) for size in each])))
+    for stage, at in enumerate(work.order.placement):
+        bound[at] += casts[stage]
 
     def rank(transport: InProcess) -> int:
         own = work.order.stages_of(transport.rank)
@@ -39,6 +46,9 @@ def row(work: Work) -> Interval:
         first, last = 0 in own, work.stages - 1 in own
         kept = Kept([*made.parameters.own, batch])
         for _ in range(2):
+            # Of the second step: autocast's copies are one cache of all threads, and in its first forward each rank
+            # drops those that others may have made.
+            kept.peak = 0
             with kept.counting():
                 made.step({"x": batch} if first else None, batch if last else None)
         return kept.peak
@@ -46,22 +56,31 @@ def row(work: Work) -> Interval:
     found = Fabric(work.ranks).run(rank)
     # The worst rank is the one that is furthest above its own bound.
     worst = max(range(work.ranks), key=lambda index: found[index] / bound[index])
-    result = Interval(f"memory-{work.schedule}", "B", 1.0)
+    result = Interval(f"memory-{work.schedule}{PRECISIONS[work.precision]}", "B", 1.0)
     result.samples = {"ours": [float(found[worst])], "floor": [float(bound[worst])]}
     result.samples["ranks"] = [size / most for size, most in zip(found, bound, strict=True)]
     return result
 
 
-def _of_one(work: Work, stage: int) -> int:
-    """Return the bytes that one micro-batch keeps in a stage; in the last one with its loss."""
-    module, batch = work.module(stage), work.batch()[: work.rows]
-    kept = Kept([*module.parameters(), batch])
-    with kept.counting():
-        given = batch.clone().requires_grad_() if stage else batch
-        output = module(given)
-        if stage == work.stages - 1:
-            output = loss(output, batch)
-    return kept.peak
+def _of_one(work: Work) -> tuple[list[int], list[int]]:
+    """Return what one micro-batch keeps in each stage, in the last one with its loss; and what all keep together."""
+    import torch
+
+    from everstep.pipeline.profile import WithLoss, look_at
+
+    batch = work.batch()[: work.rows]
+    values, activations, casts = {"input:x": batch}, list[int](), list[int]()
+    with torch.autocast("cpu", torch.bfloat16, enabled=work.precision == "bf16"):
+        for stage in range(work.stages):
+            part: Any = Part(stage, work.stages, work.module(stage))
+            if stage == work.stages - 1:
+                part = WithLoss(part, partial(loss, target=batch))
+            # The batch is there anyway; a value that was sent is in memory of the rank that receives it.
+            values, cost = look_at(part, values, {_storage(batch)})
+            torch.clear_autocast_cache()
+            activations.append(cost.activation)
+            casts.append(cost.cast)
+    return activations, casts
 
 
 class Kept:

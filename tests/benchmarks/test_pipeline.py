@@ -8,7 +8,9 @@ import pytest
 
 pytest.importorskip("torch")
 
+from benchmarks import measure
 from benchmarks.pipeline import memory
+from benchmarks.pipeline.__main__ import KINDS
 from benchmarks.pipeline.chain import CHUNKS, Work, engine
 from everstep.pipeline.transport.inprocess import Fabric, InProcess
 
@@ -17,13 +19,21 @@ pytestmark = pytest.mark.torch
 SMALL = Work("1f1b", ranks=4, microbatches=8, width=8, rows=2, layers=4)
 
 
+@pytest.mark.parametrize("precision", memory.PRECISIONS)
 @pytest.mark.parametrize("name", CHUNKS)
-def test_every_rank_keeps_as_many_bytes_as_the_schedule_says(name: str) -> None:
-    found = memory.row(replace(SMALL, schedule=name)).samples["ranks"]
+def test_every_rank_keeps_as_many_bytes_as_the_schedule_says(name: str, precision: str) -> None:
+    row = memory.row(replace(SMALL, schedule=name, precision=precision))
+    found = row.samples["ranks"]
+    assert row.name.endswith("-bf16") == (precision == "bf16")
     if name.startswith("zb"):  # what only the input gradient needs goes with it, before the weight gradient
         assert 0.7 < min(found) <= max(found) == 1.0
     else:
         assert found == [1.0] * SMALL.ranks
+
+
+def test_every_row_of_memory_has_a_usual_range() -> None:
+    names = {f"memory-{name}" for name in KINDS["memory"]}
+    assert names == {name for name in measure.usual() if name.startswith("memory-")}
 
 
 def test_a_schedule_that_keeps_more_is_seen() -> None:
