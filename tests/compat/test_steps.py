@@ -15,6 +15,7 @@ from torch import nn  # noqa: E402
 from torch.nn import functional as F  # noqa: E402
 from torch.utils import _pytree as pytree  # noqa: E402
 
+from everstep.pipeline.errors import PipelineError  # noqa: E402
 from tests.checkpoint.ranks import run  # noqa: E402
 
 
@@ -63,6 +64,8 @@ def steps(rank: int, folder: str, options: dict[str, Any]) -> dict[str, Any]:
         return {"loss": loss, "rest": [out["logits"], len(x), None]}, loss.item()
 
     net, optimizer = fresh()
+    with pytest.raises(PipelineError, match="module '1' is a SyncBatchNorm"):
+        smp.DistributedModel(nn.Sequential(net, nn.SyncBatchNorm(4)))
     model = smp.DistributedModel(net, **options)
     for layer in (net.b, net.c) if options else ():
         smp.set_activation_checkpointing(layer)

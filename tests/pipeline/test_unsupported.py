@@ -126,6 +126,7 @@ def test_what_only_looks_alike_is_not_refused() -> None:
     columns.weight = nn.Parameter(columns.weight.data.t())
     columns.register_buffer("neighbours", torch.eye(4).to_sparse())
     refuse_unsupported(nn.Sequential(columns, nn.BatchNorm1d(4), nn.Embedding(4, 4)))
+    refuse_unsupported(nn.Embedding(4, 4, sparse=True).requires_grad_(False))  # it has no gradient of any form
     with torch.device("meta"):
         refuse_unsupported(nn.Linear(4, 4))
 

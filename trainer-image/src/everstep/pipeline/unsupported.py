@@ -74,7 +74,7 @@ def _why_not(module: nn.Module) -> str | None:
         return f"a {kind}, {_OVER}: give the module that is in it; {_SHARDS}"
     if isinstance(module, _WRAPPERS):
         return f"a {kind}, which sums gradients of each micro-batch: give the module that is in it; {_REPLICAS}"
-    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse:
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.sparse and module.weight.requires_grad:
         return (
             f"an {kind} with sparse=True, whose gradients have another form than all others and cannot be added up "
             "over micro-batches, owners and replicas: make it with sparse=False"

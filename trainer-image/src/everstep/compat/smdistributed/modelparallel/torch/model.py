@@ -22,6 +22,7 @@ from everstep.pipeline.frontend import trace
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.autocast import autocast_of, casting_to
 from everstep.pipeline.frontend.skeleton import share
+from everstep.pipeline.unsupported import refuse_unsupported
 
 PARTIAL = "_smp_is_partial"
 Hook = Callable[..., Any]
@@ -59,6 +60,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             raise TypeError("smp.DistributedModel wraps the plain module: set ddp in the configuration for replicas")
         if backward_passes_per_step < 1:
             raise ValueError(f"backward_passes_per_step is {backward_passes_per_step}: it must be 1 or more")
+        refuse_unsupported(module)
         self.module = module
         self._arguments = Arguments(module)
         self._before: list[tuple[Any, Any]] = []  # parameters with the gradients that the next ones are added to
