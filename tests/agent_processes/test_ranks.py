@@ -175,6 +175,27 @@ async def test_a_helper_that_ignores_term_has_no_grace_of_its_own(tmp_path: Path
         assert await node.stop(grace=30) is None
 
 
+@pytest.mark.parametrize("who", ["script", "program"])
+async def test_what_a_shell_runs_keeps_its_grace_though_it_ignores_term(tmp_path: Path, who: str) -> None:
+    """A script with `trap '' TERM` waits for what it runs, which has a handler; a program may end with its epoch."""
+    saved = tmp_path / "saved"
+    if who == "script":
+        handler = f"import pathlib, sys, time; time.sleep(0.5); pathlib.Path({str(saved)!r}).touch(); sys.exit(0)"
+        train = f"import signal\ndef save(*_):\n    {handler}\nsignal.signal(15, save)\n"
+        train += "print('up', flush=True); signal.sigtimedwait([], 600)"
+        run = ["sh", "-c", f"trap '' TERM; {shlex.join([sys.executable, '-c', train])}; true"]
+    else:
+        train = "import pathlib, signal, sys, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True)\n"
+        train += "while os.getppid() == parent: time.sleep(0.01)\n"
+        train += f"time.sleep(0.5); pathlib.Path({str(saved)!r}).touch()"
+        run = [sys.executable, "-c", f"import os; parent = os.getppid(); {train}"]
+    async with Node(tmp_path, ["sh", "-c", f"{shlex.join(run)}; true"]) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "start of the script")
+        assert await node.stop(grace=30) is None
+        assert saved.exists()
+
+
 async def test_a_stop_with_less_grace_replaces_one_with_more(tmp_path: Path) -> None:
     script = "import signal, time\nsignal.signal(15, lambda *_: print('term', flush=True))\nprint('up', flush=True)\n"
     script += "while True: time.sleep(60)\n"

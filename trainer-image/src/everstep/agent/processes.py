@@ -354,21 +354,23 @@ def _children() -> dict[int, list[int]]:
 
 
 def _audience(pids: Iterable[int], signum: int) -> list[int]:
-    first = set(pids)
-    found, queue = [], list(first)
+    main = set(pids)  # started here, or by a shell: what the command is about
+    found, queue = [], list(main)
     children: dict[int, list[int]] | None = None
     while queue:
         current = queue.pop()
         stat, masks = _stat(current), _signal_masks(current)
         if stat is None or masks is None:
             continue
-        if current not in first and masks["SigIgn"] >> (signum - 1) & 1:
-            continue  # a helper that would only be waited for
-        found.append(current)
+        if current in main or not masks["SigIgn"] >> (signum - 1) & 1:  # else a helper that would only be waited for
+            found.append(current)
         expected = any(mask >> (signum - 1) & 1 for mask in masks.values())
-        if not expected or stat[0] in _SHELLS or _program(current) in _SHELLS:
+        shell = stat[0] in _SHELLS or _program(current) in _SHELLS
+        if shell or not expected:
             children = _children() if children is None else children
-            queue += children.get(current, [])
+            below = children.get(current, [])
+            queue += below
+            main.update(below if shell else ())
     return found
 
 
