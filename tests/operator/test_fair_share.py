@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 from hypothesis import given, settings
@@ -141,6 +142,28 @@ def test_namespaces_that_nobody_knows_leave_half_to_those_that_are_known() -> No
             share.take(f"new-{number}")
     assert sum(share.held(f"new-{number}") for number in range(100)) == 16
     assert share.may_take("known")
+
+
+def test_whether_one_more_is_given_does_not_cost_more_where_many_hold_some() -> None:
+    """It is asked of each namespace that waits, and there may be thousands of them."""
+
+    def calls(holders: int) -> int:
+        share, count = FairShare(100, Clock()), 0
+        for number in range(holders):
+            share.take(f"new-{number}")
+
+        def called(frame: Any, event: str, argument: Any) -> None:
+            nonlocal count
+            count += 1
+
+        sys.setprofile(called)
+        try:
+            share.may_take("asks")
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(40) == calls(4)
 
 
 class Workload:

@@ -45,6 +45,10 @@ class FairShare:
     clock: Callable[[], float] = time.monotonic
     _held: Counter[str] = field(default_factory=Counter)
     _quick: Counter[str] = field(default_factory=Counter)  # of those that are held, the ones that count
+    # Sums of these, kept: each look asks for every namespace that waits, and there may be thousands.
+    _all_held: int = 0
+    _all_quick: int = 0
+    _quick_not_trusted: int = 0
     _in_order: deque[Slot] = field(default_factory=deque)  # those that count, the oldest first; given back ones between
     _trusted: dict[str, None] = field(default_factory=dict)  # in the order in which trust was last earned
 
@@ -60,14 +64,13 @@ class FairShare:
     def may_take(self, namespace: str) -> bool:
         """Tell whether a namespace may have one more slot now."""
         self._find_slow()
-        held, quick = self._held.total(), self._quick.total()
-        own_held, own_quick = self._held[namespace], self._quick[namespace]
+        held, quick = self._all_held, self._all_quick
+        own_held, own_quick = self._held.get(namespace, 0), self._quick.get(namespace, 0)
         if quick >= self.limit or held >= self.most:
             return False
         if namespace in self._trusted:
             return own_quick < max(1, (self.limit - (quick - own_quick)) // 2)
-        not_trusted = sum(count for name, count in self._quick.items() if name not in self._trusted)
-        few = own_held < max(1, self.limit // 8) and not_trusted < max(1, self.limit // 2)
+        few = own_held < max(1, self.limit // 8) and self._quick_not_trusted < max(1, self.limit // 2)
         return few and held < self.most - self.limit
 
     def take(self, namespace: str) -> Slot:
@@ -75,21 +78,24 @@ class FairShare:
         slot = Slot(namespace, self.clock())
         self._in_order.append(slot)
         self._held[namespace] += 1
-        self._quick[namespace] += 1
+        self._all_held += 1
+        self._count_quick(namespace, 1)
         return slot
 
     def give_back(self, slot: Slot) -> None:
         """Note that a slot is no longer held."""
         self._find_slow()
         namespace = slot.namespace
-        _count_down(self._held, namespace)
+        _add(self._held, namespace, -1)
+        self._all_held -= 1
         if slot.counts:
             slot.counts = False
-            _count_down(self._quick, namespace)
-            self._trusted.pop(namespace, None)
+            self._count_quick(namespace, -1)
+            self._distrust(namespace)
             self._trusted[namespace] = None
+            self._quick_not_trusted -= self._quick[namespace]
             if len(self._trusted) > FORGET_ABOVE:
-                del self._trusted[next(iter(self._trusted))]
+                self._distrust(next(iter(self._trusted)))
 
     def next_change(self) -> float | None:
         """Return when a slot becomes slow if it is held until then; None: never."""
@@ -102,12 +108,22 @@ class FairShare:
             slot = self._in_order.popleft()
             if slot.counts:
                 slot.counts = False
-                _count_down(self._quick, slot.namespace)
-                self._trusted.pop(slot.namespace, None)
+                self._count_quick(slot.namespace, -1)
+                self._distrust(slot.namespace)
+
+    def _count_quick(self, namespace: str, more: int) -> None:
+        _add(self._quick, namespace, more)
+        self._all_quick += more
+        self._quick_not_trusted += more if namespace not in self._trusted else 0
+
+    def _distrust(self, namespace: str) -> None:
+        if namespace in self._trusted:
+            del self._trusted[namespace]
+            self._quick_not_trusted += self._quick[namespace]
 
 
-def _count_down(counter: Counter[str], namespace: str) -> None:
-    counter[namespace] -= 1
+def _add(counter: Counter[str], namespace: str, more: int) -> None:
+    counter[namespace] += more
     if not counter[namespace]:
         del counter[namespace]  # namespaces come and go
 
