@@ -199,6 +199,19 @@ def test_what_a_younger_of_the_same_quota_gives_back_has_the_time_to_be_taken() 
     assert release_after(BLOCKED, WAITS, younger) == 1060 + gang.PATIENCE_BLOCKED
 
 
+@pytest.mark.parametrize(("quota", "every"), [("team", 330), ("", 60)], ids=["quota", "nodes"])
+def test_younger_gangs_that_try_in_vain_again_and_again_do_not_prolong_what_a_blocked_one_holds(
+    quota: str, every: int
+) -> None:
+    """Their pods are smaller than its own: what they give back does not help it, what it holds would help them."""
+    younger = dataclasses.replace(WAITS, key="team/two", quota=quota, scheduled=1)
+    for now in range(1000, 5000, 10):
+        tried = [dataclasses.replace(younger, released_at=float(now - now % every))]
+        if gang.hold(BLOCKED, tried, grew_at=1000, scale_up_at=None, now=now).release:
+            break
+    assert now <= 1000 + gang.PATIENCE_ALONE
+
+
 def test_a_job_that_restarts_behind_a_quota_wants_no_nodes() -> None:
     """It has room for all of its pods; jobs that wait for nodes are not to wait for it, and its namespace's others
     give their part of the quota to it."""

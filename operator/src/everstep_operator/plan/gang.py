@@ -117,7 +117,9 @@ def _hold_as_oldest(me: GangView, others: Sequence[GangView], grew_at: float, no
         return Verdict(retry_at=now + LOOK_EVERY)
     wanted = not me.recovering and not all(g.quota for g in others)  # nodes are
     patience = PATIENCE_BLOCKED if wanted else PATIENCE_ALONE
-    return _after(max([grew_at, *(g.released_at for g in others if g.released_at is not None)]) + patience, now)
+    since = max([grew_at, *(g.released_at for g in others if g.released_at is not None)])
+    # What others give back again and again may be of no use to this one.
+    return _after(min(since + patience, grew_at + PATIENCE_ALONE), now)
 
 
 def may_try(me: GangView, gangs: Iterable[GangView], *, now: float) -> Verdict:
