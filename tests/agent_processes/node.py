@@ -59,6 +59,7 @@ class Node:
         gpu_timeout: float = 10.0,
         slow_memory: bool = False,
         slow_volume: bool = False,
+        sandbox: bool = False,
     ) -> None:
         self.events: list[Event] = []
         self.generation = 0
@@ -76,6 +77,7 @@ class Node:
             "gpu_timeout": gpu_timeout,
             "slow_memory": slow_memory,
             "slow_volume": slow_volume,
+            "sandbox": sandbox,
             "ml": str(self.folder / "ml"),
             "environ": {"EVERSTEP_INDEX": str(index), "EVERSTEP_EPOCH": "1"},
             "job": {

@@ -196,6 +196,21 @@ async def test_what_a_shell_runs_keeps_its_grace_though_it_ignores_term(tmp_path
         assert saved.exists()
 
 
+@pytest.mark.parametrize("shell", [False, True], ids=["program", "shell"])
+async def test_ranks_hear_of_a_stop_where_the_kernel_does_not_tell_what_they_handle(
+    tmp_path: Path, shell: bool
+) -> None:
+    """As in a sandbox of gVisor, whose /proc/<pid>/status has no masks of signals."""
+    script = "import signal, sys, time\nsignal.signal(15, lambda *_: print('saved', flush=True) or sys.exit(0))\n"
+    train = [sys.executable, "-c", f"{script}print('up', flush=True); time.sleep(600)"]
+    command = ["sh", "-c", f"{shlex.join(train)}; true"] if shell else train
+    async with Node(tmp_path, command, sandbox=True) as node:
+        await node.start()
+        await node.until(lambda: "up" in node.logged(), "start of the script")
+        assert await node.stop(grace=30) is None
+        await node.until(lambda: "saved" in node.logged(), "its last words")
+
+
 async def test_a_stop_with_less_grace_replaces_one_with_more(tmp_path: Path) -> None:
     script = "import signal, time\nsignal.signal(15, lambda *_: print('term', flush=True))\nprint('up', flush=True)\n"
     script += "while True: time.sleep(60)\n"

@@ -359,12 +359,13 @@ def _audience(pids: Iterable[int], signum: int) -> list[int]:
     children: dict[int, list[int]] | None = None
     while queue:
         current = queue.pop()
-        stat, masks = _stat(current), _signal_masks(current)
-        if stat is None or masks is None:
+        stat = _stat(current)
+        if stat is None:
             continue
-        if current in main or not masks["SigIgn"] >> (signum - 1) & 1:  # else a helper that would only be waited for
+        masks, bit = _signal_masks(current), 1 << (signum - 1)
+        if current in main or not masks.get("SigIgn", 0) & bit:  # else a helper that would only be waited for
             found.append(current)
-        expected = any(mask >> (signum - 1) & 1 for mask in masks.values())
+        expected = not masks or any(mask & bit for mask in masks.values())
         shell = stat[0] in _SHELLS or _program(current) in _SHELLS
         if shell or not expected:
             children = _children() if children is None else children
@@ -374,14 +375,17 @@ def _audience(pids: Iterable[int], signum: int) -> list[int]:
     return found
 
 
-def _signal_masks(pid: int) -> dict[str, int] | None:
-    """Return the signals that a process blocks, ignores and has handlers for: it does not simply die of them."""
+def _signal_masks(pid: int) -> dict[str, int]:
+    """Return the signals that a process blocks, ignores and has handlers for: it does not simply die of them.
+
+    Empty where nobody knows: the process has ended, or the kernel does not tell, as that of gVisor.
+    """
     try:
         lines = Path(f"/proc/{pid}/status").read_bytes().splitlines()
         fields = dict(line.decode("latin-1").split(":", 1) for line in lines if line.startswith(b"Sig"))
         return {name: int(fields[name], 16) for name in ("SigBlk", "SigIgn", "SigCgt")}
-    except (OSError, ValueError, KeyError):  # it has ended
-        return None
+    except (OSError, ValueError, KeyError):
+        return {}
 
 
 def _program(pid: int) -> str:
