@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -429,6 +430,20 @@ def test_a_lost_writer_is_known_at_once(site: Site) -> None:
     os.kill(node.pid, signal.SIGKILL)
     with pytest.raises(WriterLost, match="the writer is gone"):
         node.links[0].reports(PATIENCE)
+
+
+def test_a_writer_that_ends_after_a_report_and_before_its_answer_is_known_at_once() -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    ours.setblocking(False)
+    link = control.Link(ours)
+    with theirs:
+        number = link.tell("reserve", sizes=[1], kept=[])
+        theirs.recv(1000)
+        theirs.sendall(b'{"event": "saved"}\n')
+    with pytest.raises(WriterLost, match="the writer is gone"):
+        link.answer(number, timeout=5.0)
+    assert [each["event"] for each in link.reports()] == ["saved"], "its last words are kept"
+    link.close()
 
 
 def test_tokens_are_read_as_they_are_written() -> None:

@@ -99,6 +99,7 @@ class Link:
         self._rest = b""
         self._calls = 0
         self._reports: deque[dict[str, Any]] = deque()
+        self._has_ended = False  # nothing comes any more; reports may still be here
         self.port: int | None = None  # of the writer, for other nodes
 
     @classmethod
@@ -147,6 +148,8 @@ class Link:
                     if "error" in line:
                         raise CheckpointError(str(line["error"]))
                     return line["ok"]
+            if self._has_ended:
+                raise WriterLost("the writer is gone")
             if time.monotonic() >= until:
                 raise WriterLost(f"the writer did not answer in {timeout:g} s")
 
@@ -190,6 +193,7 @@ class Link:
             except OSError as error:
                 raise WriterLost(f"the writer is gone: {error}") from error
             if not data:
+                self._has_ended = True
                 if self._reports or answers:  # its last words first
                     return answers
                 raise WriterLost("the writer is gone")
