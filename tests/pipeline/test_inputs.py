@@ -11,6 +11,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
+from torch.utils import _pytree as pytree  # noqa: E402
 
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
@@ -44,6 +45,27 @@ class Slotted:
         self.scale, self.shift = scale, shift
 
 
+class Inherited(Slotted):
+    __slots__ = ()
+
+
+class Attributes(dict[str, Any]):
+    """A dictionary that has an attribute of any name."""
+
+    __getattr__ = dict.get
+
+
+@dataclasses.dataclass
+class Registered:
+    scale: Any
+    shift: Any = None
+
+
+pytree.register_pytree_node(
+    Registered, lambda each: ([each.scale, each.shift], None), lambda parts, _: Registered(*parts)
+)
+
+
 class Model(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
     def __init__(self) -> None:
         super().__init__()
@@ -65,6 +87,10 @@ def test_a_named_tuple_is_of_each_batch() -> None:
     [
         (Fields(torch.ones(4)), "Fields"),
         (Slotted(torch.ones(4), None), "Slotted"),
+        (Inherited(torch.ones(4), None), "Inherited"),
+        (Registered(torch.ones(4)), "Registered"),
+        (collections.deque([torch.ones(4)]), "deque"),
+        (Attributes(scale=torch.ones(4)), "Attributes"),
         (collections.UserDict(scale=torch.ones(4)), "UserDict"),
         ({"of": [Fields(shift={"first": torch.ones(4)}, scale=1.0)]}, "Fields"),
         (Fields(torch.ones(4).numpy()), "Fields"),
@@ -83,3 +109,12 @@ def test_an_object_without_tensors_is_part_of_the_trace() -> None:
     arguments.check(arguments.name({**given, "setting": Setting(2)}))
     with pytest.raises(PipelineError, match="'setting' is another Setting than in the example"):
         arguments.check(arguments.name({**given, "setting": Setting(3)}))
+
+
+def test_a_dictionary_that_has_any_attribute_is_part_of_the_trace() -> None:
+    arguments = Arguments(Model())
+    given = {"x": torch.ones(3, 4), "extra": torch.ones(3, 4), "setting": Attributes(power=2)}
+    arguments.traced_with(arguments.name(given))
+    arguments.check(arguments.name({**given, "setting": Attributes(power=2)}))
+    with pytest.raises(PipelineError, match="'setting' is another Attributes than in the example"):
+        arguments.check(arguments.name({**given, "setting": Attributes(power=3)}))

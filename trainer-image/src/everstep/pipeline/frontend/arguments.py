@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import inspect
+from collections import deque
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -122,30 +123,39 @@ def _unlike(known: Any, given: Any) -> str | None:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether two objects without tensors say the same, as far as can be known."""
-    if one is other or (type(one) is type(other) and bool(one == other)):
-        return True
-    return type(one) is type(other) and hasattr(one, "__dict__") and vars(one) == vars(other)
+    if one is other or type(one) is not type(other):
+        return one is other
+    if type(one).__eq__ is not object.__eq__:  # as of dictionaries of a kind, which have nothing in their vars
+        return bool(one == other)
+    return hasattr(one, "__dict__") and vars(one) == vars(other)
 
 
 def _hidden_data(value: Any) -> str | None:
     """The kind of an object in which there are tensors or arrays beside those of plain structures; None if there is
     none."""
-    for leaf in pytree.tree_leaves(value):
+    # Others that pytree knows, as deques and registered classes, are not looked into by those who cut batches.
+    for leaf in pytree.tree_leaves(value, is_leaf=lambda each: not isinstance(each, dict | list | tuple)):
         if not isinstance(leaf, (torch.Tensor, *_PLAIN)) and _holds_data(leaf, set()):
             return type(leaf).__name__
     return None
 
 
 def _holds_data(value: Any, seen: set[int]) -> bool:
-    if isinstance(value, torch.Tensor) or (hasattr(value, "__array_interface__") and value.ndim > 0):
+    # Of the class, since dictionaries with attributes say that they have any.
+    if isinstance(value, torch.Tensor) or (hasattr(type(value), "__array_interface__") and getattr(value, "ndim", 1)):
         return True
     if isinstance(value, (type, torch.nn.Module, *_PLAIN)) or callable(value) or id(value) in seen:
         return False
     seen.add(id(value))
     inside: list[Any] = list(vars(value).values()) if hasattr(value, "__dict__") else []
-    inside += [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
+    inside += [getattr(value, name, None) for kind in type(value).__mro__ for name in _slots(kind)]
     if isinstance(value, Mapping):
         inside += value.values()
-    elif isinstance(value, list | tuple | set | frozenset):
+    elif isinstance(value, list | tuple | set | frozenset | deque):
         inside += value
     return any(_holds_data(each, seen) for each in inside)
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    found = vars(kind).get("__slots__", ())
+    return (found,) if isinstance(found, str) else tuple(found)
