@@ -30,11 +30,18 @@ GLOBAL = torch.Generator()
 Draw = Callable[["Drawing"], float]
 
 
+class Attributes(dict[str, Any]):
+    """A dictionary that has an attribute of any name."""
+
+    __getattr__ = dict.get
+
+
 class Drawing(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
     def __init__(self, draw: Draw) -> None:
         super().__init__()
         self.layer, self.draw = nn.Linear(4, 4), draw
         self.torch, self.numpy, self.python = torch.Generator(), np.random.default_rng(0), random.Random(0)
+        self.legacy, self.system, self.config = np.random.RandomState(0), random.SystemRandom(), Attributes(width=4)
 
     def forward(self, x: Any) -> Any:
         return self.layer(x) * self.draw(self)
@@ -45,6 +52,7 @@ DRAWS: dict[str, Draw] = {
     "numpy": lambda module: float(np.random.random()),
     "a torch.Generator": lambda module: torch.rand(1, generator=module.torch).item(),
     "a numpy.random.Generator": lambda module: float(module.numpy.random()),
+    "a numpy.random.RandomState": lambda module: float(module.legacy.random_sample()),
     "a random.Random": lambda module: module.python.random(),
 }
 

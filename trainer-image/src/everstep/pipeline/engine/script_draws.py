@@ -29,11 +29,15 @@ class ScriptDraws:
     def get_state(self) -> list[tuple[Any, Any]]:
         """Return what is given to `at` to draw the same numbers again."""
         found: list[Any] = [random]
-        numpy = sys.modules.get("numpy")
+        kinds: tuple[type, ...] = (torch.Generator, random.Random)
+        numpy = sys.modules.get("numpy.random")
         if numpy is not None:
-            found.append(numpy.random)
+            found.append(numpy)
+            kinds += (numpy.Generator, numpy.RandomState)
         for module in self._modules:
-            found += [each for each in vars(module).values() if _is_generator(each)]
+            # By their types: an object may say that it has any attribute, as dictionaries with attributes do.
+            every = [each for each in vars(module).values() if isinstance(each, kinds)]
+            found += [each for each in every if not isinstance(each, random.SystemRandom)]  # which has no state
         return [(each, _get(each)) for each in found]
 
     @contextlib.contextmanager
@@ -71,10 +75,6 @@ def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
     largest = float(one.abs().max()) if one.numel() else 0.0
     tolerance = _TOLERANCE.get(one.dtype, 0.2) * largest
     return tolerance != tolerance or bool(torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True))
-
-
-def _is_generator(value: Any) -> bool:
-    return isinstance(value, torch.Generator | random.Random) or hasattr(value, "bit_generator")
 
 
 def _get(generator: Any) -> Any:
