@@ -71,6 +71,16 @@ def make(options: Any) -> Any:
     return torchdata.StatefulDataLoader(**{"dataset": range(SIZE), **options()})
 
 
+class StatefulRandomSampler(RandomSampler):  # type: ignore[misc,unused-ignore]
+    """A sampler of torch's kind that keeps its place."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": 0}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        pass
+
+
 RANDOM: dict[str, Any] = {
     "RandomSampler": lambda: {"sampler": RandomSampler(range(SIZE))},
     "WeightedRandomSampler": lambda: {"sampler": WeightedRandomSampler([1.0] * SIZE, SIZE)},
@@ -86,7 +96,10 @@ def test_a_sampler_that_keeps_nothing_of_its_order_is_named(kind: str, tmp_path:
     assert [each.args for each in caplog.records] == [("train", kind)]
 
 
-@pytest.mark.parametrize("maker", [*MAKERS.values(), lambda: {"shuffle": True}])
+UNWARNED = [*MAKERS.values(), lambda: {"shuffle": True}, lambda: {"sampler": StatefulRandomSampler(range(SIZE))}]
+
+
+@pytest.mark.parametrize("maker", UNWARNED)
 def test_a_loader_that_resumes_is_not_warned_of(maker: Any, tmp_path: Path, caplog: Any) -> None:
     with session(tmp_path) as ckpt:
         ckpt.restore(train=everstep.PerRank(make(maker)))
