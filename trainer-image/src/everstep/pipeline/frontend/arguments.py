@@ -125,7 +125,9 @@ def _same(one: Any, other: Any) -> bool:
     """Whether two objects without tensors say the same, as far as can be known."""
     if one is other or type(one) is not type(other):
         return one is other
-    if type(one).__eq__ is not object.__eq__:  # as of dictionaries of a kind, which have nothing in their vars
+    if (
+        getattr(type(one), "__eq__", None) is not object.__eq__
+    ):  # as of dictionaries of a kind, which have nothing in their vars
         return bool(one == other)
     return hasattr(one, "__dict__") and vars(one) == vars(other)
 
@@ -142,7 +144,9 @@ def _hidden_data(value: Any) -> str | None:
 
 def _holds_data(value: Any, seen: set[int]) -> bool:
     # Of the class, since dictionaries with attributes say that they have any.
-    if isinstance(value, torch.Tensor) or (hasattr(type(value), "__array_interface__") and getattr(value, "ndim", 1)):
+    if isinstance(value, torch.Tensor) or (
+        hasattr(type(value), "__array_interface__") and getattr(value, "ndim", True)
+    ):
         return True
     if isinstance(value, (type, torch.nn.Module, *_PLAIN)) or callable(value) or id(value) in seen:
         return False
