@@ -27,7 +27,7 @@ from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric, InProcess
 from tests.checkpoint import ranks
 from tests.pipeline.models import CASES, slice_batch, squares
-from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, piped, share
+from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, optimizer_of, piped, share
 
 pytestmark = pytest.mark.torch
 
@@ -161,6 +161,31 @@ def test_a_step_is_refused_where_only_some_replicas_made_a_sharded_optimizer() -
 
     for told in Fabric(2, 2).run(work):
         assert "replica 1 is at a step after 0 steps with a ShardedOptimizer" in told
+
+
+def test_another_optimizer_after_a_sharded_one_has_all_gradients() -> None:
+    setting = Setting("mlp", replicas=2)
+
+    def work(transport: InProcess) -> dict[str, Any]:
+        engine = engine_of(setting, transport)
+        optimizer: Any = ShardedOptimizer(engine, lambda named: optimizer_of(list(named.values()), setting.dtype))
+        for number in range(2):
+            mine = share(setting, transport.replica, batch_of(setting, number))
+            engine.step(mine.inputs, mine.targets)
+            optimizer.step()
+            optimizer = optimizer_of(engine.parameters.own, setting.dtype)
+        return {name: each.detach().clone() for name, each in engine.parameters.named.items()}
+
+    model = CASES["mlp"].build()
+    for number in range(2):
+        batch, optimizer = batch_of(setting, number), optimizer_of(list(model.parameters()), setting.dtype)
+        model.zero_grad()
+        total, count = CASES["mlp"].loss(model(**batch.inputs), batch.targets)
+        (total / count).backward()
+        optimizer.step()
+    for weights in Fabric(2, 2).run(work):
+        for name, weight in weights.items():
+            torch.testing.assert_close(weight, model.get_parameter(name).detach(), rtol=1e-9, atol=1e-12)
 
 
 def _sent() -> int:

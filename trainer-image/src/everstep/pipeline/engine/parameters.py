@@ -7,7 +7,8 @@ counted in norms. The copies stay equal since each gets the same sum of gradient
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class Parameters:
         }
         _only_once(by_stage)
         self._learning: tuple[bool, ...] = ()
+        self._kept: list[tuple[Callable[[], Any], Mapping[Any, int]]] = []  # what optimizers keep, while they are there
         self.reduction = Reduction(transport, data, by_stage, self.shared, self._groups, options.bucket)
 
     def ties_of(self, action: Action) -> list[str]:
@@ -79,9 +81,15 @@ class Parameters:
         keepers, here = self.reduction.keepers, self._transport.replica
         return [parameter for parameter in self.counted if keepers.get(parameter, 0) == here]
 
-    def keep(self, keepers: Mapping[Any, int]) -> None:
-        """From now on, gradients of these parameters are summed for one replica each, and are None on the others."""
-        self.reduction.keepers = {**self.reduction.keepers, **keepers}
+    def keep(self, keepers: Mapping[Any, int], optimizer: Any = None) -> None:
+        """From now on, gradients of these parameters are summed for one replica each, and are None on the others; in
+        the steps that begin after the `optimizer` is gone, all replicas have them again."""
+        self._kept.append((weakref.ref(optimizer) if optimizer is not None else lambda: True, keepers))
+        self._find_keepers()
+
+    def _find_keepers(self) -> None:
+        self._kept = [(there, keepers) for there, keepers in self._kept if there() is not None]
+        self.reduction.keepers = {each: keeper for _, keepers in self._kept for each, keeper in keepers.items()}
 
     @property
     def frozen(self) -> str:
@@ -123,6 +131,7 @@ class Parameters:
         """Before a step."""
         for parameter in self.own:
             parameter.grad = None
+        self._find_keepers()
         if self._wide:
             widen(self.own)
 

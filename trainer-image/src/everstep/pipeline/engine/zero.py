@@ -27,8 +27,9 @@ class ShardedOptimizer:
     each parameter by itself (SGD, Adam and its kin); one that looks at all of them would see its share only.
     `optimizer` is what a checkpoint saves and restores, and what a scheduler takes.
 
-    From then on each gradient is summed for the keeper of its parameter alone, which halves what is sent: `grad` is
-    None on the other replicas. Parameters that `make` leaves out have their gradients on all replicas, as before.
+    While it exists, each gradient is summed for the keeper of its parameter alone, which halves what is sent: `grad` is
+    None on the other replicas. Parameters that `make` leaves out have their gradients on all replicas, as before. So
+    have all, for another optimizer, in the steps after nothing refers to this one any more.
     """
 
     def __init__(self, engine: Engine, make: Callable[[Mapping[str, Any]], torch.optim.Optimizer]) -> None:
@@ -42,7 +43,7 @@ class ShardedOptimizer:
             group["params"] = []
         if self._transport.replicas > 1:
             with engine.aborting():
-                engine.parameters.keep(self._kept())
+                engine.parameters.keep(self._kept(), self)
 
     def _kept(self) -> dict[Any, int]:
         """The parameters that an optimizer of any replica steps, and that replica."""
