@@ -109,6 +109,27 @@ def test_counting_places_again_costs_no_more_than_a_share_of_the_time() -> None:
     assert {nodes.count_places(job_, "u", 1, {}, 5000) for job_ in jobs} == {1600}, "all are counted in the end"
 
 
+def test_jobs_that_always_look_after_others_are_counted_for_again_all_the_same() -> None:
+    """An event wakes all of them in one order, and what the first ones leave is not enough for the last ones."""
+    cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
+    client: Any = None
+    now = 0.0
+    nodes = Nodes(client, cache, float, timer=lambda: now)
+    for number in range(1000):
+        body: Any = {"metadata": {"name": f"n{number}"}, "status": {"allocatable": {"pods": "1"}}}
+        cache.nodes.put(body)
+    jobs = [("default", f"job-{number}") for number in range(200)]
+    for key in jobs:
+        nodes.count_places(key, "u", 1, {}, 5000)
+    cache.nodes.put({"metadata": {"name": "more"}, "status": {"allocatable": {"pods": "1"}}})
+    for wake in range(10):
+        now += 300
+        cache.nodes.put({"metadata": {"name": "changes"}, "status": {"allocatable": {"pods": f"{wake % 2}"}}})
+        counts = [nodes.count_places(key, "u", 1, {}, 5000) for key in jobs]
+    assert min(count for count in counts if count is not None) >= 1001
+    assert nodes.examined <= (10 * 300 + BURST_SECONDS) * NODES_A_SECOND
+
+
 class Server:
     """Lists jobs and nodes, and has their templates."""
 

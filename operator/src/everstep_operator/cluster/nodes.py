@@ -23,6 +23,9 @@ from everstep_operator.plan.room import NodeRoom, count_places
 
 NODES_A_SECOND = 5000  # a tenth of a core, or less
 BURST_SECONDS = 4.0  # which may be used up at once: in most clusters nothing is ever put off
+# A count waits no more than so many times as long as it takes to make up for the others. Jobs look together and in
+# one order, so by `BURST_SECONDS` alone the last ones would never be counted again.
+MAX_WAIT_FACTOR = 10.0
 
 
 @dataclass
@@ -34,8 +37,8 @@ class Nodes:
     examined: int = 0  # nodes, in all counts
     _paid_until: float = float("-inf")  # by `timer`: when what was counted is made up for
     _gone: dict[str, float] = field(default_factory=dict)  # since when, by our clock
-    # By job: what its count was made from, and the count.
-    _places: dict[Key, tuple[tuple[int, str, int, int], int]] = field(default_factory=dict)
+    # By job: what its count was made from, the count, and when (by `timer`) it was made.
+    _places: dict[Key, tuple[tuple[int, str, int, int], int, float]] = field(default_factory=dict)
 
     async def under(self, pods: Iterable[PodView]) -> dict[str, NodeView]:
         """Return every node that one of these pods is bound to, by name."""
@@ -65,18 +68,21 @@ class Nodes:
             return None
         made_from = (self.cache.node_changes, uid, template, wanted)
         known = self._places.get(job)
-        if known is not None and (known[0] == made_from or (known[0][1:] == made_from[1:] and not self._may_count())):
+        if known is not None and known[0] == made_from:
+            return known[1]
+        if known is not None and known[0][1:] == made_from[1:] and not self._may_count(known[2]):
             return known[1]
         before = self.examined
         labels = shared_labels(pod, job[1], template)
         places = count_places(pod, self._rooms(), enough=wanted, labels=labels, namespace=job[0])
         now = self.timer()
         self._paid_until = max(self._paid_until, now - BURST_SECONDS) + (self.examined - before) / NODES_A_SECOND
-        self._places[job] = (made_from, places)
+        self._places[job] = (made_from, places, now)
         return places
 
-    def _may_count(self) -> bool:
-        return self.timer() >= self._paid_until
+    def _may_count(self, last: float) -> bool:
+        now = self.timer()
+        return now - last >= MAX_WAIT_FACTOR * (self._paid_until - now)
 
     def _rooms(self) -> Iterator[NodeRoom]:
         for _, node in self.cache.nodes.items():
