@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import ssl
 import threading
@@ -211,6 +212,15 @@ async def test_name_servers_that_are_away_cost_few_threads(monkeypatch: pytest.M
     assert len(threads) == most
     answered.set()
     assert await asyncio.gather(*questions) == [["10.0.0.1:8470"]] * 3 * most
+
+
+async def test_a_resolver_that_lacks_resources_is_no_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(host: str, *args: object, **kwargs: object) -> list[object]:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("socket.getaddrinfo", fails)
+    with pytest.raises(BlockingIOError):
+        await addresses_of("algo-1.nowhere:8470")
 
 
 async def test_a_dial_that_ends_well_after_it_was_called_off_is_no_second_agent(

@@ -31,7 +31,11 @@ async def addresses_of(address: str) -> list[str]:
     while not _free.acquire(blocking=False):  # noqa: ASYNC110 - threads free it, perhaps those of another loop
         await asyncio.sleep(_PAUSE)
 
+    begun = False
+
     def look_up() -> list[str]:
+        nonlocal begun
+        begun = True
         try:
             return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
         finally:
@@ -39,7 +43,8 @@ async def addresses_of(address: str) -> list[str]:
 
     try:
         found = await in_thread(look_up, "look-up")
-    except BlockingIOError:  # it has not begun
-        _free.release()
+    except BlockingIOError:  # no thread could be started; or the resolver said the same
+        if not begun:
+            _free.release()
         raise
     return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in found]
