@@ -163,6 +163,24 @@ def test_a_step_is_refused_where_only_some_replicas_made_a_sharded_optimizer() -
         assert "replica 1 is at a step after 0 steps with a ShardedOptimizer" in told
 
 
+def test_a_step_is_refused_where_one_of_two_sharded_optimizers_is_gone_on_some_replicas_only() -> None:
+    setting = Setting("mlp", replicas=2)
+
+    def work(transport: InProcess) -> str:
+        engine = engine_of(setting, transport)
+        own = engine.parameters.own
+        engine.parameters.keep({own[0]: 0})
+        if transport.replica:
+            engine.parameters.keep({own[1]: 0})
+        mine = share(setting, transport.replica, batch_of(setting, 0))
+        with pytest.raises(PipelineError) as caught:
+            engine.step(mine.inputs, mine.targets)
+        return str(caught.value)
+
+    for told in Fabric(2, 2).run(work):
+        assert "replica 1 is at a step after 0 steps with a ShardedOptimizer" in told
+
+
 def test_another_optimizer_after_a_sharded_one_has_all_gradients() -> None:
     setting = Setting("mlp", replicas=2)
 

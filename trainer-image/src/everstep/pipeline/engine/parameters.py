@@ -93,13 +93,16 @@ class Parameters:
 
     @property
     def frozen(self) -> str:
-        """How many parameters of this rank do not learn, and which, in a few letters; and whether some have keepers."""
+        """How many parameters of this rank do not learn, and which, in a few letters; and so who keeps which."""
         flags = bytes(parameter.requires_grad for parameter in self.own)
         count = flags.count(0)
         found = (
             f" with {count} frozen parameters ({hashlib.blake2b(flags, digest_size=3).hexdigest()})" if count else ""
         )
-        return found + (" with a ShardedOptimizer" if self.reduction.keepers else "")
+        if keepers := self.reduction.keepers:
+            kept = repr([keepers.get(parameter) for parameter in self.own]).encode()
+            found += f" with a ShardedOptimizer ({hashlib.blake2b(kept, digest_size=3).hexdigest()})"
+        return found
 
     def check_frozen(self, *, first: bool) -> None:
         """Before a batch, of which the first of a step decides what learns in it.
