@@ -78,7 +78,9 @@ class Modules:
         yield from ((names.join(self.prefix, name), each) for name, each in describe_module(unusual))
         leaves = [leaf for plain, state in states for leaf in self._leaves_of(plain, state)]
         yield from leaves
-        tied = find_aliases({name: each for name, each in leaves if is_tensor(each)}).groups
+        # What a module's extra state shares is said in its own description.
+        own = {name: each for name, each in leaves if is_tensor(each) and _EXTRA_STATE not in name.split(".")}
+        tied = find_aliases(own).groups
         yield from describe_ties([name for (name,) in group] for group in tied)
 
     def _leaves_of(self, plain: Callable[[str], str], state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
