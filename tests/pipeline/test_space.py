@@ -65,6 +65,18 @@ def test_pairs_are_all_in_which_one_lies_in_the_other(most: float, monkeypatch: 
     assert wanted
 
 
+@pytest.mark.parametrize("seed", [12, 24, 42])
+def test_pairs_with_just_as_much_work_as_they_may_have_are_in(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TILE", 1)
+    blocks = graph(seed, 12)
+    every = Space(blocks, downsets(blocks, 2000) or ())
+    work = every.total(np.array([block.work for block in blocks.blocks]))
+    between = work[every.upper] - work[every.lower]
+    for most in np.unique(between)[:: max(1, len(np.unique(between)) // 6)]:
+        found = Space(blocks, every.downsets, most)
+        assert len(found.upper) == np.count_nonzero(between <= most)
+
+
 def test_the_graph_without_its_loose_blocks_is_made_once() -> None:
     core = Core(graph(2, 30), 20, 20)
     assert core.loose

@@ -69,7 +69,8 @@ class Space:
         found = np.zeros((self.size, self.size), bool)
         for start in range(0, self.size, TILE):
             rows = slice(start, start + TILE)
-            near = np.flatnonzero(work[: rows.stop] >= work[rows].min() - most)
+            # A little wider than asked for, since other sums round otherwise; below, each pair is compared itself.
+            near = np.flatnonzero(work[: rows.stop] >= work[rows].min() - most - 1e-9 * work[-1])
             columns = slice(near[0], near[-1] + 1)
             common = numbers[rows] @ numbers[columns].T
             inside = (common >= sizes[None, columns]) & (sizes[None, columns] < sizes[rows, None])
