@@ -23,12 +23,12 @@ from typing import Any
 
 from everstep.agent import config
 from everstep.agent.client import LeaderClient
-from everstep.agent.events import Event, Layout, RankStarted
-from everstep.agent.http import Handler, Server
-from everstep.agent.leader import Leader
-from everstep.agent.leading import Leading, free_port
+from everstep.agent.events import Event, GenerationLayout, RankStarted
+from everstep.agent.http import Handler, HttpServer
+from everstep.agent.leader import LeaderState
+from everstep.agent.leading import LeaderServer, find_free_port
 from everstep.agent.main import raise_file_limit
-from everstep.agent.node import Node
+from everstep.agent.node import NodeAgent
 
 SOFT_LIMIT = 1024
 AGENTS_PER_PROCESS = 300  # two files each: what it listens on, and the leader's link
@@ -43,7 +43,7 @@ class Crowd:
     folder: Path
     token: bytes
 
-    def config(self, index: int) -> config.Config:
+    def config(self, index: int) -> config.AgentConfig:
         job = {
             "protocol": config.PROTOCOL,
             "job": {"namespace": "default", "name": "crowd", "uid": "crowd"},
@@ -61,7 +61,7 @@ class Crowd:
             "port": 8470,
         }
         pod = {"EVERSTEP_INDEX": str(index), "EVERSTEP_POD_UID": f"pod-{index}", "EVERSTEP_POD_IP": "127.0.0.1"}
-        return config.parse(job, {**pod, "EVERSTEP_EPOCH": "1"})
+        return config.parse_config(job, {**pod, "EVERSTEP_EPOCH": "1"})
 
 
 class PretendedRanks:
@@ -71,7 +71,7 @@ class PretendedRanks:
         self._emit = emit
         self.generations: list[int] = []
 
-    async def start(self, layout: Layout) -> None:
+    async def start(self, layout: GenerationLayout) -> None:
         self.generations.append(layout.generation)
         self._emit(RankStarted(layout.generation, layout.node_index, 0))
 
@@ -91,19 +91,19 @@ class Agent:
     def __init__(self, crowd: Crowd, index: int) -> None:
         clock = asyncio.get_running_loop().time
         self._config = crowd.config(index)
-        place = config.Place.local(crowd.folder / "agent.pyz", crowd.folder, index)
+        place = config.AgentPaths.for_laptop(crowd.folder / "agent.pyz", crowd.folder, index)
         place.scratch.mkdir(parents=True, exist_ok=True)
-        self._node = Node(self._config, place, f"agent-{index}", clock)
+        self._node = NodeAgent(self._config, place, f"agent-{index}", clock)
         self.ranks = PretendedRanks(self._node.emit)
         self._node.run_with(self.ranks, crowd.token)
         routes: dict[str, tuple[str, Handler]] = {"/v1/link": ("POST", self._node.accept)}
-        self._leading: Leading | None = None
+        self._leading: LeaderServer | None = None
         if self._config.leads:
             raise_file_limit(self._config.num_nodes)
-            leader = Leader(self._config, "crowd", clock(), time.time(), free_port)
-            self._leading = Leading(self._config, crowd.token, self._node, leader, clock)
+            leader = LeaderState(self._config, "crowd", clock(), time.time(), find_free_port)
+            self._leading = LeaderServer(self._config, crowd.token, self._node, leader, clock)
             routes.update(self._leading.routes())
-        self._server = Server(crowd.token, routes, clock)
+        self._server = HttpServer(crowd.token, routes, clock)
 
     async def listen(self) -> str:
         port = await self._server.start("127.0.0.1", 0)

@@ -25,60 +25,60 @@ from e2e.images.tools import cache_dir
 
 
 @dataclass(frozen=True)
-class Cost:
+class StepCost:
     """The cost of a part from nothing: seconds on two cores, megabytes that are loaded, megabytes that stay."""
 
     seconds: int
     download: int = 0
     stored: int = 0
 
-    def __add__(self, other: Cost) -> Cost:
-        return Cost(self.seconds + other.seconds, self.download + other.download, self.stored + other.stored)
+    def __add__(self, other: StepCost) -> StepCost:
+        return StepCost(self.seconds + other.seconds, self.download + other.download, self.stored + other.stored)
 
 
 @dataclass(frozen=True)
-class Step:
+class DemoStep:
     """One part of the work; ``name`` is what `deploy.load` calls it when it is done."""
 
     name: str
     what: str
-    cost: Cost
+    cost: StepCost
 
 
 # By the folder of the Go module. What is stored there are the programs: Go's own caches are Go's.
 MODULES = {
-    "etcd": Cost(60, 70, 27),
-    "kubernetes": Cost(430, 140, 485),
-    "pause": Cost(3, 0, 2),
-    "coredns": Cost(130, 90, 76),
-    "helm": Cost(120, 60, 61),
-    "kind": Cost(30, 10, 11),
+    "etcd": StepCost(60, 70, 27),
+    "kubernetes": StepCost(430, 140, 485),
+    "pause": StepCost(3, 0, 2),
+    "coredns": StepCost(130, 90, 76),
+    "helm": StepCost(120, 60, 61),
+    "kind": StepCost(30, 10, 11),
 }
 IMAGES = {
-    "operator": Cost(160, 150, 600),
-    "trainer": Cost(480, 3000, 6500),
+    "operator": StepCost(160, 150, 600),
+    "trainer": StepCost(480, 3000, 6500),
 }
 # An image of which an older build is there takes its heavy layers from that.
-REBUILT = Cost(30, 0, 50)
-UNKNOWN = Cost(60)
+REBUILT = StepCost(30, 0, 50)
+UNKNOWN = StepCost(60)
 
 
-def program_steps(names: Iterable[str]) -> list[Step]:
+def program_steps(names: Iterable[str]) -> list[DemoStep]:
     """Return the modules that have to be compiled for the programs ``names``."""
     return [
-        Step(folder, f"compile {', '.join(programs)}", MODULES.get(folder, UNKNOWN))
+        DemoStep(folder, f"compile {', '.join(programs)}", MODULES.get(folder, UNKNOWN))
         for folder, programs in binaries.by_module(binaries.missing(names)).items()
     ]
 
 
-def image_steps(images: Iterable[Image]) -> list[Step]:
+def image_steps(images: Iterable[Image]) -> list[DemoStep]:
     """Return the images that have to be built; asked without installing anything."""
     can_ask = engine.is_present()
     found = []
     for image in images:
         if not (can_ask and image.built):
             cost = REBUILT if can_ask and image.exists else IMAGES.get(image.short_name, UNKNOWN)
-            found.append(Step(image.name, f"build the image {image.short_name}", cost))
+            found.append(DemoStep(image.name, f"build the image {image.short_name}", cost))
     return found
 
 
@@ -87,7 +87,7 @@ class Track:
     """Steps that are done one after the other."""
 
     title: str
-    steps: list[Step]
+    steps: list[DemoStep]
     finished: set[str] = field(default_factory=set)
     since: float = 0.0
 
@@ -96,7 +96,7 @@ class Track:
         return sum(step.cost.seconds for step in self.steps)
 
     @property
-    def current(self) -> Step | None:
+    def current(self) -> DemoStep | None:
         return next((step for step in self.steps if step.name not in self.finished), None)
 
     def finish(self, name: str, now: float) -> None:
@@ -113,7 +113,7 @@ class Track:
         return done + (min(now - self.since, 0.95 * current.cost.seconds) if current else 0)
 
 
-def announce(console: Console, tracks: Sequence[Track], afterwards: int, packages: Sequence[str] = ()) -> Cost:
+def announce(console: Console, tracks: Sequence[Track], afterwards: int, packages: Sequence[str] = ()) -> StepCost:
     """Say what will be done, how long it takes, how much it loads and stores; return the sum.
 
     Args:
@@ -123,7 +123,7 @@ def announce(console: Console, tracks: Sequence[Track], afterwards: int, package
         packages: Debian packages that are installed on this machine.
     """
     steps = [step for track in tracks for step in track.steps]
-    total = sum((step.cost for step in steps), Cost(0))
+    total = sum((step.cost for step in steps), StepCost(0))
     total = dataclasses.replace(total, seconds=max(track.seconds for track in tracks))
     if steps:
         table = Table(title="What is built, once on this machine", title_justify="left")
@@ -144,7 +144,7 @@ def announce(console: Console, tracks: Sequence[Track], afterwards: int, package
     return total
 
 
-def missing_disk(cost: Cost) -> str | None:
+def missing_disk(cost: StepCost) -> str | None:
     """Say what is wrong if the disk has no room for it; None if nothing is."""
     folder = next(path for path in (cache_dir(), *cache_dir().parents) if path.exists())
     free = shutil.disk_usage(folder).free // 1_000_000
@@ -184,7 +184,7 @@ def bars(console: Console, tracks: Iterable[Track]) -> Iterator[None]:
         yield
 
 
-def _row(cost: Cost) -> tuple[str, str, str]:
+def _row(cost: StepCost) -> tuple[str, str, str]:
     return _minutes(cost.seconds), _megabytes(cost.download), _megabytes(cost.stored)
 
 

@@ -67,7 +67,7 @@ def announce(store: Any, options: Any) -> dict[str, float]:
     for node in range(options.nodes):
         manifest = node_manifest(options, node)
         began = time.process_time()
-        commit.announce(store, node, manifest)
+        commit.announce_node(store, node, manifest)
         each.append(time.process_time() - began)
     sizes = {entry.name: entry.size for entry in store.list(manifest.key.data_prefix)}
     share = commit.read_announcement(store, manifest.key, 0).nodes[0]
@@ -82,7 +82,7 @@ def commit_all(store: Any, options: Any) -> dict[str, float]:
     """Node 0's commit."""
     from everstep.checkpoint import commit
 
-    commit.commit(store, the_key(), options.nodes, fenced=lambda: None, timeout=60)
+    commit.commit_checkpoint(store, the_key(), options.nodes, fenced=lambda: None, timeout=60)
     return {"MB_of_the_index": len(store.read(the_key().manifest_name)) / 1e6}
 
 
@@ -115,7 +115,7 @@ def the_key() -> Any:
 
 def node_manifest(options: Any, node: int) -> Any:
     """Make what a node wrote: one shard a rank of sharded tensors, of replicas those that its ranks were to write."""
-    from everstep.checkpoint.format import HEADER, Chunk, Manifest, Part, Shard, Tensor
+    from everstep.checkpoint.format import HEADER, CheckpointPart, Chunk, Manifest, Shard, StoredTensor
 
     world, size = options.nodes * options.ranks, ROWS * WIDTH * 4
     ranks = range(node * options.ranks, (node + 1) * options.ranks)
@@ -132,9 +132,9 @@ def node_manifest(options: Any, node: int) -> Any:
             at[local] += size
         shape = (world * ROWS if options.spread == SHARDED else ROWS, WIDTH)
         if shards:
-            tensors[name] = Tensor("float32", shape, tuple(shards))
+            tensors[name] = StoredTensor("float32", shape, tuple(shards))
     key = the_key()
-    parts = tuple(Part(key.part_name(rank), at[local], "0" * 16) for local, rank in enumerate(ranks))
+    parts = tuple(CheckpointPart(key.part_name(rank), at[local], "0" * 16) for local, rank in enumerate(ranks))
     values: dict[str, object] = {"step": 1000, **{f"rank.{rank}.rng": "0" * 12_000 for rank in ranks}}
     return Manifest(key, world, 1, "model", "xxh3_64", 1.5, parts, tensors, values)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from everstep.checkpoint.snapshot import populate
+from everstep.checkpoint.snapshot import populate_pages
 from everstep.checkpoint.staging import Host
 
 PIECE = 8 << 20
@@ -27,7 +27,7 @@ class Buffer:
             os.posix_fallocate(file.fileno(), 0, size)
             self.pages = mmap.mmap(file.fileno(), size)
         self.bytes = torch.frombuffer(self.pages, dtype=torch.uint8)
-        populate(self.bytes.data_ptr(), size)
+        populate_pages(self.bytes.data_ptr(), size)
 
     def remove(self) -> None:
         self._path.unlink()

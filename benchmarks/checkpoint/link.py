@@ -15,7 +15,7 @@ _BUCKET = ("burst", "5mb", "latency", "50ms")
 
 
 @dataclass(frozen=True)
-class Link:
+class RemoteEnd:
     """The address of the other end, and the beginning of a command that runs there."""
 
     address: str
@@ -23,7 +23,7 @@ class Link:
 
 
 @contextmanager
-def shaped() -> Iterator[Link]:
+def shaped() -> Iterator[RemoteEnd]:
     """Make the link; it goes with the block.
 
     Raises:
@@ -42,7 +42,7 @@ def shaped() -> Iterator[Link]:
         _run(*inside, "ip", "link", "set", theirs, "up")
         _run("tc", "qdisc", "add", "dev", ours, "root", "tbf", "rate", RATE, *_BUCKET)
         _run(*inside, "tc", "qdisc", "add", "dev", theirs, "root", "tbf", "rate", RATE, *_BUCKET)
-        yield Link(f"{net}.2", inside)
+        yield RemoteEnd(f"{net}.2", inside)
     finally:
         for command in (("ip", "link", "delete", ours), ("ip", "netns", "delete", name)):
             with suppress(RuntimeError):

@@ -16,14 +16,14 @@ from benchmarks.checkpoint.wire import wire
 from benchmarks.interval import REPEATS, Interval
 from benchmarks.measure import alternate
 from everstep.checkpoint import slot_marks, slots
-from everstep.checkpoint.board import Alone
-from everstep.checkpoint.peer_server import held
+from everstep.checkpoint.board import LocalKVStore
+from everstep.checkpoint.peer_server import iterate_held_slots
 from everstep.checkpoint.peers import Peers
-from everstep.checkpoint.proposals import mine
+from everstep.checkpoint.proposals import make_proposal
 from everstep.checkpoint.restore import Restorer
 from everstep.checkpoint.session import Checkpointer
 from everstep.checkpoint.topology import Topology
-from everstep.checkpoint.vote import Vote
+from everstep.checkpoint.vote import RestoreConsensus
 
 # Times a plain read, the same, one into new memory, a copy, as many bytes through a socket over a link of 10 Gbit/s.
 TARGETS = {
@@ -39,12 +39,12 @@ SECRET = "of this benchmark"
 ALONE = Topology(0, 1, 0, 1, (0,))
 
 
-class _Vote(Vote):
+class _Vote(RestoreConsensus):
     """A vote of this rank alone, which hears what another node offers; that one's rank is no part of what is
     measured."""
 
     def __init__(self, offer: dict[str, Any]) -> None:
-        super().__init__(Alone(), 0, 1)
+        super().__init__(LocalKVStore(), 0, 1)
         self._offer = offer
         self._first = True
 
@@ -71,11 +71,17 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
         buffer = stack.enter_context(floors.buffer(length))
 
         def restore(
-            tier: str, place: Path, topology: Topology, vote: Vote, peers: Peers | None = None, *, anew: bool = True
+            tier: str,
+            place: Path,
+            topology: Topology,
+            vote: RestoreConsensus,
+            peers: Peers | None = None,
+            *,
+            anew: bool = True,
         ) -> float:
             into = state.started(objects) if anew else objects
             restorer = Restorer(into, ckpt.store, topology, vote, place, peers=peers)
-            slots._decoded.cache_clear()  # a new process has read no manifest yet
+            slots._decode_slot_manifest.cache_clear()  # a new process has read no manifest yet
             began = time.perf_counter()
             restored = restorer.restore()
             took = time.perf_counter() - began
@@ -86,7 +92,7 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
             return floors.read(part, buffer)
 
         def from_store(*, anew: bool = True) -> float:
-            return restore("store", nothing, ALONE, Vote(Alone(), 0, 1), anew=anew)
+            return restore("store", nothing, ALONE, RestoreConsensus(LocalKVStore(), 0, 1), anew=anew)
 
         def cold(arm: Callable[[], float]) -> Callable[[], float]:
             def measured() -> float:
@@ -105,14 +111,14 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
         sources = state.tensors(objects)
         verify(memory)
         arms["restore-node"] = (
-            lambda: restore("memory", memory, ALONE, Vote(Alone(), 0, 1), anew=False),
+            lambda: restore("memory", memory, ALONE, RestoreConsensus(LocalKVStore(), 0, 1), anew=False),
             lambda: floors.copy(buffer, sources),
         )
         if "restore-peer" in wanted:
             # Node 1 of this run holds the only share; we are node 0, whose memory is empty.
             link = stack.enter_context(shaped())
             ends = stack.enter_context(wire(memory, memory / "0" / "0.part", length, SECRET, link))
-            offer = mine(memory, Topology(1, 2, 1, 2, (1,))) or {}
+            offer = make_proposal(memory, Topology(1, 2, 1, 2, (1,))) or {}
             peers = Peers(SECRET, (ends.writer, ends.writer), 1, ())
             arms["restore-peer"] = (
                 lambda: restore("peer", nothing, Topology(0, 1, 0, 2, (0,)), _Vote(offer), peers, anew=False),
@@ -128,7 +134,7 @@ def rows(size: int, name: str, folder: Path, wanted: Collection[str]) -> Iterato
 
 def verify(memory: Path) -> None:
     """Mark the slots as verified, as the writer does while ranks are started again."""
-    for slot, manifest in held(memory):
+    for slot, manifest in iterate_held_slots(memory):
         mark = slot_marks.verify_slot(slot, manifest)
         assert mark is not None, slot.path
         slot_marks.leave_mark(slot, mark)

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.checkpoint.link import Link
+from benchmarks.checkpoint.link import RemoteEnd
 from everstep.checkpoint.peer_link import Address
 from everstep.checkpoint.peer_server import PeerServer
 
@@ -33,7 +33,7 @@ class Wire:
 
 
 @contextmanager
-def wire(memory: Path, file: Path, size: int, secret: str, link: Link) -> Iterator[Wire]:
+def wire(memory: Path, file: Path, size: int, secret: str, link: RemoteEnd) -> Iterator[Wire]:
     """`memory`: the slots that are given out; `file`: shared memory of which the plain sender sends `size` bytes."""
     process = subprocess.Popen(
         [*link.command, sys.executable, "-m", "benchmarks.checkpoint.wire", str(memory), str(file), str(size)],

@@ -47,39 +47,39 @@ def measured(rank: int, name: str) -> tuple[dict[str, list[float]], list[str]]:
 
     from benchmarks.pipeline.models import Gpt, text
     from everstep.pipeline.engine.engine import Engine
-    from everstep.pipeline.engine.options import Options
-    from everstep.pipeline.frontend.placement import complete
-    from everstep.pipeline.frontend.split import split
+    from everstep.pipeline.engine.options import EngineOptions
+    from everstep.pipeline.frontend.placement import complete_placement
+    from everstep.pipeline.frontend.split import split_model
     from everstep.pipeline.graph import stage_graph
-    from everstep.pipeline.partition.blocks import contract, spread
+    from everstep.pipeline.partition.blocks import contract_graph, spread_stages
     from everstep.pipeline.planning import Wish
-    from everstep.pipeline.prepare import Place, look_into, plan
-    from everstep.pipeline.schedules import lower, make
+    from everstep.pipeline.prepare import ProcessPosition, look_into, make_plan
+    from everstep.pipeline.schedules import lower_schedule, make_schedule
     from everstep.pipeline.transport.control import Control
     from everstep.pipeline.transport.gloo import ProcessGroups
-    from everstep.pipeline.transport.grid import grid
+    from everstep.pipeline.transport.grid import make_grid
 
     torch.manual_seed(0)
     words, width, layers = MODELS[name]
     batch, targets = text(words, TOKENS)(SAMPLES * MICROBATCHES)
     model = Gpt(words, width, layers)
     found = look_into(model, batch, None)
-    place = Place(grid(2, 2), Control(1800.0), torch.device("cpu"))
-    made = plan(model, found, batch, Wish(2, None, (MICROBATCHES,), len(targets)), place)
+    place = ProcessPosition(make_grid(2, 2), Control(1800.0), torch.device("cpu"))
+    made = make_plan(model, found, batch, Wish(2, None, (MICROBATCHES,), len(targets)), place)
     graph = made.profile.graph
-    blocks = contract(graph)
+    blocks = contract_graph(graph)
     splits: dict[str, Mapping[str, int]] = {"auto": made.stage_of}
     orders = {"auto": (made.prove(), made.stages)}
     for each, other in BASELINES.items():
-        splits[each] = spread(blocks, other(blocks, 2))
-        stages = stage_graph(graph, complete(found.graph, splits[each]))
-        orders[each] = lower(make(SCHEDULE, 2, 2, MICROBATCHES), stages), stages
+        splits[each] = spread_stages(blocks, other(blocks, 2))
+        stages = stage_graph(graph, complete_placement(found.graph, splits[each]))
+        orders[each] = lower_schedule(make_schedule(SCHEDULE, 2, 2, MICROBATCHES), stages), stages
     transport = ProcessGroups(place.grid)
     arms: dict[str, Callable[[], object]] = {}
     for each, (order, stages) in orders.items():
-        parts = split(found, splits[each])
+        parts = split_model(found, splits[each])
         own = {index: parts[index] for index in order.stages_of(rank)}
-        engine = Engine(own, order, stages, transport, lambda loss, labels: loss, Options(broadcast=False))
+        engine = Engine(own, order, stages, transport, lambda loss, labels: loss, EngineOptions(broadcast=False))
         arms[each] = partial(engine.step, batch, targets)
     same = [each for each in BASELINES if splits[each] == splits["auto"] and made.schedule_name == SCHEDULE]
     return alternate(arms, REPEATS), same

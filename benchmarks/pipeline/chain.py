@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from everstep.pipeline.engine.engine import Engine
-from everstep.pipeline.engine.options import Options
-from everstep.pipeline.graph import Stage, StageGraph, chain
-from everstep.pipeline.schedules import Schedule, lower, make
+from everstep.pipeline.engine.options import EngineOptions
+from everstep.pipeline.graph import Stage, StageGraph, make_chain_graph
+from everstep.pipeline.schedules import Schedule, lower_schedule, make_schedule
 from everstep.pipeline.transport.base import Transport
 
 #: Stages on each rank.
@@ -21,7 +21,7 @@ CHUNKS = {"simple": 1, "1f1b": 1, "interleaved": 2, "zb-h1": 1, "zb-v": 2}
 
 
 @dataclass(frozen=True)
-class Work:
+class ChainWork:
     """Each rank has `layers` layers of `width`, however many stages they are; `rows` of a micro-batch.
 
     A rank has fewer operations for each byte that it sends than with one layer of a transformer of that width.
@@ -41,12 +41,12 @@ class Work:
 
     @property
     def graph(self) -> StageGraph:
-        return chain([Stage()] * self.stages, 4 * self.width * self.rows)
+        return make_chain_graph([Stage()] * self.stages, 4 * self.width * self.rows)
 
     @property
     def order(self) -> Schedule:
         """Return the computations of each rank."""
-        return make(self.schedule, self.stages, self.ranks, self.microbatches)
+        return make_schedule(self.schedule, self.stages, self.ranks, self.microbatches)
 
     def module(self, stage: int) -> nn.Module:
         torch.manual_seed(stage)
@@ -60,8 +60,8 @@ class Work:
         return torch.randn(self.rows * self.microbatches, self.width, generator=torch.Generator().manual_seed(1))
 
 
-class Part:
-    """A StageModule of a chain."""
+class ChainStage:
+    """A RunnableStage of a chain."""
 
     def __init__(self, stage: int, stages: int, module: nn.Module) -> None:
         self.inputs: tuple[str, ...] = (f"v{stage - 1}" if stage else "input:x",)
@@ -76,7 +76,9 @@ def loss(output: Any, target: Any) -> Any:
     return (output - target).square().mean()
 
 
-def engine(work: Work, transport: Transport, modules: Mapping[int, nn.Module]) -> Engine:
-    parts = {stage: Part(stage, work.stages, module) for stage, module in modules.items()}
-    schedule = lower(work.order, work.graph)
-    return Engine(parts, schedule, work.graph, transport, loss, Options(broadcast=False, precision=work.precision))
+def engine(work: ChainWork, transport: Transport, modules: Mapping[int, nn.Module]) -> Engine:
+    parts = {stage: ChainStage(stage, work.stages, module) for stage, module in modules.items()}
+    schedule = lower_schedule(work.order, work.graph)
+    return Engine(
+        parts, schedule, work.graph, transport, loss, EngineOptions(broadcast=False, precision=work.precision)
+    )

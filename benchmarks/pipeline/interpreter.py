@@ -19,16 +19,16 @@ def row() -> Interval:
     import torch
     from torch import nn
 
-    from benchmarks.pipeline.chain import Part, loss
+    from benchmarks.pipeline.chain import ChainStage, loss
     from everstep.pipeline.engine.engine import Engine
-    from everstep.pipeline.engine.options import Options
-    from everstep.pipeline.graph import Stage, chain
-    from everstep.pipeline.schedules import lower, make
+    from everstep.pipeline.engine.options import EngineOptions
+    from everstep.pipeline.graph import Stage, make_chain_graph
+    from everstep.pipeline.schedules import lower_schedule, make_schedule
     from everstep.pipeline.transport.inprocess import Fabric, InProcess
 
     torch.set_num_threads(1)
-    graph = chain([Stage()] * 2, 4)
-    schedule = lower(make("1f1b", 2, 2, MICROBATCHES), graph)
+    graph = make_chain_graph([Stage()] * 2, 4)
+    schedule = lower_schedule(make_schedule("1f1b", 2, 2, MICROBATCHES), graph)
     batch = torch.ones(MICROBATCHES, 1)
 
     class Scale(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
@@ -43,8 +43,8 @@ def row() -> Interval:
     samples: list[float] = []
 
     def rank(transport: InProcess) -> None:
-        stage = Part(transport.rank, 2, Scale())
-        engine = Engine({transport.rank: stage}, schedule, graph, transport, loss, Options(broadcast=False))
+        stage = ChainStage(transport.rank, 2, Scale())
+        engine = Engine({transport.rank: stage}, schedule, graph, transport, loss, EngineOptions(broadcast=False))
         mine = ({"x": batch}, None) if transport.rank == 0 else (None, batch)
         for number in range(REPEATS + 1):
             began = time.perf_counter()

@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.interval import Interval
-from benchmarks.pipeline.chain import CHUNKS, Part, Work, engine, loss
+from benchmarks.pipeline.chain import CHUNKS, ChainStage, ChainWork, engine, loss
 
 PRECISIONS = {"full": "", "bf16": "-bf16"}  # and what rows are called by it
 
@@ -26,17 +26,19 @@ def rows(wanted: Collection[str]) -> Iterator[Interval]:
     for name in CHUNKS:
         for precision, kind in PRECISIONS.items():
             if {"memory", f"memory-{name}{kind}"} & set(wanted):
-                yield row(Work(name, ranks=4, microbatches=8, width=32, rows=16, layers=8, precision=precision))
+                yield row(ChainWork(name, ranks=4, microbatches=8, width=32, rows=16, layers=8, precision=precision))
 
 
-def row(work: Work) -> Interval:
-    from everstep.pipeline.graph import Stage, chain
-    from everstep.pipeline.schedules import peaks
+def row(work: ChainWork) -> Interval:
+    from everstep.pipeline.graph import Stage, make_chain_graph
+    from everstep.pipeline.schedules import compute_peak_memory
     from everstep.pipeline.transport.inprocess import Fabric, InProcess
 
     batch = work.batch()
     each, casts = _of_one(work)
-    bound = list(peaks(work.order, chain([replace(Stage(), activation=size) for size in each])))
+    bound = list(
+        compute_peak_memory(work.order, make_chain_graph([replace(Stage(), activation=size) for size in each]))
+    )
     for stage, at in enumerate(work.order.placement):
         bound[at] += casts[stage]
 
@@ -62,7 +64,7 @@ def row(work: Work) -> Interval:
     return result
 
 
-def _of_one(work: Work) -> tuple[list[int], list[int]]:
+def _of_one(work: ChainWork) -> tuple[list[int], list[int]]:
     """Return what one micro-batch keeps in each stage, in the last one with its loss; and what all keep together."""
     import torch
 
@@ -72,7 +74,7 @@ def _of_one(work: Work) -> tuple[list[int], list[int]]:
     values, activations, casts = {"input:x": batch}, list[int](), list[int]()
     with torch.autocast("cpu", torch.bfloat16, enabled=work.precision == "bf16"):
         for stage in range(work.stages):
-            part: Any = Part(stage, work.stages, work.module(stage))
+            part: Any = ChainStage(stage, work.stages, work.module(stage))
             if stage == work.stages - 1:
                 part = WithLoss(part, partial(loss, target=batch))
             # The batch is there anyway; a value that was sent is in memory of the rank that receives it.

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 
-class Block(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+class TransformerBlock(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
     def __init__(self, width: int, heads: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.heads, self.dropout = heads, nn.Dropout(dropout) if dropout else nn.Identity()
@@ -34,7 +34,7 @@ class Gpt(nn.Module):  # type: ignore[misc]
     def __init__(self, words: int, width: int, layers: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.embed = nn.Embedding(words, width)
-        self.h = nn.ModuleList(Block(width, width // 64, dropout) for _ in range(layers))
+        self.h = nn.ModuleList(TransformerBlock(width, width // 64, dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
 
     def forward(self, ids: Any, labels: Any = None) -> Any:

@@ -25,10 +25,10 @@ from torch.distributed import pipelining
 from torch.nn.parallel import DistributedDataParallel
 
 from everstep.pipeline.engine.engine import Engine
-from everstep.pipeline.engine.microbatch import bounds
-from everstep.pipeline.schedules import lower, make
+from everstep.pipeline.engine.microbatch import compute_bounds
+from everstep.pipeline.schedules import lower_schedule, make_schedule
 from everstep.pipeline.transport.gloo import ProcessGroups
-from everstep.pipeline.transport.grid import grid
+from everstep.pipeline.transport.grid import make_grid
 from tests.checkpoint.ranks import RankFailed, run
 from tests.pipeline import front
 from tests.pipeline.architectures import WORDS, Mlp
@@ -125,7 +125,7 @@ def ranks_of(schedule: str) -> int:
 
 
 def part(question: Question, replica: int) -> Batch:
-    start, stop = bounds(question.samples, question.replicas)[replica]
+    start, stop = compute_bounds(question.samples, question.replicas)[replica]
     return slice_batch(question.case.example(question.samples), start, stop)
 
 
@@ -170,9 +170,9 @@ def theirs(rank: int, question: Question, schedule: str) -> tuple[Numbers, Numbe
 def ours(rank: int, question: Question, schedule: str) -> tuple[Numbers, Numbers]:
     """One rank of everstep.pipeline."""
     ranks = ranks_of(schedule)
-    transport = ProcessGroups(grid(ranks * question.replicas, ranks))
+    transport = ProcessGroups(make_grid(ranks * question.replicas, ranks))
     parts, graph = front.cut(question.case, STAGES, torch.float64, 0)
-    actions = lower(make(schedule, STAGES, ranks, MICROBATCHES), graph)
+    actions = lower_schedule(make_schedule(schedule, STAGES, ranks, MICROBATCHES), graph)
     stages = {index: parts[index] for index in actions.stages_of(transport.rank)}
     engine = Engine(stages, actions, graph, transport, question.case.loss)
     batch = part(question, transport.replica)
@@ -234,7 +234,7 @@ def _compared(found: list[tuple[Numbers, Numbers]], expected: tuple[Numbers, Num
 def _microbatches(question: Question) -> Iterator[Batch]:
     for replica in range(question.replicas):
         batch = part(question, replica)
-        for start, stop in bounds(len(batch.targets), MICROBATCHES):
+        for start, stop in compute_bounds(len(batch.targets), MICROBATCHES):
             yield slice_batch(batch, start, stop)
 
 

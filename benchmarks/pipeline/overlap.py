@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from benchmarks.interval import Interval
-from benchmarks.pipeline.chain import Part, Work, loss
+from benchmarks.pipeline.chain import ChainStage, ChainWork, loss
 from benchmarks.pipeline.ranks import alternate, run
 
 BANDWIDTH = 1e9  # bytes per second, in each direction
@@ -23,21 +23,21 @@ MOST = 0.5
 def row() -> Interval:
     """Seconds of waiting; whole steps as `step` and `step-after`."""
     result = Interval("overlap", "s", MOST)
-    result.samples = run(2, measured, Work("1f1b", ranks=1, microbatches=2, width=2048, rows=64, layers=8))[0]
+    result.samples = run(2, measured, ChainWork("1f1b", ranks=1, microbatches=2, width=2048, rows=64, layers=8))[0]
     return result
 
 
-def measured(rank: int, work: Work) -> dict[str, list[float]]:
+def measured(rank: int, work: ChainWork) -> dict[str, list[float]]:
     """Seconds of each round, on one of the replicas."""
     from everstep.pipeline.engine.engine import Engine
-    from everstep.pipeline.engine.options import Options
-    from everstep.pipeline.schedules import lower
+    from everstep.pipeline.engine.options import EngineOptions
+    from everstep.pipeline.schedules import lower_schedule
     from everstep.pipeline.transport.gloo import ProcessGroups
-    from everstep.pipeline.transport.grid import grid
+    from everstep.pipeline.transport.grid import make_grid
 
-    stages: Any = {0: Part(0, 1, work.module(0))}
-    link: Any = Linked(ProcessGroups(grid(2, 1)))
-    engine = Engine(stages, lower(work.order, work.graph), work.graph, link, loss, Options())
+    stages: Any = {0: ChainStage(0, 1, work.module(0))}
+    link: Any = Linked(ProcessGroups(make_grid(2, 1)))
+    engine = Engine(stages, lower_schedule(work.order, work.graph), work.graph, link, loss, EngineOptions())
     stage: Any = engine._stages[0]
     batch, reduction = work.batch(), engine.parameters.reduction
     listen, backward = reduction.listen, stage.backward

@@ -15,7 +15,7 @@ from benchmarks.interval import REPEATS, Interval
 from benchmarks.pipeline.ranks import alternate, run
 from everstep.pipeline.plan import Plan
 from everstep.pipeline.planning import Wish, solve_again
-from everstep.pipeline.schedules import make
+from everstep.pipeline.schedules import make_schedule
 
 MOST = 0.05
 NAMES = ("gpt", "convolutions", "tower")
@@ -43,12 +43,12 @@ def of_model(rank: int, name: str) -> dict[str, tuple[float, list[float]]]:
 
     from benchmarks.pipeline.models import MODELS
     from everstep.pipeline.engine.engine import Engine
-    from everstep.pipeline.engine.options import Options
-    from everstep.pipeline.frontend.split import split
-    from everstep.pipeline.prepare import Place, look_into, plan
+    from everstep.pipeline.engine.options import EngineOptions
+    from everstep.pipeline.frontend.split import split_model
+    from everstep.pipeline.prepare import ProcessPosition, look_into, make_plan
     from everstep.pipeline.transport.control import Control
     from everstep.pipeline.transport.gloo import ProcessGroups
-    from everstep.pipeline.transport.grid import grid
+    from everstep.pipeline.transport.grid import make_grid
 
     torch.manual_seed(0)
     case = MODELS[name]
@@ -56,18 +56,18 @@ def of_model(rank: int, name: str) -> dict[str, tuple[float, list[float]]]:
     batch, targets = case.batch(max(MICROBATCHES) * case.samples)
     example = {each: value[: MICROBATCHES[0] * case.samples] for each, value in batch.items()}
     found = look_into(model, example, None)
-    place = Place(grid(2, 2), Control(1800.0), torch.device("cpu"))
+    place = ProcessPosition(make_grid(2, 2), Control(1800.0), torch.device("cpu"))
     wish = Wish(2, 2, (MICROBATCHES[0],), MICROBATCHES[0] * case.samples, "1f1b")
     transport = ProcessGroups(place.grid)
     results = {}
     for configuration, variant in _configurations():
         # Measured anew for each: a machine that others use too is not as fast a minute later.
         known = targets[: MICROBATCHES[0] * case.samples]
-        made = variant(plan(model, found, example, wish, place, loss=case.loss, targets=known))
-        parts = split(found, made.stage_of)
+        made = variant(make_plan(model, found, example, wish, place, loss=case.loss, targets=known))
+        parts = split_model(found, made.stage_of)
         actions = made.prove()
         own = {index: parts[index] for index in actions.stages_of(rank)}
-        engine = Engine(own, actions, made.stages, transport, case.loss, Options(broadcast=False))
+        engine = Engine(own, actions, made.stages, transport, case.loss, EngineOptions(broadcast=False))
         samples = made.microbatches * case.samples
         step = partial(engine.step, {each: value[:samples] for each, value in batch.items()}, targets[:samples])
         results[f"{name}, {configuration}"] = made.predict().seconds, alternate({"": step}, REPEATS)[""]
@@ -88,7 +88,7 @@ def _scheduled(schedule: str, microbatches: int, plan: Plan) -> Plan:
     if schedule in ("interleaved", "zb-v"):
         wish = Wish(2, 4, (MICROBATCHES[0],), MICROBATCHES[0] * plan.profile.samples, "interleaved")
         plan = solve_again(plan, wish)
-    return plan.changed(schedule=make(schedule, len(plan.placement), 2, microbatches))
+    return plan.changed(schedule=make_schedule(schedule, len(plan.placement), 2, microbatches))
 
 
 def _cut(share: float, plan: Plan) -> Plan:

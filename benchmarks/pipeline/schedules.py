@@ -12,9 +12,9 @@ from contextlib import nullcontext
 from typing import Any
 
 from benchmarks.interval import Interval
-from benchmarks.pipeline.chain import Work, engine, loss
+from benchmarks.pipeline.chain import ChainWork, engine, loss
 from benchmarks.pipeline.ranks import alternate, run
-from everstep.pipeline.schedules import Action, Kind
+from everstep.pipeline.schedules import Action, ActionKind
 
 SCHEDULES = ("simple", "1f1b", "interleaved", "zb-h1", "zb-v")
 ROUNDS = 15
@@ -27,7 +27,7 @@ def rows(wanted: Collection[str]) -> Iterator[Interval]:
         kinds = [kind for kind in ("bubble", "vs-torch") if {kind, f"{kind}-{name}"} & set(wanted)]
         if not kinds:
             continue
-        samples = run(2, measured, Work(name), "vs-torch" in kinds)[0]
+        samples = run(2, measured, ChainWork(name), "vs-torch" in kinds)[0]
         if "bubble" in kinds:
             row = Interval(f"bubble-{name}", "s", BUBBLE)
             row.samples = {"ours": samples["ours"], "floor": samples["closed"], "work": samples["work"]}
@@ -38,16 +38,16 @@ def rows(wanted: Collection[str]) -> Iterator[Interval]:
             yield row
 
 
-def measured(rank: int, work: Work, with_torch: bool) -> dict[str, list[float]]:
+def measured(rank: int, work: ChainWork, with_torch: bool) -> dict[str, list[float]]:
     """Return the seconds of steps, on one of the ranks."""
-    from everstep.pipeline.graph import Stage, chain
-    from everstep.pipeline.schedules import simulate
+    from everstep.pipeline.graph import Stage, make_chain_graph
+    from everstep.pipeline.schedules import simulate_schedule
     from everstep.pipeline.transport.gloo import ProcessGroups
-    from everstep.pipeline.transport.grid import grid
+    from everstep.pipeline.transport.grid import make_grid
 
     own = work.order.stages_of(rank)
     modules = {stage: work.module(stage) for stage in own}
-    ours = engine(work, ProcessGroups(grid(work.ranks, work.ranks)), modules)
+    ours = engine(work, ProcessGroups(make_grid(work.ranks, work.ranks)), modules)
     batch = work.batch()
     first, last = 0 in own, work.stages - 1 in own
     alone = _Alone(work, rank, {stage: work.module(stage) for stage in own})
@@ -63,8 +63,8 @@ def measured(rank: int, work: Work, with_torch: bool) -> dict[str, list[float]]:
         _same_gradients(modules, others)
     samples["closed"] = []
     for times in _of_all(alone.times[1:]):
-        graph = chain([Stage(*each) for each in times])
-        samples["closed"].append(simulate(work.order, graph).makespan)
+        graph = make_chain_graph([Stage(*each) for each in times])
+        samples["closed"].append(simulate_schedule(work.order, graph).makespan)
     return samples
 
 
@@ -72,18 +72,18 @@ class _Alone:
     """The computations of this rank in the order of its schedule, each timed, without the other rank: what they need of
     it is there from the start."""
 
-    def __init__(self, work: Work, rank: int, modules: dict[int, Any]) -> None:
-        from benchmarks.pipeline.chain import Part
-        from everstep.pipeline.engine.stage import Stage
+    def __init__(self, work: ChainWork, rank: int, modules: dict[int, Any]) -> None:
+        from benchmarks.pipeline.chain import ChainStage
+        from everstep.pipeline.engine.stage import StageRunner
 
         #: Of each round and stage, 0 for those of the other rank: seconds of one micro-batch.
         self.times: list[list[tuple[float, float, float]]] = []
         self._work, self._actions = work, work.order.ranks[rank]
         self._parts = work.batch().split(work.rows)
         self._stages = {
-            index: Stage(
+            index: StageRunner(
                 index,
-                Part(index, work.stages, module),
+                ChainStage(index, work.stages, module),
                 {f"v{index - 1}": True} if index else {},
                 {f"v{index}": True} if index < work.stages - 1 else {},
                 lambda microbatch, again: nullcontext(),
@@ -94,9 +94,9 @@ class _Alone:
         }
 
     def _loss(self, microbatch: int, output: Any) -> Any:
-        from everstep.pipeline.engine.losses import evaluate
+        from everstep.pipeline.engine.losses import compute_loss
 
-        return evaluate(loss, output, self._parts[microbatch], self._work.rows, None)
+        return compute_loss(loss, output, self._parts[microbatch], self._work.rows, None)
 
     def step(self) -> None:
         """One round."""
@@ -121,14 +121,14 @@ class _Alone:
         from everstep.pipeline.engine.nested import value_of
 
         stage, part = self._stages[action.stage], self._parts[action.microbatch]
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             value = value_of("x", part.detach().requires_grad_())[0]
             stage.forward(action.microbatch, dict.fromkeys(stage.edges, value), {"x": part}, train=True)
-        elif action.kind is Kind.WEIGHT_GRAD:
+        elif action.kind is ActionKind.WEIGHT_GRAD:
             stage.weight_grad(action.microbatch)
         else:
             given = {f"v{action.stage}": [part]} if action.stage < self._work.stages - 1 else {}
-            backward = stage.backward if action.kind is Kind.BACKWARD else stage.input_grad
+            backward = stage.backward if action.kind is ActionKind.BACKWARD else stage.input_grad
             backward(action.microbatch, given, 1.0)
 
 
@@ -152,7 +152,7 @@ def _of_all(times: list[list[tuple[float, float, float]]]) -> list[list[tuple[fl
     return found
 
 
-def theirs(work: Work, modules: dict[int, Any], batch: Any, first: bool, last: bool) -> Callable[[], object]:
+def theirs(work: ChainWork, modules: dict[int, Any], batch: Any, first: bool, last: bool) -> Callable[[], object]:
     """Make a step of torch.distributed.pipelining with the same stages in the same schedule."""
     import torch
     from torch.distributed import pipelining as pp

@@ -14,10 +14,10 @@ from math import inf
 from pathlib import Path
 
 from benchmarks.pipeline.baselines import BASELINES
-from everstep.pipeline.graph import Device, Graph, Link, stage_graph, uniform
-from everstep.pipeline.partition.blocks import contract, spread
-from everstep.pipeline.partition.solve import Candidate, partition
-from everstep.pipeline.schedules import make, simulate
+from everstep.pipeline.graph import Device, Graph, Link, make_uniform_links, stage_graph
+from everstep.pipeline.partition.blocks import contract_graph, spread_stages
+from everstep.pipeline.partition.solve import SplitCandidate, partition_graph
+from everstep.pipeline.schedules import make_schedule, simulate_schedule
 
 LINK = Link(25e9, 10e-6)
 GRAPHS = Path(__file__).parents[2] / "tests" / "pipeline" / "graphs"
@@ -30,7 +30,7 @@ class Row:
 
     model: str
     nodes: int
-    best: Candidate
+    best: SplitCandidate
     others: dict[str, float]
     took: float
 
@@ -41,17 +41,19 @@ def graph(name: str) -> Graph:
 
 
 def row(name: str, stages: int, microbatches: int, schedule: str = "1f1b") -> Row:
-    links = uniform(stages, LINK)
+    links = make_uniform_links(stages, LINK)
     before = time.process_time()
-    best = partition(graph(name), stages, [Device()] * stages, links, microbatches, schedule=schedule)[0]
+    best = partition_graph(graph(name), stages, [Device()] * stages, links, microbatches, schedule=schedule)[0]
     took = time.process_time() - before
-    blocks = contract(graph(name))
+    blocks = contract_graph(graph(name))
     others = {}
     for other, split in BASELINES.items():
-        stage_of = spread(blocks, split(blocks, stages))
-        order = make(schedule, stages, stages, microbatches)
+        stage_of = spread_stages(blocks, split(blocks, stages))
+        order = make_schedule(schedule, stages, stages, microbatches)
         whole = len(set(stage_of.values())) == stages
-        others[other] = simulate(order, stage_graph(graph(name), stage_of), None, links).makespan if whole else inf
+        others[other] = (
+            simulate_schedule(order, stage_graph(graph(name), stage_of), None, links).makespan if whole else inf
+        )
     return Row(name, len(graph(name).nodes), best, others, took)
 
 

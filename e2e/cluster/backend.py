@@ -11,7 +11,7 @@ from e2e.cluster.errors import ClusterError, NoBackendError
 from e2e.cluster.external import ExternalCluster
 from e2e.cluster.kind import KindCluster
 from e2e.cluster.local import LocalCluster
-from e2e.cluster.state import Shape, cluster_dir
+from e2e.cluster.state import ClusterSpec, cluster_dir
 
 
 class Cluster(Protocol):
@@ -41,7 +41,7 @@ def choose() -> Cluster:
     """Return the cluster that is up, else the best kind that this machine can run: yours, kind, local."""
     if ExternalCluster.wanted():
         return ExternalCluster()
-    shape = Shape.load(cluster_dir())
+    shape = ClusterSpec.load(cluster_dir())
     if shape is not None:
         return KindCluster() if shape.backend == kind.BACKEND else LocalCluster()
     if KindCluster.possible():

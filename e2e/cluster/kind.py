@@ -13,7 +13,7 @@ from e2e.cluster.binaries import binary
 from e2e.cluster.errors import ClusterError
 from e2e.cluster.kubectl import Kubectl
 from e2e.cluster.node import labels
-from e2e.cluster.state import PUBLISHED_KUBECONFIG, Shape, cluster_dir
+from e2e.cluster.state import PUBLISHED_KUBECONFIG, ClusterSpec, cluster_dir
 
 BACKEND = "kind"
 NAME = "everstep"
@@ -34,7 +34,7 @@ class KindCluster:
         return PUBLISHED_KUBECONFIG
 
     def up(self, nodes: int | None = None, gpus: int | None = None) -> None:
-        shape = Shape(BACKEND, nodes or Shape.nodes, Shape.gpus if gpus is None else gpus)
+        shape = ClusterSpec(BACKEND, nodes or ClusterSpec.nodes, ClusterSpec.gpus if gpus is None else gpus)
         if self.is_up():
             return
         self.down()
@@ -91,8 +91,8 @@ class KindCluster:
         _run("docker", "restart", name)
         kubectl = Kubectl(self.kubeconfig)
         kubectl.run("wait", "--for=condition=Ready", f"node/{name}", "--timeout=60s")
-        shape = Shape.load(cluster_dir())
-        gpu.pretend(kubectl, name, shape.gpus if shape else Shape.gpus)
+        shape = ClusterSpec.load(cluster_dir())
+        gpu.pretend(kubectl, name, shape.gpus if shape else ClusterSpec.gpus)
 
     def restart_apiserver(self) -> None:
         """kubelet starts the static pod again by itself."""

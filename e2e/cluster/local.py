@@ -19,7 +19,7 @@ from e2e.cluster.network import HOST_ADDRESS, MAX_NODES, Place
 from e2e.cluster.node import Node
 from e2e.cluster.phases import phase
 from e2e.cluster.processes import ProcessTable
-from e2e.cluster.state import PUBLISHED_KUBECONFIG, Shape, cluster_dir, exclusive, write_atomically
+from e2e.cluster.state import PUBLISHED_KUBECONFIG, ClusterSpec, cluster_dir, exclusive, write_atomically
 from e2e.cluster.waiting import until
 
 BACKEND = "local"
@@ -48,8 +48,8 @@ class LocalCluster:
         return self.control.processes
 
     @property
-    def shape(self) -> Shape:
-        shape = Shape.load(self.folder)
+    def shape(self) -> ClusterSpec:
+        shape = ClusterSpec.load(self.folder)
         if shape is None or shape.backend != BACKEND:
             raise ClusterError("no local cluster is up; `python -m e2e.cluster up` starts one")
         return shape
@@ -73,10 +73,12 @@ class LocalCluster:
         with exclusive(LOCK):
             if not self._is_complete():
                 self._remove()
-                self._start(Shape(BACKEND, nodes or Shape.nodes, Shape.gpus if gpus is None else gpus))
+                self._start(
+                    ClusterSpec(BACKEND, nodes or ClusterSpec.nodes, ClusterSpec.gpus if gpus is None else gpus)
+                )
                 return
             present = self.shape
-            wanted = Shape(BACKEND, nodes or present.nodes, present.gpus if gpus is None else gpus)
+            wanted = ClusterSpec(BACKEND, nodes or present.nodes, present.gpus if gpus is None else gpus)
             if present != wanted:
                 raise ClusterError(f"a cluster of another shape is up: {present}; run `down` first")
             self._repair()
@@ -164,7 +166,7 @@ class LocalCluster:
 
     # -- parts -----------------------------------------------------------------------------------------------------
 
-    def _start(self, shape: Shape) -> None:
+    def _start(self, shape: ClusterSpec) -> None:
         if not 1 <= shape.nodes <= MAX_NODES:
             raise ClusterError(f"a cluster has 1 to {MAX_NODES} nodes, not {shape.nodes}")
         packages.ensure(packages.NODES)
@@ -191,7 +193,7 @@ class LocalCluster:
         self._completed.touch()
 
     def _remove(self) -> None:
-        shape = Shape.load(self.folder)
+        shape = ClusterSpec.load(self.folder)
         self._completed.unlink(missing_ok=True)
         places = {place.index: place for place in network.leftover_places()}
         places |= {place.index: place for place in _places(shape.nodes if shape else 0)}

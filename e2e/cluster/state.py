@@ -21,7 +21,7 @@ def cluster_dir() -> Path:
 
 
 @dataclass(frozen=True)
-class Shape:
+class ClusterSpec:
     """The cluster that the user asked for; written before anything is started, so that ``down`` knows what to look
     for."""
 
@@ -34,9 +34,9 @@ class Shape:
         write_atomically(folder / "cluster.json", json.dumps(asdict(self)))
 
     @staticmethod
-    def load(folder: Path) -> Shape | None:
+    def load(folder: Path) -> ClusterSpec | None:
         try:
-            return Shape(**json.loads((folder / "cluster.json").read_text()))
+            return ClusterSpec(**json.loads((folder / "cluster.json").read_text()))
         except FileNotFoundError:
             return None
 

@@ -12,14 +12,14 @@ from e2e.cluster.errors import ClusterError
 from e2e.cluster.gpu import RESOURCE
 from e2e.cluster.kubectl import Kubectl, Object, is_ready
 from e2e.cluster.local import LocalCluster
-from e2e.cluster.state import Shape, cluster_dir
+from e2e.cluster.state import ClusterSpec, cluster_dir
 
 
 def show(cluster: Cluster) -> None:
     """Print tables of nodes and processes."""
     # In a pipe there is no width to fit into.
     console = Console() if sys.stdout.isatty() else Console(width=140)
-    if isinstance(cluster, LocalCluster) and Shape.load(cluster_dir()) is None:
+    if isinstance(cluster, LocalCluster) and ClusterSpec.load(cluster_dir()) is None:
         console.print("no cluster is up")
         return
     console.print(f"kubeconfig: {cluster.kubeconfig}")

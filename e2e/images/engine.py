@@ -35,7 +35,7 @@ class Recipe:
     target: str = ""
 
 
-class Engine(Protocol):
+class ImageBuilder(Protocol):
     """A build program, as the rest of this package needs it."""
 
     def key(self, name: str) -> str | None:
@@ -172,7 +172,7 @@ def missing_tools() -> list[str]:
 
 
 @cache
-def engine() -> Engine:
+def engine() -> ImageBuilder:
     """Docker where its engine answers, else buildah."""
     if shutil.which("docker"):
         answer = subprocess.run(["docker", "info"], capture_output=True, check=False)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from everstep.agent import config
-from everstep.agent.commands import Command, End, Start, StopRanks
-from everstep.agent.leader import Leader
-from everstep.agent.protocol import Exit, Hello, Report
+from everstep.agent.commands import Command, EndJob, StartRanks, StopRanks
+from everstep.agent.leader import LeaderState
+from everstep.agent.protocol import GenerationReport, Hello, ProcessExit
 
 JOB: dict[str, Any] = {
     "protocol": 1,
@@ -31,9 +31,9 @@ JOB: dict[str, Any] = {
 }
 
 
-def configuration(nodes: int = 2, procs: int = 2, index: int = 0, epoch: int = 1, **fields: Any) -> config.Config:
+def configuration(nodes: int = 2, procs: int = 2, index: int = 0, epoch: int = 1, **fields: Any) -> config.AgentConfig:
     environ = {"EVERSTEP_INDEX": str(index), "EVERSTEP_EPOCH": str(epoch), "EVERSTEP_POD_IP": f"10.0.0.{index}"}
-    parsed = config.parse({**JOB, "numNodes": nodes, "numProcPerNode": procs}, environ)
+    parsed = config.parse_config({**JOB, "numNodes": nodes, "numProcPerNode": procs}, environ)
     return dataclasses.replace(parsed, **fields)
 
 
@@ -43,27 +43,27 @@ class Bench:
     def __init__(self, nodes: int = 2, procs: int = 2, **fields: Any) -> None:
         self.config = configuration(nodes, procs, **fields)
         self.now = 1000.0
-        self.leader = Leader(self.config, "incarnation", self.now, 1_760_000_000.0, lambda: 29500)
+        self.leader = LeaderState(self.config, "incarnation", self.now, 1_760_000_000.0, lambda: 29500)
         self.commands: list[Command] = []
 
     # What the leader wants
 
     def take(self) -> list[Command]:
-        new = self.leader.take()
+        new = self.leader.take_commands()
         self.commands += new
         return new
 
-    def starts(self) -> list[Start]:
+    def starts(self) -> list[StartRanks]:
         self.take()
-        return [c for c in self.commands if isinstance(c, Start)]
+        return [c for c in self.commands if isinstance(c, StartRanks)]
 
     def stops(self) -> list[StopRanks]:
         self.take()
         return [c for c in self.commands if isinstance(c, StopRanks)]
 
-    def ends(self) -> list[End]:
+    def ends(self) -> list[EndJob]:
         self.take()
-        return [c for c in self.commands if isinstance(c, End)]
+        return [c for c in self.commands if isinstance(c, EndJob)]
 
     @property
     def phase(self) -> str:
@@ -81,13 +81,13 @@ class Bench:
         while self.now < end:
             self.now = min(end, self.leader.deadline(self.now))
             for node in range(self.config.num_nodes):
-                self.leader.seen(self.now, node)
+                self.leader.note_sign_of_life(self.now, node)
             self.leader.tick(self.now)
         return self
 
     def join(self, index: int, *, pod: str = "a", **fields: Any) -> Bench:
         hello = Hello(index, f"{index}-{pod}", f"10.0.0.{index}:8470", f"agent-{index}-{pod}")
-        self.leader.hello(self.now, dataclasses.replace(hello, **fields))
+        self.leader.node_joined(self.now, dataclasses.replace(hello, **fields))
         return self
 
     def join_all(self) -> Bench:
@@ -95,9 +95,11 @@ class Bench:
             self.join(index)
         return self
 
-    def report(self, index: int, exits: Sequence[Exit] = (), **fields: Any) -> Bench:
-        report = Report(self.leader.epoch, self.leader.generation, self.config.num_proc_per_node, tuple(exits))
-        self.leader.report(self.now, index, dataclasses.replace(report, **fields))
+    def report(self, index: int, exits: Sequence[ProcessExit] = (), **fields: Any) -> Bench:
+        report = GenerationReport(
+            self.leader.epoch, self.leader.generation, self.config.num_proc_per_node, tuple(exits)
+        )
+        self.leader.take_report(self.now, index, dataclasses.replace(report, **fields))
         return self
 
     def run(self) -> Bench:
@@ -108,7 +110,7 @@ class Bench:
         return self
 
     def fail(self, index: int, rank: int, code: int = 1, message: str = "ValueError: no", **fields: Any) -> Bench:
-        return self.report(index, [Exit(rank, code, message=message, **fields)])
+        return self.report(index, [ProcessExit(rank, code, message=message, **fields)])
 
     def clean(self, *indexes: int) -> Bench:
         for index in indexes or range(self.config.num_nodes):
@@ -116,7 +118,7 @@ class Bench:
         return self
 
     def poll(self, charged: str, allowance: int) -> Bench:
-        self.leader.poll(self.now, charged, allowance)
+        self.leader.note_poll(self.now, charged, allowance)
         return self
 
 

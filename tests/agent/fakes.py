@@ -9,12 +9,12 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from everstep.agent.config import Config, Place
-from everstep.agent.events import Event, Layout, RankExited, RankStarted
-from everstep.agent.http import Handler, Server
-from everstep.agent.leader import Leader
-from everstep.agent.leading import Leading
-from everstep.agent.node import Node
+from everstep.agent.config import AgentConfig, AgentPaths
+from everstep.agent.events import Event, GenerationLayout, RankExited, RankStarted
+from everstep.agent.http import Handler, HttpServer
+from everstep.agent.leader import LeaderState
+from everstep.agent.leading import LeaderServer
+from everstep.agent.node import NodeAgent
 
 from .bench import configuration
 
@@ -27,12 +27,12 @@ class FakeProcesses:
 
     def __init__(self, emit: Callable[[Event], None]) -> None:
         self.emit = emit
-        self.layout: Layout | None = None
+        self.layout: GenerationLayout | None = None
         self.generations: list[tuple[int, int]] = []
         self.stops: list[float] = []
         self.unclean: str | None = None
 
-    async def start(self, layout: Layout) -> None:
+    async def start(self, layout: GenerationLayout) -> None:
         self.layout = layout
         self.generations.append((layout.epoch, layout.generation))
         for local, rank in enumerate(self.ranks):
@@ -68,23 +68,25 @@ class FakeProcesses:
 class Agent:
     """One agent: what main.py puts together, in this process."""
 
-    def __init__(self, folder: Path, config: Config, token: bytes = TOKEN) -> None:
+    def __init__(self, folder: Path, config: AgentConfig, token: bytes = TOKEN) -> None:
         clock = asyncio.get_running_loop().time
         self.suspended = 0.0  # seconds for which this agent's machine was: only the clock of leases has gone on
         self.config = config
-        place = Place.local(folder / "agent.pyz", folder, config.index)
+        place = AgentPaths.for_laptop(folder / "agent.pyz", folder, config.index)
         self.fence = place.scratch / "fence.json"
-        self.node = Node(config, place, f"agent-{config.index}-{config.epoch}", clock, lambda: clock() + self.suspended)
+        self.node = NodeAgent(
+            config, place, f"agent-{config.index}-{config.epoch}", clock, lambda: clock() + self.suspended
+        )
         self.processes = FakeProcesses(self.node.emit)
         self.node.run_with(self.processes, token)
         routes: dict[str, tuple[str, Handler]] = {"/v1/link": ("POST", self.node.accept)}
-        self.leader: Leader | None = None
-        self.leading: Leading | None = None
+        self.leader: LeaderState | None = None
+        self.leading: LeaderServer | None = None
         if config.leads:
-            self.leader = Leader(config, f"leader-{config.epoch}", clock(), time.time(), lambda: 29500)
-            self.leading = Leading(config, token, self.node, self.leader, clock, lambda: clock() + self.suspended)
+            self.leader = LeaderState(config, f"leader-{config.epoch}", clock(), time.time(), lambda: 29500)
+            self.leading = LeaderServer(config, token, self.node, self.leader, clock, lambda: clock() + self.suspended)
             routes.update(self.leading.routes())
-        self.server = Server(token, routes, clock)
+        self.server = HttpServer(token, routes, clock)
 
     async def listen(self) -> None:
         port = await self.server.start("127.0.0.1", 0)
@@ -92,7 +94,7 @@ class Agent:
         if self.leading is not None:
             self.leading.start(self.processes)
 
-    def _with_port(self, port: int) -> Config:
+    def _with_port(self, port: int) -> AgentConfig:
         from dataclasses import replace
 
         return replace(self.config, port=port)
@@ -109,7 +111,7 @@ class Agent:
         self.node._housekeeper.cancel()
 
 
-def local(nodes: int, index: int = 0, epoch: int = 1, **fields: Any) -> Config:
+def local(nodes: int, index: int = 0, epoch: int = 1, **fields: Any) -> AgentConfig:
     return configuration(nodes, 2, index, epoch, pod_ip="127.0.0.1", service="", **fields)
 
 
@@ -131,7 +133,7 @@ def introduce(leader: Agent, agents: list[Agent]) -> None:
     """What the operator's table does."""
     assert leader.leader is not None
     assert leader.leading is not None
-    leader.leader.peers(asyncio.get_running_loop().time(), {a.config.index: a.address for a in agents})
+    leader.leader.update_addresses(asyncio.get_running_loop().time(), {a.config.index: a.address for a in agents})
     leader.leading._pump()
 
 

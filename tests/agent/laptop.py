@@ -72,7 +72,7 @@ class Laptop:
         base.mkdir(parents=True, exist_ok=True)
         self._agent = base / ("agent.pyz" if zipped else "agent")
         if zipped:
-            self._agent.write_bytes(agent_zip.build())
+            self._agent.write_bytes(agent_zip.build_zipapp())
         else:
             (self._agent / "everstep").mkdir(parents=True)
             (self._agent / "everstep" / "__init__.py").touch()

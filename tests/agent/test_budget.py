@@ -5,12 +5,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.agent.budget import Budget
-from everstep.agent.protocol import APPLICATION, POD_LOST, LedgerEntry
+from everstep.agent.budget import RestartAllowance
+from everstep.agent.protocol import APPLICATION, POD_LOST, EndedGeneration
 
 
-def entry(generation: int, cause: str) -> LedgerEntry:
-    return LedgerEntry(1, generation, cause, 0, 0, 1, None, "", (), 0.0, 0.0)
+def entry(generation: int, cause: str) -> EndedGeneration:
+    return EndedGeneration(1, generation, cause, 0, 0, 1, None, "", (), 0.0, 0.0)
 
 
 @given(
@@ -20,9 +20,9 @@ def entry(generation: int, cause: str) -> LedgerEntry:
 )
 def test_the_total_holds_for_an_operator_that_lags_behind(total: int, causes: list[str], polls: list[int]) -> None:
     """At each poll, the operator has charged only the entries that it had seen `lag` generations ago."""
-    budget, restarts = Budget(total, 0.0), 0
+    budget, restarts = RestartAllowance(total, 0.0), 0
     for generation, cause in enumerate(causes, start=1):
-        budget.close(entry(generation, cause), 1.0)
+        budget.record_end(entry(generation, cause), 1.0)
         if polls:
             seen = max(0, generation - polls.pop())
             charged = causes[:seen].count(APPLICATION)
@@ -35,9 +35,9 @@ def test_the_total_holds_for_an_operator_that_lags_behind(total: int, causes: li
 
 
 def test_entries_of_an_older_epoch_are_charged_already() -> None:
-    budget = Budget(0, 0.0)
+    budget = RestartAllowance(0, 0.0)
     budget.grant("7.3", 1)
-    budget.close(LedgerEntry(8, 1, APPLICATION, 0, 0, 1, None, "", (), 0.0, 0.0), 1.0)
+    budget.record_end(EndedGeneration(8, 1, APPLICATION, 0, 0, 1, None, "", (), 0.0, 0.0), 1.0)
     assert budget.exhausted() is None
-    budget.close(LedgerEntry(8, 2, APPLICATION, 0, 0, 1, None, "", (), 0.0, 0.0), 1.0)
+    budget.record_end(EndedGeneration(8, 2, APPLICATION, 0, 0, 1, None, "", (), 0.0, 0.0), 1.0)
     assert budget.exhausted() is not None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.agent.protocol import Exit
+from everstep.agent.protocol import ProcessExit
 
 from .bench import Bench, running
 
@@ -66,14 +66,16 @@ def test_ranks_that_left_on_our_own_term_are_no_cause() -> None:
 
 
 def test_a_rank_is_named_before_the_launcher_that_failed_because_of_it() -> None:
-    bench = running(distribution="mpi").report(0, [Exit(None, 1, message="mpirun: a process died", launcher=True)])
+    bench = running(distribution="mpi").report(
+        0, [ProcessExit(None, 1, message="mpirun: a process died", launcher=True)]
+    )
     bench.now += 0.05
     bench.fail(1, 3, 1, "ValueError: the cause").clean()
     assert entry(bench) == ("Application", 1, 3)
 
 
 def test_a_launcher_that_fails_alone_is_named() -> None:
-    bench = running(distribution="mpi").report(0, [Exit(None, 213, message="mpirun: no slots", launcher=True)])
+    bench = running(distribution="mpi").report(0, [ProcessExit(None, 213, message="mpirun: no slots", launcher=True)])
     bench.clean().later(0.2)
     assert entry(bench) == ("Application", 0, None)
 

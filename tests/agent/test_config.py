@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from everstep.agent import config
-from everstep_operator.plan.agent_config import job_config
-from everstep_operator.plan.observed import Settings
+from everstep_operator.plan.agent_config import build_job_config
+from everstep_operator.plan.observed import PlanSettings
 from tests.builders import job
 
 from .bench import JOB, configuration
@@ -18,7 +18,7 @@ ENVIRON = {"EVERSTEP_INDEX": "1", "EVERSTEP_EPOCH": "3", "EVERSTEP_POD_IP": "10.
 
 
 def test_reads_the_job_and_the_pod() -> None:
-    parsed = config.parse({**JOB, "someday": {}}, ENVIRON)
+    parsed = config.parse_config({**JOB, "someday": {}}, ENVIRON)
     assert (parsed.name, parsed.index, parsed.epoch, parsed.leads) == ("digits", 1, 3, False)
     assert (parsed.command, parsed.distribution, parsed.world_size) == (("python", "train.py"), "torch", 4)
 
@@ -40,26 +40,28 @@ def test_reads_the_job_and_the_pod() -> None:
     ],
 )
 def test_names_the_field(field: str, value: Any, message: str) -> None:
-    with pytest.raises(config.ConfigError, match=message):
-        config.parse({**JOB, field: value}, ENVIRON)
+    with pytest.raises(config.AgentConfigError, match=message):
+        config.parse_config({**JOB, field: value}, ENVIRON)
 
 
 def test_a_thousand_agents_send_at_most_200_heartbeats_a_second() -> None:
-    assert config.parse({**JOB, "numNodes": 1200}, ENVIRON).heartbeat == 6.0
-    assert config.parse(JOB, ENVIRON).heartbeat == 1.0
+    assert config.parse_config({**JOB, "numNodes": 1200}, ENVIRON).heartbeat == 6.0
+    assert config.parse_config(JOB, ENVIRON).heartbeat == 1.0
 
 
 @pytest.mark.parametrize("fence_timeout", [5.0, 40.0, 300.0])
 @pytest.mark.parametrize("nodes", [1, 2, 200, 1200, 2000])
 def test_a_lease_outlives_four_heartbeats_at_every_size(nodes: int, fence_timeout: float) -> None:
     """The operator tells a job of this size a pair that fits; an agent that was told another one keeps it right."""
-    settings = Settings(fence_timeout=fence_timeout)
-    told = job_config(job().nodes(nodes).build(), template_epoch=1, pool=None, settings=settings)
-    parsed = config.parse({**JOB, "numNodes": nodes, "fenceTimeoutSeconds": told["fenceTimeoutSeconds"]}, ENVIRONMENT)
+    settings = PlanSettings(fence_timeout=fence_timeout)
+    told = build_job_config(job().nodes(nodes).build(), template_epoch=1, pool=None, settings=settings)
+    parsed = config.parse_config(
+        {**JOB, "numNodes": nodes, "fenceTimeoutSeconds": told["fenceTimeoutSeconds"]}, ENVIRONMENT
+    )
     assert parsed.fence_timeout >= fence_timeout
     assert 4 * parsed.heartbeat <= parsed.fence_timeout
     assert nodes / parsed.heartbeat <= 200
-    small = config.parse({**JOB, "numNodes": nodes, "fenceTimeoutSeconds": 5}, ENVIRONMENT)
+    small = config.parse_config({**JOB, "numNodes": nodes, "fenceTimeoutSeconds": 5}, ENVIRONMENT)
     assert 4 * small.heartbeat <= small.fence_timeout
 
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.faults import explained, is_of_the_pod
+from everstep.agent.faults import explain_fault, is_of_the_pod
 from everstep.agent.tasks import Tasks
-from everstep.checkpoint.fence import fenced
+from everstep.checkpoint.fence import explain_fence
 from everstep.checkpoint.keys import Attempt
 
 from .fakes import gang, until
@@ -67,7 +67,7 @@ async def test_a_fence_that_cannot_be_written_stops_the_ranks_at_once(tmp_path: 
         assert (ended.result, ended.exit_code) == ("left", 1)
         assert "the fencing token cannot be written: " in ended.message
         assert agents[1].processes.stops[:1] == [0.0]
-        assert "cannot be read" in str(fenced(Attempt(1, 1), agents[1].fence))
+        assert "cannot be read" in str(explain_fence(Attempt(1, 1), agents[1].fence))
 
 
 async def test_a_mistake_in_any_task_is_seen() -> None:
@@ -111,7 +111,7 @@ def test_a_mistake_in_a_callback_ends_the_agent(tmp_path: Path) -> None:
         "import sys; sys.path.insert(0, sys.argv[1]); sys.argv = sys.argv[1:]\n"
         "from everstep.agent import logs\n"
         "from everstep.agent.main import main\n"
-        "logs.Output.tail = lambda self: 1 / 0\n"
+        "logs.ProcessOutput.tail = lambda self: 1 / 0\n"
         "sys.exit(main(sys.argv[1:]))\n"
     )
     python = wrapper(tmp_path / "bin", 0, f"""p=$1; shift 3; exec "$p" -I -S -c {shlex.quote(patch)} "$@" """)
@@ -171,7 +171,7 @@ def test_a_limit_of_threads_leaves_a_last_word(tmp_path: Path) -> None:
     ],
 )
 def test_what_a_pod_lacks_is_said_with_what_to_do(error: Exception, said: str) -> None:
-    assert explained(error).startswith(said)
+    assert explain_fault(error).startswith(said)
 
 
 def test_a_program_that_is_missing_is_the_applications() -> None:

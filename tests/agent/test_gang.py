@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from everstep.agent.announce import announce
-from everstep.agent.caller import SECONDS
-from everstep.agent.events import DaemonExited, DaemonOutput, Layout, Progress
-from everstep.agent.fencing import Lease, Suspensions, answers_tls, client_hello
-from everstep.agent.leader import Leader
-from everstep.agent.link import Channel, Link, dial
+from everstep.agent.announce import announce_agent
+from everstep.agent.caller import REQUEST_TIMEOUT_SECONDS
+from everstep.agent.events import DaemonExited, DaemonOutput, GenerationLayout, RankProgressed
+from everstep.agent.fencing import LeaderLease, SuspendDetector, answers_tls, make_client_hello
+from everstep.agent.leader import LeaderState
+from everstep.agent.link import AgentLink, Channel, dial_agent
 from everstep.agent.links import Links
 from everstep.agent.names import addresses_of
 from everstep.agent.protocol import Gpu
@@ -25,7 +25,7 @@ from everstep.agent.protocol import Gpu
 from .fakes import TOKEN, Agent, gang, introduce, local, until
 
 
-def leader_of(agents: list[Agent]) -> Leader:
+def leader_of(agents: list[Agent]) -> LeaderState:
     assert agents[0].leader is not None
     return agents[0].leader
 
@@ -62,11 +62,11 @@ async def test_an_agent_whose_leader_leaves_first_ends_as_the_job_did(
             agent.processes.exit()
         ended = await agents[1].node.ended
 
-        async def left(link: Link) -> None:
+        async def left(link: AgentLink) -> None:
             link.close()
             await until(lambda: not agents[1].node.linked)
 
-        monkeypatch.setattr(Link, "flushed", left)
+        monkeypatch.setattr(AgentLink, "flushed", left)
         await agents[1].node.finish(ended.result)
         assert ended.result == "succeeded"
 
@@ -75,7 +75,7 @@ async def test_progress_reaches_the_leader(tmp_path: Path) -> None:
     async with gang(tmp_path, 2) as agents:
         leader = leader_of(agents)
         await until(lambda: leader.phase == "running")
-        agents[1].node.emit(Progress(1, 2, 12, 100, "train", {"loss": 0.5, "bad": float("nan")}))
+        agents[1].node.emit(RankProgressed(1, 2, 12, 100, "train", {"loss": 0.5, "bad": float("nan")}))
         await until(lambda: leader.state()["progress"])
         progress = leader.state()["progress"]
         assert (progress["step"], progress["totalSteps"], progress["metrics"]) == (12, 100, {"loss": 0.5})
@@ -143,9 +143,9 @@ async def test_a_replacement_joins_by_its_own_word_and_stops_announcing(tmp_path
         await agents[1].vanish()
         successor = Agent(tmp_path, local(2, 1, pod_uid="b"))
         await successor.listen()
-        word = asyncio.ensure_future(announce(agents[0].address, TOKEN, successor.node))
+        word = asyncio.ensure_future(announce_agent(agents[0].address, TOKEN, successor.node))
         await until(lambda: leader.phase == "running" and leader.generation == 2)
-        await asyncio.wait_for(word, 2 * SECONDS)
+        await asyncio.wait_for(word, 2 * REQUEST_TIMEOUT_SECONDS)
         assert leader.state()["ledger"][0]["cause"] == "PodLost"
         await successor.vanish()
 
@@ -155,7 +155,7 @@ async def test_a_gang_forms_by_its_own_words_before_anybody_introduces_it(tmp_pa
     for agent in agents:
         await agent.listen()
     by_name = f"localhost:{agents[0].address.rpartition(':')[2]}"
-    words = [asyncio.ensure_future(announce(by_name, TOKEN, agent.node)) for agent in agents[1:]]
+    words = [asyncio.ensure_future(announce_agent(by_name, TOKEN, agent.node)) for agent in agents[1:]]
     introduce(agents[0], agents[:1])
     leader = leader_of(agents)
     await until(lambda: leader.phase == "running")
@@ -180,10 +180,10 @@ def test_an_agent_waits_for_no_name_server_at_its_end(
     async def life() -> None:
         if who == "announce":
             word: asyncio.Future[Any] = asyncio.ensure_future(
-                announce("algo-1.nowhere:8470", TOKEN, Agent(tmp_path, local(2, 1)).node)
+                announce_agent("algo-1.nowhere:8470", TOKEN, Agent(tmp_path, local(2, 1)).node)
             )
         elif who == "dial":
-            word = asyncio.ensure_future(dial("algo-2.nowhere:8470", TOKEN, epoch=1, index=1, uid="job-uid"))
+            word = asyncio.ensure_future(dial_agent("algo-2.nowhere:8470", TOKEN, epoch=1, index=1, uid="job-uid"))
         else:
             word = asyncio.ensure_future(answers_tls("api.nowhere", 443))
         await until(asked.is_set)
@@ -259,14 +259,14 @@ async def test_a_leader_of_another_epoch_wants_no_announcement(tmp_path: Path) -
         await until(lambda: leader.phase == "running")
         stranger = Agent(tmp_path, local(2, 1, epoch=2, pod_uid="b"))
         await stranger.listen()
-        await asyncio.wait_for(announce(agents[0].address, TOKEN, stranger.node), 5)
+        await asyncio.wait_for(announce_agent(agents[0].address, TOKEN, stranger.node), 5)
         assert not stranger.node.linked
         assert (leader.phase, leader.generation) == ("running", 1)
         await stranger.vanish()
 
 
 async def test_an_announcement_without_the_token_is_not_heard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("everstep.agent.announce.PATIENCE", 0.3)
+    monkeypatch.setattr("everstep.agent.announce.PATIENCE_SECONDS", 0.3)
     async with gang(tmp_path, 2) as agents:
         leader = leader_of(agents)
         await until(lambda: leader.phase == "running")
@@ -274,7 +274,7 @@ async def test_an_announcement_without_the_token_is_not_heard(tmp_path: Path, mo
         leader.announced = lambda *args: heard.append(args)  # type: ignore[method-assign]
         stranger = Agent(tmp_path, local(2, 1, pod_uid="b"))
         await stranger.listen()
-        await asyncio.wait_for(announce(agents[0].address, b"wrong" * 8, stranger.node), 5)
+        await asyncio.wait_for(announce_agent(agents[0].address, b"wrong" * 8, stranger.node), 5)
         assert heard == []
         await stranger.vanish()
 
@@ -384,7 +384,7 @@ async def test_ranks_that_start_after_a_long_wait_for_a_leader_may_publish(tmp_p
     introduce(leading, [leading, waiting])
     start, seen = waiting.processes.start, []
 
-    async def look(layout: Layout) -> None:
+    async def look(layout: GenerationLayout) -> None:
         seen.append(fence(waiting))
         await start(layout)
 
@@ -445,7 +445,7 @@ async def test_a_machine_that_was_suspended_past_the_lease_stops_its_ranks(tmp_p
 
 def test_what_is_read_right_after_a_suspension_is_as_much_older() -> None:
     now, asleep = 100.0, 0.0
-    suspensions = Suspensions(lambda: now, lambda: now + asleep)
+    suspensions = SuspendDetector(lambda: now, lambda: now + asleep)
     assert suspensions.age() == 0.0
     asleep = 3600.0
     assert suspensions.age() == 3600.0
@@ -464,7 +464,7 @@ async def test_an_answer_of_the_api_server_keeps_a_lease_that_no_operator_renews
     asked: list[float] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await reader.readexactly(len(client_hello()))
+        await reader.readexactly(len(make_client_hello()))
         asked.append(asyncio.get_running_loop().time())
         writer.write(b"\x15\x03\x01\x00\x02\x02\x28")  # an alert: it does not like the greeting
         writer.close()
@@ -484,7 +484,7 @@ async def test_an_answer_of_the_api_server_keeps_a_lease_that_no_operator_renews
 
 
 def test_a_lease_is_as_old_as_the_renewal_of_who_renews_it() -> None:
-    lease = Lease(40.0, 0.0)
+    lease = LeaderLease(40.0, 0.0)
     lease.renew(100.0, age=30.0)
     assert not lease.expired(109.0)
     assert lease.expired(110.0)
@@ -496,7 +496,7 @@ async def test_any_tls_answer_counts_and_nothing_else() -> None:
     answers = [b"\x15\x03\x01\x00\x02\x02\x28", b"HTTP/1.1 400 Bad Request\r\n\r\n", b""]
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        assert await reader.readexactly(len(client_hello())) != b""
+        assert await reader.readexactly(len(make_client_hello())) != b""
         writer.write(answers.pop(0))
         writer.close()
 
@@ -516,7 +516,7 @@ async def test_an_api_server_whose_address_is_none_gives_no_answer(host: str, po
 def test_the_greeting_is_one_that_a_tls_server_understands() -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    incoming.write(client_hello())
+    incoming.write(make_client_hello())
     server = context.wrap_bio(incoming, outgoing, server_side=True)
     with pytest.raises(ssl.SSLError, match=r"NO_SHARED_CIPHER|NO_SUITABLE"):  # it has no certificate
         server.do_handshake()
@@ -577,7 +577,7 @@ async def test_an_agent_with_a_mistake_in_it_leaves_and_says_so(tmp_path: Path) 
     async with gang(tmp_path, 2) as agents:
         leader = leader_of(agents)
         await until(lambda: leader.phase == "running")
-        leader.report = lambda *args: 1 / 0  # type: ignore[method-assign,assignment]
+        leader.take_report = lambda *args: 1 / 0  # type: ignore[method-assign,assignment]
         agents[1].processes.exit(1)
         ended = await asyncio.wait_for(agents[0].node.ended, 5)
         assert (ended.result, ended.exit_code) == ("left", 1)

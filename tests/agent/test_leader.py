@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from everstep.agent.commands import Dial
-from everstep.agent.protocol import Exit, Gpu, RankProgress
+from everstep.agent.protocol import Gpu, ProcessExit, RankProgress
 
 from .bench import Bench, running
 
@@ -33,9 +33,9 @@ def test_runs_once_all_ranks_are_started() -> None:
 
 def test_succeeds_when_every_rank_exited_with_0() -> None:
     bench = running()
-    bench.report(0, [Exit(0, 0), Exit(1, 0)]).report(1, [Exit(2, 0)])
+    bench.report(0, [ProcessExit(0, 0), ProcessExit(1, 0)]).report(1, [ProcessExit(2, 0)])
     assert bench.phase == "running"
-    bench.report(1, [Exit(2, 0), Exit(3, 0)])
+    bench.report(1, [ProcessExit(2, 0), ProcessExit(3, 0)])
     assert bench.leader.state()["outcome"] == {
         "result": "succeeded",
         "exitCode": 0,
@@ -47,9 +47,9 @@ def test_succeeds_when_every_rank_exited_with_0() -> None:
 
 def test_mpi_succeeds_only_with_its_launcher() -> None:
     bench = running(distribution="mpi")
-    bench.report(0, [Exit(0, 0), Exit(1, 0)]).report(1, [Exit(2, 0), Exit(3, 0)])
+    bench.report(0, [ProcessExit(0, 0), ProcessExit(1, 0)]).report(1, [ProcessExit(2, 0), ProcessExit(3, 0)])
     assert bench.phase == "running"
-    bench.report(0, [Exit(0, 0), Exit(1, 0), Exit(None, 0, launcher=True)])
+    bench.report(0, [ProcessExit(0, 0), ProcessExit(1, 0), ProcessExit(None, 0, launcher=True)])
     assert bench.ends()[0].outcome.result == "succeeded"
 
 
@@ -125,7 +125,7 @@ def test_a_lost_pod_is_not_charged_and_waits_for_its_successor() -> None:
     bench.clean(0)
     assert bench.ledger == [("1.1", "PodLost", 1)]
     assert bench.phase == "forming"
-    bench.leader.peers(bench.now, {1: "10.0.0.77:8470"})
+    bench.leader.update_addresses(bench.now, {1: "10.0.0.77:8470"})
     assert bench.take()[-1] == Dial(1, "10.0.0.77:8470")
     bench.join(1, pod="b", address="10.0.0.77:8470")
     assert bench.starts()[-1].layout.hosts == ("10.0.0.0", "10.0.0.77")
@@ -151,7 +151,7 @@ def test_a_new_leader_takes_over_survivors_of_an_older_epoch() -> None:
 
 def test_peers_of_a_leaving_pod_get_the_long_grace_until_it_is_gone() -> None:
     bench = running()
-    bench.leader.leaving(bench.now, 1)
+    bench.leader.node_leaving(bench.now, 1)
     assert bench.stops()[-1].grace == 110
     bench.leader.link_lost(bench.now, 1)
     assert bench.stops()[-1].grace == 5
@@ -162,7 +162,7 @@ def test_peers_of_a_leaving_pod_get_the_long_grace_until_it_is_gone() -> None:
 
 def test_a_rank_that_has_no_handler_for_term_ends_the_long_grace() -> None:
     bench = running()
-    bench.leader.leaving(bench.now, 1)
+    bench.leader.node_leaving(bench.now, 1)
     bench.fail(1, 2, 143, "")  # it had a handler and came to its end
     assert bench.stops()[-1].grace == 110
     bench.fail(0, 0, 143, "", signal=15)
@@ -171,7 +171,7 @@ def test_a_rank_that_has_no_handler_for_term_ends_the_long_grace() -> None:
 
 def test_a_leaving_pod_does_not_run_another_generation() -> None:
     bench = running()
-    bench.leader.leaving(bench.now, 1)
+    bench.leader.node_leaving(bench.now, 1)
     bench.clean()
     assert bench.phase == "forming"
     bench.join(1, pod="b")
@@ -182,7 +182,7 @@ def test_silence_is_a_lost_pod() -> None:
     bench = running()
     for _ in range(13):
         bench.now += 1.0
-        bench.leader.seen(bench.now, 0)
+        bench.leader.note_sign_of_life(bench.now, 0)
         bench.leader.tick(bench.now)
     bench.clean(0)
     assert bench.ledger == [("1.1", "PodLost", 1)]
@@ -236,10 +236,10 @@ def test_names_come_from_dns_when_no_table_comes() -> None:
 
 def test_a_new_address_is_tried_before_the_old_pod_is_given_up() -> None:
     bench = running()
-    bench.leader.peers(bench.now, {0: "10.0.0.0:8470", 1: "10.0.0.99:8470"})
+    bench.leader.update_addresses(bench.now, {0: "10.0.0.0:8470", 1: "10.0.0.99:8470"})
     assert bench.take()[-1] == Dial(1, "10.0.0.99:8470")
     assert bench.phase == "running"
-    bench.leader.peers(bench.now, {1: "10.0.0.1:8470"})  # the table was an old one
+    bench.leader.update_addresses(bench.now, {1: "10.0.0.1:8470"})  # the table was an old one
     assert bench.take()[-1] == Dial(1, "")
 
 
@@ -252,7 +252,7 @@ def announce(bench: Bench, pod: str, address: str) -> Bench:
 def lost() -> Bench:
     """Node 1 is gone; its old address is dialled."""
     bench = running()
-    bench.leader.peers(bench.now, {1: "10.0.0.1:8470"})
+    bench.leader.update_addresses(bench.now, {1: "10.0.0.1:8470"})
     bench.leader.link_lost(bench.now, 1)
     bench.clean(0)
     bench.take()
@@ -264,7 +264,7 @@ def test_a_replacement_that_announces_itself_is_dialled_at_once() -> None:
     assert bench.take() == [Dial(1, "10.0.0.77:8470")]
     bench.join(1, pod="b", address="10.0.0.77:8470")
     assert bench.phase == "starting"
-    bench.leader.peers(bench.now, {1: "10.0.0.77:8470"})  # the operator knows it now, too
+    bench.leader.update_addresses(bench.now, {1: "10.0.0.77:8470"})  # the operator knows it now, too
     assert not [c for c in bench.take() if isinstance(c, Dial)]
 
 
@@ -304,7 +304,7 @@ def test_a_live_link_stays_until_the_announced_pod_answers() -> None:
 
 def test_a_later_table_wins_over_an_announcement() -> None:
     bench = announce(lost(), "b", "10.0.0.77:8470")
-    bench.leader.peers(bench.now, {1: "10.0.0.78:8470"})
+    bench.leader.update_addresses(bench.now, {1: "10.0.0.78:8470"})
     assert bench.take()[-1] == Dial(1, "10.0.0.78:8470")
 
 
@@ -313,14 +313,14 @@ def test_after_the_end_nobody_is_dialled() -> None:
     bench.leader.stop(bench.now, "enough")
     bench.take()
     announce(bench, "b", "10.0.0.77:8470")
-    bench.leader.peers(bench.now, {1: "10.0.0.78:8470"})
+    bench.leader.update_addresses(bench.now, {1: "10.0.0.78:8470"})
     assert bench.take() == []
 
 
 def test_two_spellings_of_an_address_are_one_place() -> None:
     bench = Bench().join(0).join(1, address="[fd00::1]:8470")
     bench.take()
-    bench.leader.peers(bench.now, {1: "fd00::1:8470"})
+    bench.leader.update_addresses(bench.now, {1: "fd00::1:8470"})
     assert bench.take() == [Dial(1, "")]
     announce(bench, "b", "fd00::1:8470")
     assert bench.take() == [Dial(1, "[fd00::1]:8470")]
@@ -331,7 +331,7 @@ def test_of_gpus_the_state_tells_numbers_and_names_the_sick() -> None:
     bench = Bench(nodes=3).join(0, gpus=(well, Gpu("GPU-2", "H100"))).join(1, gpus=(Gpu("GPU-3", "A10"),))
     assert bench.leader.state()["gpus"] == {"models": {"H100": 2, "A10": 1}, "unhealthy": 0, "devices": []}
     before = bench.leader.version
-    bench.leader.gpus(0, (well, Gpu("GPU-2", "H100", "2 uncorrected memory errors")))
+    bench.leader.update_gpus(0, (well, Gpu("GPU-2", "H100", "2 uncorrected memory errors")))
     assert bench.leader.version > before
     sick = {"index": 0, "uuid": "GPU-2", "name": "H100", "problem": "2 uncorrected memory errors"}
     assert bench.leader.state()["gpus"] == {"models": {"H100": 2, "A10": 1}, "unhealthy": 1, "devices": [sick]}
@@ -375,7 +375,7 @@ def test_progress_alone_raises_the_version_once_a_second() -> None:
     versions = set()
     for step in range(10):
         bench.now += 0.05
-        bench.leader.beat(bench.now, 1, 1, [RankProgress(0, step, 100, "train", {"loss": 0.5})])
+        bench.leader.take_heartbeat(bench.now, 1, 1, [RankProgress(0, step, 100, "train", {"loss": 0.5})])
         versions.add(bench.leader.version)
     assert len(versions) == 1
     bench.later(1)
@@ -387,7 +387,7 @@ def test_progress_alone_raises_the_version_once_a_second() -> None:
 def test_the_rate_of_steps() -> None:
     bench = running()
     for step in range(0, 100, 5):
-        bench.leader.beat(bench.now, 1, 1, [RankProgress(0, step)])
+        bench.leader.take_heartbeat(bench.now, 1, 1, [RankProgress(0, step)])
         bench.later(0.5)
     assert bench.leader.state()["progress"]["stepsPerSecond"] == pytest.approx(10, rel=0.01)
 

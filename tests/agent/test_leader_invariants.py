@@ -9,9 +9,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from everstep.agent.commands import Command, End, Start, StopRanks
-from everstep.agent.leader import Leader
-from everstep.agent.protocol import Exit, Hello, Outcome, Report
+from everstep.agent.commands import Command, EndJob, StartRanks, StopRanks
+from everstep.agent.leader import LeaderState
+from everstep.agent.protocol import GenerationReport, Hello, Outcome, ProcessExit
 
 from .bench import configuration
 
@@ -28,11 +28,11 @@ class Agent:
     leaving: bool = False
     order: tuple[int, int] = (0, 0)
     alive: bool = False  # has processes of `order`
-    exits: dict[int, Exit] = field(default_factory=dict)
-    link: deque[Report | str] = field(default_factory=deque)
+    exits: dict[int, ProcessExit] = field(default_factory=dict)
+    link: deque[GenerationReport | str] = field(default_factory=deque)
 
     def report(self, clean: bool = False) -> None:
-        self.link.append(Report(*self.order, PROCS, tuple(self.exits.values()), clean))
+        self.link.append(GenerationReport(*self.order, PROCS, tuple(self.exits.values()), clean))
 
 
 class World(RuleBasedStateMachine):
@@ -40,7 +40,7 @@ class World(RuleBasedStateMachine):
         super().__init__()
         self.now = 0.0
         config = configuration(NODES, PROCS, application_restarts=ALLOWANCE, max_backoff=4.0, epoch=2)
-        self.leader = Leader(config, "incarnation", 0.0, 0.0, lambda: 29500)
+        self.leader = LeaderState(config, "incarnation", 0.0, 0.0, lambda: 29500)
         self.agents = [Agent() for _ in range(NODES)]
         self.started: list[tuple[int, int]] = []
         self.outcome: Outcome | None = None
@@ -51,18 +51,18 @@ class World(RuleBasedStateMachine):
             assert bool(self.leader._members[node].joined) == agent.linked or self.leader.phase == "ended", (
                 "nothing but its own link makes a node joined, or lost"
             )
-        commands: list[Command] = self.leader.take()
+        commands: list[Command] = self.leader.take_commands()
         for command in commands:
             assert self.outcome is None, "a command after the end"
-            if isinstance(command, Start):
+            if isinstance(command, StartRanks):
                 self.check_start(command)
             elif isinstance(command, StopRanks):
                 for node in command.indexes:
                     assert self.agents[node].linked, "a stop for a node that is not there"
-            elif isinstance(command, End):
+            elif isinstance(command, EndJob):
                 self.outcome = command.outcome
 
-    def check_start(self, command: Start) -> None:
+    def check_start(self, command: StartRanks) -> None:
         order = (command.layout.epoch, command.layout.generation)
         assert not self.started or order > self.started[-1], "ids strictly increase"
         for number, agent in enumerate(self.agents):
@@ -107,7 +107,7 @@ class World(RuleBasedStateMachine):
             return
         agent.linked = True
         hello = Hello(node, f"{node}-{agent.pod}", f"10.0.0.{node}:8470", "x", *agent.order, not agent.alive)
-        self.leader.hello(self.now, hello)
+        self.leader.node_joined(self.now, hello)
         self.obey()
 
     @rule(node=index)
@@ -115,17 +115,17 @@ class World(RuleBasedStateMachine):
         agent = self.agents[node]
         if agent.linked and agent.link:
             message = agent.link.popleft()
-            if isinstance(message, Report):
-                self.leader.report(self.now, node, message)
+            if isinstance(message, GenerationReport):
+                self.leader.take_report(self.now, node, message)
             else:
-                self.leader.leaving(self.now, node)
+                self.leader.node_leaving(self.now, node)
             self.obey()
 
     @rule(node=index, local=st.integers(0, PROCS - 1), code=st.sampled_from([0, 0, 0, 1, 7, 143]), oom=st.booleans())
     def exit(self, node: int, local: int, code: int, oom: bool) -> None:
         agent, rank = self.agents[node], node * PROCS + local
         if agent.alive and rank not in agent.exits:
-            agent.exits[rank] = Exit(rank, code, oom=oom and code != 0, message="ValueError")
+            agent.exits[rank] = ProcessExit(rank, code, oom=oom and code != 0, message="ValueError")
             agent.report()
 
     @rule(node=index)
@@ -165,7 +165,7 @@ class World(RuleBasedStateMachine):
 
     @rule(node=index, host=st.integers(0, 9))
     def table(self, node: int, host: int) -> None:
-        self.leader.peers(self.now, {node: f"10.0.0.{host}:8470"})
+        self.leader.update_addresses(self.now, {node: f"10.0.0.{host}:8470"})
         assert self.leader.phase == "ended" or self.leader._members[node].address in ("", f"10.0.0.{host}:8470")
         self.obey()
 
@@ -177,7 +177,7 @@ class World(RuleBasedStateMachine):
         ledger = self.leader.state()["ledger"]
         charged = [e for e in ledger if e["cause"] in ("Application", "OutOfMemory")]
         self.granted = len(charged) + allowance
-        self.leader.poll(self.now, ledger[-1]["id"] if ledger else "", allowance)
+        self.leader.note_poll(self.now, ledger[-1]["id"] if ledger else "", allowance)
         self.obey()
 
     @rule(held=st.booleans())
@@ -199,7 +199,7 @@ class World(RuleBasedStateMachine):
         self.now += seconds
         for node, agent in enumerate(self.agents):
             if agent.linked:
-                self.leader.seen(self.now, node)
+                self.leader.note_sign_of_life(self.now, node)
         self.leader.tick(self.now)
         self.obey()
 

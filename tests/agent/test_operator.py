@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from everstep_operator.cluster.leader import LeaderPoller
-from everstep_operator.plan.actions import Poll
+from everstep_operator.plan.actions import LeaderPoll
 
 from .fakes import TOKEN, gang, until
 
@@ -18,7 +18,7 @@ async def test_state_charges_peers_and_stop(tmp_path: Path) -> None:
         assert leader is not None
         poller = LeaderPoller(lambda key, delay: None, fence_timeout=6)
         try:
-            poller.want(KEY, Poll(agents[0].address, "pod-a", 1, 1, "", 1), TOKEN)
+            poller.ensure_polled(KEY, LeaderPoll(agents[0].address, "pod-a", 1, 1, "", 1), TOKEN)
             await until(lambda: (view := poller.view(KEY, "pod-a")) and view.phase == "running")
             polled = poller._jobs[KEY]
             assert poller.push_peers(KEY, 1, {a.config.index: a.address for a in agents})
@@ -37,7 +37,7 @@ async def test_state_charges_peers_and_stop(tmp_path: Path) -> None:
             assert entry.message == "ValueError: no"
 
             # Charged, and nothing left: the next failure is the last.
-            poller.want(KEY, Poll(agents[0].address, "pod-a", 1, 1, "1.1", 0), TOKEN)
+            poller.ensure_polled(KEY, LeaderPoll(agents[0].address, "pod-a", 1, 1, "1.1", 0), TOKEN)
             await until(lambda: leader.phase == "running" and leader.generation == 2)
             await until(lambda: leader.budget._allowance == 0)
             agents[1].processes.exit(7, "ValueError: no")
@@ -54,8 +54,8 @@ async def test_stop(tmp_path: Path) -> None:
     async with gang(tmp_path, 1) as agents:
         poller = LeaderPoller(lambda key, delay: None, fence_timeout=6)
         try:
-            poller.want(KEY, Poll(agents[0].address, "pod-a", 1, 1, "", 1), TOKEN)
-            poller.stop(KEY, "suspended")
+            poller.ensure_polled(KEY, LeaderPoll(agents[0].address, "pod-a", 1, 1, "", 1), TOKEN)
+            poller.send_stop(KEY, "suspended")
             await until(lambda: (view := poller.view(KEY, "pod-a")) and view.outcome)
             assert agents[0].node.ended.result().result == "stopped"
         finally:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from everstep.agent import auth, http
-from everstep.agent.caller import Refused
+from everstep.agent.caller import RequestRejected
 from everstep.agent.client import LeaderClient, LeaderError, NotAuthentic
-from everstep.agent.events import Progress, RankExited
-from everstep.agent.link import Link, LinkClosed, dial
+from everstep.agent.events import RankExited, RankProgressed
+from everstep.agent.link import AgentLink, LinkClosed, dial_agent
 
 from .fakes import TOKEN, Agent, gang, until
 
@@ -214,33 +214,33 @@ async def test_idle_strangers_make_room(agents: list[Agent], monkeypatch: pytest
 # ---- the link
 
 
-async def to_the_end(link: Link) -> None:
+async def to_the_end(link: AgentLink) -> None:
     while True:
         await link.receive()
 
 
 async def test_a_link_needs_the_token(agents: list[Agent]) -> None:
-    with pytest.raises(Refused, match="401"):
-        await dial(agents[1].address, b"wrong" * 8, epoch=9, index=1, uid="job-uid")
+    with pytest.raises(RequestRejected, match="401"):
+        await dial_agent(agents[1].address, b"wrong" * 8, epoch=9, index=1, uid="job-uid")
     assert agents[1].node.epoch == 1
 
 
 @pytest.mark.parametrize(("index", "uid"), [(0, "job-uid"), (1, "another")])
 async def test_a_link_for_somebody_else_is_refused(agents: list[Agent], index: int, uid: str) -> None:
-    with pytest.raises(Refused, match="409"):
-        await dial(agents[1].address, TOKEN, epoch=9, index=index, uid=uid)
+    with pytest.raises(RequestRejected, match="409"):
+        await dial_agent(agents[1].address, TOKEN, epoch=9, index=index, uid=uid)
 
 
 async def test_a_leader_of_a_lower_epoch_is_refused_and_told_why(agents: list[Agent]) -> None:
-    newer = await dial(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
-    with pytest.raises(Refused) as refused:
-        await dial(agents[1].address, TOKEN, epoch=4, index=1, uid="job-uid")
+    newer = await dial_agent(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
+    with pytest.raises(RequestRejected) as refused:
+        await dial_agent(agents[1].address, TOKEN, epoch=4, index=1, uid="job-uid")
     assert refused.value.epoch == 5
     newer.close()
 
 
 async def test_a_forged_frame_ends_the_link(agents: list[Agent]) -> None:
-    link = await dial(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
+    link = await dial_agent(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
     assert (await link.receive())["type"] == "hello"
     link._writer.write(b"0" * 32 + b' {"type":"end","result":"failed","exitCode":1,"message":""}\n')
     with pytest.raises(LinkClosed):
@@ -249,7 +249,7 @@ async def test_a_forged_frame_ends_the_link(agents: list[Agent]) -> None:
 
 
 async def test_a_repeated_frame_ends_the_link(agents: list[Agent]) -> None:
-    link = await dial(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
+    link = await dial_agent(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
     link.send({"type": "ping", "age": 0})
     link._sent -= 1
     link.send({"type": "ping", "age": 0})
@@ -266,7 +266,7 @@ async def test_a_peer_that_does_not_read_is_dropped_and_blocks_nobody() -> None:
 
     server = await asyncio.start_server(deaf, "127.0.0.1", 0)
     reader, writer = await asyncio.open_connection(*server.sockets[0].getsockname()[:2])
-    link = Link(reader, writer, b"key", auth.TO_AGENT)
+    link = AgentLink(reader, writer, b"key", auth.TO_AGENT)
     for _ in range(100):
         link.send({"type": "padding", "text": "x" * 500_000})
     with pytest.raises(LinkClosed, match="does not read"):
@@ -276,7 +276,7 @@ async def test_a_peer_that_does_not_read_is_dropped_and_blocks_nobody() -> None:
 
 
 async def test_a_frame_that_is_too_large_is_not_sent(agents: list[Agent]) -> None:
-    link = await dial(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
+    link = await dial_agent(agents[1].address, TOKEN, epoch=5, index=1, uid="job-uid")
     link.send({"type": "padding", "text": "x" * 2_000_000})
     with pytest.raises(LinkClosed, match="too large"):
         await to_the_end(link)
@@ -306,7 +306,7 @@ async def test_no_number_of_ranks_with_long_metrics_breaks_a_link(agents: list[A
     await until(lambda: leader.phase == "running")
     metrics = {f"{i:02}{chr(0x1F600) * 62}": 1 / 3 for i in range(32)}
     for rank in range(200):
-        node.emit(Progress(leader.generation, rank, 7 + rank, 1000, "train", metrics))
+        node.emit(RankProgressed(leader.generation, rank, 7 + rank, 1000, "train", metrics))
     await until(lambda: (leader.state()["progress"] or {}).get("step") == 206 or leader.phase != "running")
     assert leader.phase == "running"
 
@@ -400,7 +400,7 @@ async def test_a_long_poll_answers_when_something_changes(agents: list[Agent]) -
 
 def test_log_tails_in_any_script_are_sent_as_they_are_and_what_is_no_text_ends_no_answer() -> None:
     said = "\U0001f600" * 1000
-    body = http.Response.of({"tail": said}).body
+    body = http.HttpResponse.of({"tail": said}).body
     assert len(body) == len(said.encode()) + len('{"tail":""}')
     assert json.loads(body) == {"tail": said}
-    assert json.loads(http.Response.of({"tail": "a\udcffb"}).body) == {"tail": "a?b"}
+    assert json.loads(http.HttpResponse.of({"tail": "a\udcffb"}).body) == {"tail": "a?b"}

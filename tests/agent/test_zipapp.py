@@ -181,7 +181,7 @@ def test_an_old_python_is_named(tmp_path: Path, version: str) -> None:
     if python is None:
         pytest.skip(f"no Python {version} here")
     agent = tmp_path / "agent.pyz"
-    agent.write_bytes(agent_zip.build())
+    agent.write_bytes(agent_zip.build_zipapp())
     # `-I` is younger than 2.7; the reserved code must not depend on it.
     done = subprocess.run([python, str(agent), "run", "--local", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 120
@@ -191,7 +191,7 @@ def test_an_old_python_is_named(tmp_path: Path, version: str) -> None:
 
 def test_a_missing_module_is_named(tmp_path: Path) -> None:
     agent = tmp_path / "agent.pyz"
-    agent.write_bytes(agent_zip.build())
+    agent.write_bytes(agent_zip.build_zipapp())
     with zipfile.ZipFile(agent, "a") as archive:
         archive.writestr("asyncio.py", "raise ImportError('No module named _asyncio')")
     done = subprocess.run([sys.executable, "-I", "-S", "-B", agent, "run", "--local", tmp_path], capture_output=True)
@@ -208,20 +208,20 @@ def test_a_job_that_cannot_be_read_is_a_failure_and_not_the_images_fault(tmp_pat
 
 
 def test_the_same_sources_are_the_same_bytes(tmp_path: Path) -> None:
-    assert agent_zip.build.__wrapped__() == agent_zip.build.__wrapped__()
+    assert agent_zip.build_zipapp.__wrapped__() == agent_zip.build_zipapp.__wrapped__()
     subprocess.run([sys.executable, "-m", "everstep.agent_zip", tmp_path / "agent.pyz"], check=True)
     assert zipfile.is_zipfile(tmp_path / "agent.pyz")
-    assert len(agent_zip.build()) < 512 * 1024  # a ConfigMap has room for 1 MiB
-    assert len(agent_zip.digest()) == 12
+    assert len(agent_zip.build_zipapp()) < 512 * 1024  # a ConfigMap has room for 1 MiB
+    assert len(agent_zip.compute_digest()) == 12
 
 
 def test_the_last_word_fits_the_termination_log() -> None:
     from everstep.agent.leading import LAST_CHARGES
-    from everstep.agent.report import termination
+    from everstep.agent.report import encode_termination_message
 
     word = {"result": "failed", "message": "\u00e9" * 5000, "logTail": ["x" * 5000 for _ in range(100)]}
     word["ledger"] = [f"{2**31}.{2**31} OutOfMemory"] * LAST_CHARGES
-    data = termination(word)
+    data = encode_termination_message(word)
     assert len(data) <= 4096
     assert json.loads(data)["result"] == "failed"
     assert json.loads(data)["ledger"] == word["ledger"], "nobody else can tell it any more"

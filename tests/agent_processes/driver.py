@@ -19,19 +19,19 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
     sys.path.insert(0, source)
     from everstep.agent import gpu, health, memory, report
     from everstep.agent import supervisor as module
-    from everstep.agent.config import Place, parse
-    from everstep.agent.supervisor import DaemonOutput, Layout, Supervisor
+    from everstep.agent.config import AgentPaths, parse_config
+    from everstep.agent.supervisor import DaemonOutput, GenerationLayout, Supervisor
 
     gate = threading.Event()
     if setup["slow_volume"]:
-        forget = report.forget_failure
+        forget = report.remove_failure_file
 
         def slow_forget(output: Path) -> Path:
             send("Forgetting")
             gate.wait()
             return forget(output)
 
-        report.forget_failure = slow_forget
+        report.remove_failure_file = slow_forget
     if setup["sandbox"]:
         read_bytes = Path.read_bytes
 
@@ -41,16 +41,16 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
 
         Path.read_bytes = read_sandboxed  # type: ignore[method-assign]
     if setup["slow_memory"]:
-        clear = memory.clear
+        clear = memory.clear_shared_memory
 
         def slow(*args: Any, **options: Any) -> Any:
             send("Clearing")
             gate.wait()
             return clear(*args, **options)
 
-        memory.clear = slow
+        memory.clear_shared_memory = slow
 
-    module.CLEAN_TIMEOUT, gpu.TIMEOUT = setup["clean_timeout"], setup["gpu_timeout"]
+    module.CLEAN_TIMEOUT_SECONDS, gpu.DRIVER_TIMEOUT_SECONDS = setup["clean_timeout"], setup["gpu_timeout"]
     loop = asyncio.get_running_loop()
     remote: dict[str, asyncio.Future[int]] = {}
 
@@ -72,7 +72,7 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             send("KillOn", node=node, daemon=daemon)
             raise
 
-    place = Place(
+    place = AgentPaths(
         agent=Path(setup["agent"]),
         job=Path("/nonexistent"),
         token=Path("/nonexistent"),
@@ -83,7 +83,7 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
         owns_pod=os.getpid() == 1,
     )
     place.scratch.mkdir(parents=True, exist_ok=True)
-    supervisor = Supervisor(parse(setup["job"], setup["environ"]), place, emit, spawn_on)
+    supervisor = Supervisor(parse_config(setup["job"], setup["environ"]), place, emit, spawn_on)
     reader = asyncio.StreamReader(limit=2**22)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(commands, "rb"))
     send("Ready", pid=os.getpid())
@@ -94,7 +94,7 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
         name, values = command["call"], command["values"]
         if name == "start":
             values["hosts"], values["ports"] = tuple(values["hosts"]), tuple(values["ports"])
-            return await supervisor.start(Layout(**values))
+            return await supervisor.start(GenerationLayout(**values))
         if name == "stop":
             return await supervisor.stop(values["grace"])
         if name == "spawn":
@@ -118,7 +118,7 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             def tell(gpus: Any) -> None:
                 send("Gpus", gpus=[g.to_json() for g in gpus])
 
-            tasks.add(asyncio.ensure_future(health.watch(supervisor.gpus, tell, values["every"])))
+            tasks.add(asyncio.ensure_future(health.watch_gpus(supervisor.gpus, tell, values["every"])))
             return None
         if name == "lag":  # the longest time in which the loop did nothing else
             worst, deadline, used = 0.0, loop.time() + values["seconds"], sum(os.times()[:2])

@@ -7,15 +7,29 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.contract import MAX_VARIABLE, Facts, contract_files, fitting, sm_environment
-from everstep.agent.environment import cpus, path_below_mpirun
-from everstep.agent.events import Layout
-from everstep.agent.gpu import count
-from everstep.agent.launch import Launcher, none, ranks_on_node, torch
-from everstep.agent.launch.flavors import Run, UnsupportedMpi, command, common_network, flavor, idle_variables, rank_of
+from everstep.agent.contract import (
+    MAX_VARIABLE_BYTES,
+    ContractFacts,
+    build_contract_files,
+    build_sm_environment,
+    drop_unusable_variables,
+)
+from everstep.agent.environment import count_cpus, restore_path
+from everstep.agent.events import GenerationLayout
+from everstep.agent.gpu import count_gpus
+from everstep.agent.launch import Launcher, count_ranks_on_node, none, torch
+from everstep.agent.launch.flavors import (
+    LauncherRun,
+    UnsupportedMpi,
+    build_command,
+    detect_flavor,
+    find_common_network,
+    make_idle_variables,
+    read_rank,
+)
 
 
-def facts(**changes: object) -> Facts:
+def facts(**changes: object) -> ContractFacts:
     values: dict[str, object] = {
         "job": "digits",
         "hyperparameters": {"epochs": "10", "lr": "0.1", "optimizer": "adam", "layers": "[64, 32]"},
@@ -28,11 +42,11 @@ def facts(**changes: object) -> Facts:
         "master_addr": "10.1.0.4",
         "master_port": 29500,
     }
-    return Facts(**{**values, **changes})  # type: ignore[arg-type]
+    return ContractFacts(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def test_the_files_are_sagemakers() -> None:
-    assert contract_files(facts()) == {
+    assert build_contract_files(facts()) == {
         "/opt/ml/input/config/hyperparameters.json": (
             b'{"epochs":"10","layers":"[64, 32]","lr":"0.1","optimizer":"adam"}'
         ),
@@ -48,8 +62,8 @@ def test_the_files_are_sagemakers() -> None:
 
 def test_the_variables_are_sagemakers() -> None:
     group = '{"hosts":["algo-1","algo-2"],"instance_group_name":"homogeneousCluster","instance_type":"on-demand"}'
-    resource_config = contract_files(facts())["/opt/ml/input/config/resourceconfig.json"].decode()
-    env = sm_environment(facts())
+    resource_config = build_contract_files(facts())["/opt/ml/input/config/resourceconfig.json"].decode()
+    env = build_sm_environment(facts())
     training_env = json.loads(env.pop("SM_TRAINING_ENV"))
     assert env == {
         "SM_HOSTS": '["algo-1","algo-2"]',
@@ -99,38 +113,45 @@ def test_the_variables_are_sagemakers() -> None:
 
 
 def test_hosts_are_in_lexicographic_order() -> None:
-    env = sm_environment(facts(num_nodes=11, node_index=9))
+    env = build_sm_environment(facts(num_nodes=11, node_index=9))
     assert json.loads(env["SM_HOSTS"])[:4] == ["algo-1", "algo-10", "algo-11", "algo-2"]
     assert (env["SM_CURRENT_HOST"], env["SM_CURRENT_HOST_RANK"]) == ("algo-10", "1")
 
 
 def test_no_hyperparameter_can_keep_a_rank_from_starting() -> None:
-    odd = {"a=b": "1", "nul": "x\0y", "long": "x" * MAX_VARIABLE, "half": "\ud800", "deep": "[" * 100_000, "k": "v"}
-    env = sm_environment(facts(hyperparameters=odd))
+    odd = {
+        "a=b": "1",
+        "nul": "x\0y",
+        "long": "x" * MAX_VARIABLE_BYTES,
+        "half": "\ud800",
+        "deep": "[" * 100_000,
+        "k": "v",
+    }
+    env = build_sm_environment(facts(hyperparameters=odd))
     assert {name for name in env if name.startswith("SM_HP_")} == {"SM_HP_DEEP", "SM_HP_K"}
-    assert all(fitting({name: value}) for name, value in env.items())
-    assert contract_files(facts(hyperparameters=odd))
+    assert all(drop_unusable_variables({name: value}) for name, value in env.items())
+    assert build_contract_files(facts(hyperparameters=odd))
 
 
-def layout(nodes: int, procs: int, node: int) -> Layout:
+def layout(nodes: int, procs: int, node: int) -> GenerationLayout:
     hosts = tuple(f"10.0.0.{i + 1}" for i in range(nodes))
-    return Layout(1, 1, hosts, (8470,) * nodes, node, procs, hosts[0], 29500)
+    return GenerationLayout(1, 1, hosts, (8470,) * nodes, node, procs, hosts[0], 29500)
 
 
 @pytest.mark.parametrize("procs", range(1, 5))
 @pytest.mark.parametrize("nodes", range(1, 9))
 def test_every_rank_exists_once(nodes: int, procs: int) -> None:
-    found = [p for node in range(nodes) for p in torch.placements(layout(nodes, procs, node))]
+    found = [p for node in range(nodes) for p in torch.place_ranks(layout(nodes, procs, node))]
     assert [p.rank for p in found] == list(range(nodes * procs))
     assert [p.local_rank for p in found] == list(range(procs)) * nodes
     assert {(p.world_size, p.local_world_size) for p in found} == {(nodes * procs, procs)}
-    alone = [p for node in range(nodes) for p in none.placements(layout(nodes, procs, node))]
+    alone = [p for node in range(nodes) for p in none.place_ranks(layout(nodes, procs, node))]
     assert [(p.rank, p.local_rank, p.world_size, p.local_world_size) for p in alone] == [
         (node, 0, nodes, 1) for node in range(nodes)
     ]
     launchers: dict[str, Launcher] = {"torch": torch, "none": none}
     for name, launcher in launchers.items():
-        assert len(launcher.placements(layout(nodes, procs, 0))) == ranks_on_node(name, procs)
+        assert len(launcher.place_ranks(layout(nodes, procs, 0))) == count_ranks_on_node(name, procs)
 
 
 @pytest.mark.parametrize(
@@ -143,18 +164,18 @@ def test_every_rank_exists_once(nodes: int, procs: int) -> None:
     ],
 )
 def test_mpis_are_told_apart(output: str, kind: str) -> None:
-    assert flavor(output) == kind
+    assert detect_flavor(output) == kind
 
 
 @pytest.mark.parametrize("output", ["mpirun (Open MPI) 3.1.6\n", "", "something else"])
 def test_other_mpis_are_refused_with_the_supported_ones(output: str) -> None:
     with pytest.raises(UnsupportedMpi, match="use Open MPI 4 or 5, MPICH or Intel MPI"):
-        flavor(output)
+        detect_flavor(output)
 
 
 def test_the_users_options_come_last_and_the_image_wins_over_our_parameters() -> None:
-    run = Run("mpirun", 2, 4, ("10.1.0.4", "10.1.3.9"), "eth0", "/run/everstep/rsh", ("rank",), ("-x", "A=1"))
-    argv, env = command("openmpi4", run)
+    run = LauncherRun("mpirun", 2, 4, ("10.1.0.4", "10.1.3.9"), "eth0", "/run/everstep/rsh", ("rank",), ("-x", "A=1"))
+    argv, env = build_command("openmpi4", run)
     assert argv == ["mpirun", "-np", "8", "--host", "algo-1:4,algo-2:4", "-x", "A=1", "rank"]
     assert env["OMPI_MCA_btl_tcp_if_include"] == "10.1.0.0/22"
     assert env["OMPI_MCA_plm_rsh_agent"] == "/run/everstep/rsh"
@@ -170,46 +191,46 @@ def test_the_users_options_come_last_and_the_image_wins_over_our_parameters() ->
     ],
 )
 def test_the_common_network_holds_every_address(addresses: list[str], network: str | None) -> None:
-    assert common_network(addresses) == network
+    assert find_common_network(addresses) == network
 
 
 def test_mpis_own_numbers_are_read() -> None:
-    assert rank_of({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMIX_RANK": "3"}) == (3, 1)
-    assert rank_of({"PMI_RANK": "5", "MPI_LOCALRANKID": "0"}) == (5, 0)
-    assert rank_of({"PMI_RANK": "x"}) == (None, None)
+    assert read_rank({"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "PMIX_RANK": "3"}) == (3, 1)
+    assert read_rank({"PMI_RANK": "5", "MPI_LOCALRANKID": "0"}) == (5, 0)
+    assert read_rank({"PMI_RANK": "x"}) == (None, None)
 
 
 def test_gpus_are_counted_without_the_driver(tmp_path: Path) -> None:
     (tmp_path / "dev").mkdir()
     for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
         (tmp_path / "dev" / name).touch()
-    assert count({}, tmp_path) == 2
-    assert count({"NVIDIA_VISIBLE_DEVICES": "all"}, tmp_path) == 2
-    assert count({"NVIDIA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}, tmp_path) == 3
+    assert count_gpus({}, tmp_path) == 2
+    assert count_gpus({"NVIDIA_VISIBLE_DEVICES": "all"}, tmp_path) == 2
+    assert count_gpus({"NVIDIA_VISIBLE_DEVICES": "GPU-1,GPU-2,GPU-3"}, tmp_path) == 3
     for by_itself in ("void", "none", "/var/run/nvidia-container-devices"):  # CDI; device lists as mounts
-        assert count({"NVIDIA_VISIBLE_DEVICES": by_itself}, tmp_path) == 2
+        assert count_gpus({"NVIDIA_VISIBLE_DEVICES": by_itself}, tmp_path) == 2
     for node in (tmp_path / "dev").glob("nvidia?"):
         node.unlink()
-    assert count({"NVIDIA_VISIBLE_DEVICES": "void"}, tmp_path) == 0
+    assert count_gpus({"NVIDIA_VISIBLE_DEVICES": "void"}, tmp_path) == 0
 
 
 def test_cpus_are_those_of_the_quota(tmp_path: Path) -> None:
     cgroup = tmp_path / "sys/fs/cgroup"
     cgroup.mkdir(parents=True)
-    unlimited = cpus(tmp_path)
+    unlimited = count_cpus(tmp_path)
     (cgroup / "cpu.max").write_text("max 100000\n")
-    assert cpus(tmp_path) == unlimited
+    assert count_cpus(tmp_path) == unlimited
     (cgroup / "cpu.max").write_text("50000 100000\n")
-    assert cpus(tmp_path) == 1
+    assert count_cpus(tmp_path) == 1
 
 
 def test_below_mpirun_programs_are_found_as_in_the_image() -> None:
     ours = "/opt/venv/bin:/usr/bin"
-    assert path_below_mpirun(f"/usr/bin:{ours}", ours) == ours
-    assert path_below_mpirun(ours, ours) == ours
-    assert path_below_mpirun("/somebody/else/says", ours) == "/somebody/else/says"
+    assert restore_path(f"/usr/bin:{ours}", ours) == ours
+    assert restore_path(ours, ours) == ours
+    assert restore_path("/somebody/else/says", ours) == "/somebody/else/says"
 
 
 def test_ranks_that_share_processors_give_way_while_they_wait() -> None:
-    assert idle_variables(ranks_on_node=4, cpus=4) == {}
-    assert idle_variables(ranks_on_node=4, cpus=3) == {"OMPI_MCA_mpi_yield_when_idle": "1"}
+    assert make_idle_variables(ranks_on_node=4, cpus=4) == {}
+    assert make_idle_variables(ranks_on_node=4, cpus=3) == {"OMPI_MCA_mpi_yield_when_idle": "1"}

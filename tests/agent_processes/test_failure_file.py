@@ -11,16 +11,16 @@ from everstep.agent import report
 
 def test_the_programs_own_words_are_bounded(tmp_path: Path) -> None:
     (tmp_path / "failure").write_text("x" * 5000)
-    assert report.read_failure(tmp_path / "failure") == "x" * report.MAX_FAILURE
+    assert report.read_failure_file(tmp_path / "failure") == "x" * report.MAX_FAILURE_CHARS
 
 
 def test_an_earlier_generation_is_not_quoted(tmp_path: Path) -> None:
     (tmp_path / "failure").write_text("old news")
-    assert report.read_failure(report.forget_failure(tmp_path)) == ""
+    assert report.read_failure_file(report.remove_failure_file(tmp_path)) == ""
 
 
 def test_no_file_is_no_message(tmp_path: Path) -> None:
-    assert report.read_failure(report.forget_failure(tmp_path / "absent")) == ""
+    assert report.read_failure_file(report.remove_failure_file(tmp_path / "absent")) == ""
 
 
 def test_nobody_waits_for_a_pipe_in_the_place_of_the_file(tmp_path: Path) -> None:
@@ -28,8 +28,8 @@ def test_nobody_waits_for_a_pipe_in_the_place_of_the_file(tmp_path: Path) -> Non
     os.mkfifo(tmp_path / "failure")
 
     def ask_and_tell() -> None:
-        report.read_failure(tmp_path / "failure")
-        report.leave_failure(tmp_path, "exited with code 3", ())
+        report.read_failure_file(tmp_path / "failure")
+        report.write_failure_file(tmp_path, "exited with code 3", ())
 
     ended = threading.Thread(target=ask_and_tell, daemon=True)
     ended.start()

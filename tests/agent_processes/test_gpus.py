@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from everstep.agent.gpu import count
+from everstep.agent.gpu import count_gpus
 from tests.agent.laptop import Laptop
 
 from .node import Node
@@ -209,7 +209,7 @@ def test_the_leader_hears_of_every_nodes_devices(tmp_path: Path, driver: Driver)
 
 def test_without_gpus_nobody_asks(tmp_path: Path, driver: Driver) -> None:
     """No process, not even once."""
-    if count({}):
+    if count_gpus({}):
         pytest.skip("this machine has some")
     (tmp_path / "bin").mkdir()
     asked = tmp_path / "asked"

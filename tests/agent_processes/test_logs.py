@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.logs import MAX_LINE, cause
+from everstep.agent.logs import MAX_LINE_BYTES, find_cause
 
 from .node import Node
 
@@ -43,15 +43,15 @@ async def test_a_job_of_one_rank_is_not_tagged(tmp_path: Path) -> None:
 
 
 async def test_a_long_line_is_split_and_the_tail_is_bounded(tmp_path: Path) -> None:
-    script = f"import sys\nsys.stdout.write('a' * {3 * MAX_LINE + 5})\nsys.stdout.write(chr(10))\n"
+    script = f"import sys\nsys.stdout.write('a' * {3 * MAX_LINE_BYTES + 5})\nsys.stdout.write(chr(10))\n"
     script += "for i in range(30): print('e' * 500, i, file=sys.stderr)\nsys.exit(1)\n"
     async with Node(tmp_path, [sys.executable, "-c", script], procs=1) as node:
         await node.start()
         ended = await node.event("RankExited")
         await node.stop()
     lines = [line for line in node.logged().splitlines() if line.startswith("a")]
-    assert "".join(lines) == "a" * (3 * MAX_LINE + 5)
-    assert max(map(len, lines)) <= MAX_LINE
+    assert "".join(lines) == "a" * (3 * MAX_LINE_BYTES + 5)
+    assert max(map(len, lines)) <= MAX_LINE_BYTES
     assert (len(ended["log_tail"]), max(map(len, ended["log_tail"]))) == (20, 300)
 
 
@@ -137,4 +137,4 @@ HEAD, FRAME = "Traceback (most recent call last):", '  File "t.py", line 9, in f
     ],
 )
 def test_the_cause_is_the_last_exception(tail: list[str], expected: str) -> None:
-    assert cause(tuple(tail), "exited with code 1") == expected
+    assert find_cause(tuple(tail), "exited with code 1") == expected

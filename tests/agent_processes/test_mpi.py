@@ -116,7 +116,7 @@ async def test_ranks_of_two_nodes_run_as_mpirun_numbers_them(
                 rank = 2 * index + local
                 line = f"[rank {rank}] rank {rank} of 4, sum 6, RANK={rank} LOCAL_RANK={local} NODE_RANK={index}"
                 assert node.logged().count(f"{line} SM_CURRENT_HOST=algo-{index + 1}") == 2
-        assert {e["step"] for node in members for e in node.all("Progress")} == {0, 1, 2, 3}
+        assert {e["step"] for node in members for e in node.all("RankProgressed")} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.agent.progress import Update
+from everstep.agent.progress import ProgressUpdate
 
 from .node import SOURCE, Node
 
@@ -19,9 +19,9 @@ async def test_a_shell_can_report_progress(tmp_path: Path, python: str) -> None:
     command = ["sh", "-c", 'echo "step=12 total=100 loss=0.5 phase=eval" > "$EVERSTEP_PROGRESS"; sleep 600']
     async with Node(tmp_path, command, python=python) as node:
         await node.start()
-        event = await node.event("Progress")
+        event = await node.event("RankProgressed")
     assert event == {
-        "kind": "Progress",
+        "kind": "RankProgressed",
         "generation": 1,
         "rank": 0,
         "step": 12,
@@ -37,9 +37,9 @@ async def test_the_last_words_of_a_rank_are_heard_before_its_exit(tmp_path: Path
         await node.start()
         await node.event("RankExited")
         kinds = [event["kind"] for event in node.events]
-        assert node.all("Progress")[-1]["step"] == 500
+        assert node.all("RankProgressed")[-1]["step"] == 500
         assert kinds[-1] == "RankExited"
-        assert len(node.all("Progress")) < 100
+        assert len(node.all("RankProgressed")) < 100
 
 
 async def test_a_process_that_goes_on_writing_does_not_keep_its_ranks_exit_back(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ async def test_garbage_is_ignored_and_noticed_once(tmp_path: Path) -> None:
     async with Node(tmp_path, ["sh", "-c", script]) as node:
         await node.start()
         await node.event("RankExited")
-        assert node.all("Progress")[-1]["step"] == 8
+        assert node.all("RankProgressed")[-1]["step"] == 8
         await node.stop()
     assert node.logged().count("everstep: ignored") == 1
 
@@ -75,7 +75,7 @@ async def test_the_library_reports_from_python(tmp_path: Path) -> None:
         await node.start()
         ended = await node.event("RankExited")
         assert ended["exit_code"] == 0, ended
-        last = node.all("Progress")[-1]
+        last = node.all("RankProgressed")[-1]
     assert (last["step"], last["total"], last["phase"], last["metrics"]) == (3, 10, "train", {"loss": 1.0})
 
 
@@ -112,7 +112,7 @@ def test_the_package_is_light_to_import(tmp_path: Path) -> None:
 
 @given(st.text(max_size=300))
 def test_no_line_can_break_the_parser(line: str) -> None:
-    update = Update()
+    update = ProgressUpdate()
     update.take(line)
     assert update.step is None or 0 <= update.step <= 2**53
     assert len(update.metrics) <= 32
@@ -130,6 +130,6 @@ def test_no_line_can_break_the_parser(line: str) -> None:
     ],
 )
 def test_odd_values(line: str, step: int | None, metrics: dict[str, float]) -> None:
-    update = Update()
+    update = ProgressUpdate()
     update.take(line)
     assert (update.step, update.metrics) == (step, metrics)

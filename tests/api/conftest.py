@@ -15,7 +15,7 @@ import pytest
 
 from e2e.cluster.controlplane import ControlPlane
 from e2e.cluster.waiting import until
-from everstep_operator.api.crdgen import crd
+from everstep_operator.api.crdgen import build_crd
 from everstep_operator.api.meta import API_VERSION
 from everstep_operator.api.resources import RESOURCES, TRAINING_POOLS
 
@@ -57,7 +57,7 @@ class ApiServer:
         """Create the CRDs and wait until they are served. A rule over the cost budget fails here."""
         for resource in RESOURCES:
             path = "/apis/apiextensions.k8s.io/v1/customresourcedefinitions"
-            code, answer = self.request("POST", path, crd(resource))
+            code, answer = self.request("POST", path, build_crd(resource))
             assert code == http.client.CREATED, answer["message"]
         until(lambda: all(self._served(resource.plural) for resource in RESOURCES), "the resources are served", 30)
 

@@ -6,9 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from everstep_operator.api.crdgen import Schema, json_schema
+from everstep_operator.api.crdgen import Schema, build_schema
 from everstep_operator.api.meta import API_VERSION
-from everstep_operator.api.resources import Resource
+from everstep_operator.api.resources import CustomResource
 from everstep_operator.api.scalars import DURATION
 
 Json = st.SearchStrategy[Any]
@@ -87,9 +87,9 @@ def _matching(schema: Schema) -> Json:
 
 
 @st.composite
-def manifests(draw: st.DrawFn, resource: Resource) -> dict[str, Any]:
+def manifests(draw: st.DrawFn, resource: CustomResource) -> dict[str, Any]:
     """Objects of a kind with up to two mistakes in their spec."""
-    schema = json_schema(resource)["properties"]["spec"]
+    schema = build_schema(resource)["properties"]["spec"]
     made = {
         "apiVersion": API_VERSION,
         "kind": resource.kind,

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from pydantic import ValidationError
 
-from everstep_operator.api.load import explain
-from everstep_operator.api.resources import TRAINING_JOBS, TRAINING_POOLS, Resource
+from everstep_operator.api.load import explain_errors
+from everstep_operator.api.resources import TRAINING_JOBS, TRAINING_POOLS, CustomResource
 from tests.api.conftest import ApiServer
 from tests.api.generate import manifests
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.integration
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("resource", "examples"), [(TRAINING_JOBS, 150), (TRAINING_POOLS, 60)])
-def test_one_verdict(resource: Resource, examples: int, api_server: ApiServer) -> None:
+def test_one_verdict(resource: CustomResource, examples: int, api_server: ApiServer) -> None:
     seen: Counter[bool] = Counter()
 
     @settings(max_examples=examples, suppress_health_check=list(HealthCheck))
@@ -30,7 +30,7 @@ def test_one_verdict(resource: Resource, examples: int, api_server: ApiServer) -
             resource.model.parse(data)
             ours = "accepted"
         except ValidationError as error:
-            ours = "; ".join(str(problem) for problem in explain(error, resource))
+            ours = "; ".join(str(problem) for problem in explain_errors(error, resource))
         seen[verdict.accepted] += 1
         assert verdict.accepted is (ours == "accepted"), f"model: {ours}\nAPI server: {verdict.message or 'accepted'}"
 

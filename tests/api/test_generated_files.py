@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from everstep_operator.api import crdgen, docgen
-from everstep_operator.api.resources import RESOURCES, Resource
+from everstep_operator.api.resources import RESOURCES, CustomResource
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,58 +32,60 @@ def nodes(schema: dict[str, Any], path: str = "") -> Iterator[tuple[str, dict[st
             yield from nodes(schema[name], f"{path}[]")
 
 
-@pytest.mark.parametrize("name", crdgen.files())
+@pytest.mark.parametrize("name", crdgen.render_crds())
 def test_crds_are_up_to_date(name: str) -> None:
-    assert (ROOT / "crds" / name).read_text() == crdgen.files()[name], "run `python -m everstep_operator.api.crdgen`"
+    assert (ROOT / "crds" / name).read_text() == crdgen.render_crds()[name], (
+        "run `python -m everstep_operator.api.crdgen`"
+    )
 
 
-@pytest.mark.parametrize("name", docgen.files())
+@pytest.mark.parametrize("name", docgen.render_pages())
 def test_reference_is_up_to_date(name: str) -> None:
     page = (ROOT / "docs" / "reference" / name).read_text(encoding="utf-8")
-    assert page == docgen.files()[name], "run `python -m everstep_operator.api.docgen`"
+    assert page == docgen.render_pages()[name], "run `python -m everstep_operator.api.docgen`"
 
 
-@pytest.mark.parametrize("name", crdgen.files())
+@pytest.mark.parametrize("name", crdgen.render_crds())
 def test_plain_kubectl_apply_can_carry_the_crd(name: str) -> None:
-    assert len(yaml.safe_dump(yaml.safe_load(crdgen.files()[name]))) < crdgen.MAX_BYTES
+    assert len(yaml.safe_dump(yaml.safe_load(crdgen.render_crds()[name]))) < crdgen.MAX_CRD_BYTES
 
 
 @pytest.mark.parametrize("resource", RESOURCES, ids=lambda resource: resource.kind)
 class TestStructuralSchema:
     """https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/"""
 
-    def test_knows_only_openapi_words(self, resource: Resource) -> None:
-        for path, schema in nodes(crdgen.json_schema(resource)):
+    def test_knows_only_openapi_words(self, resource: CustomResource) -> None:
+        for path, schema in nodes(crdgen.build_schema(resource)):
             assert set(schema) <= ALLOWED, path
 
-    def test_every_value_has_a_type(self, resource: Resource) -> None:
-        for path, schema in nodes(crdgen.json_schema(resource)):
+    def test_every_value_has_a_type(self, resource: CustomResource) -> None:
+        for path, schema in nodes(crdgen.build_schema(resource)):
             assert "type" in schema or "x-kubernetes-int-or-string" in schema, path
 
-    def test_fixed_and_free_keys_are_not_mixed(self, resource: Resource) -> None:
-        for path, schema in nodes(crdgen.json_schema(resource)):
+    def test_fixed_and_free_keys_are_not_mixed(self, resource: CustomResource) -> None:
+        for path, schema in nodes(crdgen.build_schema(resource)):
             assert not {"properties", "additionalProperties"} <= set(schema), path
 
-    def test_whatever_grows_has_a_limit(self, resource: Resource) -> None:
+    def test_whatever_grows_has_a_limit(self, resource: CustomResource) -> None:
         """Without limits a rule's estimated cost is unlimited, and the API server refuses the CRD."""
         limits = {"array": "maxItems", "string": "maxLength", "object": "maxProperties"}
-        for path, schema in nodes(crdgen.json_schema(resource)["properties"]["spec"]):
+        for path, schema in nodes(crdgen.build_schema(resource)["properties"]["spec"]):
             kind = schema.get("type", "")
             if (kind == "object" and "additionalProperties" not in schema) or "enum" in schema:
                 continue
             assert limits.get(kind, kind) in schema or kind in ("", "boolean", "integer", "number"), path
 
-    def test_default_of_the_schema_is_that_of_the_model(self, resource: Resource) -> None:
+    def test_default_of_the_schema_is_that_of_the_model(self, resource: CustomResource) -> None:
         spec = resource.model.model_fields["spec"].annotation
         assert spec is not None
         for name, field in spec.model_fields.items():
-            schema = crdgen.json_schema(resource)["properties"]["spec"]["properties"][field.alias]
+            schema = crdgen.build_schema(resource)["properties"]["spec"]["properties"][field.alias]
             if "default" in schema:
                 parsed = spec.__pydantic_validator__.validate_assignment(
                     spec.model_construct(), name, schema["default"]
                 )
                 assert getattr(parsed, name) == field.get_default(), name
 
-    def test_status_has_no_defaults(self, resource: Resource) -> None:
-        status = crdgen.json_schema(resource)["properties"].get("status", {})
+    def test_status_has_no_defaults(self, resource: CustomResource) -> None:
+        status = crdgen.build_schema(resource)["properties"].get("status", {})
         assert not [path for path, schema in nodes(status) if "default" in schema]

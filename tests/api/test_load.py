@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from everstep_operator.api.job import TrainingJob
-from everstep_operator.api.load import ManifestError, load, load_text
+from everstep_operator.api.load import ManifestError, load_file, load_text
 from everstep_operator.api.pool import TrainingPool
-from everstep_operator.api.yaml11 import YamlError, documents
+from everstep_operator.api.yaml11 import YamlError, load_documents
 
 JOB = """\
 apiVersion: everstep.dev/v1alpha1
@@ -33,7 +33,7 @@ def test_reads_jobs_and_pools_and_skips_other_kinds(tmp_path: Path) -> None:
         f"{JOB}---\napiVersion: v1\nkind: Secret\n---\n\n---\n"
         "apiVersion: everstep.dev/v1alpha1\nkind: TrainingPool\nmetadata: {name: a}\nspec: {}\n"
     )
-    loaded = load(file)
+    loaded = load_file(file)
     assert [type(made) for made in loaded.objects] == [TrainingJob, TrainingPool]
     assert loaded.skipped == ["Secret"]
 
@@ -87,7 +87,7 @@ def test_what_is_no_object_of_ours(text: str, says: str) -> None:
 
 
 def only(text: str) -> Any:
-    (document,) = documents(text)
+    (document,) = load_documents(text)
     return document.data
 
 

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from everstep_operator.api.job import TrainingJob, TrainingJobSpec
-from everstep_operator.api.load import explain
+from everstep_operator.api.load import explain_errors
 from everstep_operator.api.resources import RESOURCES
 from tests.api.tables import Case, cases, manifest
 from tests.builders import job, pool
@@ -29,7 +29,7 @@ def test_refuses_and_says_why(case: Case) -> None:
     resource = BY_KIND[data["kind"]]
     with pytest.raises(ValidationError) as caught:
         resource.model.parse(data)
-    said = "\n".join(str(problem) for problem in explain(caught.value, resource))
+    said = "\n".join(str(problem) for problem in explain_errors(caught.value, resource))
     expected = case["model_says"] if "model_says" in case else case["says"]
     assert expected in said
 
@@ -45,7 +45,7 @@ def test_every_broken_rule_is_reported_with_its_field() -> None:
     data = job().pod(hostname="a", subdomain="b").manifest()
     with pytest.raises(ValidationError) as caught:
         TrainingJob.parse(data)
-    fields = [problem.field for problem in explain(caught.value, BY_KIND["TrainingJob"])]
+    fields = [problem.field for problem in explain_errors(caught.value, BY_KIND["TrainingJob"])]
     assert fields == ["spec.podTemplate.spec.hostname", "spec.podTemplate.spec.subdomain"]
 
 

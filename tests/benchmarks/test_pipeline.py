@@ -11,12 +11,12 @@ pytest.importorskip("torch")
 from benchmarks import measure
 from benchmarks.pipeline import memory
 from benchmarks.pipeline.__main__ import KINDS
-from benchmarks.pipeline.chain import CHUNKS, Work, engine
+from benchmarks.pipeline.chain import CHUNKS, ChainWork, engine
 from everstep.pipeline.transport.inprocess import Fabric, InProcess
 
 pytestmark = pytest.mark.torch
 
-SMALL = Work("1f1b", ranks=4, microbatches=8, width=8, rows=2, layers=4)
+SMALL = ChainWork("1f1b", ranks=4, microbatches=8, width=8, rows=2, layers=4)
 
 
 @pytest.mark.parametrize("precision", memory.PRECISIONS)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from everstep_operator.cluster.rbac import CHECKED_BY_ADMISSION, USED, Scope
+from everstep_operator.cluster.rbac import CHECKED_BY_ADMISSION, USED_PERMISSIONS, Scope
 
 Render = Callable[..., list[dict[str, Any]]]
 Right = tuple[str, str, str]
@@ -46,7 +46,11 @@ def granted(objects: list[dict[str, Any]]) -> dict[str, set[Right]]:
 
 
 def used(*scopes: Scope) -> set[Right]:
-    return {(right.group, right.resource, right.verb) for right in USED | CHECKED_BY_ADMISSION if right.scope in scopes}
+    return {
+        (right.group, right.resource, right.verb)
+        for right in USED_PERMISSIONS | CHECKED_BY_ADMISSION
+        if right.scope in scopes
+    }
 
 
 def test_cluster_wide_the_operator_may_do_what_it_does_and_nothing_else(render: Render) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import yaml
 
-from everstep_operator.settings import Settings
+from everstep_operator.settings import OperatorSettings
 
 ROOT = Path(__file__).parents[2]
 CHART = ROOT / "charts" / "everstep"
@@ -105,7 +105,7 @@ def test_a_rotated_key_is_another_secret_and_the_one_before_stays_mounted(render
     assert not any(each.get("optional") for each in sources), "without it running jobs would lose their templates"
     mounts = {mount["name"]: mount for mount in pod(objects)["containers"][0]["volumeMounts"]}
     assert mounts["previous-keys"]["readOnly"] is True
-    assert mounts["previous-keys"]["mountPath"] == str(Settings.load({}).previous_keys_folder)
+    assert mounts["previous-keys"]["mountPath"] == str(OperatorSettings.load({}).previous_keys_folder)
     assert "previous-keys" not in {volume["name"] for volume in pod(render())["volumes"]}
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from everstep_operator.settings import PREFIX, Settings
+from everstep_operator.settings import PREFIX, OperatorSettings
 
 Render = Callable[..., list[dict[str, Any]]]
-DEFAULTS = Settings.load({})
+DEFAULTS = OperatorSettings.load({})
 
 
 def container(objects: list[dict[str, Any]]) -> dict[str, Any]:
@@ -22,12 +22,12 @@ def environment(objects: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def test_the_chart_s_defaults_are_the_operator_s(render: Render) -> None:
-    assert Settings.load(environment(render())) == DEFAULTS
+    assert OperatorSettings.load(environment(render())) == DEFAULTS
 
 
 def test_every_variable_is_a_setting(render: Render) -> None:
     given = environment(render(watchNamespaces=["a"], jobPods={"allowedServiceAccounts": ["x"]}))
-    assert {name.removeprefix(PREFIX).lower() for name in given} <= set(Settings.model_fields)
+    assert {name.removeprefix(PREFIX).lower() for name in given} <= set(OperatorSettings.model_fields)
 
 
 def test_values_reach_the_operator(render: Render) -> None:
@@ -58,7 +58,7 @@ def test_values_reach_the_operator(render: Render) -> None:
         "log_format": "text",
         "workers": 4,
     }
-    assert Settings.load(environment(objects)) == DEFAULTS.model_copy(update=expected)
+    assert OperatorSettings.load(environment(objects)) == DEFAULTS.model_copy(update=expected)
 
 
 def test_the_pod_tells_who_it_is_and_where(render: Render) -> None:

@@ -11,23 +11,23 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from everstep.checkpoint import commit
-from everstep.checkpoint.candidates import candidates, read_chunk, read_manifest
-from everstep.checkpoint.checksum import digest
+from everstep.checkpoint.candidates import list_candidates, read_chunk, read_manifest
+from everstep.checkpoint.checksum import compute_checksum
 from everstep.checkpoint.errors import Damaged, Missing
 from everstep.checkpoint.format import (
     HEADER,
     Attempt,
+    CheckpointPart,
     Chunk,
     Key,
     Manifest,
-    Part,
     Shard,
-    Tensor,
-    aligned,
+    StoredTensor,
+    align_offset,
     part_header,
 )  # fmt: skip
 from everstep.checkpoint.store.base import Store
-from everstep.checkpoint.values import pack
+from everstep.checkpoint.values import pack_value
 
 Box = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]  # offsets, sizes, shape of the whole tensor
 
@@ -64,24 +64,24 @@ class Training:
         body = bytearray(part_header(key, rank, self.checksum))
         described = {}
         for name, (data, (offsets, sizes, shape)) in tensors.items():
-            body.extend(b"\0" * (aligned(len(body)) - len(body)))
+            body.extend(b"\0" * (align_offset(len(body)) - len(body)))
             shard = Shard(offsets, sizes, tuple(self._chunks(data, len(body))))
-            described[name] = Tensor("uint8", shape, (shard,))
+            described[name] = StoredTensor("uint8", shape, (shard,))
             body.extend(data)
-        body.extend(b"\0" * (aligned(len(body)) - len(body)))
-        part = Part(key.part_name(rank), len(body), digest(self.checksum, body[:HEADER]))
-        values = {name: pack(value) for name, value in _values(key, rank).items()}
+        body.extend(b"\0" * (align_offset(len(body)) - len(body)))
+        part = CheckpointPart(key.part_name(rank), len(body), compute_checksum(self.checksum, body[:HEADER]))
+        values = {name: pack_value(value) for name, value in _values(key, rank).items()}
         return bytes(body), Manifest(key, self.world, 1, "model", self.checksum, 1.5, (part,), described, values)
 
     def write(self, store: Store, key: Key, rank: int) -> None:
         """What a node does in a save."""
         data, manifest = self.part(key, rank)
         store.put(key.part_name(rank), pieces(data), len(data))
-        commit.announce(store, rank, manifest)
+        commit.announce_node(store, rank, manifest)
 
     def commit(self, store: Store, key: Key, *, fenced: Callable[[], str | None] = lambda: None) -> Manifest:
         """What node 0 does when all have written."""
-        commit.commit(store, key, self.world, fenced=fenced, timeout=0.0)
+        commit.commit_checkpoint(store, key, self.world, fenced=fenced, timeout=0.0)
         return read_manifest(store, key)
 
     def save(self, store: Store, key: Key) -> Manifest:
@@ -95,7 +95,7 @@ class Training:
     def _chunks(self, data: bytes, at: int) -> list[Chunk]:
         cuts = range(0, len(data), self.chunk)
         parts = [(at + start, data[start : start + self.chunk]) for start in cuts]
-        return [Chunk(0, start, len(piece), digest(self.checksum, piece)) for start, piece in parts]
+        return [Chunk(0, start, len(piece), compute_checksum(self.checksum, piece)) for start, piece in parts]
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Loaded:
 def load(store: Store) -> Loaded:
     """The newest checkpoint of which every byte is verified as it is read."""
     reasons: list[str] = []
-    for each in candidates(store):
+    for each in list_candidates(store):
         try:
             manifest = read_manifest(store, each)
             return Loaded(each, _read(store, manifest), tuple(reasons))
@@ -164,11 +164,11 @@ def node_manifest(rank: int, shards: list[tuple[tuple[int, ...], tuple[int, ...]
         for size in sizes:
             volume *= size
         boxes.append(Shard(offsets, sizes, (Chunk(0, HEADER, volume, "0" * 16),) if volume else ()))
-    return replace(manifest, tensors={"w": Tensor("uint8", shape, tuple(boxes))})
+    return replace(manifest, tensors={"w": StoredTensor("uint8", shape, tuple(boxes))})
 
 
 def newer(manifest: bytes) -> bytes:
     """Return what a later version of everstep may write instead."""
     fields = json.loads(manifest.split(b"\n")[0]) | {"format": 77}
     first = json.dumps(fields).encode() + b"\n"
-    return first + f"xxh3_64 {digest('xxh3_64', first)}\n".encode()
+    return first + f"xxh3_64 {compute_checksum('xxh3_64', first)}\n".encode()

@@ -71,7 +71,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     yield tmp_path
     for directory in tmp_path.glob("*memory*"):
         with suppress(OSError):
-            link = control.Link.connect(directory)
+            link = control.WriterLink.connect(directory)
             os.kill(link.pid, signal.SIGKILL)
             link.close()
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.retention import prune
+from everstep.checkpoint.retention import prune_store
 from everstep.checkpoint.store.files import Files
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint import leftovers
@@ -65,7 +65,7 @@ def node_task(store: PosixStore, training: Training, key: Key, node: int) -> Non
 
 def prune_task(store: PosixStore, training: Training, key: Key, node: int) -> None:
     """Retention after the commit of `key`, in the process of node 0."""
-    prune(store, {key}, keep_last=1)
+    prune_store(store, {key}, keep_last=1)
 
 
 Task = Callable[[PosixStore, Training, Key, int], None]

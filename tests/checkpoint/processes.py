@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import control, writer
-from everstep.checkpoint.candidates import candidates, verify
-from everstep.checkpoint.control import Config, Link, WriterLost
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.control import WriterConfig, WriterLink, WriterLost
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.lock import lock
+from everstep.checkpoint.lock import lock_directory
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.base import Store
 from tests.checkpoint.crash import Point, forkserver, state_of
@@ -39,14 +39,14 @@ def until(true: Callable[[], Any], what: str) -> Any:
 
 def good(store: Store, key: Key) -> bool:
     """Bit for bit what its ranks have filled."""
-    manifest = verify(store, key)
+    manifest = verify_checkpoint(store, key)
     parts = {part.name: store.read(part.name) for part in manifest.parts}
     return parts == {key.part_name(rank): content(key, rank, SIZES[rank]) for rank in range(len(SIZES))}
 
 
 def newest(store: Store) -> Key | None:
     """The greatest checkpoint that verifies, after it was seen that it is bit for bit what was saved."""
-    for key in candidates(store):
+    for key in list_candidates(store):
         assert good(store, key)  # a damaged one would be passed over: here none is expected
         return key
     return None
@@ -96,11 +96,11 @@ class Node:
     def __init__(self, memory: Path, store: Path, key: Key, node: int = 0, nodes: int = 1) -> None:
         self.memory = memory
         self.ranks = (0, 1) if nodes == 1 else (node,)
-        self.config = Config(
+        self.config = WriterConfig(
             url=str(store), options={}, attempt=str(key.attempt), node=node, nodes=nodes, world=2, ranks=self.ranks,
             keep_last=2, commit_timeout=PATIENCE,
         )  # fmt: skip
-        self.links: list[Link] = []
+        self.links: list[WriterLink] = []
 
     def start(self, folder: Path, point: Point | None = None, number: int = signal.SIGKILL) -> Process:
         """A writer for this node that gets the signal at `point` of its calls below `folder`."""
@@ -111,7 +111,7 @@ class Node:
         end = time.monotonic() + PATIENCE
         while len(self.links) < len(self.ranks):
             try:
-                self.links.append(Link.connect(self.memory))
+                self.links.append(WriterLink.connect(self.memory))
             except OSError:
                 if not process.runs:
                     raise WriterLost(f"the writer ended with {process.ended_with}") from None
@@ -120,7 +120,7 @@ class Node:
         for local, link in enumerate(self.links):
             self.hello(link, local)
 
-    def hello(self, link: Link, local: int) -> None:
+    def hello(self, link: WriterLink, local: int) -> None:
         link.call("hello", PATIENCE, protocol=control.PROTOCOL, local=local, config=vars(self.config))
 
     def take(self, key: Key, locals_: Sequence[int] | None = None) -> None:
@@ -172,8 +172,8 @@ def _run(answer: Any, work: Callable[..., None], args: tuple[Any, ...]) -> None:
 
 def _write(answer: Callable[[Any], None], memory: Path, folder: Path, point: Point | None, number: int) -> None:
     calls = Calls(folder, point, number)
-    locked = lock(memory, PATIENCE)
-    asyncio.run(writer._serve(memory, PATIENCE, lambda: locked.is_valid))
+    locked = lock_directory(memory, PATIENCE)
+    asyncio.run(writer._serve_node(memory, PATIENCE, lambda: locked.is_valid))
     locked.release()
     answer(calls.seen)
 
@@ -183,7 +183,7 @@ def fill_as_rank(
 ) -> None:
     """What one rank does in a save, until its word to the writer; for a Process."""
     calls = Calls(folder, point)
-    link = Link.connect(node.memory)
+    link = WriterLink.connect(node.memory)
     node.hello(link, local)
     link.call("reserve", PATIENCE, sizes=node.sizes, kept=[])
     slot = int(link.call("begin", PATIENCE, key=str(key)))

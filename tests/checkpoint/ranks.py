@@ -17,18 +17,27 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint import commit, planning, topology
-from everstep.checkpoint.board import Alone, Board, Shared
-from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.format import HEADER, Chunk, Manifest, Part, Shard, Tensor, chunk_lengths, part_header
+from everstep.checkpoint.board import KVStore, LocalKVStore, SharedKVStore
+from everstep.checkpoint.checksum import compute_checksum
+from everstep.checkpoint.format import (
+    HEADER,
+    CheckpointPart,
+    Chunk,
+    Manifest,
+    Shard,
+    StoredTensor,
+    chunk_lengths,
+    part_header,
+)
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.merging import merge
+from everstep.checkpoint.merging import merge_node_manifests
 from everstep.checkpoint.node_cache import NodeCache  # noqa: F401 - preloaded for the ranks
 from everstep.checkpoint.restore import Restored, Restorer
-from everstep.checkpoint.state.flat import flatten
+from everstep.checkpoint.state.flat import flatten_objects
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.posix import PosixStore
 from everstep.checkpoint.topology import Topology
-from everstep.checkpoint.vote import Vote
+from everstep.checkpoint.vote import RestoreConsensus
 
 Work = Callable[..., Any]
 
@@ -119,33 +128,33 @@ def save(store: Store, key: Key, objects: dict[str, object]) -> Manifest:
     """Every rank writes its part, then rank 0 commits; done on all ranks when it returns."""
     rank, world = own_rank(), world_size()
     group = dist.group.WORLD if world > 1 else None
-    flat = flatten(objects, rank=rank, step=key.step)
-    plan = planning.make(lambda: flat, rank, group)
+    flat = flatten_objects(objects, rank=rank, step=key.step)
+    plan = planning.make_save_plan(lambda: flat, rank, group)
     data = bytearray(plan.sizes[rank])
     data[:HEADER] = part_header(key, rank)
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for box, source in zip(plan.boxes, plan.sources(flat.tensors), strict=True):
         copied = torch.empty(source.shape, dtype=source.dtype).copy_(source.detach())  # as staging does
         raw = copied.reshape(-1).view(torch.uint8).numpy().tobytes()
         data[box.offset : box.offset + box.length] = raw
         chunks, at = [], box.offset
         for length in chunk_lengths(box.length):
-            chunks.append(Chunk(0, at, length, digest("xxh3_64", data[at : at + length])))
+            chunks.append(Chunk(0, at, length, compute_checksum("xxh3_64", data[at : at + length])))
             at += length
         known = tensors[box.tensor].shards if box.tensor in tensors else ()
         shards = (*known, Shard(box.offsets, box.sizes, tuple(chunks)))
-        tensors[box.tensor] = Tensor(box.dtype, box.shape, shards)
-    part = Part(key.part_name(rank), len(data), digest("xxh3_64", data[:HEADER]))
+        tensors[box.tensor] = StoredTensor(box.dtype, box.shape, shards)
+    part = CheckpointPart(key.part_name(rank), len(data), compute_checksum("xxh3_64", data[:HEADER]))
     store.put(part.name, [bytes(data)], len(data))
     mine = Manifest(key, world, 1, plan.model, "xxh3_64", 0.0, (part,), tensors, flat.values)
     every: list[Any] = [mine]
     if group is not None:
         every = [None] * world
         dist.all_gather_object(every, mine, group=group)
-    manifest = merge(every)
-    commit.announce(store, rank, mine)
+    manifest = merge_node_manifests(every)
+    commit.announce_node(store, rank, mine)
     if rank == 0:
-        commit.commit(store, key, world, fenced=lambda: None, timeout=30)
+        commit.commit_checkpoint(store, key, world, fenced=lambda: None, timeout=30)
     if group is not None:
         dist.barrier()
     return manifest
@@ -162,15 +171,15 @@ def restore(
     """A restore by all ranks, on `nodes` nodes that each have a memory of their own below `memory`."""
     rank, world = own_rank(), world_size()
     group = dist.group.WORLD if world > 1 else None
-    board: Board = Shared.open(group, 30.0) if group is not None else Alone()
-    found = topology.find(group)
+    board: KVStore = SharedKVStore.open(group, 30.0) if group is not None else LocalKVStore()
+    found = topology.find_topology(group)
     if nodes > 1:
         size = world // nodes
         node = rank // size
         found = Topology(rank, world, node, nodes, tuple(range(node * size, (node + 1) * size)))
     place = memory / str(found.node)
     opened = PosixStore(store) if isinstance(store, Path) else store
-    return Restorer(objects, opened, found, Vote(board, rank, world, patience), place).restore()
+    return Restorer(objects, opened, found, RestoreConsensus(board, rank, world, patience), place).restore()
 
 
 def same(one: dict[str, Any], other: dict[str, Any]) -> bool:

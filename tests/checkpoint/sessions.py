@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 import everstep
-from everstep.checkpoint.candidates import candidates
-from everstep.checkpoint.save import Node
+from everstep.checkpoint.candidates import list_candidates
+from everstep.checkpoint.save import WriterConnection
 from everstep.checkpoint.session import Checkpointer
 from everstep.checkpoint.store.posix import PosixStore
 
@@ -23,7 +23,7 @@ def session(folder: Path, **options: Any) -> Checkpointer:
     return everstep.checkpointer(folder / "store", **{**common, **options})
 
 
-def claim(ckpt: Checkpointer) -> Node:
+def claim(ckpt: Checkpointer) -> WriterConnection:
     """Claim the node and its writer, as the first step or save of a session does."""
     return ckpt._claimed().node
 
@@ -47,7 +47,7 @@ class Model:
 
 
 def steps_in(folder: Path) -> list[int]:
-    return sorted(key.step for key in candidates(PosixStore(folder / "store")))
+    return sorted(key.step for key in list_candidates(PosixStore(folder / "store")))
 
 
 def train(ckpt: Checkpointer, model: Model, until: int, pause: float = 0.0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from everstep.checkpoint.format import HEADER, Key, part_header
-from everstep.checkpoint.slots import Box, Record, Slots
+from everstep.checkpoint.slots import Box, PartRecord, Slots
 
 
 def content(key: Key, rank: int, size: int) -> bytes:
@@ -25,7 +25,7 @@ def fill(slots: Slots, number: int, key: Key, local: int, size: int, rank: int |
     data = content(key, rank, size)
     with slots[number].part(local).open("r+b") as file:
         file.write(data)
-    record = Record(
+    record = PartRecord(
         key=key,
         rank=rank,
         world=world,

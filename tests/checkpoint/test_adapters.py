@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 
 from everstep.checkpoint.adapters import published  # noqa: E402
 from everstep.checkpoint.adapters.published import Published  # noqa: E402
-from everstep.checkpoint.candidates import candidates  # noqa: E402
+from everstep.checkpoint.candidates import list_candidates  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
 from everstep.checkpoint.outcomes import SaveFailed  # noqa: E402
 from everstep.checkpoint.pruning import prune_by_hand  # noqa: E402
@@ -38,7 +38,7 @@ def weights(model: Any) -> dict[str, Any]:
 def kill_when_stored(store: Path, step: int) -> None:
     """As kill -9 does, once a step is in the store: it is stored beside training."""
     until = time.monotonic() + 90
-    while all(key.step != step for key in candidates(PosixStore(store))):
+    while all(key.step != step for key in list_candidates(PosixStore(store))):
         assert time.monotonic() < until, f"step {step} is not stored"
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -47,7 +47,7 @@ def kill_when_stored(store: Path, step: int) -> None:
 def hugging_face(rank: int, store: Path, output: Path, kill: int | None = None) -> tuple[dict[str, Any], list[int]]:
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-    from everstep.checkpoint.adapters.huggingface import Checkpoints
+    from everstep.checkpoint.adapters.huggingface import EverstepCallback
 
     class Killed(TrainerCallback):  # type: ignore[misc]  # transformers is not where types are checked
         def __init__(self) -> None:
@@ -65,7 +65,7 @@ def hugging_face(rank: int, store: Path, output: Path, kill: int | None = None) 
         str(output), max_steps=STEPS, save_steps=SAVED, per_device_train_batch_size=4, use_cpu=True, report_to=[],
         disable_tqdm=True, seed=1,
     )  # fmt: skip
-    ckpt, killed = Checkpoints(store, output), Killed()
+    ckpt, killed = EverstepCallback(store, output), Killed()
     trainer = Trainer(model, arguments, train_dataset=data, callbacks=[ckpt, killed])
     trainer.train(resume_from_checkpoint=ckpt.path())
     return weights(model), killed.steps
@@ -78,7 +78,7 @@ def lightning(rank: int, store: Path, output: Path, kill: int | None = None) -> 
     from torch.utils.data import TensorDataset
     from torchdata.stateful_dataloader import StatefulDataLoader
 
-    from everstep.checkpoint.adapters.lightning import Checkpoints, Generators
+    from everstep.checkpoint.adapters.lightning import EverstepCheckpointIO, Generators
 
     class Module(LightningModule):  # type: ignore[misc]  # lightning is not where types are checked
         def __init__(self) -> None:
@@ -102,7 +102,7 @@ def lightning(rank: int, store: Path, output: Path, kill: int | None = None) -> 
                 kill_when_stored(store, SAVED)
 
     torch.manual_seed(0)
-    model, killed, ckpt = Module(), Killed(), Checkpoints(store, output)
+    model, killed, ckpt = Module(), Killed(), EverstepCheckpointIO(store, output)
     # The save is in the middle of the first epoch, the kill in the second.
     data = StatefulDataLoader(TensorDataset(torch.rand(40, 4)), batch_size=8, shuffle=True)
     saves = ModelCheckpoint(output, every_n_train_steps=SAVED, save_top_k=-1)
@@ -133,7 +133,7 @@ def with_best(rank: int, store: Path, output: Path, kill: int | None = None) -> 
     """A training whose step 4 is the best, and whose model it takes at its end."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
 
-    from everstep.checkpoint.adapters.huggingface import Checkpoints
+    from everstep.checkpoint.adapters.huggingface import EverstepCallback
 
     class Killed(TrainerCallback):  # type: ignore[misc]  # transformers is not where types are checked
         def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
@@ -151,7 +151,7 @@ def with_best(rank: int, store: Path, output: Path, kill: int | None = None) -> 
         str(output), max_steps=STEPS, save_steps=SAVED, eval_steps=SAVED, eval_strategy="steps", use_cpu=True, seed=1,
         load_best_model_at_end=True, save_total_limit=1, per_device_train_batch_size=4, report_to=[], disable_tqdm=True,
     )  # fmt: skip
-    ckpt = Checkpoints(store, output, keep_last=1)
+    ckpt = EverstepCallback(store, output, keep_last=1)
     trainer = BestAtFour(model, arguments, train_dataset=data, eval_dataset=data, callbacks=[ckpt, Killed()])
     trainer.train(resume_from_checkpoint=ckpt.path())
     return weights(model), str(trainer.state.best_model_checkpoint)
@@ -164,7 +164,7 @@ def test_a_run_that_takes_its_best_model_takes_it_on_a_machine_without_its_folde
     resumed, best = ranks.run(1, with_best, tmp_path / "store", tmp_path / "elsewhere")[0]
     assert best == str(tmp_path / "elsewhere" / f"checkpoint-{SAVED}")
     assert ranks.same(straight, resumed)
-    kept = {key.step for key in candidates(PosixStore(tmp_path / "store"))}
+    kept = {key.step for key in list_candidates(PosixStore(tmp_path / "store"))}
     assert kept == {SAVED, STEPS}, "the newest, and the best although keep_last=1"
 
 
@@ -174,7 +174,7 @@ def test_what_a_folder_needs_stays_as_long_as_it_and_comes_back_with_it(tmp_path
         out = write(tmp_path / f"out-{step}", str(step))
         published.publish(out, step, needed=None if needed is None else (tmp_path / f"out-{needed}", needed))
         published.finish()
-    assert [key.step for key in candidates(published.store)] == [3, 1]
+    assert [key.step for key in list_candidates(published.store)] == [3, 1]
     found = VerifiedCheckpoints(published.store, believe_marks=False)
     assert prune_by_hand(found, keep_last=1, dry_run=True).planned == ()
     assert prune_by_hand(found, keep_last=1).done.removed == ()
@@ -186,7 +186,7 @@ def test_what_a_folder_needs_stays_as_long_as_it_and_comes_back_with_it(tmp_path
     assert (tmp_path / "back-1" / "model").read_text() == "1"
     published.publish(write(tmp_path / "out-4", "4"), 4)
     published.finish()
-    assert [key.step for key in candidates(published.store)] == [4], "nothing needs step 1 any more"
+    assert [key.step for key in list_candidates(published.store)] == [4], "nothing needs step 1 any more"
     with pytest.raises(NoGoodCheckpoint, match="cannot be gone on from without step 1, the best one, which is not in"):
         published.newest(into, needed_step=lambda path: 1)
 
@@ -198,7 +198,7 @@ def test_a_folder_whose_best_one_is_damaged_is_passed_over(tmp_path: Path) -> No
         needed = (tmp_path / "out-2", 2) if step == 3 else None
         published.publish(write(tmp_path / f"out-{step}", str(step)), step, needed=needed)
         published.finish()
-    (part,) = (tmp_path / "store").glob(f"{candidates(published.store)[1].data_prefix}*.part")
+    (part,) = (tmp_path / "store").glob(f"{list_candidates(published.store)[1].data_prefix}*.part")
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     needs = {"3": 2, "1": None}
     found = published.newest(
@@ -233,7 +233,7 @@ def test_a_bad_folder_is_passed_over_by_all_ranks(tmp_path: Path) -> None:
     for step in (1, 2):
         published.publish(write(tmp_path / f"out-{step}", str(step)), step)
         published.finish()
-    newest, older = candidates(published.store)
+    newest, older = list_candidates(published.store)
     (part,) = (tmp_path / "store").glob(f"{newest.data_prefix}*.part")
     part.write_bytes(part.read_bytes()[:-1] + b"x")
     assert ranks.run(2, newest_of, tmp_path / "store", tmp_path / "restored") == ["1", "1"]
@@ -281,7 +281,7 @@ def test_shares_of_a_state_in_folders_that_nodes_do_not_share_are_refused_on_all
 
 
 def save_shares(rank: int, folder: Path) -> str:
-    from everstep.checkpoint.adapters.huggingface import Checkpoints
+    from everstep.checkpoint.adapters.huggingface import EverstepCallback
 
     published._STALE = 0.0
     out = folder / f"out-{rank}"
@@ -290,7 +290,7 @@ def save_shares(rank: int, folder: Path) -> str:
         (out / "checkpoint-4" / name).write_text("x")
     state = SimpleNamespace(global_step=4, is_world_process_zero=rank == 0)
     try:
-        Checkpoints(folder / "store", out).on_save(None, state, None)
+        EverstepCallback(folder / "store", out).on_save(None, state, None)
     except CheckpointError as error:
         return str(error)
     return "published"

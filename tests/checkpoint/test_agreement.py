@@ -15,16 +15,16 @@ import pytest
 pytest.importorskip("torch")
 import torch.distributed as dist
 
-from everstep.checkpoint.agreement import MOST_CALLS, Agreement, Decision, NotAsked, Pace
-from everstep.checkpoint.board import AgreementLost, Alone, Board, Shared
-from everstep.checkpoint.together import together
+from everstep.checkpoint.agreement import MOST_CALLS, Agreement, NotAsked, Pace, SaveDecision
+from everstep.checkpoint.board import AgreementLost, KVStore, LocalKVStore, SharedKVStore
+from everstep.checkpoint.together import run_on_all_ranks
 from tests.checkpoint.ranks import run
 
 pytestmark = pytest.mark.torch
 
 
-def every_third(step: int, ahead: int) -> Decision:
-    return Decision(save=step % 3 == 0, next=step + max(1, min(ahead, 3 - step % 3)))
+def every_third(step: int, ahead: int) -> SaveDecision:
+    return SaveDecision(save=step % 3 == 0, next=step + max(1, min(ahead, 3 - step % 3)))
 
 
 def nobody_waits(seconds: float) -> None:
@@ -43,9 +43,9 @@ def saved_steps(agreement: Agreement, steps: int, pause: float = 0.0) -> list[in
     return saved
 
 
-def board() -> Shared:
+def board() -> SharedKVStore:
     assert dist.group.WORLD is not None
-    return Shared.open(dist.group.WORLD, 30.0)
+    return SharedKVStore.open(dist.group.WORLD, 30.0)
 
 
 def skewed(rank: int, pauses: list[float]) -> list[int]:
@@ -74,7 +74,7 @@ def many(rank: int) -> int:
 
 def test_decisions_that_all_ranks_know_are_not_kept() -> None:
     assert max(run(2, many)) < 150
-    alone = Alone()
+    alone = LocalKVStore()
     assert len(saved_steps(Agreement(alone, 0, 1.0), 1000)) == 333
     assert len(alone._messages) + len(alone._counts) < 70
 
@@ -215,10 +215,10 @@ def strided(rank: int) -> list[int]:
     agreement = Agreement(board(), rank, 30.0)
     saved = []
     for step in range(37, 400, 10):
-        decision = agreement.arrive(step, lambda step, ahead: Decision(save=True, next=step + ahead), nobody_waits)
+        decision = agreement.arrive(step, lambda step, ahead: SaveDecision(save=True, next=step + ahead), nobody_waits)
         if decision is not None and decision.save:
             saved.append(step)
-        agreement.prepare(step, lambda step, ahead: Decision(save=True, next=step + ahead))
+        agreement.prepare(step, lambda step, ahead: SaveDecision(save=True, next=step + ahead))
     dist.barrier()
     return saved
 
@@ -234,7 +234,7 @@ def one_fails(rank: int, folder: Path) -> str:
         return 1 if rank else int((folder / "missing").read_text())
 
     with pytest.raises(Exception, match="missing") as caught:
-        together(work, dist.group.WORLD)
+        run_on_all_ranks(work, dist.group.WORLD)
     return type(caught.value).__name__
 
 
@@ -243,10 +243,10 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
 
 
 def test_one_process_agrees_with_itself() -> None:
-    assert saved_steps(Agreement(Alone(), 0, 1.0), 12) == [3, 6, 9, 12]
+    assert saved_steps(Agreement(LocalKVStore(), 0, 1.0), 12) == [3, 6, 9, 12]
 
 
-class Unreadable(Alone):
+class Unreadable(LocalKVStore):
     """Fails the test if it is asked."""
 
     def read(self, name: str, timeout: float = 0.0) -> None:
@@ -254,7 +254,7 @@ class Unreadable(Alone):
 
 
 def test_between_boundaries_nobody_is_asked() -> None:
-    place: Board = Unreadable()
+    place: KVStore = Unreadable()
     agreement = Agreement(place, 1, 1.0)
     agreement.boundary = 100
     assert all(agreement.arrive(step, every_third, nobody_waits) is None for step in range(1, 100))
@@ -288,12 +288,12 @@ def test_a_run_that_skips_steps_once_is_asked_again_as_soon_as_before() -> None:
 
 
 def test_what_is_decided_one_step_before_counts_no_jump_of_the_steps_either() -> None:
-    agreement = Agreement(Alone(), 0, 1.0)
+    agreement = Agreement(LocalKVStore(), 0, 1.0)
     calls, asked = 0, [0]  # calls after which rank 0 looked for requests
 
-    def look(step: int, ahead: int) -> Decision:
+    def look(step: int, ahead: int) -> SaveDecision:
         asked.append(calls)
-        return Decision(save=False, next=step + ahead)
+        return SaveDecision(save=False, next=step + ahead)
 
     for step in (*range(220), *range(1000, 1220)):
         calls += 1

@@ -6,20 +6,26 @@ import math
 
 import pytest
 
-from everstep.checkpoint.auto import PRIOR, Trigger, duration, learned, optimal
+from everstep.checkpoint.auto import (
+    PRIOR,
+    Trigger,
+    compute_optimal_interval,
+    estimate_mean_time_between_failures,
+    parse_duration,
+)
 
 
 @pytest.mark.parametrize(
     ("text", "seconds"), [("90s", 90), ("10m", 600), ("1h30m", 5400), ("1.5h", 5400), ("250ms", 0.25), (30, 30.0)]
 )
 def test_durations_are_read_as_people_write_them(text: str | float, seconds: float) -> None:
-    assert duration(text) == pytest.approx(seconds)
+    assert parse_duration(text) == pytest.approx(seconds)
 
 
 @pytest.mark.parametrize("text", ["", "10", "m", "10 m", "-5s", "5s!", 0, -1, math.inf, math.nan])
 def test_anything_else_is_refused(text: str | float) -> None:
     with pytest.raises(ValueError, match="not a duration"):
-        duration(text)
+        parse_duration(text)
 
 
 @pytest.mark.parametrize(("cost", "mean"), [(0.1, 3600), (5, 86400), (60, 3600), (600, 7200)])
@@ -30,16 +36,16 @@ def test_the_optimal_interval_wastes_least(cost: float, mean: float) -> None:
         return math.expm1((interval + cost) / mean) / interval
 
     best = min(wasted(mean * 10 ** (power / 200)) for power in range(-1200, 400))
-    assert wasted(optimal(cost, mean)) <= 1.005 * best
+    assert wasted(compute_optimal_interval(cost, mean)) <= 1.005 * best
 
 
 def test_saves_that_cost_more_than_failures_leave_are_taken_once_per_failure() -> None:
-    assert optimal(500, 200) == 200
+    assert compute_optimal_interval(500, 200) == 200
 
 
 def test_failures_are_learned_and_one_alone_does_not_decide() -> None:
-    assert learned(0, 0) == PRIOR
-    assert learned(9, 10 * 3600) == pytest.approx((PRIOR + 36000) / 10)
+    assert estimate_mean_time_between_failures(0, 0) == PRIOR
+    assert estimate_mean_time_between_failures(9, 10 * 3600) == pytest.approx((PRIOR + 36000) / 10)
 
 
 def due_at(trigger: Trigger, seconds: float, steps: int) -> list[int]:
@@ -80,7 +86,7 @@ def test_auto_measures_first_and_then_keeps_to_the_optimum() -> None:
     trigger.start(0, 0.0)
     assert trigger.due(1, 0.1)
     trigger.cost = 2.0
-    assert trigger.interval == pytest.approx(optimal(2.0, 3600.0))
+    assert trigger.interval == pytest.approx(compute_optimal_interval(2.0, 3600.0))
 
 
 def test_auto_saves_no_faster_than_the_store_takes_them() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import read_index, read_manifest, verify
+from everstep.checkpoint.candidates import read_index, read_manifest, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import HEADER, Manifest
 from everstep.checkpoint.keys import HINT
@@ -57,7 +57,7 @@ class Saved:
         if needed:
             assert name in loaded.fell_back[0]
             with pytest.raises(CheckpointError, match=name):
-                verify(self.store, NEWEST)
+                verify_checkpoint(self.store, NEWEST)
         path.write_bytes(before)
 
 
@@ -134,7 +134,7 @@ def test_a_flipped_bit_of_a_header_is_found_by_verify(folder: Path, training: Tr
             (folder / part.name).write_bytes(flipped(data, byte * 8 + byte % 8))
             assert is_good(training, load(saved.store))
             with pytest.raises(CheckpointError, match="are not those that were written"):
-                verify(saved.store, NEWEST)
+                verify_checkpoint(saved.store, NEWEST)
         (folder / part.name).write_bytes(data)
 
 

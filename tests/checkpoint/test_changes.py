@@ -13,7 +13,7 @@ from torch import nn  # noqa: E402
 
 from everstep.checkpoint import planning  # noqa: E402
 from everstep.checkpoint.staging import Host  # noqa: E402
-from everstep.checkpoint.state.flat import flatten  # noqa: E402
+from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -95,7 +95,7 @@ SAME = [Run.step, swap_data, move_a_moment, freeze, set_a_buffer]
 OTHER = [resize, other_dtype, remove_a_parameter, replace_a_module, grow_a_container, replace_a_container]
 
 
-def saved(plan: planning.Plan, tensors: Any) -> dict[str, Any]:
+def saved(plan: planning.WritePlan, tensors: Any) -> dict[str, Any]:
     targets = [torch.empty(box.sizes, dtype=getattr(torch, box.dtype)) for box in plan.boxes]
     Host().copy(targets, plan.sources(tensors))
     return {box.tensor: target for box, target in zip(plan.boxes, targets, strict=True)}
@@ -105,12 +105,12 @@ def saved(plan: planning.Plan, tensors: Any) -> dict[str, Any]:
 def test_a_save_takes_what_is_there_now(change: Callable[[Run], None]) -> None:
     run = Run()
     run.step()
-    plan = planning.make(lambda: flatten(run.objects(), rank=0), 0, None)
+    plan = planning.make_save_plan(lambda: flatten_objects(run.objects(), rank=0), 0, None)
     change(run)
-    flat = flatten(run.objects(), rank=0)
-    assert (planning.signature(flat.tensors) != plan.signature) == (change in OTHER)
+    flat = flatten_objects(run.objects(), rank=0)
+    assert (planning.compute_signature(flat.tensors) != plan.signature) == (change in OTHER)
     if change in OTHER:
-        plan = planning.make(lambda: flat, 0, None)
+        plan = planning.make_save_plan(lambda: flat, 0, None)
     expected, found = run.expected(), saved(plan, flat.tensors)
     assert found.keys() == expected.keys()
     for name, tensor in found.items():
@@ -119,10 +119,10 @@ def test_a_save_takes_what_is_there_now(change: Callable[[Run], None]) -> None:
 
 def test_state_that_an_optimizer_makes_later_is_another_layout_and_values_are_those_of_now() -> None:
     run = Run()
-    plan = planning.make(lambda: flatten(run.objects(), rank=0), 0, None)
+    plan = planning.make_save_plan(lambda: flatten_objects(run.objects(), rank=0), 0, None)
     run.step()
     run.extra.update(note="b", count=(1, 2, 3))
-    flat = flatten(run.objects(), rank=0)
-    assert planning.signature(flat.tensors) != plan.signature
+    flat = flatten_objects(run.objects(), rank=0)
+    assert planning.compute_signature(flat.tensors) != plan.signature
     assert flat.tensors.keys() == run.expected().keys()
     assert (flat.values["extra.note"], flat.values["extra.count"]) == ("b", {"tuple": [1, 2, 3]})

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.checksum import ALGORITHMS, begin_checksum, digest
-from everstep.checkpoint.chunk_reads import PIECE, ChunkReader, Destination, Read
+from everstep.checkpoint.checksum import ALGORITHMS, begin_checksum, compute_checksum
+from everstep.checkpoint.chunk_reads import PIECE, ChunkRead, ChunkReader, Destination
 from everstep.checkpoint.errors import Damaged
-from everstep.checkpoint.format import ALIGN, CHUNK, HEADER, Chunk, aligned
+from everstep.checkpoint.format import ALIGN, CHUNK, HEADER, Chunk, align_offset
 from everstep.checkpoint.store.mounts import is_on_this_machine
 from everstep.checkpoint.store.reader import open_file
 
@@ -23,9 +23,9 @@ def made(path: Path, lengths: list[int], algorithm: str) -> tuple[bytes, list[Ch
     random_bytes = random.Random(1).randbytes
     data, chunks = bytearray(random_bytes(HEADER)), []
     for length in lengths:
-        data += bytes(aligned(len(data)) - len(data))
+        data += bytes(align_offset(len(data)) - len(data))
         chunk = random_bytes(length)
-        chunks.append(Chunk(0, len(data), length, digest(algorithm, chunk)))
+        chunks.append(Chunk(0, len(data), length, compute_checksum(algorithm, chunk)))
         data += chunk
     path.write_bytes(data)
     return bytes(data), chunks
@@ -46,12 +46,14 @@ def test_bytes_of_chunks_large_and_small_arrive_whole_in_part_and_at_several_pla
     reads = []
     for chunk in chunks:
         low, high = chunk.length // 3, chunk.length - chunk.length // 5
-        reads.append(Read(chunk, (Destination(start + chunk.offset, 0, chunk.length),)))
+        reads.append(ChunkRead(chunk, (Destination(start + chunk.offset, 0, chunk.length),)))
         # The same chunk for others, of whom one takes a piece that begins and ends anywhere.
-        reads.append(Read(chunk, (Destination(start + len(data) + chunk.offset + low, low, high),)))
+        reads.append(ChunkRead(chunk, (Destination(start + len(data) + chunk.offset + low, low, high),)))
         if chunk.length % 2:
-            reads.append(Read(chunk))
-    alone = [Read(chunk, (Destination(start + 2 * len(data) + chunk.offset, 0, chunk.length),)) for chunk in chunks]
+            reads.append(ChunkRead(chunk))
+    alone = [
+        ChunkRead(chunk, (Destination(start + 2 * len(data) + chunk.offset, 0, chunk.length),)) for chunk in chunks
+    ]
     reader(tmp_path / "part", algorithm).read(random.Random(2).sample(reads, len(reads)))
     reader(tmp_path / "part", algorithm).read(alone)
     got = bytes(target)
@@ -74,14 +76,14 @@ def test_a_flipped_bit_anywhere_is_found(number: int, tmp_path: Path) -> None:
         bad[at] ^= 1
         (tmp_path / "part").write_bytes(bad)
         with pytest.raises(Damaged, match=rf"{NAME}: bytes {chunk.offset} to {chunk.offset + chunk.length} are not"):
-            reader(tmp_path / "part").read([Read(each) for each in chunks])
+            reader(tmp_path / "part").read([ChunkRead(each) for each in chunks])
 
 
 def test_a_file_that_ends_early_is_damaged(tmp_path: Path) -> None:
     data, chunks = made(tmp_path / "part", [100, CHUNK], "xxh3_64")
     (tmp_path / "part").write_bytes(data[:-ALIGN])
     with pytest.raises(Damaged, match=r"64 bytes too early"):
-        reader(tmp_path / "part").read([Read(each) for each in chunks])
+        reader(tmp_path / "part").read([ChunkRead(each) for each in chunks])
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
@@ -90,7 +92,7 @@ def test_a_checksum_of_pieces_is_that_of_the_whole(algorithm: str) -> None:
     running = begin_checksum(algorithm)
     for at in range(0, len(data), 70_000):
         running.update(memoryview(data)[at : at + 70_000])
-    assert running.hexdigest() == digest(algorithm, data)
+    assert running.hexdigest() == compute_checksum(algorithm, data)
 
 
 def test_a_folder_of_a_network_file_system_is_not_on_this_machine(tmp_path: Path) -> None:

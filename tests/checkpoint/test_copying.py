@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint.candidates import candidates, read_index, verify
-from everstep.checkpoint.copying import CopyOutcome, copy
-from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged
+from everstep.checkpoint.candidates import list_candidates, read_index, verify_checkpoint
+from everstep.checkpoint.copying import CopyOutcome, copy_checkpoint
+from everstep.checkpoint.errors import CheckpointError, Damaged, WriterConflict
 from everstep.checkpoint.keys import HINT
 from everstep.checkpoint.store.base import Store, open_store
-from everstep.checkpoint.verification import unmarked, verify_and_mark
+from everstep.checkpoint.verification import list_unverified_nodes, verify_and_mark
 from tests.checkpoint.builders import Training, is_good, key, load
 from tests.checkpoint.crash import Point
 from tests.checkpoint.processes import Process
@@ -29,13 +29,13 @@ def test_a_copy_is_the_same_checkpoint(store: Store, tmp_path: Path) -> None:
     source = open_store(tmp_path / "source")
     TRAINING.save(source, key(5))
     seen: list[int] = []
-    assert copy(source, store, key(5), on_bytes=seen.append) is CopyOutcome.COPIED
-    assert verify(store, key(5)) == verify(source, key(5))
+    assert copy_checkpoint(source, store, key(5), on_bytes=seen.append) is CopyOutcome.COPIED
+    assert verify_checkpoint(store, key(5)) == verify_checkpoint(source, key(5))
     assert is_good(TRAINING, load(store))
     for rank in range(2):
         assert store.read(key(5).part_name(rank)) == source.read(key(5).part_name(rank))
     assert sum(seen) > 0
-    assert copy(source, store, key(5)) is CopyOutcome.PRESENT
+    assert copy_checkpoint(source, store, key(5)) is CopyOutcome.PRESENT
 
 
 def test_a_damaged_checkpoint_is_not_copied(store: Store, tmp_path: Path) -> None:
@@ -46,10 +46,10 @@ def test_a_damaged_checkpoint_is_not_copied(store: Store, tmp_path: Path) -> Non
     data[-100] ^= 1
     part.write_bytes(data)
     with pytest.raises(Damaged):
-        copy(source, store, key(5))
-    assert candidates(store) == []
+        copy_checkpoint(source, store, key(5))
+    assert list_candidates(store) == []
     part.write_bytes(bytes(data[:-100]) + bytes([data[-100] ^ 1]) + bytes(data[-99:]))
-    assert copy(source, store, key(5)) is CopyOutcome.COPIED
+    assert copy_checkpoint(source, store, key(5)) is CopyOutcome.COPIED
     assert is_good(TRAINING, load(store))
 
 
@@ -57,26 +57,26 @@ def test_a_damaged_checkpoint_is_not_copied(store: Store, tmp_path: Path) -> Non
 def test_a_copy_that_was_damaged_is_made_whole(store: Store, tmp_path: Path, what: str) -> None:
     source = open_store(tmp_path / "source")
     manifest = TRAINING.save(source, key(5))
-    copy(source, store, key(5))
+    copy_checkpoint(source, store, key(5))
     verify_and_mark(store, key(5))
     part, node = manifest.parts[1].name, read_index(source, key(5)).nodes[1].name
     if what == "bytes":
         store.replace(part, store.read(part)[:-1] + b"?")
     else:
         store.delete([part if what == "part" else node])
-    assert copy(source, store, key(5)) is CopyOutcome.REPAIRED
+    assert copy_checkpoint(source, store, key(5)) is CopyOutcome.REPAIRED
     assert is_good(TRAINING, load(store))
-    assert unmarked(store, read_index(store, key(5))) == [0, 1], "what is there now was not read back yet"
+    assert list_unverified_nodes(store, read_index(store, key(5))) == [0, 1], "what is there now was not read back yet"
     source.delete([part])
-    assert copy(source, store, key(5)) is CopyOutcome.PRESENT, "a copy is good whatever became of its source"
+    assert copy_checkpoint(source, store, key(5)) is CopyOutcome.PRESENT, "a copy is good whatever became of its source"
 
 
 def test_another_checkpoint_of_the_same_name_is_left_alone(store: Store, tmp_path: Path) -> None:
     source = open_store(tmp_path / "source")
     TRAINING.save(source, key(5))
     Training(rows=8).save(store, key(5))
-    with pytest.raises(Conflict):
-        copy(source, store, key(5))
+    with pytest.raises(WriterConflict):
+        copy_checkpoint(source, store, key(5))
     assert is_good(Training(rows=8), load(store))
 
 
@@ -84,16 +84,16 @@ def copies(answer: Callable[[Any], None], source: Path, target: Path, point: Poi
     """A copy in a process of its own, which gets the signal at a point of its calls in the target."""
     calls = Calls(target, point, number)
     with suppress(CheckpointError):
-        copy(open_store(source), open_store(target), key(5))
+        copy_checkpoint(open_store(source), open_store(target), key(5))
     answer(calls.seen)
 
 
 def whole(target: Path) -> bool:
     """Whether a checkpoint is there; all of its data is, then."""
     store = open_store(target)
-    for each in candidates(store):
-        verify(store, each)
-    return bool(candidates(store))
+    for each in list_candidates(store):
+        verify_checkpoint(store, each)
+    return bool(list_candidates(store))
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["goes on", "killed"])
@@ -138,5 +138,5 @@ def test_the_hint_only_moves_forward(store: Store, tmp_path: Path) -> None:
     for step in (5, 6):
         TRAINING.save(source, key(step))
     for step in (6, 5):
-        copy(source, store, key(step))
+        copy_checkpoint(source, store, key(step))
     assert store.read(HINT).decode() == key(6).manifest_name

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import verify
+from everstep.checkpoint.candidates import verify_checkpoint
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, is_good, key, load
 from tests.checkpoint.crash import (
@@ -70,7 +70,7 @@ def check_every_point(folder: Path, training: Training, first: bool) -> int:
             assert loaded.fell_back == ()
             training.save(store, key(15, generation=2))
             assert is_good(training, load(store))
-            assert verify(store, key(15, generation=2))
+            assert verify_checkpoint(store, key(15, generation=2))
     return sum(2 * len(trace) for _, trace in traces)
 
 

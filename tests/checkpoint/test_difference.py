@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint.candidates import read_manifest
-from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.difference import differences
-from everstep.checkpoint.format import HEADER, Chunk, Key, Manifest, Part, Shard, Tensor, part_header
+from everstep.checkpoint.checksum import compute_checksum
+from everstep.checkpoint.difference import iterate_differences
+from everstep.checkpoint.format import HEADER, CheckpointPart, Chunk, Key, Manifest, Shard, StoredTensor, part_header
 from everstep.checkpoint.store.base import Store, open_store
 from tests.checkpoint.builders import Training, key
 
@@ -31,16 +31,16 @@ def saved(store: Store, key: Key, dtype: str, data: bytes, *, cuts: int = 1) -> 
     for cut in range(cuts):
         piece = data[cut * len(data) // cuts : (cut + 1) * len(data) // cuts]
         body.extend(b"\0" * (-len(body) % 64))
-        chunk = Chunk(0, len(body), len(piece), digest("xxh3_64", piece))
+        chunk = Chunk(0, len(body), len(piece), compute_checksum("xxh3_64", piece))
         shards.append(Shard((cut * 4 // cuts,), (len(piece) // width,), (chunk,)))
         body.extend(piece)
-    part = Part(key.part_name(0), len(body), digest("xxh3_64", bytes(body[:HEADER])))
+    part = CheckpointPart(key.part_name(0), len(body), compute_checksum("xxh3_64", bytes(body[:HEADER])))
     store.put(part.name, [bytes(body)], len(body))
-    return Manifest(key, 1, 1, "m", "xxh3_64", 1.5, (part,), {"w": Tensor(dtype, (4,), tuple(shards))}, {})
+    return Manifest(key, 1, 1, "m", "xxh3_64", 1.5, (part,), {"w": StoredTensor(dtype, (4,), tuple(shards))}, {})
 
 
 def compared(store: Store, first: Manifest, second: Manifest) -> list[str]:
-    return [f"{each.name}: {each.what}" for each in differences((store, first), (store, second))]
+    return [f"{each.name}: {each.what}" for each in iterate_differences((store, first), (store, second))]
 
 
 def test_the_same_state_cut_in_another_way_is_the_same(place: Store) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint import folder, unfinished
-from everstep.checkpoint.candidates import candidates, verify
-from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, WriterConflict
 from everstep.checkpoint.folder import Changed, Contents, NoFolder
 from everstep.checkpoint.selection import NoSuchStep
 from everstep.checkpoint.store.base import Store, open_store
@@ -49,9 +49,9 @@ def state(root: Path) -> dict[str, tuple[bytes | None, int]]:
 
 
 def test_what_was_saved_comes_back(store: Store, given: Path, tmp_path: Path) -> None:
-    folder.save(store, key(5), given)
-    verify(store, key(5))
-    manifest, bad = folder.restore(store, tmp_path / "new" / "back")
+    folder.save_folder(store, key(5), given)
+    verify_checkpoint(store, key(5))
+    manifest, bad = folder.restore_folder(store, tmp_path / "new" / "back")
     assert (manifest.key, bad) == (key(5), [])
     assert state(tmp_path / "new" / "back") == state(given)
     assert Contents.of(tmp_path / "new" / "back") == Contents.of(given)
@@ -60,28 +60,28 @@ def test_what_was_saved_comes_back(store: Store, given: Path, tmp_path: Path) ->
 
 def test_an_empty_folder_is_one_too(store: Store, tmp_path: Path) -> None:
     (tmp_path / "given").mkdir()
-    folder.save(store, key(), tmp_path / "given")
-    folder.restore(store, tmp_path / "back")
+    folder.save_folder(store, key(), tmp_path / "given")
+    folder.restore_folder(store, tmp_path / "back")
     assert state(tmp_path / "back") == {}
 
 
 def test_the_newest_that_is_good_comes_back(tmp_path: Path, given: Path) -> None:
     store = open_store(tmp_path / "store")
-    folder.save(store, key(5), given)
+    folder.save_folder(store, key(5), given)
     before = state(given)
     (given / "100%").write_bytes(b"later")
-    folder.save(store, key(6), given)
+    folder.save_folder(store, key(6), given)
     (part,) = (tmp_path / "store").glob(f"{key(6).data_prefix}*.part")
     data = bytearray(part.read_bytes())
     data[5000] ^= 1
     part.write_bytes(data)
-    manifest, bad = folder.restore(store, tmp_path / "back")
+    manifest, bad = folder.restore_folder(store, tmp_path / "back")
     assert manifest.key == key(5)
     assert state(tmp_path / "back") == before
     assert len(bad) == 1
     assert str(key(6)) in bad[0]
     with pytest.raises(Damaged):
-        folder.restore(store, tmp_path / "other", step=key(6))
+        folder.restore_folder(store, tmp_path / "other", step=key(6))
     assert not (tmp_path / "other").exists()
 
 
@@ -93,11 +93,11 @@ def test_what_changes_while_it_is_read_is_not_committed(tmp_path: Path, given: P
             file.write(b"more")
 
     with pytest.raises(Changed):
-        folder.save(store, key(5), given, on_bytes=write)
-    assert candidates(store) == []
+        folder.save_folder(store, key(5), given, on_bytes=write)
+    assert list_candidates(store) == []
     assert list(store.list("")) == []
-    folder.save(store, key(5), given)
-    verify(store, key(5))
+    folder.save_folder(store, key(5), given)
+    verify_checkpoint(store, key(5))
 
 
 def test_what_is_removed_while_it_is_read_is_not_committed(tmp_path: Path, given: Path) -> None:
@@ -105,43 +105,43 @@ def test_what_is_removed_while_it_is_read_is_not_committed(tmp_path: Path, given
     contents = Contents.of(given)
     (given / "a.b/c.d/weights").unlink()
     with pytest.raises(Changed, match="weights"):
-        folder.save(store, key(5), given, contents=contents)
+        folder.save_folder(store, key(5), given, contents=contents)
     assert list(store.list("")) == []
 
 
 def test_a_checkpoint_is_committed_once(store: Store, given: Path) -> None:
-    folder.save(store, key(5), given)
-    with pytest.raises(Conflict):
-        folder.save(store, key(5), given)
-    verify(store, key(5))
+    folder.save_folder(store, key(5), given)
+    with pytest.raises(WriterConflict):
+        folder.save_folder(store, key(5), given)
+    verify_checkpoint(store, key(5))
 
 
 def test_a_folder_with_files_is_replaced_only_on_demand(tmp_path: Path, given: Path) -> None:
     store = open_store(tmp_path / "store")
-    folder.save(store, key(5), given)
+    folder.save_folder(store, key(5), given)
     target = tmp_path / "target"
     target.mkdir()
-    folder.restore(store, target)
+    folder.restore_folder(store, target)
     (target / "more").write_text("mine")
     with pytest.raises(CheckpointError, match="not empty"):
-        folder.restore(store, target)
+        folder.restore_folder(store, target)
     assert (target / "more").exists()
-    folder.restore(store, target, replace=True)
+    folder.restore_folder(store, target, replace=True)
     assert state(target) == state(given)
 
 
 def test_what_a_killed_restore_left_goes_with_the_next(tmp_path: Path, given: Path) -> None:
     store = open_store(tmp_path / "store")
-    folder.save(store, key(5), given)
-    with unfinished.beside(tmp_path / "[target]") as place:
+    folder.save_folder(store, key(5), given)
+    with unfinished.make_unfinished_folder(tmp_path / "[target]") as place:
         pass
     (place / "new").mkdir(parents=True)
-    folder.restore(store, tmp_path / "[target]")
+    folder.restore_folder(store, tmp_path / "[target]")
     assert not list(tmp_path.glob(".everstep-*"))
 
 
 def test_what_another_machine_is_restoring_stays_until_it_must_be_dead(tmp_path: Path) -> None:
-    with unfinished.beside(tmp_path / "target") as place:
+    with unfinished.make_unfinished_folder(tmp_path / "target") as place:
         pass
     mount = place.name.rsplit("-", 2)[1]
     theirs = place.with_name(place.name.replace(mount, "01234567.2a"))
@@ -149,15 +149,15 @@ def test_what_another_machine_is_restoring_stays_until_it_must_be_dead(tmp_path:
     file = theirs / "new" / "weights" / "1"
     file.write_text("half")
     os.utime(file, (1, 1))  # as it was when it was published
-    unfinished.clear(tmp_path / "target")
+    unfinished.clear_unfinished(tmp_path / "target")
     assert file.exists()
-    unfinished.clear(tmp_path / "target", clock=lambda: time.time() + 7200)
+    unfinished.clear_unfinished(tmp_path / "target", clock=lambda: time.time() + 7200)
     assert not theirs.exists()
 
 
 def test_what_is_restored_to_one_place_by_several_is_whole(tmp_path: Path, given: Path) -> None:
     store = open_store(tmp_path / "store")
-    folder.save(store, key(5), given)
+    folder.save_folder(store, key(5), given)
     (tmp_path / "target").mkdir()
     (tmp_path / "target" / "torn").write_text("of an earlier run")
     halfway, other_done = threading.Event(), threading.Event()
@@ -167,9 +167,9 @@ def test_what_is_restored_to_one_place_by_several_is_whole(tmp_path: Path, given
         other_done.wait(20)
 
     with ThreadPoolExecutor(1) as pool:
-        slow = pool.submit(folder.restore, store, tmp_path / "target", replace=True, on_bytes=wait)
+        slow = pool.submit(folder.restore_folder, store, tmp_path / "target", replace=True, on_bytes=wait)
         assert halfway.wait(20)
-        folder.restore(store, tmp_path / "target", replace=True)
+        folder.restore_folder(store, tmp_path / "target", replace=True)
         assert state(tmp_path / "target") == state(given)
         other_done.set()
         slow.result(20)
@@ -183,31 +183,31 @@ def test_links_to_files_are_followed_and_others_refused(tmp_path: Path) -> None:
     (root / "file").write_text("x")
     (root / "link").symlink_to("file")
     store = open_store(tmp_path / "store")
-    folder.save(store, key(5), root)
-    folder.restore(store, tmp_path / "back")
+    folder.save_folder(store, key(5), root)
+    folder.restore_folder(store, tmp_path / "back")
     assert (tmp_path / "back" / "link").read_text() == "x"
     (root / "loop").symlink_to(root)
     with pytest.raises(CheckpointError, match="loop is neither a file"):
-        folder.save(store, key(6), root)
+        folder.save_folder(store, key(6), root)
 
 
 def test_other_checkpoints_are_told_apart(store: Store, tmp_path: Path) -> None:
     with pytest.raises(Missing):
-        folder.restore(store, tmp_path / "back")
+        folder.restore_folder(store, tmp_path / "back")
     Training().save(store, key(5))
     with pytest.raises(NoFolder, match="checkpointer"):
-        folder.restore(store, tmp_path / "back")
+        folder.restore_folder(store, tmp_path / "back")
     assert not (tmp_path / "back").exists()
 
 
 def test_a_link_stays_and_what_it_leads_to_is_replaced(tmp_path: Path, given: Path) -> None:
     store = open_store(tmp_path / "store")
-    folder.save(store, key(5), given)
+    folder.save_folder(store, key(5), given)
     (tmp_path / "large").mkdir()
     (tmp_path / "large" / "old").write_text("old")
     for name, leads in (("there", tmp_path / "large"), ("dangling", tmp_path / "later")):
         (tmp_path / name).symlink_to(leads)
-        folder.restore(store, tmp_path / name, replace=True)
+        folder.restore_folder(store, tmp_path / name, replace=True)
         assert (tmp_path / name).readlink() == leads
         assert state(leads) == state(given)
 
@@ -216,14 +216,14 @@ def test_of_a_step_the_greatest_attempt_that_is_good_comes_back(tmp_path: Path, 
     store = open_store(tmp_path / "store")
     for generation in (1, 2, 3):
         (given / "100%").write_text(str(generation))
-        folder.save(store, key(5, generation), given)
+        folder.save_folder(store, key(5, generation), given)
     # A part that became a folder is damage too, and no error of the store.
     (part,) = (tmp_path / "store").glob(f"{key(5, 3).data_prefix}*.part")
     part.unlink()
     part.mkdir()
-    manifest, bad = folder.restore(store, tmp_path / "back", step=5)
+    manifest, bad = folder.restore_folder(store, tmp_path / "back", step=5)
     assert manifest.key == key(5, 2)
     assert (tmp_path / "back" / "100%").read_text() == "2"
     assert [each.partition(":")[0] for each in bad] == [str(key(5, 3))]
     with pytest.raises(NoSuchStep, match="no checkpoint of step 6"):
-        folder.restore(store, tmp_path / "other", step=6)
+        folder.restore_folder(store, tmp_path / "other", step=6)

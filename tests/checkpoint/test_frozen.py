@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.candidates import list_candidates
 from everstep.checkpoint.keys import HINT
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, is_good, key, load
@@ -48,11 +48,11 @@ def test_a_frozen_writer_is_never_chosen_and_overwrites_nothing(folder: Path) ->
         assert old.exitcode == 0
         after = finished(trial)
         assert {name: after.get(name) for name in before} == before
-        assert candidates(store)[0] == NEW
+        assert list_candidates(store)[0] == NEW
         loaded = load(store)
         assert loaded.key == NEW
         assert is_good(training, loaded)
-        thawed_and_committed += OLD in candidates(store)
+        thawed_and_committed += OLD in list_candidates(store)
     assert thawed_and_committed == len(trace)  # it did go on, each time
 
 

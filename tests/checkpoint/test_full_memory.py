@@ -11,14 +11,16 @@ from typing import Any
 
 import pytest
 
-from everstep.checkpoint.format import Attempt, Chunk, Key, Manifest, Part
+from everstep.checkpoint.format import Attempt, CheckpointPart, Chunk, Key, Manifest
 from everstep.checkpoint.node_cache import NodeCache
 from everstep.checkpoint.slot_files import replace_file
 from everstep.checkpoint.slot_marks import leave_mark
-from everstep.checkpoint.slots import Claim, Record, Slots
+from everstep.checkpoint.slots import Claim, PartRecord, Slots
 
 KEY = Key(Attempt(0, 1), 20)
-MANIFEST = Manifest(KEY, 1, 1, "", "xxh3_64", 0.0, (Part(f"{KEY.data_prefix}0.part", 4096, "0" * 16),), {}, {})
+MANIFEST = Manifest(
+    KEY, 1, 1, "", "xxh3_64", 0.0, (CheckpointPart(f"{KEY.data_prefix}0.part", 4096, "0" * 16),), {}, {}
+)
 
 
 def full(*_: Any) -> None:
@@ -49,7 +51,9 @@ def in_cache(write: Callable[[NodeCache], object]) -> Callable[[Path], Path]:
 WRITES = {
     "a slot's parts": in_slots(lambda slots: slots.reserve([8192], 1)),
     "whose a slot is": in_slots(lambda slots: slots[0].claim(Claim(KEY, 1, 0, 1))),
-    "that a rank is done": in_slots(lambda slots: slots[0].record(0, Record(KEY, 0, 1, 4096, "", "", "xxh3_64", {}))),
+    "that a rank is done": in_slots(
+        lambda slots: slots[0].record(0, PartRecord(KEY, 0, 1, 4096, "", "", "xxh3_64", {}))
+    ),
     "that a slot is whole": in_slots(lambda slots: slots[0].complete(MANIFEST)),
     "that a slot is stored": in_slots(lambda slots: slots[0].store(KEY)),
     "that a slot was verified": in_slots(lambda slots: leave_mark(slots[0], b"mark")),

@@ -12,7 +12,7 @@ pytest.importorskip("torch")
 import torch
 import torch.distributed as dist
 
-from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.candidates import list_candidates
 from everstep.checkpoint.rng import Rng
 from everstep.checkpoint.session import Checkpointer
 from everstep.checkpoint.store.posix import PosixStore
@@ -40,7 +40,7 @@ class Training:
 
 
 def saved(folder: Path) -> list[int]:
-    return sorted(key.step for key in candidates(PosixStore(folder / "store")))
+    return sorted(key.step for key in list_candidates(PosixStore(folder / "store")))
 
 
 @pytest.fixture

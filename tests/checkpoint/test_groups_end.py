@@ -79,6 +79,6 @@ def init_smp(rank: int, folder: Path) -> list[tuple[int, int]]:
     counts = []
     for _ in range(4):
         state.init({"pipeline_parallel_degree": 2, "ddp": True})
-        torch.distributed.barrier(group=state.state().groups["PP"])
+        torch.distributed.barrier(group=state.current_state().groups["PP"])
         counts.append(held())
     return counts

@@ -13,15 +13,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.checkpoint import commit
-from everstep.checkpoint.checksum import digest
+from everstep.checkpoint.checksum import compute_checksum
 from everstep.checkpoint.coverage import check_cover, join_boxes
-from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, MissingRanks, UnknownFormat
-from everstep.checkpoint.format import HEADER, Chunk, Manifest, Part, Shard, Tensor, encode
+from everstep.checkpoint.errors import Damaged, Incomplete, MissingRanks, UnknownFormat, WriterConflict
+from everstep.checkpoint.format import HEADER, CheckpointPart, Chunk, Manifest, Shard, StoredTensor, encode_manifest
 from everstep.checkpoint.index import (
     CheckpointIndex,
     IndexMerger,
     decode_index,
-    describe,
+    describe_node_manifest,
     encode_announcement,
     encode_index,
 )
@@ -38,9 +38,17 @@ def node(ranks: Sequence[int], boxes: Boxes, shape: tuple[int, ...], world: int 
         Shard(offsets, sizes, (Chunk(0, HEADER, volume(sizes), "0" * 16),) if volume(sizes) else ())
         for offsets, sizes in boxes
     ]
-    parts = tuple(Part(key().part_name(rank), HEADER + 4096, "0" * 16) for rank in ranks)
+    parts = tuple(CheckpointPart(key().part_name(rank), HEADER + 4096, "0" * 16) for rank in ranks)
     return Manifest(
-        key(), world, 1, "model", "xxh3_64", 1.5, parts, {"w": Tensor("uint8", shape, tuple(shards))}, {"step": 10}
+        key(),
+        world,
+        1,
+        "model",
+        "xxh3_64",
+        1.5,
+        parts,
+        {"w": StoredTensor("uint8", shape, tuple(shards))},
+        {"step": 10},
     )
 
 
@@ -52,7 +60,7 @@ def volume(sizes: Sequence[int]) -> int:
 
 
 def announced(number: int, manifest: Manifest) -> CheckpointIndex:
-    return describe(manifest, encode(manifest), number)
+    return describe_node_manifest(manifest, encode_manifest(manifest), number)
 
 
 def merged(*nodes: Manifest) -> CheckpointIndex:
@@ -64,7 +72,7 @@ def merged(*nodes: Manifest) -> CheckpointIndex:
 
 def signed(fields: dict[str, Any]) -> bytes:
     first = json.dumps(fields).encode() + b"\n"
-    return first + f"xxh3_64 {digest('xxh3_64', first)}\n".encode()
+    return first + f"xxh3_64 {compute_checksum('xxh3_64', first)}\n".encode()
 
 
 LOWER = node((0, 1), [((0, 0), (2, 3)), ((2, 0), (2, 3))], (8, 3))
@@ -90,16 +98,16 @@ def test_a_world_of_which_ranks_are_missing_has_no_index() -> None:
 
 
 def test_a_rank_of_two_nodes_or_of_none_is_refused() -> None:
-    with pytest.raises(Conflict, match=r"00001\.part: two nodes name it"):
+    with pytest.raises(WriterConflict, match=r"00001\.part: two nodes name it"):
         merged(LOWER, replace(UPPER, parts=(LOWER.parts[1], *UPPER.parts)))
-    with pytest.raises(Conflict, match=r"00003\.part: is the part of no rank of a checkpoint of 3 ranks"):
+    with pytest.raises(WriterConflict, match=r"00003\.part: is the part of no rank of a checkpoint of 3 ranks"):
         merged(replace(LOWER, world=3), replace(UPPER, world=3))
 
 
 def test_an_element_of_no_node_or_of_two_is_named() -> None:
     with pytest.raises(Incomplete, match=r"w\[6:8, 0:3\] was written by nobody"):
         merged(LOWER, node((2, 3), [((4, 0), (2, 3))], (8, 3)))
-    with pytest.raises(Conflict, match=r"w: \[3:4, 0:3\] was written 2 times"):
+    with pytest.raises(WriterConflict, match=r"w: \[3:4, 0:3\] was written 2 times"):
         merged(LOWER, node((2, 3), [((3, 0), (5, 3))], (8, 3)))
 
 
@@ -109,12 +117,12 @@ def test_an_element_of_no_node_or_of_two_is_named() -> None:
         ({"model": "other"}, "its model"),
         ({"world": 5}, "its world"),
         ({"values": {"step": 10.0}}, "disagree about this value: 10.0, 10"),
-        ({"tensors": {"w": Tensor("int8", (8, 3), ())}}, r"w: uint8 \(8, 3\) for one writer|w: int8"),
+        ({"tensors": {"w": StoredTensor("int8", (8, 3), ())}}, r"w: uint8 \(8, 3\) for one writer|w: int8"),
     ],
     ids=str,
 )
 def test_nodes_that_disagree_are_refused(change: dict[str, Any], why: str) -> None:
-    with pytest.raises(Conflict, match=why):
+    with pytest.raises(WriterConflict, match=why):
         merged(LOWER, replace(UPPER, **change))
 
 
@@ -162,9 +170,9 @@ def test_an_index_that_leads_astray_is_damaged_though_its_checksum_holds(wrong: 
 @pytest.mark.parametrize(
     "wrong",
     [
-        {"tensors": {"w": Tensor("uint8", (8, 3), LOWER.tensors["w"].shards[:1])}},
+        {"tensors": {"w": StoredTensor("uint8", (8, 3), LOWER.tensors["w"].shards[:1])}},
         {"tensors": {}},
-        {"tensors": {**LOWER.tensors, "other": Tensor("uint8", (0,), ())}},
+        {"tensors": {**LOWER.tensors, "other": StoredTensor("uint8", (0,), ())}},
         {"parts": LOWER.parts[:1]},
         {"model": "other"},
     ],
@@ -172,11 +180,11 @@ def test_an_index_that_leads_astray_is_damaged_though_its_checksum_holds(wrong: 
 )
 def test_a_node_manifest_that_is_not_what_its_index_says_is_damaged(wrong: dict[str, Any]) -> None:
     index = merged(LOWER, UPPER)
-    data = encode(replace(LOWER, **wrong))
+    data = encode_manifest(replace(LOWER, **wrong))
     with pytest.raises(Damaged, match="is not the node manifest that the index"):
         parse_node(index, 0, data)
     # Though its own checksum is the one that the index names.
-    lies = replace(index.nodes[0], size=len(data), sum=digest("xxh3_64", data))
+    lies = replace(index.nodes[0], size=len(data), sum=compute_checksum("xxh3_64", data))
     with pytest.raises(Damaged):
         parse_node(replace(index, nodes=(lies, index.nodes[1])), 0, data)
 
@@ -203,7 +211,7 @@ def test_boxes_that_are_joined_hold_the_same_elements_equally_often(data: st.Dat
     except Incomplete as error:
         missing = product(*(range(*each) for each in error.region))
         assert not any(counts(flat)[place] for place in missing)
-    except Conflict:
+    except WriterConflict:
         assert max(counts(flat).values()) > 1
 
 
@@ -264,8 +272,8 @@ def test_a_torn_node_manifest_of_an_earlier_try_is_written_anew(store: Store) ->
     training = Training(world=1)
     data, manifest = training.part(key(), 0)
     (share,) = announced(0, manifest).nodes
-    store.replace(share.name, encode(manifest)[:50])
+    store.replace(share.name, encode_manifest(manifest)[:50])
     store.put(key().part_name(0), [data], len(data))
-    commit.announce(store, 0, manifest)
+    commit.announce_node(store, 0, manifest)
     training.commit(store, key())
     assert read_manifest(store, key()).tensors == manifest.tensors

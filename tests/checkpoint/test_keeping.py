@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from everstep.checkpoint import keeping
-from everstep.checkpoint.candidates import candidates
-from everstep.checkpoint.control import Config
+from everstep.checkpoint.candidates import list_candidates
+from everstep.checkpoint.control import WriterConfig
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keeping import Keeper, Save
 from everstep.checkpoint.slots import Claim, Slots
@@ -58,7 +58,7 @@ class Node:
         save = Save(
             self.slots[0],
             claim,
-            Config(self.store.url, {}, str(claim.key.attempt), 0, 1, 1, (0,), keep_last=1, **config),
+            WriterConfig(self.store.url, {}, str(claim.key.attempt), 0, 1, 1, (0,), keep_last=1, **config),
             left_behind=False,
         )
         await self.keeper.keep(save)
@@ -66,7 +66,7 @@ class Node:
 
     @property
     def steps(self) -> list[int]:
-        return [each.step for each in candidates(self.store)]
+        return [each.step for each in list_candidates(self.store)]
 
 
 @pytest.fixture

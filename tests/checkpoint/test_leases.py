@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from everstep.checkpoint import folder
-from everstep.checkpoint.candidates import candidates
-from everstep.checkpoint.copying import copy
+from everstep.checkpoint.candidates import list_candidates
+from everstep.checkpoint.copying import copy_checkpoint
 from everstep.checkpoint.errors import CheckpointError, Denied, Removed
 from everstep.checkpoint.keys import DATA, LEASES, Key
-from everstep.checkpoint.leases import leases
+from everstep.checkpoint.leases import list_leases
 from everstep.checkpoint.pruning import prune_by_hand
-from everstep.checkpoint.retention import prune
+from everstep.checkpoint.retention import prune_store
 from everstep.checkpoint.store.base import ObjectReader, open_store
 from everstep.checkpoint.store.posix import PosixStore
 from everstep.checkpoint.verification import VerifiedCheckpoints
@@ -38,13 +38,13 @@ class Beside(PosixStore):
 
     def _save(self, step: int) -> None:
         (self._saved / "weights").write_text(str(step))
-        folder.save(PosixStore(self.url), key(step), self._saved)
+        folder.save_folder(PosixStore(self.url), key(step), self._saved)
 
     def _goes_on(self, name: str) -> None:
         if self.at and name.startswith(self.at) and (self.at == LEASES or name.endswith(".part")):
             self.at = ""
             self._save(30)
-            prune(PosixStore(self.url), [key(30)], keep_last=1)
+            prune_store(PosixStore(self.url), [key(30)], keep_last=1)
 
     def replace(self, name: str, data: bytes) -> None:
         self._goes_on(name)
@@ -58,13 +58,13 @@ class Beside(PosixStore):
 
 
 def copied(store: Beside, folder_: Path) -> Key:
-    copy(store, open_store(folder_ / "copy"), key(20))
-    (found,) = candidates(open_store(folder_ / "copy"))
+    copy_checkpoint(store, open_store(folder_ / "copy"), key(20))
+    (found,) = list_candidates(open_store(folder_ / "copy"))
     return found
 
 
 def restored(store: Beside, folder_: Path) -> Key:
-    manifest, bad = folder.restore(store, folder_ / "back")
+    manifest, bad = folder.restore_folder(store, folder_ / "back")
     assert bad == []
     assert (folder_ / "back" / "weights").read_text() == str(manifest.key.step)
     return manifest.key
@@ -79,8 +79,8 @@ def everstep(tmp_path: Path) -> Callable[..., Done]:
 def test_what_is_read_stays_while_a_run_goes_on(read: Callable[[Beside, Path], Key], tmp_path: Path) -> None:
     store = Beside(tmp_path / "store", at=DATA)
     assert read(store, tmp_path) == key(20)
-    assert candidates(store) == [key(30), key(20)]
-    assert leases(store) == {}
+    assert list_candidates(store) == [key(30), key(20)]
+    assert list_leases(store) == {}
 
 
 def test_what_was_removed_before_it_was_held_is_not_called_damaged(tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_the_command_verifies_what_is_there(
     everstep: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     opened: list[Any] = []
-    monkeypatch.setattr("everstep.cli.places.opened", lambda uri: opened[-1])
+    monkeypatch.setattr("everstep.cli.places.open_named_store", lambda uri: opened[-1])
     for at, printed in ((DATA, ["0.1-20"]), (LEASES, ["0.1-30"])):
         opened.append(Beside(tmp_path / at / "store", at=at))
         done = everstep("checkpoint", "verify", "store")
@@ -128,26 +128,26 @@ def test_a_command_that_names_no_checkpoint_takes_a_newer_one_where_a_run_remove
 ) -> None:
     store = Beside(tmp_path / "store", at=LEASES)
     monkeypatch.setattr(
-        "everstep.cli.places.opened", lambda uri: store if uri == "store" else open_store(tmp_path / uri)
+        "everstep.cli.places.open_named_store", lambda uri: store if uri == "store" else open_store(tmp_path / uri)
     )
     done = everstep("checkpoint", *command)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout
     assert "good: nothing" not in done.stderr
-    assert candidates(store) == [key(30)]
-    assert leases(store) == {}
+    assert list_candidates(store) == [key(30)]
+    assert list_leases(store) == {}
 
 
 def test_what_prune_counts_on_stays_until_it_has_removed_the_others(
     everstep: Callable[..., Done], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     store = Beside(tmp_path / "store", at=DATA)
-    monkeypatch.setattr("everstep.cli.places.opened", lambda uri: store)
+    monkeypatch.setattr("everstep.cli.places.open_named_store", lambda uri: store)
     done = everstep("checkpoint", "prune", "store", "--keep-last", "1")
     assert done.returncode == 0, done.stderr
     assert "0.1-20 is good and stays" in done.stderr
-    assert candidates(store) == [key(30), key(20)], "the run removed all that nobody held while 20 was read"
-    assert leases(store) == {}
+    assert list_candidates(store) == [key(30), key(20)], "the run removed all that nobody held while 20 was read"
+    assert list_leases(store) == {}
 
 
 def test_pruning_ends_where_everything_is_removed_before_it_can_be_held(
@@ -160,13 +160,13 @@ def test_pruning_ends_where_everything_is_removed_before_it_can_be_held(
         """Before each lease the run saves, and removes all others."""
         latest = next(saved)
         store._save(latest)
-        prune(PosixStore(store.url), [key(latest)], keep_last=1)
+        prune_store(PosixStore(store.url), [key(latest)], keep_last=1)
         PosixStore.replace(store, name, data)
 
     monkeypatch.setattr(store, "replace", removed_first)
     with pytest.raises(CheckpointError, match="removed by somebody else faster than they can be verified"):
         prune_by_hand(VerifiedCheckpoints(store, mark=False, believe_marks=False), keep_last=1)
-    assert len(candidates(store)) == 1
+    assert len(list_candidates(store)) == 1
 
 
 def test_who_may_not_write_reads_without_a_lease(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,9 +215,9 @@ def test_an_export_holds_all_of_it_from_its_first_file_to_its_last(
     def load(*arguments: Any, **options: Any) -> Any:
         """Between any two reads of the export a run saves, and removes what is older and not held."""
         found = real(*arguments, **options)
-        latest = key(candidates(store)[0].step + 1)
+        latest = key(list_candidates(store)[0].step + 1)
         ranks.save(store, latest, {"model": {"a": torch.zeros(1)}})
-        prune(store, [latest], keep_last=1)
+        prune_store(store, [latest], keep_last=1)
         return found
 
     monkeypatch.setattr(exporting, "load", load)

@@ -38,7 +38,7 @@ def train(rank: int, kind: str, store: Path, output: Path, kill: int | None = No
     from torch import nn
     from torch.utils.data import TensorDataset
 
-    from everstep.checkpoint.adapters.lightning import Checkpoints, Generators
+    from everstep.checkpoint.adapters.lightning import EverstepCheckpointIO, Generators
 
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
 
@@ -64,7 +64,7 @@ def train(rank: int, kind: str, store: Path, output: Path, kill: int | None = No
 
     torch.manual_seed(0)
     data = TensorDataset(torch.rand(SIZE, 4), torch.arange(SIZE))
-    model, watch, ckpt = Module(), Watch(), Checkpoints(store, output)
+    model, watch, ckpt = Module(), Watch(), EverstepCheckpointIO(store, output)
     torch.manual_seed(rank)
     saves = ModelCheckpoint(output, every_n_train_steps=SAVED, save_top_k=-1)
     trainer = Trainer(

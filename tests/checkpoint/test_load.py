@@ -16,7 +16,7 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 import everstep  # noqa: E402
-from everstep.checkpoint.candidates import candidates, read_manifest  # noqa: E402
+from everstep.checkpoint.candidates import list_candidates, read_manifest  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError, StoreError  # noqa: E402
 from everstep.checkpoint.exchange.exporting import export_dcp  # noqa: E402
 from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
@@ -285,8 +285,8 @@ def test_reading_beside_a_live_run_in_its_environment_changes_nothing(
         assert model["step"] == 0
         assert entries(tmp_path) == before
         ckpt.save(20)
-    assert [key.step for key in candidates(ckpt.store)] == [20, 10]
-    assert {key.attempt for key in candidates(ckpt.store)} == {Attempt(3, 7)}
+    assert [key.step for key in list_candidates(ckpt.store)] == [20, 10]
+    assert {key.attempt for key in list_candidates(ckpt.store)} == {Attempt(3, 7)}
 
 
 def entries(folder: Path) -> set[str]:

@@ -12,12 +12,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import Damaged, Missing
 from everstep.checkpoint.keys import HINT, Attempt, Key
-from everstep.checkpoint.leases import Lease
-from everstep.checkpoint.retention import prune
-from everstep.checkpoint.store.base import Entry, Store, open_store
+from everstep.checkpoint.leases import CheckpointLease
+from everstep.checkpoint.retention import prune_store
+from everstep.checkpoint.store.base import Store, StoredObject, open_store
 from tests.checkpoint.builders import Training, is_good, load
 
 training = Training(rows=2, chunk=4096)
@@ -64,7 +64,7 @@ class Mortal:
     def read_into(self, name: str, offset: int, into: memoryview) -> None:
         self._store.read_into(name, offset, into)
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[StoredObject]:
         return self._store.list(prefix)
 
     def _change(self, call: Callable[[], object]) -> None:
@@ -91,7 +91,7 @@ class Life(RuleBasedStateMachine):
         self.generation = 1
         self.used: set[Key] = set()
         self.good: set[Key] = set()
-        self.leases: list[Lease] = []
+        self.leases: list[CheckpointLease] = []
 
     @rule()
     def begin_another_attempt(self) -> None:
@@ -120,7 +120,7 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.good)
     @rule(data=st.data())
     def lease(self, data: st.DataObject) -> None:
-        self.leases.append(Lease(self.store, data.draw(st.sampled_from(sorted(self.good)))))
+        self.leases.append(CheckpointLease(self.store, data.draw(st.sampled_from(sorted(self.good)))))
 
     @precondition(lambda self: self.leases)
     @rule()
@@ -165,18 +165,18 @@ class Life(RuleBasedStateMachine):
         try:
             training.save(store, key)
         except Died:
-            if key not in candidates(self.store):
+            if key not in list_candidates(self.store):
                 return
         self.good.add(key)
 
     def _prune(self, store: Store, keep_last: int, keep_every: int | None, old: bool) -> None:
-        before = set(candidates(self.store))
+        before = set(list_candidates(self.store))
         verified = {key for key in before if self._verifies(key)}
         assert verified == self.good
         now = time.time() + (1000 if old else 0)
         with suppress(Died):
-            prune(store, verified, keep_last=keep_last, keep_every=keep_every, sweep_after=500, clock=lambda: now)
-        left = set(candidates(self.store))
+            prune_store(store, verified, keep_last=keep_last, keep_every=keep_every, sweep_after=500, clock=lambda: now)
+        left = set(list_candidates(self.store))
         # One that has expired, even once, is removed by whoever sees it.
         self.leases = [lease for lease in self.leases if time.time() + lease.seconds_left >= now]
         for lease in self.leases:
@@ -189,7 +189,7 @@ class Life(RuleBasedStateMachine):
 
     def _verifies(self, key: Key) -> bool:
         try:
-            verify(self.store, key)
+            verify_checkpoint(self.store, key)
         except (Damaged, Missing):
             return False
         return True

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 from everstep.checkpoint import commit
-from everstep.checkpoint.candidates import candidates, verify, verify_node
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint, verify_node
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.leases import Lease
+from everstep.checkpoint.leases import CheckpointLease
 from everstep.checkpoint.retention import prune_verified
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.verification import VerifiedCheckpoints, mark_node
@@ -78,7 +78,7 @@ class Worlds(RuleBasedStateMachine):
         """`nodes`: of how many it believes that the run has them."""
         key, training = self._key(step, back)
         with suppress(Died, CheckpointError):
-            commit.commit(self._with(death), key, nodes or training.world, fenced=lambda: None, timeout=0)
+            commit.commit_checkpoint(self._with(death), key, nodes or training.world, fenced=lambda: None, timeout=0)
         self._see()
 
     @rule(some=st.sets(steps, min_size=1), back=backs, verified=st.booleans())
@@ -103,7 +103,7 @@ class Worlds(RuleBasedStateMachine):
         before, marked = self._good_ones(), self._marked()
         with suppress(Died, CheckpointError):
             prune_verified(VerifiedCheckpoints(self._with(death)), keep_last=keep_last, keep_every=keep_every)
-        after, there = self._good_ones(), set(candidates(self.store))
+        after, there = self._good_ones(), set(list_candidates(self.store))
         assert after <= before
         # Marks of what is found to be damaged go.
         assert len(self._marked()) >= min(keep_last, len(marked - self.rotten))
@@ -116,7 +116,7 @@ class Worlds(RuleBasedStateMachine):
     def somebody_reads(self, leased: bool) -> None:
         """And changes nothing, but for a lease while it lasts."""
         names = {entry.name for entry in self.store.list("")}
-        lease = Lease(self.store, max(self.good)) if leased and self.good else None
+        lease = CheckpointLease(self.store, max(self.good)) if leased and self.good else None
         loaded = load(self.store)
         if lease is not None:
             lease.release()
@@ -177,7 +177,7 @@ class Worlds(RuleBasedStateMachine):
         """As a writer does with what was left behind."""
         _, manifest = training.part(key, rank)
         with suppress(Died, CheckpointError):
-            if commit.announced(store, rank, manifest):
+            if commit.is_node_announced(store, rank, manifest):
                 return
             store.delete([*(entry.name for entry in store.list(key.mark_prefix)), key.part_name(rank)])
             training.write(store, key, rank)
@@ -190,21 +190,21 @@ class Worlds(RuleBasedStateMachine):
 
     def _see(self) -> None:
         """Return what has become a checkpoint, in whatever way."""
-        for key in set(candidates(self.store)) - self.good:
+        for key in set(list_candidates(self.store)) - self.good:
             with suppress(Damaged, Missing):
-                verify(self.store, key)
+                verify_checkpoint(self.store, key)
                 self.good.add(key)
 
     def _good_ones(self) -> set[Key]:
         found = set()
-        for key in candidates(self.store):
+        for key in list_candidates(self.store):
             with suppress(Damaged, Missing):
-                verify(self.store, key)
+                verify_checkpoint(self.store, key)
                 found.add(key)
         return found
 
     def _marked(self) -> set[Key]:
-        return set(VerifiedCheckpoints(self.store).marked(candidates(self.store)))
+        return set(VerifiedCheckpoints(self.store).marked(list_candidates(self.store)))
 
     def _index(self, key: Key) -> dict[str, Any]:
         return dict(json.loads(self.store.read(key.manifest_name).split(b"\n")[0]))

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint.state.names import nest, walk
+from everstep.checkpoint.state.names import nest_leaves, walk_leaves
 
 
 class Leaf:
@@ -34,9 +34,9 @@ states = st.recursive(
 
 @given(states)
 def test_any_nested_state_comes_back_from_its_names(state: Any) -> None:
-    leaves = list(walk(state, is_leaf))
+    leaves = list(walk_leaves(state, is_leaf))
     assert len({name for name, _ in leaves}) == len(leaves)
-    assert nest(dict(leaves)) == state
+    assert nest_leaves(dict(leaves)) == state
 
 
 @given(states)
@@ -45,12 +45,12 @@ def test_no_leaf_that_is_looked_for_stays_inside_a_value(state: Any) -> None:
         children = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
         return any(is_leaf(each) or holds(each) for each in children)
 
-    assert not any(holds(leaf) for _, leaf in walk(state, is_leaf))
+    assert not any(holds(leaf) for _, leaf in walk_leaves(state, is_leaf))
 
 
 def test_names_read_as_paths() -> None:
     state = {"layers": {"0": {"w": 1}}, "ema": [Leaf(), Leaf()], "a.b/c": 2, "": 3, "by id": {7: Leaf()}}
-    assert [name for name, _ in walk(state, is_leaf)] == [
+    assert [name for name, _ in walk_leaves(state, is_leaf)] == [
         "layers.0.w", "ema.[0]", "ema.[1]", "a%2Eb%2Fc", "%", "by id.#7",
     ]  # fmt: skip
 
@@ -58,4 +58,4 @@ def test_names_read_as_paths() -> None:
 def test_names_that_fit_no_state_are_refused() -> None:
     for leaves in ({"a": 1, "a.b": 2}, {"a.[0]": 1, "a.[2]": 2}, {"a.[0]": 1, "a.b": 2}):
         with pytest.raises(ValueError, match=r"name|item|kinds"):
-            nest(leaves)
+            nest_leaves(leaves)

@@ -17,10 +17,10 @@ from torch import nn
 
 import everstep
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.state.flat import flatten
+from everstep.checkpoint.state.flat import flatten_objects
 from everstep.checkpoint.state.nesting import DEEPEST
 from everstep.checkpoint.store.posix import PosixStore
-from everstep.checkpoint.values import Refused
+from everstep.checkpoint.values import UnsupportedValue
 from tests.checkpoint import ranks
 
 pytestmark = pytest.mark.torch
@@ -76,7 +76,7 @@ def test_whatever_is_told_saved_reads_back(depth: int, kind: str, leaf: Any, is_
         store = PosixStore(Path(folder) / "store")
         objects: dict[str, object] = {"state": Extra(state) if is_extra else state}
         if depth > DEEPEST:
-            with pytest.raises(Refused, match=rf"top: is nested more than {DEEPEST} deep"):
+            with pytest.raises(UnsupportedValue, match=rf"top: is nested more than {DEEPEST} deep"):
                 ranks.save(store, ranks.key(1), objects)
             return
         ranks.save(store, ranks.key(1), objects)
@@ -100,7 +100,7 @@ def test_what_holds_itself_is_refused_by_its_name() -> None:
         ({"optimizer": optimizer}, "optimizer.state.#0.history"),
     ):
         with pytest.raises(CheckpointError, match="holds itself") as caught:
-            flatten(objects, rank=0)
+            flatten_objects(objects, rank=0)
         assert str(caught.value).startswith(f"{name}: ")
 
 
@@ -113,7 +113,7 @@ class Broken:
 
 def test_an_object_whose_state_cannot_be_had_is_named() -> None:
     with pytest.raises(CheckpointError, match=r"^loader: its state cannot be had: KeyError: 'gone'$"):
-        flatten({"loader": Broken()}, rank=0)
+        flatten_objects({"loader": Broken()}, rank=0)
 
 
 def test_a_key_that_no_encoding_has_is_saved(tmp_path: Path) -> None:

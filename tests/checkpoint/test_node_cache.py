@@ -7,13 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-from everstep.checkpoint.format import CHUNK, Attempt, Chunk, Key, Manifest, Part, aligned
-from everstep.checkpoint.node_cache import NodeCache, runs
-from everstep.checkpoint.slot_files import secure
+from everstep.checkpoint.format import CHUNK, Attempt, CheckpointPart, Chunk, Key, Manifest, align_offset
+from everstep.checkpoint.node_cache import NodeCache, iterate_runs
+from everstep.checkpoint.slot_files import secure_directory
 
 SIZE = 40 * mmap.PAGESIZE
 KEY = Key(Attempt(0, 1), 20)
-MANIFEST = Manifest(KEY, 1, 1, "", "xxh3_64", 0.0, (Part(f"{KEY.data_prefix}0.part", SIZE, "0" * 16),), {}, {})
+MANIFEST = Manifest(
+    KEY, 1, 1, "", "xxh3_64", 0.0, (CheckpointPart(f"{KEY.data_prefix}0.part", SIZE, "0" * 16),), {}, {}
+)
 
 
 def filled(folder: Path, *, shared: bool) -> tuple[NodeCache, memoryview]:
@@ -40,11 +42,11 @@ def test_only_memory_that_is_nobody_elses_is_given_away(tmp_path: Path) -> None:
 
 def test_small_units_are_read_together_and_parts_apart() -> None:
     length = CHUNK // 3 - 5000
-    units = [Chunk(part, 4096 + i * aligned(length), length, "") for part in (0, 1) for i in range(5)]
-    assert [len(run) for run in runs(units)] == [3, 2, 3, 2]
-    assert [unit for run in runs(units) for unit in run] == units
-    apart = [unit for unit in units if unit.offset != 4096 + aligned(length)]
-    assert [len(run) for run in runs(apart)] == [1, 3, 1, 3], "what lies between is not read"
+    units = [Chunk(part, 4096 + i * align_offset(length), length, "") for part in (0, 1) for i in range(5)]
+    assert [len(run) for run in iterate_runs(units)] == [3, 2, 3, 2]
+    assert [unit for run in iterate_runs(units) for unit in run] == units
+    apart = [unit for unit in units if unit.offset != 4096 + align_offset(length)]
+    assert [len(run) for run in iterate_runs(apart)] == [1, 3, 1, 3], "what lies between is not read"
 
 
 # Not for ever: who makes it and who removes it take turns, and one of them would lose each time.
@@ -67,7 +69,7 @@ def test_a_folder_that_other_processes_remove_at_any_moment_is_no_error(tmp_path
         with subprocess.Popen([sys.executable, "-I", "-S", "-c", REMOVES, str(folder)]) as removing:
             try:
                 while removing.poll() is None:
-                    secure(folder)
+                    secure_directory(folder)
                     for _ in range(20):
                         NodeCache(folder, "here", shared=True)
             finally:

@@ -14,8 +14,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
-from everstep.checkpoint.state.flat import flatten  # noqa: E402
-from everstep.checkpoint.values import pack, unpack  # noqa: E402
+from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
+from everstep.checkpoint.values import pack_value, unpack_value  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -83,13 +83,13 @@ def test_what_would_come_back_as_something_else_is_refused_by_its_name(
     value: Any, shown: str, place: Callable[[Any], Any]
 ) -> None:
     with pytest.raises(CheckpointError, match=rf"^held.*{shown}"):
-        flatten({"held": place(value)}, rank=0)
+        flatten_objects({"held": place(value)}, rank=0)
 
 
 @pytest.mark.parametrize("kind", ["record", "array-of-records", "matrix", "masked"])
 def test_a_pickle_that_is_allowed_gives_back_the_very_kind(kind: str) -> None:
     value, _ = KINDS[kind]
-    found = unpack(pack(value, allow_pickle=True), allow_pickle=True)
+    found = unpack_value(pack_value(value, allow_pickle=True), allow_pickle=True)
     assert type(found) is type(value)
     assert found.dtype.type is value.dtype.type
     assert repr(found) == repr(value)

@@ -18,7 +18,7 @@ joblib = pytest.importorskip("joblib", reason="scikit-learn is in the environmen
 pytest.importorskip("sklearn")
 
 from everstep.checkpoint import folder  # noqa: E402
-from everstep.checkpoint.candidates import candidates  # noqa: E402
+from everstep.checkpoint.candidates import list_candidates  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -49,9 +49,9 @@ def watched(out: Path, store: Path) -> Iterator[None]:
 def published(store: Path, scratch: Path) -> str | None:
     """The step of the newest folder in the store."""
     found = PosixStore(store)
-    if not candidates(found):
+    if not list_candidates(found):
         return None
-    folder.restore(found, scratch, replace=True)
+    folder.restore_folder(found, scratch, replace=True)
     return (scratch / "DONE").read_text()
 
 

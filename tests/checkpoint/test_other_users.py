@@ -36,7 +36,7 @@ def shared() -> Iterator[Path]:
 
 
 def end_writer(folder: Path) -> None:
-    with suppress(OSError, CheckpointError), closing(control.Link.connect(folder / "memory")) as link:
+    with suppress(OSError, CheckpointError), closing(control.WriterLink.connect(folder / "memory")) as link:
         os.kill(link.pid, signal.SIGKILL)
 
 

@@ -136,7 +136,7 @@ def test_it_reads_a_folder_of_another_program(quick_path: Path) -> None:
     (quick_path / "model").mkdir()
     (quick_path / "model" / "weights.bin").write_bytes(bytes(range(256)) * 40)
     (quick_path / "model" / "empty").write_bytes(b"")
-    folder.save(PosixStore(quick_path / "store"), key(7), quick_path / "model")
+    folder.save_folder(PosixStore(quick_path / "store"), key(7), quick_path / "model")
     manifest, tensors = newest(quick_path / "store")
     assert tensors == {"file.weights%2Ebin": bytes(range(256)) * 40, "file.empty": b""}
     files = [dict(file["dict"]) for file in dict(manifest["values"]["folder"]["dict"])["files"]]
@@ -179,11 +179,13 @@ def words() -> Iterator[str]:
     yield from ("torch.dtype", "torch.device", "torch.Size", "numpy.scalar", keys.HINT)
     training, at = Training(rows=1), key()
     _, manifest = training.part(at, 0)
-    from everstep.checkpoint.format import encode
-    from everstep.checkpoint.index import describe, encode_announcement
+    from everstep.checkpoint.format import encode_manifest
+    from everstep.checkpoint.index import describe_node_manifest, encode_announcement
 
-    yield from json.loads(encode(manifest).split(b"\n")[0])
-    index = json.loads(encode_announcement(describe(manifest, encode(manifest), 0)).split(b"\n")[0])
+    yield from json.loads(encode_manifest(manifest).split(b"\n")[0])
+    index = json.loads(
+        encode_announcement(describe_node_manifest(manifest, encode_manifest(manifest), 0)).split(b"\n")[0]
+    )
     yield from index
     yield from index["nodes"][0]
     yield from index["tensors"]["own"]

@@ -16,14 +16,14 @@ import pytest
 
 from everstep.checkpoint import control, peer_copies
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import CHUNK, HEADER, Manifest, encode
+from everstep.checkpoint.format import CHUNK, HEADER, Manifest, encode_manifest
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.peer_copier import send
-from everstep.checkpoint.peer_link import Address, Link, PeerLost
+from everstep.checkpoint.peer_copier import send_slot
+from everstep.checkpoint.peer_link import Address, PeerLink, PeerLost
 from everstep.checkpoint.peer_parts import PeerParts, Share
 from everstep.checkpoint.peer_server import PeerServer
-from everstep.checkpoint.persist import Mappings, Progress, sum_slot
-from everstep.checkpoint.slots import Claim, Slot, Slots, State
+from everstep.checkpoint.persist import Mappings, SaveProgress, sum_slot
+from everstep.checkpoint.slots import Claim, Slot, Slots, SlotState
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import content, fill
 from tests.checkpoint.writers import PATIENCE, SECRET, SIZES, Site, until
@@ -49,15 +49,15 @@ class Away:
         for local, size in enumerate(PARTS):
             fill(self.slots, number, key, local, size, rank=2 + local, world=4)
         with ThreadPoolExecutor(1) as pool:
-            return slot, claim, sum_slot(self.slots, slot, Mappings(), pool, Progress())
+            return slot, claim, sum_slot(self.slots, slot, Mappings(), pool, SaveProgress())
 
     def send(self, number: int, key: Key) -> None:
-        send(self.address, SECRET, *self.whole(number, key))
+        send_slot(self.address, SECRET, *self.whole(number, key))
 
-    def begin(self, slot: Slot, claim: Claim, manifest: Manifest) -> Link:
+    def begin(self, slot: Slot, claim: Claim, manifest: Manifest) -> PeerLink:
         """A copy whose parts are to follow."""
-        data = encode(manifest)
-        link = Link.connect(self.address, SECRET)
+        data = encode_manifest(manifest)
+        link = PeerLink.connect(self.address, SECRET)
         link.tell({"verb": "put", **vars(claim), "key": str(claim.key), "size": len(data)})
         link.put(data)
         link.answer()
@@ -65,7 +65,7 @@ class Away:
 
     @property
     def kept(self) -> list[Key]:
-        return [manifest.key for _, manifest in peer_copies.of(self.here).whole()]
+        return [manifest.key for _, manifest in peer_copies.open_peer_copies(self.here).whole()]
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def away(tmp_path: Path) -> Away:
 
 def test_a_copy_is_the_same_to_the_byte_and_can_be_read_from_there(away: Away) -> None:
     away.send(0, key(10))
-    [(slot, manifest)] = peer_copies.of(away.here).whole()
+    [(slot, manifest)] = peer_copies.open_peer_copies(away.here).whole()
     assert manifest == away.slots[0].manifest()
     assert slot.claimed() == away.slots[0].claimed()
     for local, size in enumerate(PARTS):
@@ -98,10 +98,10 @@ def test_a_copy_waits_until_a_process_that_restores_has_read_the_slot_that_it_ne
     away.server.trust(SECRET, 1)
     away.send(0, key(10))
     slot, claim, manifest = away.whole(1, key(20))
-    kept = peer_copies.of(away.here)[0]
-    with closing(Link.connect(away.address, SECRET)) as link:
+    kept = peer_copies.open_peer_copies(away.here)[0]
+    with closing(PeerLink.connect(away.address, SECRET)) as link:
         with kept.reading():
-            data = encode(manifest)
+            data = encode_manifest(manifest)
             link.tell({"verb": "put", **vars(claim), "key": str(claim.key), "size": len(data)})
             link.put(data)
             link._peer.settimeout(0.5)
@@ -129,7 +129,7 @@ def test_the_last_copy_stays_whole_while_the_next_one_comes_and_breaks_off(away:
     with closing(away.begin(slot, claim, manifest)) as link:
         link.put(slot.part(0).read_bytes()[: CHUNK + HEADER + 1])
         assert away.kept == [key(10)]
-    until(lambda: peer_copies.of(away.here)[1].state is State.EMPTY, "the torn copy is given up")
+    until(lambda: peer_copies.open_peer_copies(away.here)[1].state is SlotState.EMPTY, "the torn copy is given up")
     assert away.kept == [key(10)]
 
 
@@ -140,7 +140,7 @@ def test_a_copy_that_came_otherwise_than_it_was_summed_is_not_kept(away: Away, a
         file.seek(at)
         file.write(b"spoilt")
     with pytest.raises(PeerLost, match="came otherwise"):
-        send(away.address, SECRET, slot, claim, manifest)
+        send_slot(away.address, SECRET, slot, claim, manifest)
     assert away.kept == []
 
 
@@ -148,7 +148,7 @@ def test_a_slot_that_is_filled_anew_while_it_is_sent_is_no_copy(away: Away) -> N
     slot, claim, manifest = away.whole(0, key(10))
     slot.claim(Claim(key(30), 2, 1, 2))
     with pytest.raises(CheckpointError, match="filled anew"):
-        send(away.address, SECRET, slot, claim, manifest)
+        send_slot(away.address, SECRET, slot, claim, manifest)
     assert away.kept == []
 
 
@@ -156,7 +156,7 @@ def test_a_copy_of_an_older_attempt_takes_no_newer_ones_place(away: Away) -> Non
     away.send(0, key(5, generation=2))
     slot, claim, manifest = away.whole(1, key(1000, generation=1))
     with pytest.raises(PeerLost, match="a newer copy is here"):
-        send(away.address, SECRET, slot, claim, manifest)
+        send_slot(away.address, SECRET, slot, claim, manifest)
     assert away.kept == [key(5, generation=2)]
 
 
@@ -180,7 +180,7 @@ def test_a_slot_that_another_node_reads_is_not_taken_for_a_new_copy(
         with pytest.raises(PeerLost, match="every copy here is being read"):
             away.send(0, key(30))
         assert away.kept == [key(20), key(10)]
-    until(lambda: not peer_copies.of(away.here)[0].is_read, "the reader is gone")
+    until(lambda: not peer_copies.open_peer_copies(away.here)[0].is_read, "the reader is gone")
     away.send(0, key(30))
     assert away.kept == [key(30), key(20)]
 
@@ -198,7 +198,7 @@ def test_what_is_not_here_is_not_given_out(away: Away) -> None:
 def test_who_does_not_know_the_secret_learns_nothing_and_leaves_nothing(away: Away) -> None:
     away.send(0, key(10))
     with pytest.raises(PeerLost, match="does not know this attempt"):
-        Link.connect(away.address, "a guess")
+        PeerLink.connect(away.address, "a guess")
     with socket.create_connection(away.address) as plain:
         plain.settimeout(PATIENCE)
         heard = plain.recv(1000)
@@ -217,12 +217,12 @@ def test_who_does_not_know_the_secret_learns_nothing_and_leaves_nothing(away: Aw
 
         threading.Thread(target=pretend, daemon=True).start()
         with pytest.raises(PeerLost, match="does not know this attempt's secret"):
-            Link.connect(false.getsockname(), SECRET)
+            PeerLink.connect(false.getsockname(), SECRET)
     for secret in ("the next attempt's", ""):
         away.server.trust(secret, 2)
         for guess in (SECRET, ""):
             with pytest.raises(PeerLost, match="does not know this attempt"):
-                Link.connect(away.address, guess)
+                PeerLink.connect(away.address, guess)
 
 
 def test_a_copy_that_finds_no_room_is_refused_with_the_reason(away: Away, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -236,7 +236,7 @@ def test_a_copy_that_finds_no_room_is_refused_with_the_reason(away: Away, monkey
 
 
 def is_stored(slot: Slot) -> bool:
-    return slot.state is State.STORED
+    return slot.state is SlotState.STORED
 
 
 def test_each_save_is_kept_by_the_other_node_too(site: Site) -> None:
@@ -245,7 +245,7 @@ def test_each_save_is_kept_by_the_other_node_too(site: Site) -> None:
         first.save(key(step))
         assert first.report("copied")["key"] == str(key(step))
     assert second.copies() == [key(20), key(10)]
-    [(slot, _), _] = peer_copies.of(second.directory).whole()
+    [(slot, _), _] = peer_copies.open_peer_copies(second.directory).whole()
     assert slot.part(0).read_bytes() == content(key(20), 0, SIZES[0])
     for node in (first, second):
         told = (node.directory / control.LOG).read_text() + Path(f"/proc/{node.pid}/cmdline").read_text()

@@ -23,7 +23,7 @@ from everstep.checkpoint.format import HEADER  # noqa: E402
 from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
 from everstep.checkpoint.proposals import MEMORY, STORE, Proposal, Proposals  # noqa: E402
 from everstep.checkpoint.session import Checkpointer  # noqa: E402
-from everstep.checkpoint.store.base import Entry, Store  # noqa: E402
+from everstep.checkpoint.store.base import Store, StoredObject  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from everstep.checkpoint.topology import Topology  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -69,7 +69,7 @@ def reachable(store: Path) -> None:
 
 def keeps(memory: Path, key: Key) -> bool:
     """Whether the node with this memory keeps a copy of the other's share."""
-    return key in [manifest.key for _, manifest in peer_copies.of(memory).whole()]
+    return key in [manifest.key for _, manifest in peer_copies.open_peer_copies(memory).whole()]
 
 
 def save_and_die(rank: int, folder: Path) -> None:
@@ -102,7 +102,7 @@ def go_on(rank: int, folder: Path) -> tuple[str, str, float, list[str]]:
 def kill_writers(folder: Path) -> None:
     for memory in folder.glob("memory-*"):
         try:
-            link = control.Link.connect(memory)
+            link = control.WriterLink.connect(memory)
         except OSError:
             continue
         os.kill(link.pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ def lose(folder: Path, node: int) -> None:
 
 
 def lose_copies(folder: Path, node: int) -> None:
-    peer_copies.of(folder / f"memory-{node}").remove()
+    peer_copies.open_peer_copies(folder / f"memory-{node}").remove()
 
 
 def lose_nothing(folder: Path) -> None:
@@ -187,7 +187,9 @@ def lose_one_and_its_copy(folder: Path) -> None:
 def spoil(folder: Path) -> None:
     """One share of the newest one is bad, and its copy is lost."""
     lose_one(folder)
-    [copy] = [slot for slot, manifest in peer_copies.of(folder / "memory-0").whole() if manifest.key == NEW]
+    [copy] = [
+        slot for slot, manifest in peer_copies.open_peer_copies(folder / "memory-0").whole() if manifest.key == NEW
+    ]
     with copy.part(0).open("r+b") as file:
         file.seek(HEADER + 7)
         file.write(b"spoilt")
@@ -217,10 +219,12 @@ class Folder(PosixStore):
         super().__init__(folder)
         self._keys = keys
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[StoredObject]:
         if self._keys is None:
             raise StoreError("timed out", self.url, may_pass=True)
-        return iter([Entry(key.manifest_name, 1, 0.0) for key in self._keys if key.manifest_name.startswith(prefix)])
+        return iter(
+            [StoredObject(key.manifest_name, 1, 0.0) for key in self._keys if key.manifest_name.startswith(prefix)]
+        )
 
 
 def proposals(store: Store, nodes: int, *, reach: bool = True, attempt: tuple[int, int] = (0, 2)) -> Proposals:

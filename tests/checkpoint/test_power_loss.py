@@ -14,7 +14,7 @@ import pytest
 from everstep.checkpoint import attempts
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.retention import prune
+from everstep.checkpoint.retention import prune_store
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, is_good, key, load
 from tests.checkpoint.crash import Watched, everything
@@ -42,7 +42,7 @@ def recorded(folder: Path, training: Training) -> list[Record]:
     def process() -> PosixStore:
         return PosixStore(folder / STORE, files=Watched(recorder))
 
-    attempt = attempts.claim(process())
+    attempt = attempts.claim_next_attempt(process())
     recorder.mark(Claimed(attempt))
     node_0, node_1 = process(), process()
     for step in (10, 20):
@@ -50,7 +50,7 @@ def recorded(folder: Path, training: Training) -> list[Record]:
         training.write(node_0, Key(attempt, step), 0)
         training.commit(node_0, Key(attempt, step))
         recorder.mark(Committed(Key(attempt, step)))
-    prune(node_0, {Key(attempt, 20)}, keep_last=1)
+    prune_store(node_0, {Key(attempt, 20)}, keep_last=1)
     recorder.mark("pruned")
     return recorder.records
 
@@ -89,7 +89,7 @@ def broken(folder: Path, training: Training, promises: list[object]) -> str | No
         return f"{committed} is lost, {loaded.key} is loaded: {loaded.fell_back}"
     for claimed in (each.attempt for each in promises if isinstance(each, Claimed)):
         try:
-            attempts.check(store, Attempt(0, claimed.generation - 1))
+            attempts.check_not_superseded(store, Attempt(0, claimed.generation - 1))
         except attempts.Superseded:
             continue
         except CheckpointError as error:

@@ -17,17 +17,17 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import candidates
-from everstep.checkpoint.control import Link, WriterLost
+from everstep.checkpoint.candidates import list_candidates
+from everstep.checkpoint.control import WriterLink, WriterLost
 from everstep.checkpoint.keys import HINT, Key
-from everstep.checkpoint.slots import Slots, State
+from everstep.checkpoint.slots import Slots, SlotState
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import key
 from tests.checkpoint.crash import Point, everything, in_memory, points
 from tests.checkpoint.processes import PATIENCE, Node, Process, fill_as_rank, newest, until
 
 OLDER, OLD, NEW, NEXT = key(5), key(10), key(20), key(30, generation=2)
-SEEN = (State.FILLED, State.WHOLE, State.STORED)
+SEEN = (SlotState.FILLED, SlotState.WHOLE, SlotState.STORED)
 
 
 class Site:
@@ -104,7 +104,7 @@ def calls_of_a_save(site: Site, victim: int, base: Path) -> list[tuple[str, str]
     save(site.nodes, site.processes, NEW)
     found = [process.calls() for process in site.processes]
     assert newest(site.store) == NEW
-    assert candidates(site.store) == [NEW, OLD]
+    assert list_candidates(site.store) == [NEW, OLD]
     assert not list(site.folder.glob("memory*")), "memory is given back"
     return found[victim]
 
@@ -130,7 +130,7 @@ def killed_at(site: Site, victim: int, base: Path, point: Point) -> None:
     again = [node.again(NEXT) for node in site.nodes]
 
     def stored_again() -> None:
-        until(lambda: NEW in candidates(site.store), "what the ranks had filled is stored by the next writer")
+        until(lambda: NEW in list_candidates(site.store), "what the ranks had filled is stored by the next writer")
 
     site.processes[victim] = again[victim].start(site.folder)
     for number, process in enumerate(site.processes):
@@ -195,7 +195,7 @@ def test_a_run_that_ends_waits_for_no_share_that_was_lost_in_an_earlier_attempt(
         save(again, site.processes, NEXT)
         assert [process.ended_with for process in site.processes] == [0, 0]
         assert time.monotonic() - began < PATIENCE / 2
-        assert candidates(site.store) == [NEXT, OLD]
+        assert list_candidates(site.store) == [NEXT, OLD]
     finally:
         site.end()
 
@@ -260,7 +260,7 @@ def connection_of_a_dead_rank(node: Node, local: int) -> socket.socket:
     with ours, theirs:
         pid = os.fork()
         if pid == 0:
-            link = Link.connect(node.memory)
+            link = WriterLink.connect(node.memory)
             node.hello(link, local)
             socket.send_fds(theirs, [b"."], [link._peer.fileno()])
             os._exit(0)

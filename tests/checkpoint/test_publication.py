@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from everstep.checkpoint import folder
-from everstep.checkpoint.candidates import candidates, verify
-from everstep.checkpoint.errors import CheckpointError, Conflict
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.errors import CheckpointError, WriterConflict
 from everstep.checkpoint.publication import find_writer
 from everstep.checkpoint.store.base import open_store
 from tests.checkpoint.builders import key
@@ -35,7 +35,7 @@ def publishes(answer: Callable[[Any], None], source: Path, store: Path, point: P
     """A publisher in a process of its own, which gets the signal at a point of its calls in the store."""
     calls = Calls(store, point, number)
     try:
-        folder.save(open_store(store), key(5), source)
+        folder.save_folder(open_store(store), key(5), source)
         said = "saved"
     except CheckpointError as error:
         said = str(error)
@@ -45,9 +45,9 @@ def publishes(answer: Callable[[Any], None], source: Path, store: Path, point: P
 def read_committed(store: Path, into: Path) -> str:
     """Whose content is committed; "" where nothing is. It is good."""
     found = open_store(store)
-    for each in candidates(found):
-        verify(found, each)
-        folder.restore(found, into, step=each, replace=True)
+    for each in list_candidates(found):
+        verify_checkpoint(found, each)
+        folder.restore_folder(found, into, step=each, replace=True)
         return (into / "model").read_text()[:6].strip()
     return ""
 
@@ -91,9 +91,9 @@ def test_the_same_process_may_try_again_and_again_and_leaves_one_part(tmp_path: 
 
     for _ in range(3):
         with pytest.raises(CheckpointError, match="not now"):
-            folder.save(store, key(5), one, fenced=refuse)
-    folder.save(store, key(5), one)
+            folder.save_folder(store, key(5), one, fenced=refuse)
+    folder.save_folder(store, key(5), one)
     assert len([entry for entry in store.list(key(5).data_prefix) if entry.name.endswith(".part")]) == 1
     assert find_writer(store, key(5)).startswith(f"process {os.getpid()} on ")
-    with pytest.raises(Conflict, match=f"is already committed by process {os.getpid()} on "):
-        folder.save(store, key(5), one)
+    with pytest.raises(WriterConflict, match=f"is already committed by process {os.getpid()} on "):
+        folder.save_folder(store, key(5), one)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint import folder
-from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.candidates import list_candidates
 from everstep.checkpoint.errors import CheckpointError, StoreError
-from everstep.checkpoint.events import Event
+from everstep.checkpoint.events import CheckpointEvent
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.publisher import Publisher
 from everstep.checkpoint.store.base import Store, open_store
@@ -33,11 +33,11 @@ def watched(tmp_path: Path) -> Path:
 
 
 def steps(store: Store) -> list[int]:
-    return [each.step for each in candidates(store)]
+    return [each.step for each in list_candidates(store)]
 
 
 def restored(store: Store, into: Path) -> dict[str, str]:
-    folder.restore(store, into, replace=True)
+    folder.restore_folder(store, into, replace=True)
     return {str(path.relative_to(into)): path.read_text() for path in into.rglob("*") if path.is_file()}
 
 
@@ -91,7 +91,7 @@ def test_a_marker_says_nothing_of_what_was_written_after_it(store: Store, watche
 
 
 def test_a_marker_that_stays_too_old_is_told_once(store: Store, watched: Path) -> None:
-    told: list[Event] = []
+    told: list[CheckpointEvent] = []
     clock = Clock()
     publisher = Publisher(store, watched, marker="DONE", quiet=5, clock=clock, tell=told.append)
     (watched / "DONE").write_text("1")
@@ -120,7 +120,7 @@ def test_what_was_never_published_is_when_a_publisher_begins_unless_it_is_older(
     write(500, at=10**18 - 1)  # published and removed since, perhaps
     write(600, at=10**18 + 1)
     write(1500, at=10**18 + 2)
-    told: list[Event] = []
+    told: list[CheckpointEvent] = []
     again = Publisher(store, watched, quiet=0, each="checkpoint-*", tell=told.append)
     assert [manifest.key.step for manifest in again.poll()] == [600, 1500]
     assert [event.name for event in told] == ["skipped", "saved", "saved"]
@@ -157,14 +157,14 @@ def test_what_a_dead_publisher_has_published_is_not_published_again(
     assert Publisher(store, watched, quiet=0, each=each).poll() == []
     # On another machine, where it was restored.
     elsewhere = tmp_path / "elsewhere"
-    folder.restore(store, elsewhere if each is None else elsewhere / "checkpoint-7")
+    folder.restore_folder(store, elsewhere if each is None else elsewhere / "checkpoint-7")
     again = Publisher(store, elsewhere, quiet=0, each=each)
     assert again.poll() == []
     inner = elsewhere if each is None else elsewhere / "checkpoint-8"
     inner.mkdir(exist_ok=True)
     (inner / "model").write_text("2")
     (manifest,) = again.poll()
-    assert manifest.key == candidates(store)[0]
+    assert manifest.key == list_candidates(store)[0]
     assert steps(store) == ([8, 7] if each else [1, 0])
 
 
@@ -194,7 +194,7 @@ class Failing(PosixStore):
 
 
 def test_a_store_that_fails_for_a_while_gets_it_later(watched: Path, tmp_path: Path) -> None:
-    told: list[Event] = []
+    told: list[CheckpointEvent] = []
     (watched / "model").write_text("1")
     publisher = Publisher(Failing(tmp_path / "store", "manifests/"), watched, quiet=0, tell=told.append)
     assert publisher.poll() == []
@@ -207,7 +207,7 @@ def test_a_store_that_fails_for_a_while_gets_it_later(watched: Path, tmp_path: P
 def test_what_was_committed_is_published_whatever_fails_after_that(
     watched: Path, tmp_path: Path, each: str | None
 ) -> None:
-    told: list[Event] = []
+    told: list[CheckpointEvent] = []
     first = Key(Attempt(0, 1), 0 if each is None else 1)
     store = Failing(tmp_path / "store", first.data_prefix, ".part")
     publisher = Publisher(store, watched, quiet=0, each=each, keep_last=1, tell=told.append)
@@ -231,14 +231,14 @@ def test_a_commit_whose_answer_was_lost_is_seen_at_the_next_look(
     (inner / "model").write_text("1")
     publisher = Publisher(store, watched, quiet=0, each=each)
     assert publisher.poll() == []
-    assert [manifest.key for manifest in publisher.poll()] == candidates(store)
+    assert [manifest.key for manifest in publisher.poll()] == list_candidates(store)
     assert publisher.poll() == []
 
 
 def test_a_folder_that_changes_after_all_does_not_keep_the_next_from_being_published(
     store: Store, watched: Path, tmp_path: Path
 ) -> None:
-    told: list[Event] = []
+    told: list[CheckpointEvent] = []
     publisher = Publisher(store, watched, quiet=0, each="checkpoint-*", tell=told.append)
     (watched / "checkpoint-1").mkdir()
     for text in ("1", "changed"):
@@ -249,7 +249,7 @@ def test_a_folder_that_changes_after_all_does_not_keep_the_next_from_being_publi
     assert len(publisher.poll()) == 1
     assert [event.name for event in told] == ["saved", "failed", "saved"]
     assert told[1].key == told[0].key
-    folder.restore(store, tmp_path / "back", step=told[0].key)
+    folder.restore_folder(store, tmp_path / "back", step=told[0].key)
     assert (tmp_path / "back" / "model").read_text() == "1"
 
 

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 
 from everstep.checkpoint.adapters import background  # noqa: E402
 from everstep.checkpoint.adapters.published import Published  # noqa: E402
-from everstep.checkpoint.candidates import candidates, verify  # noqa: E402
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint  # noqa: E402
 from everstep.checkpoint.errors import StoreError  # noqa: E402
 from everstep.checkpoint.outcomes import SaveFailed  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
@@ -65,7 +65,7 @@ def written(folder: Path, step: int) -> Path:
 
 
 def steps(store: PosixStore) -> list[int]:
-    return [key.step for key in candidates(store)]
+    return [key.step for key in list_candidates(store)]
 
 
 def test_training_goes_on_while_a_folder_is_stored_and_its_end_waits(tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_a_step_that_is_reached_again_is_saved_as_that_of_a_later_attempt(tmp_pa
     saved(published, tmp_path / "out", 4, "after a restore")
     published.finish()
     assert newest_text(published, tmp_path) == "after a restore"
-    assert keys == sorted(set(keys)) == sorted(map(str, candidates(published.store)))
+    assert keys == sorted(set(keys)) == sorted(map(str, list_candidates(published.store)))
 
 
 def test_a_step_that_one_training_saves_twice_is_published_once_and_it_is_told(tmp_path: Path) -> None:
@@ -199,7 +199,7 @@ def test_a_publisher_whose_store_a_later_attempt_has_taken_over_commits_nothing(
     for published in (old, new):
         saved(published, tmp_path / "out", 4, "4")
         published.finish()
-    old._training.attempt = candidates(old.store)[-1].attempt
+    old._training.attempt = list_candidates(old.store)[-1].attempt
     saved(old, tmp_path / "out", 8, "8")
     with pytest.raises(SaveFailed, match="has taken over this store"):
         old.finish()
@@ -210,7 +210,7 @@ def test_a_kill_in_the_middle_loses_nothing_that_was_complete(tmp_path: Path) ->
     ranks.run(1, publish_and_die, tmp_path, dies=[0])
     store = PosixStore(tmp_path / "store")
     assert steps(store) == [1]
-    verify(store, candidates(store)[0])
+    verify_checkpoint(store, list_candidates(store)[0])
     assert ranks.run(1, newest_step, tmp_path) == ["checkpoint-1"]
     left = {each.name for each in (tmp_path / "out").iterdir()}
     assert left == {"checkpoint-1", "checkpoint-2"}, "what the dead publication held is gone"

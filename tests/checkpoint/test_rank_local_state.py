@@ -18,9 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from everstep.checkpoint import planning
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import shards
-from everstep.checkpoint.state.flat import flatten
+from everstep.checkpoint.state.flat import flatten_objects
 from everstep.checkpoint.state.kinds import PerRank, StateMismatch
-from everstep.checkpoint.state.memory import local
+from everstep.checkpoint.state.memory import get_local_tensor
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint import ranks
 
@@ -37,10 +37,10 @@ class OfShards(torch.optim.Optimizer):  # type: ignore[misc]
     def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for param in group["params"]:
-                here = local(param)
+                here = get_local_tensor(param)
                 if param.grad is not None and here.numel():
                     state = self.state[param]
-                    here.sub_(self.direction(state, here, local(param.grad)), alpha=group["lr"])
+                    here.sub_(self.direction(state, here, get_local_tensor(param.grad)), alpha=group["lr"])
                     state["step"] = state.get("step", torch.tensor(0.0)) + 1
 
     def direction(self, state: dict[str, Any], here: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
@@ -101,9 +101,9 @@ class Scaled(OfShards):
             state = self.state[param]
             if not state:
                 state["scale"], state["momentum"] = torch.tensor(1.0), torch.zeros_like(param)
-            state["scale"].add_(local(param.grad).square().sum())
+            state["scale"].add_(get_local_tensor(param.grad).square().sum())
             state["momentum"].mul_(0.9).add_(param.grad)
-            local(param).sub_(local(state["momentum"]) / state["scale"], alpha=0.01)
+            get_local_tensor(param).sub_(get_local_tensor(state["momentum"]) / state["scale"], alpha=0.01)
 
 
 class OfMesh(torch.optim.Optimizer):  # type: ignore[misc]
@@ -162,7 +162,7 @@ def sorted_state(optimizer: torch.optim.Optimizer) -> list[tuple[int, list[Any]]
 
 
 def content(tensor: torch.Tensor) -> bytes:
-    here = local(tensor.detach())
+    here = get_local_tensor(tensor.detach())
     return f"{type(tensor).__name__} {here.dtype} {list(here.shape)}".encode() + bytes(here.numpy().tobytes())
 
 
@@ -230,7 +230,7 @@ def first_plan(rank: int, is_own: bool) -> str:
     optimizer.step()
     objects = {"model": model, "optimizer": PerRank(optimizer) if is_own else optimizer}
     try:
-        planning.make(lambda: flatten(objects, rank=rank), rank, dist.group.WORLD, compare=True)
+        planning.make_save_plan(lambda: flatten_objects(objects, rank=rank), rank, dist.group.WORLD, compare=True)
     except CheckpointError as error:
         return str(error)
     return "planned"

@@ -13,7 +13,7 @@ import pytest
 pytest.importorskip("torch")
 import torch.distributed as dist
 
-from everstep.checkpoint.board import AgreementLost, Alone
+from everstep.checkpoint.board import AgreementLost, LocalKVStore
 from everstep.checkpoint.session import Checkpointer, SaveFailed
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, session, steps_in, train
@@ -163,7 +163,7 @@ def saves_many_times(rank: int, folder: Path) -> int:
             ckpt.save(step)
         ckpt.wait()
         board: Any = ckpt._board
-        return len(board._messages) + len(board._counts) if isinstance(board, Alone) else board._store.num_keys()
+        return len(board._messages) + len(board._counts) if isinstance(board, LocalKVStore) else board._store.num_keys()
 
 
 @pytest.mark.parametrize("world", [1, 2])

@@ -21,13 +21,13 @@ import torch.distributed as dist
 
 import everstep
 from everstep.checkpoint import control
-from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import ATTEMPTS, Attempt
-from everstep.checkpoint.save import Node
+from everstep.checkpoint.save import WriterConnection
 from everstep.checkpoint.session import Checkpointer, SaveFailed
 from everstep.checkpoint.slot_files import MEMORY_VARIABLE
-from everstep.checkpoint.slots import Slots, State
+from everstep.checkpoint.slots import Slots, SlotState
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, claim, steps_in, train
@@ -64,10 +64,10 @@ def pause(folder: Path, name: str) -> None:
     dist.barrier()
 
 
-def hold(node: Node, rank: int, moment: str, folder: Path) -> None:
+def hold(node: WriterConnection, rank: int, moment: str, folder: Path) -> None:
     """The next save stops at this moment."""
     tell = node.tell
-    link = control.Link.connect(node.directory)
+    link = control.WriterLink.connect(node.directory)
     writer = link.pid
     link.close()
     stops = moment == "filled" or (moment == "before commit" and rank == 1)
@@ -82,7 +82,7 @@ def hold(node: Node, rank: int, moment: str, folder: Path) -> None:
             os.kill(writer, signal.SIGSTOP)
         number = tell(verb, **fields)
         if moment == "before commit" and rank == 0:
-            stored = lambda: any(slot.state is State.STORED for slot in Slots(node.directory))  # noqa: E731
+            stored = lambda: any(slot.state is SlotState.STORED for slot in Slots(node.directory))  # noqa: E731
             until(stored, "node 0 has written its part", PATIENCE)
         if not (moment == "filling" and rank == 1):
             pause(folder, moment)
@@ -174,8 +174,8 @@ def test_a_live_run_saves_as_if_alone_whoever_reads_at_whatever_moment(folder: P
             assert (metrics["saved"], metrics["failed"]) == (len(MOMENTS), 0)
     assert steps_in(folder) == list(range(1, len(MOMENTS) + 1))
     store = PosixStore(folder / "store")
-    for key in candidates(store):
-        assert (verify(store, key).world, str(key.attempt)) == (2, "0000000001.0000000001")
+    for key in list_candidates(store):
+        assert (verify_checkpoint(store, key).world, str(key.attempt)) == (2, "0000000001.0000000001")
     # Its writers remove it, once the connections of their ranks have ended.
     until(lambda: not list(Path(folder / HERE).glob("everstep-*")), "the run has given its memory back", PATIENCE)
 
@@ -206,7 +206,7 @@ def test_a_run_on_another_machine_takes_over_and_the_old_one_commits_and_removes
         assert run(1, begins_to_save, folder, ELSEWHERE, False, timeout=PATIENCE) == ["saved"]
         (folder / "go take-over").touch()
         assert "attempt 0000000000.0000000002 has taken over this store" in training.result()[0]
-    found = [(key.attempt.generation, key.step) for key in candidates(PosixStore(folder / "store"))]
+    found = [(key.attempt.generation, key.step) for key in list_candidates(PosixStore(folder / "store"))]
     assert found == [(2, 3), (1, 2), (1, 1)]
 
 

@@ -25,7 +25,7 @@ from everstep.checkpoint import planning
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.replicas import checksum_tensors
 from everstep.checkpoint.session import Checkpointer
-from everstep.checkpoint.state.flat import Flat, flatten
+from everstep.checkpoint.state.flat import Flat, flatten_objects
 from everstep.checkpoint.state.kinds import FromRank, PerRank
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint import ranks
@@ -115,7 +115,9 @@ def statistics(rank: int) -> dict[str, Any]:
         for buffer in module.buffers():
             buffer.fill_(rank)
         try:
-            plan = planning.make(partial(flatten, objects, rank=rank), rank, dist.group.WORLD, compare=True)
+            plan = planning.make_save_plan(
+                partial(flatten_objects, objects, rank=rank), rank, dist.group.WORLD, compare=True
+            )
             found[name] = sorted(box.tensor for box in plan.boxes if "running" in box.tensor)
         except CheckpointError as error:
             found[name] = str(error)

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard  # noqa: E402
 from torch.distributed.tensor import DTensor  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
-from everstep.checkpoint.state.flat import flatten  # noqa: E402
+from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
@@ -62,7 +62,7 @@ def set_to(tensor: Any, full: Any) -> None:
 
 def whole(objects: dict[str, object]) -> dict[str, Any]:
     """All tensors unsharded, by name."""
-    flat = flatten(objects, rank=ranks.own_rank())
+    flat = flatten_objects(objects, rank=ranks.own_rank())
     return {
         name: (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
         for name, tensor in flat.tensors.items()

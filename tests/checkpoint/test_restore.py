@@ -19,12 +19,12 @@ from everstep.checkpoint import slot_marks  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError, Denied, RestoreFailed, StoreError  # noqa: E402
 from everstep.checkpoint.format import HEADER  # noqa: E402
 from everstep.checkpoint.keys import HINT, Key  # noqa: E402
-from everstep.checkpoint.leases import leases  # noqa: E402
+from everstep.checkpoint.leases import list_leases  # noqa: E402
 from everstep.checkpoint.restore import NoGoodCheckpoint  # noqa: E402
 from everstep.checkpoint.rng import Rng  # noqa: E402
 from everstep.checkpoint.slots import Claim, Slots  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank, StateMismatch  # noqa: E402
-from everstep.checkpoint.store.base import Entry  # noqa: E402
+from everstep.checkpoint.store.base import StoredObject  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.builders import newer  # noqa: E402
@@ -67,7 +67,7 @@ def test_where_nothing_was_saved_it_is_a_fresh_start(tmp_path: Path) -> None:
 
 def test_a_store_that_cannot_be_listed_is_no_fresh_start(tmp_path: Path) -> None:
     class Unreachable(PosixStore):
-        def list(self, prefix: str) -> Iterable[Entry]:  # type: ignore[override]
+        def list(self, prefix: str) -> Iterable[StoredObject]:  # type: ignore[override]
             raise StoreError("timed out", self.url, may_pass=True)
 
     with pytest.raises(StoreError, match=r"timed out"):
@@ -168,10 +168,10 @@ def test_a_checkpoint_that_vanishes_while_it_is_read_is_passed_over_for_what_is_
 def test_a_lease_is_held_while_a_checkpoint_is_read_and_given_back(tmp_path: Path) -> None:
     save_both(tmp_path / "store")
     seen: list[Key] = []
-    store = Watched(tmp_path / "store", lambda name, offset: seen.extend(key for key, _ in leases(store).values()))
+    store = Watched(tmp_path / "store", lambda name, offset: seen.extend(key for key, _ in list_leases(store).values()))
     touched(store, tmp_path)
     assert set(seen) == {NEW}
-    assert leases(store) == {}
+    assert list_leases(store) == {}
 
 
 def test_a_reader_that_may_not_write_reads_all_the_same(tmp_path: Path) -> None:

@@ -204,7 +204,7 @@ def test_slots_that_a_writer_removes_while_a_restore_looks_at_them_are_no_error(
     def vanish(*_: Any, **__: Any) -> None:
         raise FileNotFoundError(2, "No such file or directory", "slots")
 
-    monkeypatch.setattr(restore, "mine", vanish)
+    monkeypatch.setattr(restore, "make_proposal", vanish)
     with session(tmp_path) as ckpt:
         assert ckpt.restore(model=model).step == 3
 

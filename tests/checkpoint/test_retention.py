@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.candidates import list_candidates
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.leases import Lease, lease, leases
-from everstep.checkpoint.retention import plan, prune
+from everstep.checkpoint.leases import CheckpointLease, hold_lease, list_leases
+from everstep.checkpoint.retention import plan_retention, prune_store
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint.builders import Training, is_good, key, load, newer
@@ -29,56 +29,56 @@ def steps(keys: list[Key]) -> list[int]:
 
 def test_the_last_ones_are_kept() -> None:
     keys = [key(step) for step in (10, 20, 30, 40)]
-    assert steps(plan(keys, (), {key(30), key(40)}, keep_last=2)) == [10, 20]
+    assert steps(plan_retention(keys, (), {key(30), key(40)}, keep_last=2)) == [10, 20]
 
 
 def test_multiples_are_kept() -> None:
     keys = [key(step) for step in (50, 100, 150, 200, 250)]
-    assert steps(plan(keys, (), {key(250)}, keep_last=1, keep_every=100)) == [50, 150]
+    assert steps(plan_retention(keys, (), {key(250)}, keep_last=1, keep_every=100)) == [50, 150]
 
 
 def test_of_a_multiple_whose_later_one_is_not_verified_both_are_kept() -> None:
     keys = [key(100, 1), key(100, 2), key(150, 2)]
-    assert plan(keys, (), {key(100, 1), key(150, 2)}, keep_last=1, keep_every=100) == []
+    assert plan_retention(keys, (), {key(100, 1), key(150, 2)}, keep_last=1, keep_every=100) == []
 
 
 def test_what_is_not_verified_counts_for_nothing() -> None:
     """Three are to stay: the newest three are not all good, so an older good one stays as the third."""
     keys = [key(step) for step in (10, 20, 30, 40, 50)]
-    assert steps(plan(keys, (), {key(20), key(30), key(50)}, keep_last=3)) == [10]
-    assert plan(keys, (), {key(30), key(50)}, keep_last=3) == []
+    assert steps(plan_retention(keys, (), {key(20), key(30), key(50)}, keep_last=3)) == [10]
+    assert plan_retention(keys, (), {key(30), key(50)}, keep_last=3) == []
 
 
 def test_of_a_multiple_that_two_attempts_saved_the_later_is_kept() -> None:
     keys = [key(100, 1), key(100, 2), key(150, 2)]
-    assert plan(keys, (), {key(150, 2)}, keep_last=1, keep_every=100) == [key(100, 1)]
+    assert plan_retention(keys, (), {key(150, 2)}, keep_last=1, keep_every=100) == [key(100, 1)]
 
 
 def test_nothing_goes_before_something_newer_was_verified() -> None:
     keys = [key(step) for step in (10, 20, 30)]
-    assert plan(keys, (), (), keep_last=1) == []
-    assert plan(keys, (), {key(10)}, keep_last=1) == []
-    assert steps(plan(keys, (), {key(20)}, keep_last=1)) == [10]
+    assert plan_retention(keys, (), (), keep_last=1) == []
+    assert plan_retention(keys, (), {key(10)}, keep_last=1) == []
+    assert steps(plan_retention(keys, (), {key(20)}, keep_last=1)) == [10]
 
 
 def test_what_was_verified_and_is_gone_counts_for_nothing() -> None:
-    assert plan([key(10), key(20)], (), {key(30)}, keep_last=1) == []
+    assert plan_retention([key(10), key(20)], (), {key(30)}, keep_last=1) == []
 
 
 def test_what_is_read_stays() -> None:
-    assert steps(plan([key(10), key(20), key(30)], {key(10)}, {key(30)}, keep_last=1)) == [20]
+    assert steps(plan_retention([key(10), key(20), key(30)], {key(10)}, {key(30)}, keep_last=1)) == [20]
 
 
 def test_keeping_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="keep_last"):
-        plan([], (), (), keep_last=0)
+        plan_retention([], (), (), keep_last=0)
 
 
 @given(some_keys, some_keys, some_keys, st.integers(1, 4), st.none() | st.integers(1, 5))
 def test_whatever_goes_something_newer_and_verified_stays(
     keys: set[Key], leased: set[Key], verified: set[Key], keep_last: int, keep_every: int | None
 ) -> None:
-    removed = plan(keys, leased, verified, keep_last, keep_every)
+    removed = plan_retention(keys, leased, verified, keep_last, keep_every)
     good = verified & keys
     assert set(removed) <= keys - leased
     assert all(one < other for one, other in pairwise(removed))
@@ -90,8 +90,8 @@ def test_whatever_goes_something_newer_and_verified_stays(
 def test_pruned_checkpoints_leave_nothing(store: Store) -> None:
     for step in (10, 20, 30):
         training.save(store, key(step))
-    assert prune(store, {key(20), key(30)}, keep_last=2).removed == (key(10),)
-    assert candidates(store) == [key(30), key(20)]
+    assert prune_store(store, {key(20), key(30)}, keep_last=2).removed == (key(10),)
+    assert list_candidates(store) == [key(30), key(20)]
     assert not list(store.list(key(10).data_prefix))
     assert is_good(training, load(store))
 
@@ -100,8 +100,8 @@ def test_what_another_version_wrote_is_not_removed(store: Store) -> None:
     for step in (10, 20, 30):
         training.save(store, key(step))
     store.replace(key(20).manifest_name, newer(store.read(key(20).manifest_name)))
-    assert prune(store, {key(30)}, keep_last=1).removed == (key(10),)
-    assert candidates(store) == [key(30), key(20)]
+    assert prune_store(store, {key(30)}, keep_last=1).removed == (key(10),)
+    assert list_candidates(store) == [key(30), key(20)]
     assert len(list(store.list(key(20).data_prefix))) == 6
 
 
@@ -109,7 +109,7 @@ def test_a_prune_that_died_is_finished_by_the_next(store: Store) -> None:
     training.save(store, key(10))
     training.save(store, key(20))
     store.delete([key(10).manifest_name])
-    done = prune(store, {key(20)}, keep_last=1, sweep_after=10, clock=lambda: time.time() + 100)
+    done = prune_store(store, {key(20)}, keep_last=1, sweep_after=10, clock=lambda: time.time() + 100)
     assert done.leftovers == (key(10),)
     assert not list(store.list(key(10).data_prefix))
 
@@ -123,11 +123,11 @@ def test_leftovers_of_dead_saves_go_when_they_are_old_and_a_greater_one_is_good(
     def kept() -> set[Key]:
         return {Key.of_data(entry.name) for entry in store.list("data/")}
 
-    prune(store, {key(20)}, keep_last=1, sweep_after=3600, clock=lambda: later)
+    prune_store(store, {key(20)}, keep_last=1, sweep_after=3600, clock=lambda: later)
     assert kept() == {key(10), key(20), key(30)}
-    prune(store, (), keep_last=1, sweep_after=10, clock=lambda: later)
+    prune_store(store, (), keep_last=1, sweep_after=10, clock=lambda: later)
     assert kept() == {key(10), key(20), key(30)}
-    assert prune(store, {key(20)}, keep_last=1, sweep_after=10, clock=lambda: later).leftovers == (key(10),)
+    assert prune_store(store, {key(20)}, keep_last=1, sweep_after=10, clock=lambda: later).leftovers == (key(10),)
     assert kept() == {key(20), key(30)}
 
 
@@ -135,7 +135,7 @@ def test_temporary_files_of_dead_writers_go(tmp_path: Path) -> None:
     store = PosixStore(tmp_path)
     training.save(store, key(20))
     (tmp_path / "manifests" / ".new-0123456789abcdef").touch()
-    assert prune(store, {key(20)}, keep_last=1, sweep_after=10, clock=lambda: time.time() + 100).swept == 1
+    assert prune_store(store, {key(20)}, keep_last=1, sweep_after=10, clock=lambda: time.time() + 100).swept == 1
     assert is_good(training, load(store))
 
 
@@ -146,15 +146,15 @@ def test_what_is_leased_survives_until_the_lease_expires(store: Store) -> None:
     for step in (10, 20, 30):
         training.save(store, key(step))
     now = time.time()
-    with lease(store, key(10), seconds=60):
-        assert prune(store, {key(30)}, keep_last=1, clock=lambda: now + 30).removed == (key(20),)
-        assert prune(store, {key(30)}, keep_last=1, clock=lambda: now + 90).removed == (key(10),)
-    assert leases(store) == {}
+    with hold_lease(store, key(10), seconds=60):
+        assert prune_store(store, {key(30)}, keep_last=1, clock=lambda: now + 30).removed == (key(20),)
+        assert prune_store(store, {key(30)}, keep_last=1, clock=lambda: now + 90).removed == (key(10),)
+    assert list_leases(store) == {}
 
 
 def test_a_lease_is_renewed(store: Store) -> None:
     now = 1000.0
-    held = Lease(store, key(10), seconds=60, clock=lambda: now)
+    held = CheckpointLease(store, key(10), seconds=60, clock=lambda: now)
     now = 1059.0
     held.renew()
     now = 1100.0
@@ -172,16 +172,16 @@ def test_a_wrong_clock_of_who_reads_or_of_who_removes_harms_nobody(
         training.save(store, key(step))
     training.write(store, key(25), 0)  # somebody copies it here at this moment
     monkeypatch.setattr(time, "time", lambda: right() + 3600 * hours)
-    with lease(store, key(10)):
+    with hold_lease(store, key(10)):
         monkeypatch.setattr(time, "time", right)
-        assert prune(store, {key(30)}, keep_last=2).removed == ()
-    with lease(store, key(10)):
+        assert prune_store(store, {key(30)}, keep_last=2).removed == ()
+    with hold_lease(store, key(10)):
         monkeypatch.setattr(time, "time", lambda: right() + 3600 * hours)
-        done = prune(store, {key(30)}, keep_last=1)
+        done = prune_store(store, {key(30)}, keep_last=1)
     assert (done.removed, done.leftovers, done.swept) == ((key(20),), (), 0)
-    assert prune(store, {key(30)}, keep_last=1).removed == (key(10),)
+    assert prune_store(store, {key(30)}, keep_last=1).removed == (key(10),)
     assert {Key.of_data(entry.name) for entry in store.list("data/")} == {key(25), key(30)}
-    assert leases(store) == {}
+    assert list_leases(store) == {}
     assert not list(store.list("leases/"))
 
 
@@ -190,7 +190,7 @@ def test_a_lease_that_cannot_be_read_holds_nothing_and_goes(store: Store) -> Non
     training.save(store, key(20))
     for number, content in enumerate((b"", b"[]", b"{}", b'{"attempt": 1, "step": 2, "expires": 3}', b"\xff")):
         store.replace(f"leases/{number}.json", content)
-    assert leases(store) == {}
-    assert prune(store, {key(20)}, keep_last=1).removed == (key(10),)
-    prune(store, {key(20)}, keep_last=1, sweep_after=10, clock=lambda: time.time() + 100)
+    assert list_leases(store) == {}
+    assert prune_store(store, {key(20)}, keep_last=1).removed == (key(10),)
+    prune_store(store, {key(20)}, keep_last=1, sweep_after=10, clock=lambda: time.time() + 100)
     assert not list(store.list("leases/"))

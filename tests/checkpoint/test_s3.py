@@ -15,8 +15,8 @@ from everstep.checkpoint.errors import StoreError
 from everstep.checkpoint.store.base import open_store
 from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.store.s3 import S3Store
-from everstep.checkpoint.store.s3_client import Place
-from everstep.checkpoint.store.s3_upload import part_size_for, split
+from everstep.checkpoint.store.s3_client import S3Location
+from everstep.checkpoint.store.s3_upload import part_size_for, split_parts
 from tests.checkpoint.faults import Fault, FaultProxy, Request, nth
 from tests.checkpoint.s3_server import BUCKET, S3Server
 
@@ -28,19 +28,19 @@ QUICK = Retry(first=0.001, longest=0.01)
 @pytest.mark.parametrize(
     ("url", "place"),
     [
-        ("s3://bucket", Place("bucket", "")),
-        ("s3://bucket/", Place("bucket", "")),
-        ("s3://bucket/a/b", Place("bucket", "a/b/")),
-        ("s3://bucket//a//b/", Place("bucket", "a/b/")),
+        ("s3://bucket", S3Location("bucket", "")),
+        ("s3://bucket/", S3Location("bucket", "")),
+        ("s3://bucket/a/b", S3Location("bucket", "a/b/")),
+        ("s3://bucket//a//b/", S3Location("bucket", "a/b/")),
         (
             "s3://bucket/run?endpoint=https://minio.example:9000&region=eu-1&profile=me",
-            Place("bucket", "run/", "https://minio.example:9000", "eu-1", "me"),
+            S3Location("bucket", "run/", "https://minio.example:9000", "eu-1", "me"),
         ),
     ],
 )
-def test_a_url_says_where_a_store_is(url: str, place: Place) -> None:
-    assert Place.parse(url) == place
-    assert Place.parse(place.url) == place
+def test_a_url_says_where_a_store_is(url: str, place: S3Location) -> None:
+    assert S3Location.parse(url) == place
+    assert S3Location.parse(place.url) == place
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def test_a_url_says_where_a_store_is(url: str, place: Place) -> None:
 )
 def test_a_url_that_says_something_else_is_refused(url: str, why: str) -> None:
     with pytest.raises(ValueError, match=re.escape(why)):
-        Place.parse(url)
+        S3Location.parse(url)
 
 
 def test_an_unknown_profile_is_said_at_once() -> None:
@@ -66,7 +66,7 @@ def test_parts_are_what_was_given_in_other_portions() -> None:
     data = bytes(range(250)) * 4
     pieces = [memoryview(data)[start : start + 170] for start in range(0, len(data), 170)]
     for size in (1, 7, 170, 999, 1000, 5000):
-        parts = list(split(pieces, len(data), size))
+        parts = list(split_parts(pieces, len(data), size))
         assert b"".join(parts) == data
         assert {len(part) for part in parts[:-1]} <= {size}
         assert 0 < len(parts[-1]) <= size
@@ -161,7 +161,7 @@ class TestServer:
         self, s3_url: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         store = S3Store(s3_url, retry=Retry(tries=2, first=0))
-        monkeypatch.setattr("everstep.checkpoint.store.s3.crc32c", lambda _: "AAAAAA==")
+        monkeypatch.setattr("everstep.checkpoint.store.s3.compute_crc32c_base64", lambda _: "AAAAAA==")
         with pytest.raises(StoreError, match="BadDigest") as caught:
             store.put(PART, [b"abc"], 3)
         assert caught.value.may_pass

@@ -14,7 +14,7 @@ pytest.importorskip("torch")
 import torch
 
 import everstep
-from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import Missing
 from everstep.checkpoint.session import SaveFailed
 from everstep.checkpoint.store.base import open_store
@@ -77,12 +77,12 @@ def test_a_run_survives_a_store_that_fails_now_and_then(s3_url: str, proxy: Faul
     first = run(2, train, url, tmp_path / "first", 4, timeout=120)
     assert [(start, failed) for start, _, failed in first] == [(0, []), (0, [])]
     store = open_store(s3_url)
-    newest, *older = candidates(store)
+    newest, *older = list_candidates(store)
     assert newest.step == 4
-    verify(store, newest)
+    verify_checkpoint(store, newest)
     for key in older:
         with contextlib.suppress(Missing):  # the writer still removes what is not kept
-            verify(store, key)
+            verify_checkpoint(store, key)
     # On other machines: nothing is left in memory there.
     second = run(2, train, url, tmp_path / "second", 5, timeout=120)
     assert [(start, found) for start, found, _ in second] == [(4, 4.0), (4, 4.0)]
@@ -105,12 +105,12 @@ def test_a_store_that_is_gone_ends_no_training_and_leaves_the_last_good_one(
     ends = run(2, train_until_it_is_told, url, tmp_path / "second", 5, timeout=240)
     assert all(isinstance(end, str) for end in ends), ends
     store = open_store(s3_url)
-    newest = candidates(store)[0]
+    newest = list_candidates(store)[0]
     assert 2 < newest.step < 5
-    verify(store, newest)
+    verify_checkpoint(store, newest)
     proxy.begin()
     # The writer is still there, and stores what it has as soon as it can.
-    until(lambda: candidates(store)[0].step == 5, "step 5 in the store")
+    until(lambda: list_candidates(store)[0].step == 5, "step 5 in the store")
     third = run(2, train, url, tmp_path / "third", 6, timeout=120)
     assert [(start, found) for start, found, _ in third] == [(5, 5.0), (5, 5.0)]
 
@@ -143,6 +143,6 @@ def test_a_store_that_is_unavailable_during_the_last_save_has_it_when_it_is_back
         assert (metrics["saved"], metrics["failed"]) == (2, 0)
     assert (tmp_path / "it is known").exists()
     store = open_store(s3_url)
-    newest = candidates(store)[0]
+    newest = list_candidates(store)[0]
     assert newest.step == 2
-    verify(store, newest)
+    verify_checkpoint(store, newest)

@@ -23,11 +23,11 @@ from everstep.checkpoint import planning
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import ALIGN, HEADER
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.planning import Plan
+from everstep.checkpoint.planning import WritePlan
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Host
-from everstep.checkpoint.state.flat import flatten, of_optimizers
+from everstep.checkpoint.state.flat import flatten_objects, of_optimizers
 from everstep.checkpoint.topology import Topology
 from tests.checkpoint.ranks import run
 
@@ -46,13 +46,13 @@ def trained(module: torch.nn.Module) -> tuple[torch.nn.Module, torch.optim.Optim
     return module, optimizer
 
 
-def plan_of(objects: dict[str, object], rank: int, world: int) -> tuple[Plan, dict[str, torch.Tensor]]:
-    flat = flatten(objects, rank=rank)
+def plan_of(objects: dict[str, object], rank: int, world: int) -> tuple[WritePlan, dict[str, torch.Tensor]]:
+    flat = flatten_objects(objects, rank=rank)
     group = dist.group.WORLD if world > 1 else None
-    return planning.make(lambda: flat, rank, group), flat.tensors
+    return planning.make_save_plan(lambda: flat, rank, group), flat.tensors
 
 
-def written(plan: Plan) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
+def written(plan: WritePlan) -> list[tuple[str, tuple[int, ...], tuple[int, ...]]]:
     return [(box.tensor, box.offsets, box.sizes) for box in plan.boxes]
 
 
@@ -133,7 +133,7 @@ def test_a_shard_that_is_the_whole_tensor_is_copied_from_its_own_memory(world: i
 
 def test_a_tensor_without_memory_of_its_own_is_refused_by_name() -> None:
     with pytest.raises(CheckpointError, match="a TwoTensor, which has no memory"):
-        flatten({"odd": TwoTensor(torch.ones(4), torch.ones(4))}, rank=0)
+        flatten_objects({"odd": TwoTensor(torch.ones(4), torch.ones(4))}, rank=0)
 
 
 def disagreeing(rank: int, world: int) -> str:
@@ -142,7 +142,7 @@ def disagreeing(rank: int, world: int) -> str:
         tensors["b"] = torch.ones(2).to_sparse()
     group = dist.group.WORLD
     with pytest.raises(CheckpointError) as caught:
-        planning.make(lambda: flatten(tensors, rank=rank), rank, group)
+        planning.make_save_plan(lambda: flatten_objects(tensors, rank=rank), rank, group)
     return str(caught.value)
 
 
@@ -176,8 +176,8 @@ def test_a_part_begins_with_its_header_and_shards_are_aligned() -> None:
 def test_another_layout_is_seen(change: Any) -> None:
     state = {"a": torch.ones(2), "b": torch.ones(3)}
     plan, _ = plan_of(dict(state), 0, 1)
-    assert planning.signature({name: tensor + 1 for name, tensor in state.items()}) == plan.signature
-    assert planning.signature(change(state)) != plan.signature
+    assert planning.compute_signature({name: tensor + 1 for name, tensor in state.items()}) == plan.signature
+    assert planning.compute_signature(change(state)) != plan.signature
 
 
 SOURCES = [

@@ -19,9 +19,9 @@ import torch
 
 from everstep.checkpoint import control
 from everstep.checkpoint.attempts import AttemptTaken, Superseded
-from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.events import Event
+from everstep.checkpoint.events import CheckpointEvent
 from everstep.checkpoint.session import SaveFailed
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.posix import PosixStore
@@ -84,7 +84,7 @@ def test_an_error_in_the_script_is_not_delayed_and_what_was_filled_is_still_save
 
 @pytest.mark.parametrize("code", [None, 0])
 def test_a_script_that_exits_well_waits_for_the_last_commit(folder: Path, code: int | None) -> None:
-    told: list[Event] = []
+    told: list[CheckpointEvent] = []
 
     def script() -> None:
         with session(folder) as ckpt:
@@ -116,7 +116,7 @@ def test_a_script_that_exits_because_it_failed_waits_for_nothing(folder: Path) -
         with session(folder) as ckpt:
             ckpt.track(model=Model())
             claim(ckpt)
-            link = control.Link.connect(folder / "memory")
+            link = control.WriterLink.connect(folder / "memory")
             pid = link.pid
             link.close()
             ckpt.save(10)
@@ -193,7 +193,7 @@ def test_a_deadline_that_cannot_be_met_is_told_beforehand(folder: Path) -> None:
 
 def test_a_save_that_is_asked_for_and_cannot_be_there_in_time_is_not_begun(folder: Path) -> None:
     model = Model()
-    told: list[Event] = []
+    told: list[CheckpointEvent] = []
     with session(folder, every="1h") as ckpt:
         ckpt.on("stalled", told.append)
         ckpt.track(model=model)
@@ -211,7 +211,7 @@ def test_a_save_that_is_asked_for_waits_for_an_earlier_one_while_training_goes_o
     with session(folder, every="1h") as ckpt:
         ckpt.track(model=model)
         node = claim(ckpt)
-        link = control.Link.connect(folder / "memory")
+        link = control.WriterLink.connect(folder / "memory")
         tell = node.tell
 
         def stopped(verb: str, **fields: Any) -> int:
@@ -279,7 +279,7 @@ def test_the_same_step_is_not_saved_twice(folder: Path) -> None:
 
 def test_a_state_that_changes_its_layout_is_planned_again(folder: Path) -> None:
     state: dict[str, Any] = {"a": torch.ones(10)}
-    failures: list[Event] = []
+    failures: list[CheckpointEvent] = []
     with session(folder, every_steps=1, policy="wait", keep_last=10) as ckpt:
         ckpt.on("failed", failures.append)
         ckpt.track(state=state)
@@ -289,12 +289,15 @@ def test_a_state_that_changes_its_layout_is_planned_again(folder: Path) -> None:
             ckpt.step(step)
     assert failures == []
     assert steps_in(folder) == [1, 2, 3, 4]
-    assert "state.b" in verify(PosixStore(folder / "store"), candidates(PosixStore(folder / "store"))[0]).tensors
+    assert (
+        "state.b"
+        in verify_checkpoint(PosixStore(folder / "store"), list_candidates(PosixStore(folder / "store"))[0]).tensors
+    )
 
 
 def test_a_state_that_finds_no_room_costs_its_own_saves_alone(folder: Path) -> None:
     state: dict[str, Any] = {"a": torch.ones(10)}
-    failures: list[Event] = []
+    failures: list[CheckpointEvent] = []
     with session(folder, every_steps=1, policy="wait", keep_last=10) as ckpt:
         ckpt.on("failed", failures.append)
         ckpt.track(state=state)
@@ -324,7 +327,7 @@ def test_room_for_what_an_optimizer_will_hold_is_asked_for_at_the_start(folder: 
 
 def test_a_store_that_fails_ends_no_training_but_is_told_at_the_end(folder: Path) -> None:
     model = Model()
-    failures: list[Event] = []
+    failures: list[CheckpointEvent] = []
     ckpt = session(folder)
     ckpt.on("failed", failures.append)
     ckpt.track(model=model)
@@ -339,16 +342,16 @@ def test_a_store_that_fails_ends_no_training_but_is_told_at_the_end(folder: Path
 def test_a_writer_that_is_killed_before_it_has_made_the_memory_is_replaced(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    hello = control.Link.hello
+    hello = control.WriterLink.hello
     killed: list[int] = []
 
-    def greet_and_kill(link: control.Link, *what: Any) -> None:
+    def greet_and_kill(link: control.WriterLink, *what: Any) -> None:
         hello(link, *what)
         if not killed:
             killed.append(link.pid)
             os.kill(link.pid, signal.SIGKILL)
 
-    monkeypatch.setattr(control.Link, "hello", greet_and_kill)
+    monkeypatch.setattr(control.WriterLink, "hello", greet_and_kill)
     with session(folder) as ckpt:
         ckpt.track(model=Model())
         ckpt.save(1)
@@ -362,7 +365,7 @@ def test_a_killed_writer_is_replaced_and_loses_nothing(folder: Path) -> None:
         ckpt.track(model=model)
         train(ckpt, model, 10)
         ckpt.wait()
-        link = control.Link.connect(folder / "memory")
+        link = control.WriterLink.connect(folder / "memory")
         pid = link.pid
         link.close()
         os.kill(pid, signal.SIGKILL)
@@ -409,7 +412,7 @@ def test_a_second_job_with_the_same_attempt_is_refused(folder: Path, monkeypatch
 
 
 def test_a_callback_that_raises_ends_nothing(folder: Path) -> None:
-    def careless(event: Event) -> None:
+    def careless(event: CheckpointEvent) -> None:
         raise RuntimeError("careless")
 
     with session(folder) as ckpt:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from everstep.checkpoint import control
 from everstep.checkpoint.board import AgreementLost
-from everstep.checkpoint.candidates import candidates, verify
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import HINT
 from everstep.checkpoint.session import SaveFailed
@@ -77,7 +77,9 @@ def test_other_objects_may_be_named_while_all_ranks_go_on_together(folder: Path)
     assert run(2, tracks_anew, folder) == [[], []]
     assert steps_in(folder) == [5, 6, 10, 11]
     store = PosixStore(folder / "store")
-    named = [{name.partition(".")[0] for name in verify(store, key).tensors} for key in candidates(store)]
+    named = [
+        {name.partition(".")[0] for name in verify_checkpoint(store, key).tensors} for key in list_candidates(store)
+    ]
     own = {"rank"}  # the generators
     assert [each - own for each in named] == [{"model", "state"}, {"model", "state"}, {"state"}, {"state"}]
 
@@ -101,7 +103,7 @@ def test_two_ranks_save_together_on_one_node_or_two(folder: Path, nodes: int) ->
         assert steps == [5, 10]
         assert told == ["5", "10"]
     store = PosixStore(folder / "store")
-    manifest = verify(store, candidates(store)[0])
+    manifest = verify_checkpoint(store, list_candidates(store)[0])
     assert (manifest.world, manifest.nodes, len(manifest.parts)) == (2, nodes, 2)
     assert {f"rank.{rank}.rng" for rank in (0, 1)} <= {".".join(name.split(".")[:3]) for name in manifest.values}
 
@@ -131,7 +133,7 @@ def test_a_state_that_grows_is_saved_at_every_step_by_a_plan_that_all_ranks_make
     assert run(2, grows, folder, grow, []) == [[], []]
     assert steps_in(folder) == [1, 2, 3, 4]
     store = PosixStore(folder / "store")
-    found = ["state.new" in verify(store, key).tensors for key in sorted(candidates(store))]
+    found = ["state.new" in verify_checkpoint(store, key).tensors for key in sorted(list_candidates(store))]
     assert found == [False, True, True, True]
 
 
@@ -161,7 +163,7 @@ def test_ranks_that_are_killed_right_after_the_copy_lose_nothing(folder: Path) -
     while steps_in(folder) != [5]:
         assert time.monotonic() < until
         time.sleep(0.01)
-    verify(PosixStore(folder / "store"), candidates(PosixStore(folder / "store"))[0])
+    verify_checkpoint(PosixStore(folder / "store"), list_candidates(PosixStore(folder / "store"))[0])
 
 
 def killed_before_filling(rank: int, folder: Path, saves: int) -> str:
@@ -198,7 +200,7 @@ def writer_is_killed_in_the_last_save(rank: int, folder: Path) -> None:
         ckpt.track(model=Model())
         node = claim(ckpt)
         if rank == 1:
-            link = control.Link.connect(memory)
+            link = control.WriterLink.connect(memory)
             tell = node.tell
 
             def unheard(verb: str, **fields: Any) -> int:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from benchmarks.checkpoint.planning import Planned, layout_of_rank, plan_ranks
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import HEADER, aligned, itemsize
+from everstep.checkpoint.format import HEADER, align_offset, get_itemsize
 from everstep.checkpoint.layouts import LayoutNames, Ownership, RankLayout, box_of_span, span_of_box
-from everstep.checkpoint.plan_coordinator import PlanCoordinator, RankMessages, fingerprint
+from everstep.checkpoint.plan_coordinator import PlanCoordinator, RankMessages, fingerprint_model
 
 Held = tuple[
     str, str, tuple[int, ...], tuple[int, ...], tuple[int, ...], Ownership
@@ -116,7 +116,7 @@ def test_every_element_is_written_once_by_a_rank_that_holds_it(ranks: list[list[
             key = f"{rank} {name}" if claim is Ownership.OWN else name
             marks = counts.setdefault(key, np.zeros(shape, int))
             marks[tuple(slice(low, high) for low, high in ranges)] += 1
-            size = aligned(size) + bytes_of((name, dtype, shape, ranges, claim))
+            size = align_offset(size) + bytes_of((name, dtype, shape, ranges, claim))
         assert planned.shares[0].sizes[rank] == size
     for rank, held in enumerate(ranks):
         for name, _, shape, _, _, claim in held:
@@ -130,7 +130,7 @@ def bytes_of(each: Written) -> int:
     _, dtype, shape, ranges, _ = each
     if 0 in shape:
         return 0
-    return int(np.prod([high - low for low, high in ranges], dtype=int)) * itemsize(dtype)
+    return int(np.prod([high - low for low, high in ranges], dtype=int)) * get_itemsize(dtype)
 
 
 @settings(max_examples=60, deadline=None)
@@ -237,8 +237,8 @@ def test_planning_for_512_ranks_stays_small_and_grows_as_the_ranks_do(spread: An
 
 def test_a_fingerprint_tells_models_apart_and_not_the_order_of_their_names() -> None:
     kinds = {"a": ("float32", (2, 3)), "b": ("float32", (3,))}
-    assert fingerprint(kinds) == fingerprint(dict(reversed(kinds.items())))
-    assert fingerprint(kinds) != fingerprint(kinds | {"b": ("float32", (4,))})
+    assert fingerprint_model(kinds) == fingerprint_model(dict(reversed(kinds.items())))
+    assert fingerprint_model(kinds) != fingerprint_model(kinds | {"b": ("float32", (4,))})
 
 
 def test_a_layout_comes_back_from_its_bytes() -> None:

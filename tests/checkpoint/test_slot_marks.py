@@ -10,7 +10,7 @@ import pytest
 from everstep.checkpoint import slot_marks
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import HEADER
-from everstep.checkpoint.slots import Claim, Slot, State
+from everstep.checkpoint.slots import Claim, Slot, SlotState
 from tests.checkpoint.builders import key
 from tests.checkpoint.writers import Node, Site, until
 
@@ -82,7 +82,7 @@ def test_a_slot_that_is_read_cannot_be_claimed(site: Site) -> None:
             slot.claim(Claim(key(20), 2, 0, 1))
         assert is_marked(slot)
     slot.claim(Claim(key(20), 2, 0, 1))
-    assert slot.state is State.FILLING
+    assert slot.state is SlotState.FILLING
 
 
 def test_a_verification_ends_when_somebody_comes(site: Site) -> None:

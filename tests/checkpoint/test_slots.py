@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint import room
-from everstep.checkpoint.checksum import digest
+from everstep.checkpoint.checksum import compute_checksum
 from everstep.checkpoint.errors import CheckpointError, Missing
-from everstep.checkpoint.persist import GivenUp, Mappings, Progress, sum_slot
-from everstep.checkpoint.room import NoRoom
-from everstep.checkpoint.slots import COPIES, Claim, Slot, Slots, State, default_directory
+from everstep.checkpoint.persist import GivenUp, Mappings, SaveProgress, sum_slot
+from everstep.checkpoint.room import InsufficientMemory
+from everstep.checkpoint.slots import COPIES, Claim, Slot, Slots, SlotState, default_directory
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill, layout
 from tests.checkpoint.writers import until
@@ -35,7 +35,7 @@ def slots(tmp_path: Path) -> Iterator[Slots]:
 
 def summed(slots: Slots, number: int) -> None:
     with ThreadPoolExecutor(2) as pool:
-        sum_slot(slots, slots[number], Mappings(), pool, Progress())
+        sum_slot(slots, slots[number], Mappings(), pool, SaveProgress())
 
 
 def test_a_slot_goes_from_empty_to_stored(slots: Slots) -> None:
@@ -44,13 +44,13 @@ def test_a_slot_goes_from_empty_to_stored(slots: Slots) -> None:
     slot.claim(Claim(key(10), 2, 0, 1))
     seen.append(slot.state)
     fill(slots, 0, key(10), 0, SIZES[0])
-    assert slot.state is State.FILLING  # the other rank is not done
+    assert slot.state is SlotState.FILLING  # the other rank is not done
     fill(slots, 0, key(10), 1, SIZES[1])
     seen.append(slot.state)
     summed(slots, 0)
     seen.append(slot.state)
     slot.store(key(10))
-    assert [*seen, slot.state] == list(State)
+    assert [*seen, slot.state] == list(SlotState)
 
 
 def test_the_node_manifest_speaks_of_the_very_bytes(slots: Slots) -> None:
@@ -64,7 +64,7 @@ def test_the_node_manifest_speaks_of_the_very_bytes(slots: Slots) -> None:
     assert len(chunks) == 2
     for chunk in chunks:
         there = data[chunk.part][chunk.offset : chunk.offset + chunk.length]
-        assert digest(manifest.checksum, there) == chunk.sum
+        assert compute_checksum(manifest.checksum, there) == chunk.sum
 
 
 def test_a_claim_takes_the_slot_from_what_was_in_it(slots: Slots) -> None:
@@ -74,10 +74,10 @@ def test_a_claim_takes_the_slot_from_what_was_in_it(slots: Slots) -> None:
     summed(slots, 0)
     slots[0].store(key(10))
     slots[0].claim(Claim(key(20), 2, 0, 1))
-    assert slots[0].state is State.FILLING  # the records of step 10 are still there, and mean nothing
+    assert slots[0].state is SlotState.FILLING  # the records of step 10 are still there, and mean nothing
     assert slots.whole() == []
     fill(slots, 0, key(20), 0, SIZES[0])
-    assert slots[0].state is State.FILLING
+    assert slots[0].state is SlotState.FILLING
 
 
 @pytest.mark.parametrize("name", ["claim.json", "0.json", "slot.json", "whole", "stored"])
@@ -88,8 +88,8 @@ def test_a_slot_with_a_file_missing_is_never_more_than_it_was(slots: Slots, name
     summed(slots, 0)
     slots[0].store(key(10))
     (slots[0].path / name).unlink()
-    at_most = {"claim.json": State.EMPTY, "stored": State.WHOLE}
-    assert slots[0].state is at_most.get(name, State.STORED)
+    at_most = {"claim.json": SlotState.EMPTY, "stored": SlotState.WHOLE}
+    assert slots[0].state is at_most.get(name, SlotState.STORED)
     whole = slots.whole()
     assert bool(whole) == (name not in ("claim.json", "slot.json"))
 
@@ -129,12 +129,12 @@ def test_a_limit_of_files_is_known_before_any_is_made(slots: Slots) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
     try:
-        with pytest.raises(NoRoom, match=r"has up to 2\.0 MB, and a file of this user 1\.0 MB at most"):
+        with pytest.raises(InsufficientMemory, match=r"has up to 2\.0 MB, and a file of this user 1\.0 MB at most"):
             room.check_files(slots.directory, 2_000_000, 10)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     if os.statvfs(slots.directory).f_files:
-        with pytest.raises(NoRoom, match="inodes left"):
+        with pytest.raises(InsufficientMemory, match="inodes left"):
             room.check_files(slots.directory, 1, 1 << 62)
 
 
@@ -169,11 +169,11 @@ def test_a_sum_that_nobody_wants_any_more_ends(slots: Slots) -> None:
     slots[0].claim(Claim(key(10), 2, 0, 1))
     for local, size in enumerate(SIZES):
         fill(slots, 0, key(10), local, size)
-    progress = Progress()
+    progress = SaveProgress()
     progress.given_up = "a rank changed its mind"
     with ThreadPoolExecutor(2) as pool, pytest.raises(GivenUp, match="changed its mind"):
         sum_slot(slots, slots[0], Mappings(), pool, progress)
-    assert slots[0].state is State.FILLED
+    assert slots[0].state is SlotState.FILLED
 
 
 def test_memory_is_allocated_beforehand_and_reused(slots: Slots) -> None:
@@ -189,7 +189,7 @@ def test_memory_is_allocated_beforehand_and_reused(slots: Slots) -> None:
 
 
 def test_too_little_memory_is_told_before_a_byte_is_taken(slots: Slots) -> None:
-    with pytest.raises(NoRoom, match=r"2 slots for checkpoints need .* GB more memory, .* or use slots=1"):
+    with pytest.raises(InsufficientMemory, match=r"2 slots for checkpoints need .* GB more memory, .* or use slots=1"):
         slots.reserve([1 << 50], 2)
     assert slots[0].part(0).stat().st_size == SIZES[0]
 
@@ -199,13 +199,13 @@ def test_a_small_file_system_may_be_filled_and_what_is_missing_is_said(
 ) -> None:
     """Docker and Kubernetes give a container a /dev/shm of 64 MB, unless they are told otherwise."""
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(0, 0, 64 << 20))
-    room.check(tmp_path, 60_000_000, copies=2)
+    room.check_memory(tmp_path, 60_000_000, copies=2)
     with pytest.raises(
-        NoRoom,
+        InsufficientMemory,
         match=r"1 slot for checkpoints need 67.0 MB more memory, the file system of .* has 67.1 MB left, and 0.5 MB "
         r"must stay free: 0.4 MB are missing; give it more \(sizeLimit, --shm-size\)$",
     ):
-        room.check(tmp_path, 67_000_000, copies=1)
+        room.check_memory(tmp_path, 67_000_000, copies=1)
 
 
 def write(path: Path, **files: object) -> None:
@@ -221,7 +221,7 @@ def test_the_smallest_limit_of_all_cgroups_counts(tmp_path: Path) -> None:
     write(
         tmp_path / "fs/pod", memory__max=10_000, memory__current=9000, memory__stat="inactive_file 500\nactive_file 200"
     )
-    assert list(room.cgroups(tmp_path / "cgroup", tmp_path / "fs")) == [(1700, "/pod")]
+    assert list(room.iterate_cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(1700, "/pod")]
 
 
 def test_cgroups_of_version_1_count_too(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_cgroups_of_version_1_count_too(tmp_path: Path) -> None:
         memory__usage_in_bytes=4000,
         memory__stat="inactive_file 0",
     )
-    assert list(room.cgroups(tmp_path / "cgroup", tmp_path / "fs")) == [(6000, "/pod")]
+    assert list(room.iterate_cgroup_limits(tmp_path / "cgroup", tmp_path / "fs")) == [(6000, "/pod")]
 
 
 def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from everstep.checkpoint import control, slot_marks  # noqa: E402
-from everstep.checkpoint.slots import Slots, State  # noqa: E402
+from everstep.checkpoint.slots import Slots, SlotState  # noqa: E402
 from tests.checkpoint.sessions import claim, session  # noqa: E402
 from tests.checkpoint.writers import until  # noqa: E402
 
@@ -52,7 +52,7 @@ def save_one(folder: Path) -> Slots:
     ckpt.wait()
     ckpt.close(wait=False)
     slots = Slots(folder / "memory")
-    [slot] = [slot for slot in slots if slot.state is State.STORED]
+    [slot] = [slot for slot in slots if slot.state is SlotState.STORED]
     manifest = slot.manifest()
     assert manifest is not None
     until(lambda: slot_marks.is_marked(slot, manifest), "the writer has verified it")  # so it is read once, and late
@@ -80,7 +80,7 @@ def test_a_run_that_ends_while_another_process_restores_from_its_memory_leaves_i
 
 def test_slots_that_are_removed_by_force_are_read_to_the_end_by_who_holds_them(tmp_path: Path) -> None:
     slots = save_one(tmp_path)
-    with closing(control.Link.connect(slots.directory)) as link:
+    with closing(control.WriterLink.connect(slots.directory)) as link:
         writer = link.pid
     model = Waits(slots, lambda: slots.remove(is_forced=True))
     with session(tmp_path) as reader:

@@ -15,11 +15,11 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.distributed.checkpoint.state_dict import get_model_state_dict  # noqa: E402
 
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
-from everstep.checkpoint.format import Tensor  # noqa: E402
+from everstep.checkpoint.format import StoredTensor  # noqa: E402
 from everstep.checkpoint.rng import Rng  # noqa: E402
-from everstep.checkpoint.state.flat import Flat, bind, flatten  # noqa: E402
+from everstep.checkpoint.state.flat import Flat, bind_kinds, flatten_objects  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank, Saved, dtype_name  # noqa: E402
-from everstep.checkpoint.values import Refused  # noqa: E402
+from everstep.checkpoint.values import UnsupportedValue  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -64,11 +64,11 @@ def trained(seed: int, steps: int = 3) -> tuple[Net, Any, Any]:
 def restore(flat: Flat, objects: dict[str, object], *, rank: int = 0) -> list[str]:
     """Loads a flat state as a restore does, without files; returns what does not fit."""
     saved = Saved(
-        "", {n: Tensor(dtype_name(t.dtype), tuple(t.shape), ()) for n, t in flat.tensors.items()}, flat.values
+        "", {n: StoredTensor(dtype_name(t.dtype), tuple(t.shape), ()) for n, t in flat.tensors.items()}, flat.values
     )
     copies = {name: tensor.clone() for name, tensor in flat.tensors.items()}
     problems: list[str] = []
-    kinds = bind(objects, rank=rank)
+    kinds = bind_kinds(objects, rank=rank)
     targets = [kind.targets(saved.below(kind.prefix), problems) for kind in kinds]
     if not problems:
         for kind, found in zip(kinds, targets, strict=True):
@@ -94,10 +94,10 @@ def objects(seed: int, steps: int) -> dict[str, object]:
 @pytest.mark.parametrize("steps", [0, 2], ids=["fresh", "used"])
 def test_model_optimizer_and_scheduler_come_back_bit_for_bit(steps: int) -> None:
     before = objects(1, 3)
-    flat = flatten(before, rank=0)
+    flat = flatten_objects(before, rank=0)
     after = objects(2, steps)
     assert restore(flat, after) == []
-    assert equal(flatten(after, rank=0), flat)
+    assert equal(flatten_objects(after, rank=0), flat)
     # And they go on alike, so nothing that counts was left out.
     for each in (before, after):
         torch.manual_seed(7)
@@ -106,28 +106,28 @@ def test_model_optimizer_and_scheduler_come_back_bit_for_bit(steps: int) -> None
         optimizer.zero_grad()
         net(torch.randint(0, 8, (6,))).square().mean().backward()
         optimizer.step()
-    assert equal(flatten(before, rank=0), flatten(after, rank=0))
+    assert equal(flatten_objects(before, rank=0), flatten_objects(after, rank=0))
 
 
 def test_names_are_those_of_torch() -> None:
     net, _, _ = trained(1)
-    names = set(flatten({"model": net}, rank=0).tensors)
+    names = set(flatten_objects({"model": net}, rank=0).tensors)
     theirs = {f"model.{name}" for name in get_model_state_dict(net) if not name.endswith("_extra_state")}
     assert names == theirs | {"model._extra_state.history.[0]"}
 
 
 def test_a_compiled_module_has_the_names_of_the_plain_one() -> None:
     net, optimizer, _ = trained(1)
-    plain = flatten({"model": net, "optimizer": optimizer}, rank=0)
-    assert equal(flatten({"model": torch.compile(net), "optimizer": optimizer}, rank=0), plain)
+    plain = flatten_objects({"model": net, "optimizer": optimizer}, rank=0)
+    assert equal(flatten_objects({"model": torch.compile(net), "optimizer": optimizer}, rank=0), plain)
     other, other_optimizer, _ = trained(2)
     assert restore(plain, {"model": torch.compile(other), "optimizer": other_optimizer}) == []
-    assert equal(flatten({"model": other, "optimizer": other_optimizer}, rank=0), plain)
+    assert equal(flatten_objects({"model": other, "optimizer": other_optimizer}, rank=0), plain)
 
 
 def test_looking_at_an_optimizer_changes_nothing() -> None:
     net, optimizer, _ = trained(1, steps=0)
-    flatten({"model": net, "optimizer": optimizer}, rank=0)
+    flatten_objects({"model": net, "optimizer": optimizer}, rank=0)
     assert not optimizer.state, "torch's own get_optimizer_state_dict would have taken a step"
 
 
@@ -140,10 +140,10 @@ def test_state_of_more_bits_than_its_parameter_keeps_them() -> None:
             optimizer.state[param]["momentum_buffer"] = torch.rand(param.shape, dtype=torch.float32)
         return {"model": net, "optimizer": optimizer}
 
-    flat = flatten(make(1), rank=0)
+    flat = flatten_objects(make(1), rank=0)
     after = make(2)
     assert restore(flat, after) == []
-    assert equal(flatten(after, rank=0), flat)
+    assert equal(flatten_objects(after, rank=0), flat)
 
 
 def test_stages_of_a_pipeline_have_names_of_the_whole_model() -> None:
@@ -152,12 +152,12 @@ def test_stages_of_a_pipeline_have_names_of_the_whole_model() -> None:
     for param in whole.parameters():
         param.grad = torch.ones_like(param)
     optimizer.step()
-    flat = flatten({"model": whole, "optimizer": optimizer}, rank=0)
+    flat = flatten_objects({"model": whole, "optimizer": optimizer}, rank=0)
     for held in (["0", "1"], ["2"], ["3", "0"]):
         stages = [nn.ModuleDict({name: nn.Linear(2, 2)}) for name in held]
         own = torch.optim.Adam([p for stage in stages for p in stage.parameters()])
         assert restore(flat, {"model": stages, "optimizer": own}) == []
-        mine = flatten({"model": stages, "optimizer": own}, rank=0)
+        mine = flatten_objects({"model": stages, "optimizer": own}, rank=0)
         assert all(torch.equal(tensor, flat.tensors[name]) for name, tensor in mine.tensors.items())
         assert len(mine.tensors) == len(held) * 8
 
@@ -171,10 +171,10 @@ def actor_and_critic() -> dict[str, object]:
 
 
 def test_one_optimizer_may_train_two_models_whose_parameters_have_the_same_names() -> None:
-    flat = flatten(actor_and_critic(), rank=0)
+    flat = flatten_objects(actor_and_critic(), rank=0)
     after = actor_and_critic()
     assert restore(flat, after) == []
-    assert equal(flatten(after, rank=0), flat)
+    assert equal(flatten_objects(after, rank=0), flat)
 
 
 def test_layers_that_are_computed_again_in_the_backward_pass_have_their_plain_names() -> None:
@@ -190,21 +190,21 @@ def test_layers_that_are_computed_again_in_the_backward_pass_have_their_plain_na
         optimizer.step()
         return {"model": net, "optimizer": optimizer}
 
-    flat = flatten(made(wrapped=False), rank=0)
+    flat = flatten_objects(made(wrapped=False), rank=0)
     for after in (made(wrapped=True), made(wrapped=True, compiled=True)):
         assert restore(flat, after) == []
-        assert equal(flatten(after, rank=0), flat)
+        assert equal(flatten_objects(after, rank=0), flat)
 
 
 @pytest.mark.parametrize("value", [3, 0.5, "name", None, (1, 2)])
 def test_a_value_that_can_never_change_is_refused(value: object) -> None:
     with pytest.raises(CheckpointError, match=r"epoch: a .* would be saved as that for ever.*state=\{'epoch': …\}"):
-        flatten({"epoch": value}, rank=0)
+        flatten_objects({"epoch": value}, rank=0)
 
 
 def test_plain_values_come_back_in_place() -> None:
     weights, history, best = torch.rand(3), {"loss": [0.5, 0.25]}, [1, 2]
-    flat = flatten({"weights": weights, "history": history, "best": best}, rank=0)
+    flat = flatten_objects({"weights": weights, "history": history, "best": best}, rank=0)
     kept = weights.clone()
     flat.tensors["weights"] = kept
     weights.zero_()
@@ -226,17 +226,17 @@ def test_an_object_may_hold_tensors_that_a_fresh_one_does_not() -> None:
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.shadow = state["shadow"]
 
-    flat = flatten({"ema": Average([torch.rand(2), torch.rand(3)])}, rank=0)
+    flat = flatten_objects({"ema": Average([torch.rand(2), torch.rand(3)])}, rank=0)
     fresh = Average([])
     assert restore(flat, {"ema": fresh}) == []
-    assert equal(flatten({"ema": fresh}, rank=0), flat)
+    assert equal(flatten_objects({"ema": fresh}, rank=0), flat)
 
 
 def test_generators_draw_what_they_would_have_drawn() -> None:
     def draw() -> list[Any]:
         return [random.random(), np.random.rand(), torch.rand(1).item()]
 
-    flat = flatten({"rng": PerRank(Rng())}, rank=3)
+    flat = flatten_objects({"rng": PerRank(Rng())}, rank=3)
     assert set(flat.tensors) == {"rank.3.rng.states"}, "one tensor for each rank, whatever generators there are"
     expected = draw()
     draw()
@@ -246,7 +246,7 @@ def test_generators_draw_what_they_would_have_drawn() -> None:
 
 def test_what_does_not_fit_is_named_before_anything_is_touched() -> None:
     net, optimizer, _ = trained(1)
-    flat = flatten({"model": net, "optimizer": optimizer}, rank=0)
+    flat = flatten_objects({"model": net, "optimizer": optimizer}, rank=0)
     wide = Net(width=5)
     before = {name: tensor.clone() for name, tensor in wide.state_dict().items() if isinstance(tensor, torch.Tensor)}
     problems = restore(flat, {"model": wide})
@@ -259,12 +259,12 @@ def test_what_does_not_fit_is_named_before_anything_is_touched() -> None:
 
 
 def test_what_cannot_be_saved_is_refused_by_name() -> None:
-    with pytest.raises(Refused, match=r"hook"):
-        flatten({"hook": {"f": print}}, rank=0)
+    with pytest.raises(UnsupportedValue, match=r"hook"):
+        flatten_objects({"hook": {"f": print}}, rank=0)
     with pytest.raises(CheckpointError, match=r"rank"):
-        flatten({"rank": 1}, rank=0)
+        flatten_objects({"rank": 1}, rank=0)
     with pytest.raises(CheckpointError, match=r"sparse"):
-        flatten({"sparse": torch.eye(2).to_sparse()}, rank=0)
+        flatten_objects({"sparse": torch.eye(2).to_sparse()}, rank=0)
 
 
 def test_the_state_of_an_object_that_follows_the_step_is_that_of_the_step() -> None:
@@ -280,4 +280,4 @@ def test_the_state_of_an_object_that_follows_the_step_is_that_of_the_step() -> N
         def load_state_dict(self, state: dict[str, int]) -> None:
             self.step = state["step"]
 
-    assert flatten({"sampler": Follower()}, rank=0, step=7).values["sampler.step"] == 7
+    assert flatten_objects({"sampler": Follower()}, rank=0, step=7).values["sampler.step"] == 7

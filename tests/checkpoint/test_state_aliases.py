@@ -18,9 +18,9 @@ import everstep
 from everstep.checkpoint.descriptions import KIND
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.exchange.importing import import_torch
-from everstep.checkpoint.state.flat import Flat, flatten
+from everstep.checkpoint.state.flat import Flat, flatten_objects
 from everstep.checkpoint.state.kinds import StateMismatch
-from everstep.checkpoint.state.memory import local
+from everstep.checkpoint.state.memory import get_local_tensor
 from everstep.checkpoint.store.posix import PosixStore
 from tests.checkpoint import ranks
 
@@ -69,11 +69,11 @@ class Summing(torch.optim.Optimizer):  # type: ignore[misc]
             if not self.state[param]:
                 others = [each for each in self.state.values() if each]
                 self.state[param].update(self.begin(others, param))
-            move = local(param.grad).clone()
+            move = get_local_tensor(param.grad).clone()
             for each in leaves_of(self.state[param]):
                 each.add_(0.25)
-                move += local(each).sum() if each.shape != param.shape else local(each)
-            local(param).sub_(move, alpha=0.01)
+                move += get_local_tensor(each).sum() if each.shape != param.shape else get_local_tensor(each)
+            get_local_tensor(param).sub_(move, alpha=0.01)
 
 
 def leaves_of(value: Any) -> list[torch.Tensor]:
@@ -104,7 +104,7 @@ def train(rank: int, folder: Path, begin: Begin, first: int, last: int, again: b
         optimizer.zero_grad()
     ranks.save(PosixStore(folder), ranks.key(last), objects)
     states = [optimizer.state[each] for each in model.parameters()]
-    return [local(each.detach()).tolist() for each in (*model.parameters(), *leaves_of(states))] + [
+    return [get_local_tensor(each.detach()).tolist() for each in (*model.parameters(), *leaves_of(states))] + [
         [(key, type(each).__name__) for key, each in own.items()] for own in states
     ]
 
@@ -161,8 +161,8 @@ def stepped(begin: Begin) -> Summing:
 def test_views_that_have_elements_in_common_are_refused_with_both_names_and_others_are_not() -> None:
     for begin, one, other in ((a_view, "buffer", "window"), (crossing, "rows", "columns")):
         with pytest.raises(CheckpointError, match=rf"optimizer.state.#0.{one} and optimizer.state.#0.{other} have"):
-            flatten({"optimizer": stepped(begin)}, rank=0)
-    flatten({"optimizer": stepped(side_by_side)}, rank=0)
+            flatten_objects({"optimizer": stepped(begin)}, rank=0)
+    flatten_objects({"optimizer": stepped(side_by_side)}, rank=0)
 
 
 def test_states_that_are_one_dictionary_are_refused_with_both_names() -> None:
@@ -170,7 +170,7 @@ def test_states_that_are_one_dictionary_are_refused_with_both_names() -> None:
     first, second, *_ = optimizer.param_groups[0]["params"]
     optimizer.state[second] = optimizer.state[first]
     with pytest.raises(CheckpointError, match=r"optimizer.state.#0 and optimizer.state.#1 are one dictionary"):
-        flatten({"optimizer": optimizer}, rank=0)
+        flatten_objects({"optimizer": optimizer}, rank=0)
 
 
 P = torch.optim
@@ -207,7 +207,7 @@ def test_no_optimizer_of_torch_is_refused(make_optimizer: Any) -> None:
 
     for _ in range(3):
         optimizer.step(closure)
-    values = flatten({"model": model, "optimizer": optimizer}, rank=0).values
+    values = flatten_objects({"model": model, "optimizer": optimizer}, rank=0).values
     assert not [name for name in values if name.startswith("optimizer.aliases.")]
 
 
@@ -320,11 +320,11 @@ def test_a_checkpoint_that_does_not_say_what_was_shared_is_restored(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def as_before(*args: Any, **kwargs: Any) -> Flat:
-        flat = flatten(*args, **kwargs)
+        flat = flatten_objects(*args, **kwargs)
         values = {name: each for name, each in flat.values.items() if not (name.endswith(KIND) and name.count(".") > 1)}
         return Flat(flat.tensors, values, flat.bulk, flat.elsewhere)
 
-    monkeypatch.setattr(ranks, "flatten", as_before)
+    monkeypatch.setattr(ranks, "flatten_objects", as_before)
     saved = stepped(two_names)
     ranks.save(PosixStore(tmp_path), ranks.key(1), {"optimizer": saved})
     fresh, here = make(two_names)[1], stepped(two_names)

@@ -12,12 +12,12 @@ torch = pytest.importorskip("torch")
 import numpy as np  # noqa: E402
 
 import everstep  # noqa: E402
-from everstep.checkpoint.format import encode  # noqa: E402
+from everstep.checkpoint.format import encode_manifest  # noqa: E402
 from everstep.checkpoint.rng import Rng  # noqa: E402
-from everstep.checkpoint.state.flat import flatten  # noqa: E402
+from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
 from everstep.checkpoint.state.kinds import PerRank  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
-from everstep.checkpoint.values import LARGEST_VALUE, Refused  # noqa: E402
+from everstep.checkpoint.values import LARGEST_VALUE, UnsupportedValue  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session, steps_in  # noqa: E402
 
@@ -57,7 +57,7 @@ def test_an_array_comes_back_exactly(tmp_path: Path, name: str) -> None:
     store = PosixStore(tmp_path / "store")
     state: dict[str, Any] = {"a": None, "deep": [{}]}
     manifest = ranks.save(store, ranks.key(10), {"state": {"a": array, "deep": [{3: array}]}})
-    assert len(encode(manifest)) < 6000, "its bytes are not in the manifest"
+    assert len(encode_manifest(manifest)) < 6000, "its bytes are not in the manifest"
     ranks.restore(store, tmp_path / "memory", {"state": state})
     for loaded in (state["a"], state["deep"][0][3]):
         assert type(loaded) is np.ndarray
@@ -99,11 +99,13 @@ def test_an_array_may_have_another_size_at_each_save(folder: Path) -> None:
 
 def test_a_plain_value_that_is_too_large_for_a_manifest_is_refused_with_advice() -> None:
     history = [0.5] * (LARGEST_VALUE // 8 + 1)
-    with pytest.raises(Refused, match=r"state\.history: takes about 64 MiB .*: keep it as a NumPy array or a tensor"):
-        flatten({"state": {"history": history}}, rank=0)
+    with pytest.raises(
+        UnsupportedValue, match=r"state\.history: takes about 64 MiB .*: keep it as a NumPy array or a tensor"
+    ):
+        flatten_objects({"state": {"history": history}}, rank=0)
 
 
 def test_generators_are_one_tensor_and_little_else() -> None:
-    flat = flatten({"rng": PerRank(Rng())}, rank=7)
+    flat = flatten_objects({"rng": PerRank(Rng())}, rank=7)
     assert set(flat.tensors) == {"rank.7.rng.states"}
     assert len(repr(flat.values)) < 1000

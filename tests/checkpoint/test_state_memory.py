@@ -14,8 +14,8 @@ from torch import nn  # noqa: E402
 from torch._subclasses import FakeTensorMode  # noqa: E402
 
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
-from everstep.checkpoint.state.flat import flatten  # noqa: E402
-from everstep.checkpoint.state.memory import overlaps  # noqa: E402
+from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
+from everstep.checkpoint.state.memory import overlaps_itself  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.sessions import session  # noqa: E402
@@ -104,7 +104,7 @@ def test_values_that_differ_do_not_fit_elements_that_share_memory(tmp_path: Path
 
 def test_overlap_is_known_from_shape_and_strides() -> None:
     shared = {"expanded", "expanded scalar", "expanded twice", "sliding windows", "one place"}
-    assert {layout for layout in LAYOUTS if overlaps(made(layout, seed=1))} == shared
+    assert {layout for layout in LAYOUTS if overlaps_itself(made(layout, seed=1))} == shared
 
 
 def without_memory() -> dict[str, Any]:
@@ -160,4 +160,4 @@ def test_a_tensor_without_memory_is_refused_by_name_among_many() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     model[1].to("meta")
     with pytest.raises(CheckpointError, match=r"model\.1\.weight is on the meta device"):
-        flatten({"model": model}, rank=0)
+        flatten_objects({"model": model}, rank=0)

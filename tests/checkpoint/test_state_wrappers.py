@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E402
 
 from everstep.checkpoint.errors import CheckpointError  # noqa: E402
-from everstep.checkpoint.state.flat import flatten  # noqa: E402
+from everstep.checkpoint.state.flat import flatten_objects  # noqa: E402
 from everstep.checkpoint.state.kinds import StateMismatch  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -43,14 +43,14 @@ def made(seed: int) -> tuple[Any, Any]:
 def saved_in_one_and_restored_in_each(rank: int, folder: Path, wrapper: str) -> list[str]:
     """Names of the wrappers in which something differs from the bare model that was trained."""
     bare, optimizer = made(1)
-    expected = flatten({"model": bare, "optimizer": optimizer}, rank=0)
+    expected = flatten_objects({"model": bare, "optimizer": optimizer}, rank=0)
     store = PosixStore(folder / "store")
     ranks.save(store, ranks.key(10), {"model": WRAPPERS[wrapper](bare), "optimizer": optimizer})
     wrong = []
     for name, wrap in WRAPPERS.items():
         model, own = made(2)
         ranks.restore(store, folder / "memory" / name.replace(" ", "-"), {"model": wrap(model), "optimizer": own})
-        found = flatten({"model": model, "optimizer": own}, rank=0)
+        found = flatten_objects({"model": model, "optimizer": own}, rank=0)
         if found.values != expected.values or not ranks.same(found.tensors, expected.tensors):
             wrong.append(name)
     return wrong
@@ -72,7 +72,7 @@ def test_an_average_of_a_model_comes_back(tmp_path: Path) -> None:
     before, after = make(1), make(2)
     ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), before)
     ranks.restore(tmp_path / "store", tmp_path / "memory", after)
-    assert ranks.same(flatten(after, rank=0).tensors, flatten(before, rank=0).tensors)
+    assert ranks.same(flatten_objects(after, rank=0).tensors, flatten_objects(before, rank=0).tensors)
     assert int(after["ema"].n_averaged) == 1
 
 
@@ -201,18 +201,18 @@ def test_frozen_weights_come_back_with_those_that_are_trained(tmp_path: Path, on
     before, after = make(1), make(2)
     ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), before)
     ranks.restore(tmp_path / "store", tmp_path / "memory", after)
-    assert ranks.same(flatten(after, rank=0).tensors, flatten(before, rank=0).tensors)
+    assert ranks.same(flatten_objects(after, rank=0).tensors, flatten_objects(before, rank=0).tensors)
 
 
 def test_a_quantized_tensor_is_refused_with_advice() -> None:
     with pytest.raises(CheckpointError, match=r"state\.q is a tensor that is quantized; save its int_repr"):
-        flatten({"state": {"q": torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8)}}, rank=0)
+        flatten_objects({"state": {"q": torch.quantize_per_tensor(torch.rand(4), 0.1, 0, torch.qint8)}}, rank=0)
 
 
 def test_a_masked_tensor_is_refused_since_its_mask_would_be_lost() -> None:
     masked = torch.masked.MaskedTensor(torch.rand(3), torch.tensor([True, False, True]))
     with pytest.raises(CheckpointError, match=r"state\.m is a MaskedTensor"):
-        flatten({"state": {"m": masked}}, rank=0)
+        flatten_objects({"state": {"m": masked}}, rank=0)
 
 
 def test_what_an_object_raises_when_it_is_loaded_names_the_object(tmp_path: Path) -> None:

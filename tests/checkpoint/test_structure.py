@@ -19,9 +19,9 @@ from torch import nn  # noqa: E402
 import everstep  # noqa: E402
 from everstep.checkpoint.candidates import read_manifest  # noqa: E402
 from everstep.checkpoint.descriptions import is_description  # noqa: E402
-from everstep.checkpoint.state.flat import Flat, flatten  # noqa: E402
+from everstep.checkpoint.state.flat import Flat, flatten_objects  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
-from everstep.checkpoint.values import Refused  # noqa: E402
+from everstep.checkpoint.values import UnsupportedValue  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -115,12 +115,12 @@ def test_a_checkpoint_that_does_not_say_what_its_objects_are_is_read_by_its_name
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def as_before(*args: Any, **kwargs: Any) -> Flat:
-        flat = flatten(*args, **kwargs)
+        flat = flatten_objects(*args, **kwargs)
         return replace(flat, values={name: each for name, each in flat.values.items() if not is_description(name)})
 
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    monkeypatch.setattr(ranks, "flatten", as_before)
+    monkeypatch.setattr(ranks, "flatten_objects", as_before)
     store = PosixStore(tmp_path / "store")
     ranks.save(store, ranks.key(1), {"model": model, "optimizer": optimizer, "state": {"b": 1, "a": [2]}})
     assert not any(map(is_description, read_manifest(store, ranks.key(1)).values))
@@ -138,10 +138,12 @@ class Key:
 
 
 def test_a_tensor_under_a_key_that_cannot_be_saved_is_refused_for_the_key() -> None:
-    with pytest.raises(Refused, match=r"state.x\[key .*Key object.*a tests\.checkpoint\.test_structure\.Key cannot be"):
-        flatten({"state": {"x": {1: torch.ones(1), Key(): 2}}}, rank=0)
-    with pytest.raises(Refused, match=r"a tensor cannot be saved inside of what is saved as one value"):
-        flatten({"state": {"x": {torch.ones(1)}}}, rank=0)
+    with pytest.raises(
+        UnsupportedValue, match=r"state.x\[key .*Key object.*a tests\.checkpoint\.test_structure\.Key cannot be"
+    ):
+        flatten_objects({"state": {"x": {1: torch.ones(1), Key(): 2}}}, rank=0)
+    with pytest.raises(UnsupportedValue, match=r"a tensor cannot be saved inside of what is saved as one value"):
+        flatten_objects({"state": {"x": {torch.ones(1)}}}, rank=0)
 
 
 def in_an_order(rank: int, folder: Path) -> list[str]:

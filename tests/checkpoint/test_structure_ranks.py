@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 from everstep.checkpoint import planning
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.state.flat import flatten
+from everstep.checkpoint.state.flat import flatten_objects
 from everstep.checkpoint.state.kinds import FromRank, PerRank
 from tests.checkpoint import ranks
 
@@ -83,7 +83,7 @@ def shared(is_one: bool) -> dict[str, Any]:
 def why_not_planned(objects: dict[str, Any]) -> str:
     group, rank = dist.group.WORLD, dist.get_rank()
     try:
-        planning.make(lambda: flatten(objects, rank=rank), rank, group, compare=True)
+        planning.make_save_plan(lambda: flatten_objects(objects, rank=rank), rank, group, compare=True)
     except CheckpointError as error:
         return str(error)
     return ""

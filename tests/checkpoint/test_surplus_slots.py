@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint import control, peer_copies
-from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.candidates import list_candidates
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.slots import Claim, Slots, State
+from everstep.checkpoint.slots import Claim, Slots, SlotState
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill
 from tests.checkpoint.writers import SIZES, Node, Site, until
@@ -36,7 +36,7 @@ def test_fewer_slots_give_memory_back_when_nobody_reads_them_and_may_be_more_aga
     with node.slots[1].reading():
         fewer = site.node(slots=1, attempt=str(LATER[0]))
         assert save(fewer, Key(LATER[0], 30)) == 0
-        assert node.slots[1].state is State.STORED
+        assert node.slots[1].state is SlotState.STORED
     until(lambda: numbers(fewer.slots) == [0], "the other slot is removed")
     fewer.die()
     more = site.node(attempt=str(LATER[1]))
@@ -72,13 +72,13 @@ def test_what_is_not_in_the_store_yet_is_stored_before_its_slot_goes(site: Site)
     slots[1].claim(Claim(key(20), 2, 0, 1))  # its ranks died while they filled it
     site.node(slots=1, attempt=str(LATER[0]))
     until(lambda: numbers(slots) == [0], "the other slots are removed")
-    assert candidates(site.store) == [key(10)]
+    assert list_candidates(site.store) == [key(10)]
     assert site.good(key(10))
 
 
 def test_a_run_that_finds_no_room_leaves_no_slot_and_no_writer_behind(site: Site) -> None:
     directory, config = site.folder / "memory-0", site.config()
-    links = [control.join(directory, config, local, 600.0) for local in (0, 1)]
+    links = [control.join_writer(directory, config, local, 600.0) for local in (0, 1)]
     site.pids.append(links[0].pid)
     for link in links:
         with pytest.raises(CheckpointError, match=r"2 slots for checkpoints need .* are missing; .* or use slots=1"):
@@ -90,7 +90,7 @@ def test_a_run_that_finds_no_room_leaves_no_slot_and_no_writer_behind(site: Site
     for link in links:
         link.close()
     crowded = replace(config, node=1)
-    link = control.join(site.folder / "memory-1", crowded, 0, 600.0)
+    link = control.join_writer(site.folder / "memory-1", crowded, 0, 600.0)
     with pytest.raises(CheckpointError, match="are missing"):
         link.call("reserve", sizes=[1 << 50, 0], kept=[])
     link.close()
@@ -110,4 +110,4 @@ def test_fewer_copies_of_another_node_are_kept_when_a_newer_one_has_come(site: S
     first.save(newer)
     first.report("copied")
     assert second.copies() == [newer]
-    assert numbers(peer_copies.of(second.directory)) == [0]
+    assert numbers(peer_copies.open_peer_copies(second.directory)) == [0]

@@ -40,14 +40,14 @@ def evaluate(model: Any) -> None:
 def train_with_evaluations(rank: int, folder: Path, momentum: float) -> tuple[list[float], int]:
     """Return the losses, and how many plans were made for saves after the first one."""
     plans = 0
-    make_plan = planning.make
+    make_plan = planning.make_save_plan
 
     def counting(*args: Any, **options: Any) -> Any:
         nonlocal plans
         plans += 1
         return make_plan(*args, **options)
 
-    planning.make = counting
+    planning.make_save_plan = counting
     model, optimizer = make(momentum)
     losses = []
     with session(folder, every_steps=1000) as ckpt:

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint.values import Refused, pack, unpack
+from everstep.checkpoint.values import UnsupportedValue, pack_value, unpack_value
 
 scalars = st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats(allow_nan=False)
 names = st.text() | st.integers() | st.booleans() | st.tuples(st.integers())
@@ -29,7 +29,7 @@ plain = st.recursive(
 
 def carried(value: object, **options: bool) -> Any:
     """Through the text of a manifest and back."""
-    return unpack(json.loads(json.dumps(pack(value, "v", **options), allow_nan=False)), "v", **options)
+    return unpack_value(json.loads(json.dumps(pack_value(value, "v", **options), allow_nan=False)), "v", **options)
 
 
 def same(one: object, other: object) -> bool:
@@ -116,8 +116,8 @@ def test_the_state_of_a_generator_comes_back() -> None:
 
 @pytest.mark.parametrize("value", [object(), Path("x"), numpy.array([object()]), lambda: 0, type("Own", (dict,), {})()])
 def test_anything_else_is_refused_with_its_path(value: object) -> None:
-    with pytest.raises(Refused, match=r"^optimizer\['groups'\]\[1\]: .* without pickle"):
-        pack({"groups": [1, value]}, "optimizer")
+    with pytest.raises(UnsupportedValue, match=r"^optimizer\['groups'\]\[1\]: .* without pickle"):
+        pack_value({"groups": [1, value]}, "optimizer")
 
 
 class Scheduler:
@@ -138,17 +138,17 @@ class Scheduler:
     ],
 )
 def test_what_is_refused_is_told_with_what_can_be_saved_instead(value: object, instead: str) -> None:
-    with pytest.raises(Refused, match=f"without pickle; save {instead}"):
-        pack({"it": value})
+    with pytest.raises(UnsupportedValue, match=f"without pickle; save {instead}"):
+        pack_value({"it": value})
 
 
 def test_pickle_is_allowed_at_both_ends_or_not_at_all() -> None:
-    packed = pack(Path("x"), allow_pickle=True)
-    assert unpack(packed, allow_pickle=True) == Path("x")
-    with pytest.raises(Refused, match="allow_pickle"):
-        unpack(packed, "v")
-    with pytest.raises(Refused, match="allow_pickle"):
-        unpack({"tuple": [packed]}, "v")
+    packed = pack_value(Path("x"), allow_pickle=True)
+    assert unpack_value(packed, allow_pickle=True) == Path("x")
+    with pytest.raises(UnsupportedValue, match="allow_pickle"):
+        unpack_value(packed, "v")
+    with pytest.raises(UnsupportedValue, match="allow_pickle"):
+        unpack_value({"tuple": [packed]}, "v")
 
 
 @pytest.mark.parametrize(
@@ -159,8 +159,8 @@ def test_pickle_is_allowed_at_both_ends_or_not_at_all() -> None:
     ids=str,
 )  # fmt: skip
 def test_what_nobody_packed_is_refused(packed: object) -> None:
-    with pytest.raises(Refused):
-        unpack(packed, "v")
+    with pytest.raises(UnsupportedValue):
+        unpack_value(packed, "v")
 
 
 @pytest.mark.torch

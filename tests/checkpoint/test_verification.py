@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint import commit
-from everstep.checkpoint.candidates import candidates, read_index, verify, verify_node
+from everstep.checkpoint.candidates import list_candidates, read_index, verify_checkpoint, verify_node
 from everstep.checkpoint.errors import CheckpointError, Damaged
 from everstep.checkpoint.keys import VERIFIED, Key
-from everstep.checkpoint.retention import prune, prune_verified
+from everstep.checkpoint.retention import prune_store, prune_verified
 from everstep.checkpoint.store.base import Store
-from everstep.checkpoint.verification import VerifiedCheckpoints, mark_node, unmarked, verify_and_mark
+from everstep.checkpoint.verification import VerifiedCheckpoints, list_unverified_nodes, mark_node, verify_and_mark
 from tests.checkpoint.builders import Training, is_good, key, load
 from tests.checkpoint.writers import Site, until
 
@@ -21,7 +21,7 @@ TRAINING = Training(rows=2)
 
 
 def marked(store: Store) -> list[int]:
-    return [each.step for each in VerifiedCheckpoints(store).marked(candidates(store))]
+    return [each.step for each in VerifiedCheckpoints(store).marked(list_candidates(store))]
 
 
 def spoil(store: Store, name: str) -> None:
@@ -39,7 +39,7 @@ def test_each_node_verifies_its_own_share_and_all_marks_make_it_verified(store: 
     mark_node(store, announced, 0)  # before the commit, of which this node may never hear
     TRAINING.write(store, key(), 0)
     TRAINING.commit(store, key())
-    assert unmarked(store, read_index(store, key())) == [0]
+    assert list_unverified_nodes(store, read_index(store, key())) == [0]
     assert marked(store) == []
     mark_node(store, commit.read_announcement(store, key(), 0), 0)
     assert marked(store) == [10]
@@ -50,7 +50,7 @@ def test_a_share_that_is_bad_gets_no_mark(store: Store) -> None:
     spoil(store, key().part_name(1))
     with pytest.raises(Damaged):
         verify_and_mark(store, key())
-    assert unmarked(store, read_index(store, key())) == [1]
+    assert list_unverified_nodes(store, read_index(store, key())) == [1]
 
 
 def test_a_mark_of_other_bytes_counts_for_nothing(store: Store) -> None:
@@ -69,7 +69,7 @@ def test_what_has_no_marks_is_verified_on_demand_before_it_counts(store: Store) 
     assert prune_verified(found, keep_last=2).removed == (key(10),)
     assert set(found.bad) == {key(30)}
     assert marked(store) == [40, 20]
-    assert candidates(store) == [key(40), key(30), key(20)]
+    assert list_candidates(store) == [key(40), key(30), key(20)]
 
 
 def test_what_has_its_marks_is_not_read_again(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,11 +106,11 @@ def test_what_lost_something_after_its_marks_does_not_count(
         "index": key(40).manifest_name,
     }
     found = VerifiedCheckpoints(store)
-    assert len(found.marked(candidates(store))) == 4  # what was read of them then is not believed for ever
+    assert len(found.marked(list_candidates(store))) == 4  # what was read of them then is not believed for ever
     harm(store, names[what])
     assert prune_verified(found, keep_last=2).removed == (key(10),)
     assert marked(store) == [30, 20]
-    assert found.newest(candidates(store), 2) == [key(30), key(20)]
+    assert found.newest(list_candidates(store), 2) == [key(30), key(20)]
 
 
 def test_where_something_was_lost_all_that_counts_is_read_again(store: Store) -> None:
@@ -133,7 +133,7 @@ def test_a_person_who_prunes_has_all_that_counts_read_again(store: Store) -> Non
     found = VerifiedCheckpoints(store, believe_marks=False)
     assert prune_verified(found, keep_last=2).removed == (key(10),)
     assert set(found.bad) == {key(30)}
-    assert candidates(store) == [key(40), key(30), key(20)]
+    assert list_candidates(store) == [key(40), key(30), key(20)]
 
 
 @pytest.mark.parametrize("believe_marks", [True, False])
@@ -151,9 +151,9 @@ def test_what_another_prune_has_removed_meanwhile_is_not_called_damaged(store: S
     for step in (10, 20, 30):
         TRAINING.save(store, key(step))
         verify_and_mark(store, key(step))
-    keys, found = candidates(store), VerifiedCheckpoints(store)
+    keys, found = list_candidates(store), VerifiedCheckpoints(store)
     assert found.marked(keys) == keys
-    prune(store, [key(30)], keep_last=1)
+    prune_store(store, [key(30)], keep_last=1)
     assert found.newest(keys, 2) == [key(30)]
     assert found.bad == {}
 
@@ -169,13 +169,13 @@ def test_marks_go_with_their_checkpoint_and_after_it(store: Store) -> None:
     for step in (10, 20):
         TRAINING.save(store, key(step))
         verify_and_mark(store, key(step))
-    prune(store, [key(20)], keep_last=1)
+    prune_store(store, [key(20)], keep_last=1)
     assert {Key.of_mark(entry.name) for entry in store.list(VERIFIED)} == {key(20)}
     # A prune that died between manifest and marks.
     TRAINING.save(store, key(5))
     verify_and_mark(store, key(5))
     store.delete([key(5).manifest_name, *(entry.name for entry in store.list(key(5).data_prefix))])
-    assert prune(store, [key(20)], keep_last=1, sweep_after=-1).leftovers == (key(5),)
+    assert prune_store(store, [key(20)], keep_last=1, sweep_after=-1).leftovers == (key(5),)
     assert {Key.of_mark(entry.name) for entry in store.list(VERIFIED)} == {key(20)}
     assert is_good(TRAINING, load(store))
 
@@ -201,9 +201,9 @@ def test_two_nodes_mark_what_they_stored_and_old_ones_go(quick_path: Path) -> No
             for node in nodes:
                 node.save(key(step))
             nodes[0].report("saved")
-        until(lambda: candidates(site.store) == [key(20)], "the older one is removed")
+        until(lambda: list_candidates(site.store) == [key(20)], "the older one is removed")
         assert marked(site.store) == [20]
-        verify(site.store, key(20))
+        verify_checkpoint(site.store, key(20))
     finally:
         site.end()
 
@@ -220,7 +220,7 @@ def test_saved_means_that_all_of_it_is(quick_path: Path) -> None:
         alone = site.node(nodes=1, ranks=(0,), keep_last=1, attempt="0000000000.0000000002")
         alone.save(key(20, generation=2))
         assert "is of 2 ranks, and has no part of rank 1" in alone.report("failed")["why"]
-        assert candidates(site.store) == [key(10)]
+        assert list_candidates(site.store) == [key(10)]
         assert site.good(key(10))
     finally:
         site.end()
@@ -236,4 +236,4 @@ def test_a_store_where_nothing_can_be_marked_keeps_all(store: Store, monkeypatch
     monkeypatch.setattr(store, "replace", refuse)
     with pytest.raises(CheckpointError, match="no verified/"):
         prune_verified(VerifiedCheckpoints(store), keep_last=1)
-    assert candidates(store) == [key(20), key(10)]
+    assert list_candidates(store) == [key(20), key(10)]

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from everstep.checkpoint import control
-from everstep.checkpoint.candidates import candidates, verify
-from everstep.checkpoint.control import Config, WriterLost
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
+from everstep.checkpoint.control import WriterConfig, WriterLost
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Attempt
-from everstep.checkpoint.slots import Claim, Slots, State
+from everstep.checkpoint.slots import Claim, Slots, SlotState
 from tests.checkpoint.builders import key
 from tests.checkpoint.slot_builders import fill
 from tests.checkpoint.writers import PATIENCE, SIZES, Site, until
@@ -29,14 +29,14 @@ def test_what_all_ranks_filled_is_committed_and_both_hear_of_it(site: Site) -> N
     for local in (0, 1):
         assert node.report("saved", local)["key"] == str(key(10))
     assert site.good(key(10))
-    assert node.slots[number].state is State.STORED
+    assert node.slots[number].state is SlotState.STORED
 
 
 def test_ranks_may_die_once_they_have_filled(site: Site) -> None:
     node = site.node()
     node.save(key(10))
     node.die()
-    until(lambda: candidates(site.store), "the dead ranks' checkpoint is committed")
+    until(lambda: list_candidates(site.store), "the dead ranks' checkpoint is committed")
     assert site.good(key(10))
 
 
@@ -46,8 +46,8 @@ def test_a_rank_that_dies_before_it_has_filled_voids_the_save(site: Site) -> Non
     node.fill(key(10), number, 0)
     node.links[1].close()
     assert "rank 1 left" in node.report("failed")["why"]
-    assert node.slots[number].state is State.EMPTY
-    assert candidates(site.store) == []
+    assert node.slots[number].state is SlotState.EMPTY
+    assert list_candidates(site.store) == []
 
 
 def test_a_rank_that_has_ended_its_session_is_named_as_that_by_a_save_that_comes_later(site: Site) -> None:
@@ -73,7 +73,7 @@ def test_a_writer_that_was_killed_is_followed_by_one_that_stores_what_it_left(si
     for local, size in enumerate(SIZES):
         fill(node.slots, 0, key(10), local, size)
     site.node()
-    until(lambda: candidates(site.store), "the new writer has committed")
+    until(lambda: list_candidates(site.store), "the new writer has committed")
     assert site.good(key(10))
 
 
@@ -101,10 +101,10 @@ def test_a_slot_that_a_dead_writer_left_half_filled_is_free(site: Site) -> None:
     slots[0].claim(Claim(key(10), 2, 0, 1))
     fill(slots, 0, key(10), 0, SIZES[0])
     node = site.node()
-    assert slots[0].state is State.EMPTY
+    assert slots[0].state is SlotState.EMPTY
     node.save(key(20))
     node.report("saved")
-    assert candidates(site.store) == [key(20)]
+    assert list_candidates(site.store) == [key(20)]
 
 
 def test_what_a_rank_has_voided_is_not_begun_by_another_that_comes_later(site: Site) -> None:
@@ -113,14 +113,14 @@ def test_what_a_rank_has_voided_is_not_begun_by_another_that_comes_later(site: S
     node.links[1].call("void", key=str(key(10)), why="other tensors")
     with pytest.raises(CheckpointError, match="was given up: other tensors"):
         node.links[0].call("begin", key=str(key(10)))
-    assert [slot.state for slot in node.slots] == [State.EMPTY, State.EMPTY]
+    assert [slot.state for slot in node.slots] == [SlotState.EMPTY, SlotState.EMPTY]
 
 
 def test_what_a_rank_has_voided_stays_so_when_that_rank_connects_again(site: Site) -> None:
     node = site.node()
     node.links[0].call("void", key=str(key(10)), why="other tensors")
     node.links[0].close()
-    node.links[0] = control.join(node.directory, node.config, 0, 30.0)
+    node.links[0] = control.join_writer(node.directory, node.config, 0, 30.0)
     with pytest.raises(CheckpointError, match="was given up: other tensors"):
         node.links[1].call("begin", key=str(key(10)))
 
@@ -133,7 +133,7 @@ def test_a_save_that_one_rank_is_past_takes_no_slot_from_later_ones(site: Site) 
         node.save(key(step))
         while node.report("saved")["key"] != str(key(step)):
             pass
-    assert sorted(candidates(site.store)) == [key(20), key(30), key(40)]
+    assert sorted(list_candidates(site.store)) == [key(20), key(30), key(40)]
 
 
 def test_a_part_that_a_rank_could_not_announce_is_taken_when_it_is_at_a_newer_save(site: Site) -> None:
@@ -142,7 +142,7 @@ def test_a_part_that_a_rank_could_not_announce_is_taken_when_it_is_at_a_newer_sa
     fill(node.slots, number, key(10), 1, SIZES[1], rank=1)  # and its word is lost
     node.fill(key(10), number, 0)
     node.save(key(20))
-    until(lambda: len(candidates(site.store)) == 2, "both are committed")
+    until(lambda: len(list_candidates(site.store)) == 2, "both are committed")
     assert site.good(key(10))
 
 
@@ -150,7 +150,7 @@ def test_memory_that_cannot_be_allocated_is_told_with_the_reason_and_the_ranks_s
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (max(SIZES) // 2, hard))  # of the writer, which inherits it
     try:
-        link = control.join(site.folder / "memory", site.config(ranks=(0,), world=1), 0, 30.0)
+        link = control.join_writer(site.folder / "memory", site.config(ranks=(0,), world=1), 0, 30.0)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     site.pids.append(link.pid)
@@ -256,7 +256,7 @@ def test_the_writer_of_a_run_that_has_ended_waits_for_who_reads_its_slots_but_no
         if end == "its reader ends":
             until(lambda: "still read" in log.read_text(), "the writer waits")
             assert node.runs
-            assert node.slots[0].state is State.STORED
+            assert node.slots[0].state is SlotState.STORED
         else:
             until(lambda: not node.runs, "the writer gives the reader up")
             assert not node.directory.exists()
@@ -279,7 +279,7 @@ def test_a_save_waits_for_the_slot_that_another_rank_still_fills(site: Site) -> 
     assert number != filled
     for local in (0, 1):
         node.fill(key(30), number, local)
-    until(lambda: site.store and key(30) in candidates(site.store), "both are stored")
+    until(lambda: site.store and key(30) in list_candidates(site.store), "both are stored")
     assert site.good(key(30))
 
 
@@ -325,7 +325,7 @@ def test_a_store_that_refuses_fails_the_save_and_not_the_next_one(site: Site) ->
     store.unlink()
     node.save(key(20))
     node.report("saved")
-    assert candidates(site.store) == [key(20)]
+    assert list_candidates(site.store) == [key(20)]
 
 
 def test_node_0_commits_when_all_nodes_have_written(site: Site) -> None:
@@ -334,16 +334,18 @@ def test_node_0_commits_when_all_nodes_have_written(site: Site) -> None:
     first.save(key(10))
     second.links[0].call("begin", key=str(key(10)))
     fill(second.slots, 0, key(10), 0, SIZES[0], rank=1)
-    assert candidates(site.store) == []
+    assert list_candidates(site.store) == []
     second.links[0].call("filled", key=str(key(10)))
     assert first.report("saved")["bytes"] == 2 * SIZES[0]
-    assert [part.name for part in verify(site.store, key(10)).parts] == [key(10).part_name(r) for r in (0, 1)]
+    assert [part.name for part in verify_checkpoint(site.store, key(10)).parts] == [
+        key(10).part_name(r) for r in (0, 1)
+    ]
 
 
 def test_a_save_that_others_void_is_not_waited_for(site: Site) -> None:
     node = site.node(nodes=2, ranks=(0,))
     node.save(key(10))
-    until(lambda: node.slots[0].state is State.STORED, "node 0 has written its part")
+    until(lambda: node.slots[0].state is SlotState.STORED, "node 0 has written its part")
     node.links[0].call("void", key=str(key(10)), why="rank 1 has other tensors")
     assert node.report("failed")["why"] == "rank 1 has other tensors"
 
@@ -367,7 +369,7 @@ def test_old_checkpoints_go_after_a_newer_one_was_verified(site: Site) -> None:
     for step in (10, 20, 30):
         node.save(key(step))
         node.report("saved")
-    until(lambda: candidates(site.store) == [key(30), key(20)], "the oldest one is removed")
+    until(lambda: list_candidates(site.store) == [key(30), key(20)], "the oldest one is removed")
     until(lambda: not list(site.store.list(key(10).data_prefix)), "its data is removed")
 
 
@@ -397,7 +399,7 @@ def test_nobody_else_can_reach_it(site: Site) -> None:
 
 def test_a_writer_runs_in_a_directory_only_once(site: Site) -> None:
     node = site.node()
-    second = control.start(node.directory, linger=0.1, patience=0.2)
+    second = control.start_writer(node.directory, linger=0.1, patience=0.2)
     assert second.wait(PATIENCE) != 0
     node.save(key(10))
     node.report("saved")
@@ -420,7 +422,7 @@ def test_it_never_imports_torch(site: Site, monkeypatch: pytest.MonkeyPatch) -> 
     for step in (10, 20):
         node.save(key(step))
         node.report("saved")
-    until(lambda: candidates(site.store) == [key(20)], "retention has run")
+    until(lambda: list_candidates(site.store) == [key(20)], "retention has run")
     assert not told.exists(), f"the writer imported {told.read_text()}"
     assert "libtorch" not in Path(f"/proc/{node.pid}/maps").read_text()
 
@@ -435,7 +437,7 @@ def test_a_lost_writer_is_known_at_once(site: Site) -> None:
 def test_a_writer_that_ends_after_a_report_and_before_its_answer_is_known_at_once() -> None:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
     ours.setblocking(False)
-    link = control.Link(ours)
+    link = control.WriterLink(ours)
     with theirs:
         number = link.tell("reserve", sizes=[1], kept=[])
         theirs.recv(1000)
@@ -448,17 +450,17 @@ def test_a_writer_that_ends_after_a_report_and_before_its_answer_is_known_at_onc
 
 def test_tokens_are_read_as_they_are_written() -> None:
     with pytest.raises(ValueError, match="not an attempt"):
-        Config("s", {}, "1.2", 0, 1, 1, (0,))
-    assert Attempt.parse(Config("s", {}, "0000000001.0000000002", 0, 1, 1, (0,)).attempt) == Attempt(1, 2)
+        WriterConfig("s", {}, "1.2", 0, 1, 1, (0,))
+    assert Attempt.parse(WriterConfig("s", {}, "0000000001.0000000002", 0, 1, 1, (0,)).attempt) == Attempt(1, 2)
 
 
 def test_what_nobody_wants_is_not_tried_again(site: Site) -> None:
     node = site.node(nodes=2, ranks=(0,))
     node.save(key(10))
-    until(lambda: node.slots[0].state is State.STORED, "node 0 has written its part")
+    until(lambda: node.slots[0].state is SlotState.STORED, "node 0 has written its part")
     node.links[0].call("void", key=str(key(10)), why="rank 1 has other tensors")
     node.report("failed")
     node.leave()
     until(lambda: not node.runs, "the writer has ended")
     assert not node.directory.exists()
-    assert candidates(site.store) == []
+    assert list_candidates(site.store) == []

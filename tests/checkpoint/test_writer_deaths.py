@@ -13,10 +13,10 @@ import pytest
 pytest.importorskip("torch")
 
 from everstep.checkpoint import control, save
-from everstep.checkpoint.control import Link, WriterLost
-from everstep.checkpoint.events import Event
+from everstep.checkpoint.control import WriterLink, WriterLost
+from everstep.checkpoint.events import CheckpointEvent
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.save import Node
+from everstep.checkpoint.save import WriterConnection
 from tests.checkpoint.ranks import run
 from tests.checkpoint.sessions import Model, claim, session, steps_in, train
 from tests.checkpoint.writers import until
@@ -29,7 +29,7 @@ def kill(pid: int) -> None:
     until(lambda: not Path(f"/proc/{pid}").exists() or " Z " in Path(f"/proc/{pid}/stat").read_text(), "it is dead")
 
 
-def kill_at(node: Node, verb: str) -> None:
+def kill_at(node: WriterConnection, verb: str) -> None:
     """Kill the node's writer right before this rank says `verb`, once."""
     tell = node.tell
 
@@ -48,10 +48,10 @@ def test_a_writer_that_is_killed_before_it_tells_of_a_commit_is_followed_by_one_
     folder: Path, monkeypatch: pytest.MonkeyPatch, policy: str
 ) -> None:
     """Else the save stayed on its way for good: no later one was begun, or each waited for it."""
-    reports = Link.reports
+    reports = WriterLink.reports
     lost: list[int] = []
 
-    def lose_report(link: Link, timeout: float = 0.0) -> list[dict[str, Any]]:
+    def lose_report(link: WriterLink, timeout: float = 0.0) -> list[dict[str, Any]]:
         found = reports(link, timeout)
         if not lost and any(each["event"] == "saved" and each["key"].endswith("2") for each in found):
             lost.append(link.pid)
@@ -59,7 +59,7 @@ def test_a_writer_that_is_killed_before_it_tells_of_a_commit_is_followed_by_one_
             raise WriterLost("the writer is gone")
         return found
 
-    monkeypatch.setattr(Link, "reports", lose_report)
+    monkeypatch.setattr(WriterLink, "reports", lose_report)
     monkeypatch.setattr(save, "_AGAIN", 0.1)
     told: list[Key | None] = []
     model = Model()
@@ -96,9 +96,9 @@ def test_the_memory_goes_though_the_writer_dies_while_the_session_ends(folder: P
 
 def loses_its_writer_at_the_start(rank: int, folder: Path) -> None:
     """Rank 0 has its answer when the writer dies, and waits for rank 1."""
-    call, dead = Node.call_until_heard, folder / "dead"
+    call, dead = WriterConnection.call_until_heard, folder / "dead"
 
-    def call_around_a_death(node: Node, verb: str, *args: Any, **fields: Any) -> Any:
+    def call_around_a_death(node: WriterConnection, verb: str, *args: Any, **fields: Any) -> Any:
         if rank == 1 and not dead.exists():
             until(dead.exists, "the writer is dead", 60)
         found = call(node, verb, *args, **fields)
@@ -108,7 +108,7 @@ def loses_its_writer_at_the_start(rank: int, folder: Path) -> None:
             dead.touch()
         return found
 
-    Node.call_until_heard = call_around_a_death  # type: ignore[method-assign,assignment]
+    WriterConnection.call_until_heard = call_around_a_death  # type: ignore[method-assign,assignment]
     with session(folder, timeout=60.0) as ckpt:
         ckpt.track(model=Model())
         ckpt.save(1)
@@ -122,7 +122,7 @@ def test_any_rank_starts_a_writer_where_the_first_one_died_and_rank_0_waits(fold
 def test_a_writer_that_is_killed_while_it_starts_is_started_again(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, started = control.start, []
+    start, started = control.start_writer, []
 
     def start_and_kill(*args: Any) -> Any:
         child = start(*args)
@@ -132,7 +132,7 @@ def test_a_writer_that_is_killed_while_it_starts_is_started_again(
             child.wait()
         return child
 
-    monkeypatch.setattr(control, "start", start_and_kill)
+    monkeypatch.setattr(control, "start_writer", start_and_kill)
     with session(folder) as ckpt:
         ckpt.track(model=Model())
         ckpt.save(1)
@@ -146,7 +146,7 @@ def test_a_save_that_a_signals_handler_interrupts_is_void_at_once(
     folder: Path, policy: str, interrupt: type[BaseException]
 ) -> None:
     """`sys.exit(0)` waits for the last save, and one that was left in the middle never gets into the store."""
-    failed: list[Event] = []
+    failed: list[CheckpointEvent] = []
 
     def leave(step: int) -> dict[str, Any]:
         if step == 2:

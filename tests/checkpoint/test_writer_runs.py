@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from everstep.checkpoint import control, slot_files
-from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.candidates import list_candidates
 from everstep.checkpoint.control import WriterLost
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import RUN
-from everstep.checkpoint.slots import Claim, State
+from everstep.checkpoint.slots import Claim, SlotState
 from everstep.checkpoint.store.base import open_store
 from everstep.checkpoint.writer import Writer
 from tests.checkpoint.builders import key
@@ -29,13 +29,13 @@ from tests.checkpoint.writers import PATIENCE, Node, Site, until
 def test_a_new_attempt_finds_the_old_ones_writer_at_work(site: Site) -> None:
     old = site.node(nodes=2, world=2, ranks=(0,))  # waits for node 1
     old.save(key(10))
-    until(lambda: old.slots[0].state is State.STORED, "node 0 has written its part")
+    until(lambda: old.slots[0].state is SlotState.STORED, "node 0 has written its part")
     old.die()
     new = site.node(attempt="0000000000.0000000002")
     assert new.pid == old.pid
     new.save(key(5, generation=2))
     new.report("saved")
-    assert candidates(site.store) == [key(5, generation=2)]
+    assert list_candidates(site.store) == [key(5, generation=2)]
 
 
 def test_an_attempt_that_is_over_is_sent_away(site: Site) -> None:
@@ -80,17 +80,17 @@ def test_what_the_run_of_a_deleted_store_left_in_memory_is_nobodys(site: Site, r
     Path(site.store.url).mkdir()
     make_anew(site, "new")
     new = site.node(run="new")
-    assert [slot.state for slot in new.slots] == [State.EMPTY, State.EMPTY]
+    assert [slot.state for slot in new.slots] == [SlotState.EMPTY, SlotState.EMPTY]
     assert new.slots.create(new.directory / "peer", 2)[0].claimed() is None
     new.save(key(5))
     new.report("saved")
-    assert candidates(site.store) == [key(5)]
+    assert list_candidates(site.store) == [key(5)]
 
 
 def test_a_run_whose_store_was_made_anew_is_over(site: Site) -> None:
     old = site.node(nodes=2, ranks=(0,), run="old")  # waits for node 1
     old.save(key(10))
-    until(lambda: old.slots[0].state is State.STORED, "node 0 has written its part")
+    until(lambda: old.slots[0].state is SlotState.STORED, "node 0 has written its part")
     make_anew(site, "new")
     site.node(run="new")
     with pytest.raises(WriterLost):
@@ -106,7 +106,7 @@ def test_nothing_is_committed_into_a_store_that_was_made_anew(site: Site) -> Non
     make_anew(site, "new")
     old.save(key(20))
     assert "deleted and made anew" in old.report("failed")["why"]
-    assert candidates(site.store) == []
+    assert list_candidates(site.store) == []
 
 
 def test_a_fenced_attempt_commits_nothing(site: Site) -> None:
@@ -121,7 +121,7 @@ def test_a_fenced_attempt_commits_nothing(site: Site) -> None:
     fence.write_text(json.dumps({"epoch": 0, "generation": 1, "fenced": False}))
     node.save(key(30))
     node.report("saved")
-    assert candidates(site.store) == [key(30)]
+    assert list_candidates(site.store) == [key(30)]
 
 
 def test_after_a_clean_end_nothing_is_left(site: Site) -> None:
@@ -136,7 +136,7 @@ def test_after_a_clean_end_nothing_is_left(site: Site) -> None:
 def test_a_rank_that_comes_while_a_writer_ends_gets_another_one(site: Site) -> None:
     """One that had given its memory back answered, and was gone when the rank asked for memory."""
     directory = site.folder / "memory-0"
-    slot_files.secure(directory)
+    slot_files.secure_directory(directory)
 
     async def serve_until_a_rank_comes() -> None:
         writer = Writer(directory, 30.0)
@@ -183,7 +183,7 @@ def test_the_only_whole_copy_stays_after_a_clean_end_and_is_stored_when_the_stor
     node.leave()
     assert node.slots.whole()
     store.unlink()
-    until(lambda: candidates(site.store) == [key(10)], "the writer has tried again")
+    until(lambda: list_candidates(site.store) == [key(10)], "the writer has tried again")
     assert site.good(key(10))
     until(lambda: not node.runs, "nothing is left to do")
     assert not node.directory.exists()
@@ -197,7 +197,7 @@ def test_an_attempt_commits_nothing_once_a_later_one_has(site: Site) -> None:
     site.store.put_if_absent(new_key.manifest_name, b"committed by a run on another machine")
     old.save(key(20))
     assert old.report("failed")["why"].endswith("attempt 0000000000.0000000002 has taken over this store")
-    assert candidates(site.store) == [new_key, key(10)]
+    assert list_candidates(site.store) == [new_key, key(10)]
 
 
 def of_another_process(node: Node, local: int) -> subprocess.Popen[bytes]:
@@ -205,9 +205,9 @@ def of_another_process(node: Node, local: int) -> subprocess.Popen[bytes]:
     script = (
         "import json, sys, time\n"
         "from pathlib import Path\n"
-        "from everstep.checkpoint.control import Config, Link\n"
-        "link = Link.connect(Path(sys.argv[1]))\n"
-        "link.hello(Config(**json.loads(sys.argv[2])), int(sys.argv[3]))\n"
+        "from everstep.checkpoint.control import WriterConfig, WriterLink\n"
+        "link = WriterLink.connect(Path(sys.argv[1]))\n"
+        "link.hello(WriterConfig(**json.loads(sys.argv[2])), int(sys.argv[3]))\n"
         "print('there', flush=True)\n"
         "time.sleep(600)\n"
     )
@@ -250,7 +250,7 @@ def test_a_message_about_a_save_of_another_attempt_is_rejected(site: Site) -> No
     for verb in ("begin", "filled", "void"):
         with pytest.raises(CheckpointError, match="is not of attempt"):
             node.links[0].call(verb, key=str(key(10)), why="")
-    assert [slot.state for slot in node.slots] == [State.EMPTY, State.EMPTY]
+    assert [slot.state for slot in node.slots] == [SlotState.EMPTY, SlotState.EMPTY]
 
 
 def test_a_writer_whose_directory_was_removed_leaves_the_one_of_the_next_run_alone(site: Site) -> None:

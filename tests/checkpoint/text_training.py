@@ -19,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset
 
 import everstep
-from everstep.checkpoint.state.flat import flatten
+from everstep.checkpoint.state.flat import flatten_objects
 from everstep.data import Sampler
 from tests.checkpoint import ranks
 
@@ -104,7 +104,7 @@ def train(
 
 def digest(objects: dict[str, object]) -> str:
     """A hash of every bit of this rank's share of the state."""
-    flat = flatten(objects, rank=ranks.own_rank())
+    flat = flatten_objects(objects, rank=ranks.own_rank())
     found = hashlib.sha256(repr(sorted(flat.values.items())).encode())
     for name, tensor in sorted(flat.tensors.items()):
         local = tensor.to_local() if hasattr(tensor, "to_local") else tensor

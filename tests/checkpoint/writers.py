@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import control, peer_copies
-from everstep.checkpoint.candidates import verify
-from everstep.checkpoint.control import Config
+from everstep.checkpoint.candidates import verify_checkpoint
+from everstep.checkpoint.control import WriterConfig
 from everstep.checkpoint.keys import RUN, Key
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.base import Store, open_store
@@ -35,10 +35,10 @@ def until(true: Callable[[], Any], what: str, seconds: float = PATIENCE) -> Any:
 class Node:
     """The ranks of one node."""
 
-    def __init__(self, directory: Path, config: Config, linger: float) -> None:
+    def __init__(self, directory: Path, config: WriterConfig, linger: float) -> None:
         self.directory = directory
         self.config = config
-        self.links = [control.join(directory, config, local, linger) for local in range(len(config.ranks))]
+        self.links = [control.join_writer(directory, config, local, linger) for local in range(len(config.ranks))]
         self.slots = Slots(directory)
         self.pid = self.links[0].pid
         for link in self.links:
@@ -55,7 +55,7 @@ class Node:
 
     def copies(self) -> list[Key]:
         """Of which checkpoints this node keeps a whole copy, newest first."""
-        return [manifest.key for _, manifest in peer_copies.of(self.directory).whole()]
+        return [manifest.key for _, manifest in peer_copies.open_peer_copies(self.directory).whole()]
 
     def begin(self, key: Key) -> int:
         numbers = {link.call("begin", key=str(key)) for link in self.links}
@@ -107,8 +107,8 @@ class Site:
         self.store: Store = open_store(folder / "store")
         self.pids: list[int] = []
 
-    def config(self, **fields: Any) -> Config:
-        common = Config(self.store.url, {}, "0000000000.0000000001", 0, 1, 2, (0, 1), commit_timeout=PATIENCE)
+    def config(self, **fields: Any) -> WriterConfig:
+        common = WriterConfig(self.store.url, {}, "0000000000.0000000001", 0, 1, 2, (0, 1), commit_timeout=PATIENCE)
         return replace(common, **fields)
 
     def node(self, linger: float = 30.0, **fields: Any) -> Node:
@@ -120,7 +120,7 @@ class Site:
         return made
 
     def good(self, key: Key, ranks: int = 2) -> bool:
-        manifest = verify(self.store, key)
+        manifest = verify_checkpoint(self.store, key)
         parts = {part.name: self.store.read(part.name) for part in manifest.parts}
         return parts == {key.part_name(rank): content(key, rank, SIZES[rank]) for rank in range(ranks)}
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.candidates import list_candidates
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.verification import verify_and_mark
@@ -138,11 +138,11 @@ def test_prune_keeps_the_newest_good_one(everstep: Everstep, run: Store, tmp_pat
     damage(tmp_path / "run", key(30))
     done = everstep("checkpoint", "prune", "run", "--keep-last", "1", "--dry-run")
     assert (done.returncode, done.stdout) == (0, "0.1-10 would go\n")
-    assert len(candidates(run)) == 3
+    assert len(list_candidates(run)) == 3
     done = everstep("checkpoint", "prune", "run", "--keep-last", "1")
     assert (done.returncode, done.stdout) == (0, "0.1-10 is removed\n")
     assert "0.1-30 is not good" in done.stderr
-    assert candidates(run) == [key(30), key(20)]
+    assert list_candidates(run) == [key(30), key(20)]
     damage(tmp_path / "run", key(20))
     done = everstep("checkpoint", "prune", "run", "--keep-last", "1")
     assert done.returncode == 3
@@ -156,14 +156,14 @@ def test_prune_believes_no_mark(everstep: Everstep, run: Store, tmp_path: Path) 
     done = everstep("checkpoint", "prune", "run", "--keep-last", "2")
     assert (done.returncode, done.stdout) == (0, "")
     assert "0.1-20 is not good" in done.stderr
-    assert candidates(run) == [key(30), key(20), key(10)]
+    assert list_candidates(run) == [key(30), key(20), key(10)]
 
 
 def test_copy_takes_all_or_one(everstep: Everstep, run: Store, tmp_path: Path) -> None:
     assert everstep("checkpoint", "copy", "run", "one", "--key", "20").returncode == 0
-    assert candidates(open_store(tmp_path / "one")) == [key(20)]
+    assert list_candidates(open_store(tmp_path / "one")) == [key(20)]
     assert everstep("checkpoint", "copy", "run", "all", "--all").returncode == 0
-    assert candidates(open_store(tmp_path / "all")) == candidates(run)
+    assert list_candidates(open_store(tmp_path / "all")) == list_candidates(run)
     again = everstep("checkpoint", "copy", "run", "one", "--key", "20")
     assert (again.returncode, "was there before, and is good" in again.stdout) == (0, True)
     damage(tmp_path / "one", key(20))
@@ -181,7 +181,7 @@ def test_of_a_step_the_greatest_attempt_that_is_good_is_taken(everstep: Everstep
     done = everstep("checkpoint", "copy", "run", "one", "--key", "20")
     assert done.returncode == 0, done.stderr
     assert "0.2-20 is passed over" in done.stderr
-    assert candidates(open_store(tmp_path / "one")) == [key(20)]
+    assert list_candidates(open_store(tmp_path / "one")) == [key(20)]
     done = everstep("checkpoint", "copy", "run", "two", "--key", "0.2-20")
     assert done.returncode == 3
     (tmp_path / "run" / key(20, 2).manifest_name).write_text("{")
@@ -195,20 +195,20 @@ def test_copy_takes_the_newest_that_is_good_and_of_all_those_that_are(
     done = everstep("checkpoint", "copy", "run", "newest")
     assert (done.returncode, done.stdout.split(" is")[0]) == (0, "0.1-20"), done.stderr
     assert f"0.1-30 is passed over: {key(30).part_name(1)}: bytes" in done.stderr
-    assert candidates(open_store(tmp_path / "newest")) == [key(20)]
+    assert list_candidates(open_store(tmp_path / "newest")) == [key(20)]
     damage(tmp_path / "run", key(20))
     damage(tmp_path / "run", key(30))  # the same bit again: it is good
     done = everstep("checkpoint", "copy", "run", "every", "--all")
     assert done.returncode == 3
     assert f"0.1-20 is left out: {key(20).part_name(1)}: bytes" in done.stderr
-    assert candidates(open_store(tmp_path / "every")) == [key(30), key(10)]
+    assert list_candidates(open_store(tmp_path / "every")) == [key(30), key(10)]
     for step in (10, 30):
         damage(tmp_path / "run", key(step))
     for command in (["copy", "run", "none"], ["copy", "run", "none", "--all"]):
         done = everstep("checkpoint", *command)
         assert (done.returncode, done.stdout) == (3, "")
         assert all(f"0.1-{step} is" in done.stderr or key(step).part_name(1) in done.stderr for step in (10, 20, 30))
-    assert candidates(open_store(tmp_path / "none")) == []
+    assert list_candidates(open_store(tmp_path / "none")) == []
 
 
 def test_show_and_diff_pass_over_what_cannot_be_read(everstep: Everstep, run: Store, tmp_path: Path) -> None:
@@ -274,7 +274,7 @@ def test_watching_publishes_until_it_is_told_to_stop(tmp_path: Path) -> None:
         (watched / "model").write_text("1")
         (watched / "DONE").write_text("1")
         deadline = time.monotonic() + 60
-        while not candidates(store):
+        while not list_candidates(store):
             assert time.monotonic() < deadline
             time.sleep(0.05)
         (watched / "model").write_text("2")
@@ -286,7 +286,7 @@ def test_watching_publishes_until_it_is_told_to_stop(tmp_path: Path) -> None:
         process.wait()
     assert process.returncode == 0
     assert out.splitlines() == ["watched is published as 0.1-0", "watched is published as 0.1-1"]
-    assert [each.step for each in candidates(store)] == [1, 0]
+    assert [each.step for each in list_candidates(store)] == [1, 0]
 
 
 def test_a_store_that_cannot_be_reached_is_named(everstep: Everstep) -> None:

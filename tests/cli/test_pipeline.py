@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from everstep.pipeline.graph import Graph, Node
+from everstep.pipeline.graph import Graph, GraphNode
 from everstep.pipeline.plan import Plan
-from everstep.pipeline.schedules import dump, make
+from everstep.pipeline.schedules import dump_schedule, make_schedule
 from tests.cli.command import Done
 
 Everstep = Callable[..., Done]
@@ -19,12 +19,12 @@ Everstep = Callable[..., Done]
 @pytest.fixture
 def graph(tmp_path: Path) -> Path:
     """Embedding, six layers, a head that takes as long as four of them and shares its weight with the embedding."""
-    nodes = [Node("embed", (), 0.1, 0.0, 0.1, 1 << 20, 0, 1 << 20, ties=("embed.weight",))]
+    nodes = [GraphNode("embed", (), 0.1, 0.0, 0.1, 1 << 20, 0, 1 << 20, ties=("embed.weight",))]
     nodes += [
-        Node(f"layer.{i}", (nodes[-1].name if not i else f"layer.{i - 1}",), 1, 1, 1, 1 << 22, 1 << 20, 1 << 20)
+        GraphNode(f"layer.{i}", (nodes[-1].name if not i else f"layer.{i - 1}",), 1, 1, 1, 1 << 22, 1 << 20, 1 << 20)
         for i in range(6)
     ]
-    nodes.append(Node("head", ("layer.5",), 4, 4, 4, 1 << 20, 0, 1 << 10, ties=("embed.weight",)))
+    nodes.append(GraphNode("head", ("layer.5",), 4, 4, 4, 1 << 20, 0, 1 << 10, ties=("embed.weight",)))
     (tmp_path / "graph.json").write_text(Graph(tuple(nodes), shared=(("embed.weight", 1 << 24),)).to_json())
     return tmp_path / "graph.json"
 
@@ -132,7 +132,7 @@ def test_nothing_is_written_where_nothing_fits(everstep: Everstep, graph: Path) 
 
 
 def test_a_schedule_of_a_file_is_planned_for(everstep: Everstep, graph: Path) -> None:
-    (graph.parent / "mine.txt").write_text(dump(make("simple", 2, 2, 3)))
+    (graph.parent / "mine.txt").write_text(dump_schedule(make_schedule("simple", 2, 2, 3)))
     done = everstep("pipeline", "plan", "graph.json", "--ranks", "2", "--schedule", "mine.txt")
     assert done.returncode == 0, done.stderr
     assert Plan.load(graph.parent / "plan.json").microbatches == 3

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from everstep.cli.report import report
-from everstep.cli.terminal import duration
+from everstep.cli.report import render_status
+from everstep.cli.terminal import format_duration
 
 NOW = datetime(2026, 1, 1, 12, 0, 0, tzinfo=UTC)
 
@@ -22,7 +22,7 @@ def shown(status: dict[str, Any], spec: dict[str, Any] | None = None) -> str:
     }
     console = Console(width=120, record=True, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(report(job, NOW))
+        console.print(render_status(job, NOW))
     return capture.get()
 
 
@@ -98,4 +98,4 @@ def test_conditions_are_listed_with_their_reasons() -> None:
     [(0.04, "0.0s"), (9.96, "10.0s"), (59, "59s"), (60, "1m00s"), (3661, "1h01m"), (200_000, "2d07h")],
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.cli.live import bar
-from everstep.cli.story import Story
+from everstep.cli.live import describe_progress
+from everstep.cli.story import StateNarrator
 
 
 def ended(identity: str, cause: str = "Application", **more: Any) -> dict[str, Any]:
@@ -18,7 +18,7 @@ def state(*ledger: dict[str, Any], **more: Any) -> dict[str, Any]:
 
 
 def test_a_generation_s_end_is_told_once_however_often_it_is_seen() -> None:
-    story = Story(allowed=3)
+    story = StateNarrator(allowed=3)
     assert list(story.feed(state(ended("1.1")))) == [
         "generation 1.1 ended: Application, rank 3, exit code 1: boom (2 of 3 restarts left)"
     ]
@@ -27,39 +27,39 @@ def test_a_generation_s_end_is_told_once_however_often_it_is_seen() -> None:
 
 
 def test_ids_are_ordered_as_numbers() -> None:
-    story = Story(allowed=20)
+    story = StateNarrator(allowed=20)
     list(story.feed(state(*(ended(f"1.{number}") for number in range(1, 10)))))
     assert len(list(story.feed(state(ended("1.10"))))) == 1
     assert story.charged == "1.10"
 
 
 def test_what_is_not_the_program_s_fault_is_free() -> None:
-    story = Story(allowed=3)
+    story = StateNarrator(allowed=3)
     list(story.feed(state(ended("1.1", "PodLost"), ended("1.2", "OutOfMemory"))))
     assert story.allowance == 2
 
 
 def test_the_allowance_never_falls_below_nothing() -> None:
-    story = Story(allowed=0)
+    story = StateNarrator(allowed=0)
     (sentence,) = story.feed(state(ended("1.1")))
     assert story.allowance == 0
     assert "left" not in sentence
 
 
 def test_a_signal_is_told_in_place_of_its_exit_code() -> None:
-    (sentence,) = Story(allowed=1).feed(state(ended("1.1", exitCode=137, signal=9)))
+    (sentence,) = StateNarrator(allowed=1).feed(state(ended("1.1", exitCode=137, signal=9)))
     assert "signal 9" in sentence
     assert "137" not in sentence
 
 
 def test_the_bar_has_no_total_before_a_rank_reports_one() -> None:
-    shown = bar("j", state(phase="forming", joined=1))
+    shown = describe_progress("j", state(phase="forming", joined=1))
     assert shown["total"] is None
     assert shown["words"] == "forming  1 of 2 nodes"
 
 
 def test_the_bar_tells_step_rate_time_left_and_metrics() -> None:
     progress = {"step": 50, "totalSteps": 150, "stepsPerSecond": 10.0, "metrics": {"loss": 0.31234567}}
-    shown = bar("j", state(progress=progress))
+    shown = describe_progress("j", state(progress=progress))
     assert shown["words"] == "step 50 of 150  10/s  10s left  loss 0.3123"
     assert (shown["completed"], shown["total"], shown["description"]) == (50, 150, "j 1.1")

@@ -10,8 +10,8 @@ import pytest
 
 from everstep.cli.cluster import LogsNotReadyError
 from everstep.cli.errors import CliError
-from everstep.cli.lines import Line
-from everstep.cli.tail import followed, of_failure, past
+from everstep.cli.lines import LogLine
+from everstep.cli.tail import follow_lines, list_failure_lines, read_past_lines
 
 
 def pod(name: str, uid: str, phase: str = "Running") -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Scripted:
 
 
 def texts(cluster: Scripted, rank: int | None = None) -> list[str]:
-    return [line.text for line in followed(cluster, "j", rank, look_every=0.05)]
+    return [line.text for line in follow_lines(cluster, "j", rank, look_every=0.05)]
 
 
 def test_the_past_is_told_in_the_order_of_time() -> None:
@@ -59,13 +59,13 @@ def test_the_past_is_told_in_the_order_of_time() -> None:
         [("Running", [pod("j-0", "a"), pod("j-1", "b")])],
         {"j-0": [[stamped(1, "[rank 0] one"), stamped(3, "[rank 0] three")]], "j-1": [[stamped(2, "[rank 1] two")]]},
     )
-    assert [line.text for line in past(cluster, "j", None)] == ["one", "two", "three"]
-    assert [line.text for line in past(cluster, "j", 1)] == ["two"]
+    assert [line.text for line in read_past_lines(cluster, "j", None)] == ["one", "two", "three"]
+    assert [line.text for line in read_past_lines(cluster, "j", 1)] == ["two"]
 
 
 def test_a_pod_that_has_not_started_has_no_past() -> None:
     cluster = Scripted([("Starting", [pod("j-0", "a")])], {"j-0": [LogsNotReadyError()]})
-    assert list(past(cluster, "j", None)) == []
+    assert list(read_past_lines(cluster, "j", None)) == []
 
 
 def test_following_ends_with_the_job() -> None:
@@ -123,4 +123,4 @@ def test_a_refusal_of_the_api_server_ends_following_with_its_words() -> None:
 
 
 def test_the_last_failure_s_lines_carry_its_rank() -> None:
-    assert of_failure({"rank": 3, "node": "n1", "logTail": ["boom"]}) == [Line("n1", "boom", 3)]
+    assert list_failure_lines({"rank": 3, "node": "n1", "logTail": ["boom"]}) == [LogLine("n1", "boom", 3)]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from everstep.compat.smdistributed.modelparallel.config import VARIABLE, Config, ConfigError
+from everstep.compat.smdistributed.modelparallel.config import VARIABLE, ModelParallelConfig, ModelParallelConfigError
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "sagemaker-model-parallel.md"
 ROWS = re.findall(r"^\| `(\w+)` \| (supported|refused) \|", PAGE.read_text(), re.MULTILINE)
@@ -65,34 +65,34 @@ def test_the_table_has_every_key() -> None:
 def test_a_key_is_read_or_refused_as_the_table_says(key: str, told: str) -> None:
     given = {**NEEDS, key: OTHER[key]}
     if told == "supported":
-        assert getattr(Config.read(given), key) == OTHER[key]
+        assert getattr(ModelParallelConfig.read(given), key) == OTHER[key]
     else:
-        with pytest.raises(ConfigError, match=key):
-            Config.read(given)
+        with pytest.raises(ModelParallelConfigError, match=key):
+            ModelParallelConfig.read(given)
 
 
 def test_defaults_are_the_documented_ones() -> None:
-    config = Config.read({"pipeline_parallel_degree": 2})
+    config = ModelParallelConfig.read({"pipeline_parallel_degree": 2})
     assert (config.microbatches, config.pipeline, config.optimize) == (1, "interleaved", "memory")
     assert (config.auto_partition, config.ddp, config.placement) == (True, False, "DPT")
     assert (config.weight, config.active, config.activation_loading_horizon) == (0.8, 4, 4)
-    assert Config.read({"optimize": "speed"}).weight == 0.2
-    assert Config.read({"placement_strategy": "spread"}).placement == "TPD"
-    assert Config.read({"placement_strategy": "PDT"}).placement == "PDT"
+    assert ModelParallelConfig.read({"optimize": "speed"}).weight == 0.2
+    assert ModelParallelConfig.read({"placement_strategy": "spread"}).placement == "TPD"
+    assert ModelParallelConfig.read({"placement_strategy": "PDT"}).placement == "PDT"
 
 
 def test_the_older_name_of_the_degree_is_understood() -> None:
-    assert Config.read({"partitions": 4}).pipeline_parallel_degree == 4
-    with pytest.raises(ConfigError, match="partitions is the older name"):
-        Config.read({"partitions": 4, "pipeline_parallel_degree": 4})
+    assert ModelParallelConfig.read({"partitions": 4}).pipeline_parallel_degree == 4
+    with pytest.raises(ModelParallelConfigError, match="partitions is the older name"):
+        ModelParallelConfig.read({"partitions": 4, "pipeline_parallel_degree": 4})
 
 
 def test_keys_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, json.dumps({"partitions": 2, "microbatches": 4}))
-    assert Config.read().microbatches == 4
+    assert ModelParallelConfig.read().microbatches == 4
     monkeypatch.setenv(VARIABLE, "{")
-    with pytest.raises(ConfigError, match=f"{VARIABLE} is not JSON"):
-        Config.read()
+    with pytest.raises(ModelParallelConfigError, match=f"{VARIABLE} is not JSON"):
+        ModelParallelConfig.read()
 
 
 def test_neutral_values_of_refused_keys_are_no_reason_to_refuse() -> None:
@@ -102,7 +102,7 @@ def test_neutral_values_of_refused_keys_are_no_reason_to_refuse() -> None:
         "horovod": False,
         "load_partition": False,
     }
-    assert Config.read(neutral) == Config.read({})
+    assert ModelParallelConfig.read(neutral) == ModelParallelConfig.read({})
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_neutral_values_of_refused_keys_are_no_reason_to_refuse() -> None:
     ],
 )
 def test_a_rule_that_is_broken_is_named(given: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigError, match=re.escape(told)):
-        Config.read(given)
+    with pytest.raises(ModelParallelConfigError, match=re.escape(told)):
+        ModelParallelConfig.read(given)
 
 
 def test_parameters_may_be_wrapped_as_the_sdk_has_them() -> None:
-    assert Config.read({"enabled": True, "parameters": {"partitions": 3}}).pipeline_parallel_degree == 3
+    assert ModelParallelConfig.read({"enabled": True, "parameters": {"partitions": 3}}).pipeline_parallel_degree == 3

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep.data import Sampler
-from everstep.data.order import shuffled
+from everstep.data.order import shuffle_positions
 
 # Large enough for every width of the network that small sizes have, and for walking on in each.
 sizes = st.integers(1, 100)
@@ -26,7 +26,7 @@ def sequence(size: int, batch: int, world: int, steps: range, seed: int | None) 
 
 @given(sizes, st.integers(0, 2**63), st.integers(0, 1000))
 def test_every_epoch_has_every_sample_once(size: int, seed: int, epoch: int) -> None:
-    order = shuffled(np.arange(size, dtype=np.uint64), size, seed, epoch)
+    order = shuffle_positions(np.arange(size, dtype=np.uint64), size, seed, epoch)
     assert sorted(order.tolist()) == list(range(size))
 
 

@@ -14,7 +14,7 @@ from e2e.cluster.errors import NoBackendError
 from e2e.cluster.external import ExternalCluster
 from e2e.cluster.kind import KindCluster
 from e2e.cluster.local import LocalCluster
-from e2e.cluster.state import Shape
+from e2e.cluster.state import ClusterSpec
 
 EXIT_NO_BACKEND = 3
 
@@ -48,7 +48,7 @@ def test_local_without_docker(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_up_is_used_whatever_became_possible(monkeypatch: pytest.MonkeyPatch, empty_machine: Path) -> None:
-    Shape("local").save(empty_machine)
+    ClusterSpec("local").save(empty_machine)
     _possible(monkeypatch, kind=True, local=True)
     assert isinstance(backend.choose(), LocalCluster)
 
@@ -73,6 +73,6 @@ def test_the_command_ends_with_code_3_and_one_sentence(tmp_path: Path) -> None:
 
 
 def test_shape_survives_the_disk(empty_machine: Path) -> None:
-    shape = Shape("local", nodes=5, gpus=8)
+    shape = ClusterSpec("local", nodes=5, gpus=8)
     shape.save(empty_machine)
-    assert Shape.load(empty_machine) == shape
+    assert ClusterSpec.load(empty_machine) == shape

@@ -11,7 +11,7 @@ from rich.console import Console
 from e2e import demo_steps, deploy
 from e2e.cluster import binaries
 from e2e.cluster.local import LocalCluster
-from e2e.demo_steps import Cost, Step, Track
+from e2e.demo_steps import DemoStep, StepCost, Track
 from e2e.images import engine
 from e2e.images.catalogue import image
 
@@ -56,7 +56,7 @@ def test_what_is_there_is_not_announced(nothing_built: Path) -> None:
 
 
 def test_a_bar_moves_by_the_clock_and_waits_for_the_end_of_its_step() -> None:
-    track = Track("x", [Step("one", "", Cost(100)), Step("two", "", Cost(300))], since=1000)
+    track = Track("x", [DemoStep("one", "", StepCost(100)), DemoStep("two", "", StepCost(300))], since=1000)
     assert track.estimate(1040) == 40
     assert track.estimate(9000) == 95
     track.finish("of another track", 9000)
@@ -68,7 +68,7 @@ def test_a_bar_moves_by_the_clock_and_waits_for_the_end_of_its_step() -> None:
 
 
 def test_too_small_a_disk_is_named_before_anything_is_built(nothing_built: Path) -> None:
-    assert demo_steps.missing_disk(Cost(1)) is None
-    reason = demo_steps.missing_disk(Cost(1, stored=10**9))
+    assert demo_steps.missing_disk(StepCost(1)) is None
+    reason = demo_steps.missing_disk(StepCost(1, stored=10**9))
     assert reason is not None
     assert "EVERSTEP_CACHE" in reason

@@ -17,7 +17,7 @@ from e2e.cluster import cgroups, golden, host
 from e2e.cluster.backend import choose
 from e2e.cluster.local import LocalCluster
 from e2e.cluster.processes import marked
-from e2e.cluster.state import PUBLISHED_KUBECONFIG, Shape, cluster_dir
+from e2e.cluster.state import PUBLISHED_KUBECONFIG, ClusterSpec, cluster_dir
 
 pytestmark = [pytest.mark.e2e, pytest.mark.chaos, pytest.mark.timeout(600)]
 
@@ -28,7 +28,7 @@ SEED = int(os.environ.get("EVERSTEP_CHAOS_SEED", "1"))
 @pytest.fixture
 def down() -> Iterator[LocalCluster]:
     cluster = choose()
-    if not isinstance(cluster, LocalCluster) or Shape.load(cluster_dir()) is not None:
+    if not isinstance(cluster, LocalCluster) or ClusterSpec.load(cluster_dir()) is not None:
         pytest.skip("a cluster is up, or this machine has another kind")
     yield cluster
     cluster.down()

@@ -77,7 +77,7 @@ def test_the_agent_reads_all_gpus_of_the_driver() -> None:
         async def run(self, *_: Any, **__: Any) -> tuple[int, str]:
             return 0, ran.stdout
 
-    found: Any = asyncio.run(gpu.devices(Ran(), os.environ))  # type: ignore[arg-type]
+    found: Any = asyncio.run(gpu.query_devices(Ran(), os.environ))  # type: ignore[arg-type]
     assert len(found) >= len(devices())
     assert all(each.uuid.startswith("GPU-") and each.memory_total > 0 and not each.error for each in found)
     assert any(each.memory_used > 0 for each in found)

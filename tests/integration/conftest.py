@@ -17,11 +17,13 @@ from e2e.cluster.errors import ClusterError
 from e2e.cluster.ports import free_ports
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
-from everstep_operator.cluster.rbac import USED
-from everstep_operator.cluster.resources import JOBS, Resource
+from everstep_operator.cluster.rbac import USED_PERMISSIONS
+from everstep_operator.cluster.resources import JOBS, ApiResource
 from tests.integration.world import NAMESPACES, OWN_NAMESPACE, SERVICE_ACCOUNTS, OperatorProcess, World, until
 
-CRDS = Resource("apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False)
+CRDS = ApiResource(
+    "apiextensions.k8s.io", "v1", "customresourcedefinitions", "CustomResourceDefinition", namespaced=False
+)
 ROOT = Path(__file__).parents[2]
 USER = "everstep-operator-under-test"
 KEY = bytes(range(32))
@@ -40,7 +42,7 @@ def rbac_objects() -> list[tuple[str, dict[str, Any]]]:
     for scope in ("jobs", "cluster", "own"):
         rules = [
             {"apiGroups": [right.group], "resources": [right.resource], "verbs": [right.verb]}
-            for right in sorted(USED)
+            for right in sorted(USED_PERMISSIONS)
             if right.scope == scope
         ]
         own = scope == "own"
@@ -76,13 +78,13 @@ async def _install(plane: ControlPlane) -> None:
             await client.create(CRDS, None, body)
     await client.create(NAMESPACES, None, _namespace(OWN_NAMESPACE))
     for plural, body in rbac_objects():
-        resource = Resource("rbac.authorization.k8s.io", "v1", plural, body["kind"])
+        resource = ApiResource("rbac.authorization.k8s.io", "v1", plural, body["kind"])
         await client.create(resource, body["metadata"].get("namespace"), body)
     for plural in ("trainingjobs", "trainingpools"):
 
         async def served(plural: str = plural) -> bool:
             try:
-                async for _ in client.list(Resource("everstep.dev", "v1alpha1", plural, "X"), None):
+                async for _ in client.list(ApiResource("everstep.dev", "v1alpha1", plural, "X"), None):
                     return True
             except errors.NotFound:
                 pass

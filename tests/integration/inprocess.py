@@ -15,8 +15,8 @@ from everstep.agent.auth import job_token
 from everstep_operator.app import Operator
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.agentcode import AgentCode
-from everstep_operator.cluster.client import Client, login
-from everstep_operator.settings import Settings
+from everstep_operator.cluster.client import Client, load_credentials
+from everstep_operator.settings import OperatorSettings
 from tests.integration.world import FakeLeader, World
 
 KEY = bytes(range(32))
@@ -64,13 +64,13 @@ async def operator(
 ) -> AsyncIterator[tuple[Operator, InjectedClient]]:
     """A running operator for the namespace of `world`; it ends as a killed process would, in the middle of anything.
     `agent` is its agent's code, if not this repository's."""
-    client = InjectedClient(await login(str(kubeconfig)), fault=fault, timeout=10)
+    client = InjectedClient(await load_credentials(str(kubeconfig)), fault=fault, timeout=10)
     given = {"resync_seconds": 5.0, "agent_port": world.agent_port, "watch_namespaces": (world.namespace,)}
     made = Operator(
-        Settings(kubeconfig=str(kubeconfig), **{**given, **settings}),
+        OperatorSettings(kubeconfig=str(kubeconfig), **{**given, **settings}),
         client,
         (KEY,),
-        AgentCode(agent or agent_zip.build()),
+        AgentCode(agent or agent_zip.build_zipapp()),
     )
     running = asyncio.create_task(made.run(asyncio.Event()))
     try:

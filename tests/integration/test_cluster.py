@@ -15,15 +15,15 @@ import pytest
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
-from everstep_operator.cluster.rbac import USED
-from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, Resource
+from everstep_operator.cluster.rbac import USED_PERMISSIONS
+from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, ApiResource
 from tests.integration.conftest import USER
 from tests.integration.inprocess import Simulation, operator
 from tests.integration.world import OperatorProcess, World, until
 
 ADMISSION = ("admissionregistration.k8s.io", "v1")
-POLICIES = Resource(*ADMISSION, "validatingadmissionpolicies", "ValidatingAdmissionPolicy", namespaced=False)
-POLICY_BINDINGS = Resource(
+POLICIES = ApiResource(*ADMISSION, "validatingadmissionpolicies", "ValidatingAdmissionPolicy", namespaced=False)
+POLICY_BINDINGS = ApiResource(
     *ADMISSION, "validatingadmissionpolicybindings", "ValidatingAdmissionPolicyBinding", namespaced=False
 )
 
@@ -161,7 +161,7 @@ async def test_a_ghost_is_found_by_listing(control_plane: ControlPlane, still_wo
     await still_world.submit("digits", numNodes=2)
     serving = operator(control_plane.kubeconfig, still_world, resync_seconds=3600)
     async with Simulation(still_world, "digits") as simulation, serving as (made, _):
-        made.resync.soon = lambda: None  # type: ignore[method-assign]
+        made.resync.request_soon = lambda: None  # type: ignore[method-assign]
         await running(still_world, "digits", simulation)
         hearing = made.watch._receive
         made.watch._receive = lambda *_: None
@@ -170,7 +170,7 @@ async def test_a_ghost_is_found_by_listing(control_plane: ControlPlane, still_wo
         await asyncio.sleep(0.5)
         assert len(made.cache.pods_of((still_world.namespace, "digits"))) == 2, "the ghost"
         made.watch._receive = hearing
-        await made.resync.once()
+        await made.resync.run_once()
 
         async def replaced() -> bool:
             pods = await still_world.pods("digits")
@@ -344,7 +344,7 @@ async def test_the_rights_used_are_those_of_the_table(control_plane: ControlPlan
     """Everything the operator has asked of the API server so far, from the server's own audit log."""
     await world.submit("digits", numNodes=2)
     await world.until_pods("digits", 2)
-    allowed = {(right.verb, right.group, right.resource) for right in USED}
+    allowed = {(right.verb, right.group, right.resource) for right in USED_PERMISSIONS}
     # In this folder nothing outlives its TTL and no agent's version is an hour old; not every test comes before this.
     rare = {("delete", "everstep.dev", "trainingjobs"), ("delete", "", "secrets"), ("delete", "", "configmaps")}
     rare |= {("delete", "", "pods"), ("get", "everstep.dev", "trainingjobs"), ("get", "", "pods")}

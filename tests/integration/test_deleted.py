@@ -11,25 +11,25 @@ import pytest
 
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.app import Operator
-from everstep_operator.cluster.cache import Key, version_of
-from everstep_operator.cluster.resources import JOBS, PODS, Resource
+from everstep_operator.cluster.cache import Key, resource_version
+from everstep_operator.cluster.resources import JOBS, PODS, ApiResource
 from tests.integration.inprocess import InjectedClient, operator
 from tests.integration.world import World, until
 
 
 @contextlib.asynccontextmanager
 async def watching_operator(
-    control_plane: ControlPlane, world: World, resource: Resource, monkeypatch: pytest.MonkeyPatch
+    control_plane: ControlPlane, world: World, resource: ApiResource, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[tuple[Operator, InjectedClient]]:
     """An operator whose watch of `resource` has begun: it never tells of what was deleted before that."""
     async with operator(control_plane.kubeconfig, world, resync_seconds=3600) as (made, client):
-        heard, hear = set[Resource](), made.resync.heard
+        heard, hear = set[ApiResource](), made.resync.note_event
 
-        def hearing(which: Resource) -> None:
+        def hearing(which: ApiResource) -> None:
             heard.add(which)
             hear(which)
 
-        monkeypatch.setattr(made.resync, "heard", hearing)
+        monkeypatch.setattr(made.resync, "note_event", hearing)
         if resource == JOBS:
             await world.submit("first", suspend=True)
         else:
@@ -86,7 +86,7 @@ async def test_a_pod_that_is_deleted_before_its_create_is_answered_is_made_again
         assert entry is not None
         assert entry.uid == second["metadata"]["uid"]
         # What tombstones rest on: the event of a deletion has a version of its own, above every state of the object.
-        assert told[first["metadata"]["uid"]] > version_of(first)
+        assert told[first["metadata"]["uid"]] > resource_version(first)
 
 
 async def test_a_status_whose_answer_comes_after_the_jobs_deletion_leaves_no_job_behind(

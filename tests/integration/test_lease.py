@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.clock import boottime
+from everstep.agent.clock import read_boottime
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.lease import Lease, LeaseLost
+from everstep_operator.cluster.lease import LeaseLost, OperatorLease
 from everstep_operator.cluster.resources import LEASES
 from tests.integration.world import OperatorProcess, World, until
 
 
-def lease(world: World, identity: str, name: str, seconds: float = 6.0) -> Lease:
+def lease(world: World, identity: str, name: str, seconds: float = 6.0) -> OperatorLease:
     """On a busy machine a renewal may take a second or two."""
-    return Lease(
+    return OperatorLease(
         world.client, world.namespace, name, identity, duration=seconds, renew_deadline=seconds / 2, period=0.1
     )
 
@@ -50,7 +50,7 @@ async def test_a_replica_that_stands_by_is_ready_while_the_api_server_answers_it
 
     await until(stands_by, "it is ready", 120)
     waiting.cancel()
-    second.clock = lambda: boottime() + 601
+    second.clock = lambda: read_boottime() + 601
     assert "has not answered for" in str(second.why_not_standing_by())
 
 

@@ -11,15 +11,15 @@ import pytest
 from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.app import Operator
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.cache import key_of, version_of
+from everstep_operator.cluster.cache import object_key, resource_version
 from everstep_operator.cluster.resources import EVENTS, NODES, POOLS
 from everstep_operator.plan import gang
-from everstep_operator.plan.gang import PATIENCE_ALONE
+from everstep_operator.plan.gang import STALL_SECONDS_ALONE
 from tests.integration.conftest import USER
 from tests.integration.inprocess import Simulation, operator
 from tests.integration.world import World, until
 
-LATER = PATIENCE_ALONE + 60
+LATER = STALL_SECONDS_ALONE + 60
 
 
 async def running(world: World, simulation: Simulation) -> list[dict[str, Any]]:
@@ -101,10 +101,10 @@ async def test_heartbeats_of_nodes_reconcile_nothing(control_plane: ControlPlane
 
         async def heard_of_all() -> bool:
             job, pods = await world.job("digits"), await world.pods("digits")
-            held = made.cache.jobs.get(key_of(job))
-            known = [made.cache.pods.get(key_of(pod)) for pod in pods]
+            held = made.cache.jobs.get(object_key(job))
+            known = [made.cache.pods.get(object_key(pod)) for pod in pods]
             versions = [entry.version if entry is not None else 0 for entry in (held, *known)]
-            return all(version >= version_of(item) for version, item in zip(versions, (job, *pods), strict=True))
+            return all(version >= resource_version(item) for version, item in zip(versions, (job, *pods), strict=True))
 
         await until(heard_of_all, "the last events of the start")
         await made.queue.idle()
@@ -228,7 +228,7 @@ class SmallCluster:
 async def test_three_jobs_behind_one_that_no_nodes_can_hold_get_theirs(
     control_plane: ControlPlane, still_world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gang, "PATIENCE", 2.0)
+    monkeypatch.setattr(gang, "STALL_SECONDS", 2.0)
     names = ["impossible", "one", "two", "three"]
     small = SmallCluster(still_world, names, nodes=6)
     await small.create()

@@ -12,9 +12,9 @@ from e2e.cluster.controlplane import ControlPlane
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import PODS
-from everstep_operator.plan.observed import Settings
+from everstep_operator.plan.observed import PlanSettings
 from everstep_operator.plan.pod_security import Profile, list_violations
-from everstep_operator.plan.template import resolve
+from everstep_operator.plan.template import resolve_template
 from tests.builders import job
 from tests.integration.world import NAMESPACES, SERVICE_ACCOUNTS
 
@@ -92,12 +92,12 @@ async def admin(control_plane: ControlPlane) -> Any:
 def rejections(profile: Profile) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each case as a pod that everything was granted for: only the profile judges it."""
     for number, (name, over) in enumerate(CASES.items()):
-        made = resolve(
+        made = resolve_template(
             job().spec(securityProfile=profile, podTemplate={"spec": over}).build(),
             epoch=1,
             pool=None,
             plain=False,
-            settings=Settings(host_fields=frozenset("*")),
+            settings=PlanSettings(host_fields=frozenset("*")),
         )
         pod = {"metadata": {"name": f"case-{number}"}, "spec": made.pod["spec"]}  # type: ignore[union-attr]
         yield name, pod

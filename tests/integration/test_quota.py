@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from e2e.cluster.controlplane import ControlPlane
-from everstep_operator.cluster.resources import Resource
+from everstep_operator.cluster.resources import ApiResource
 from tests.integration.inprocess import operator
 from tests.integration.world import World, until
 
-QUOTAS = Resource("", "v1", "resourcequotas", "ResourceQuota")
+QUOTAS = ApiResource("", "v1", "resourcequotas", "ResourceQuota")
 
 
 async def test_a_set_that_is_larger_than_its_quota_is_known_to_be(

@@ -23,12 +23,12 @@ from e2e.harness import PATIENCE
 from everstep.agent import auth
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.client import Client
-from everstep_operator.cluster.resources import JOBS, NODES, PODS, Resource
+from everstep_operator.cluster.resources import JOBS, NODES, PODS, ApiResource
 
 T = TypeVar("T")
 OWN_NAMESPACE = "everstep-system"
-NAMESPACES = Resource("", "v1", "namespaces", "Namespace", namespaced=False)
-SERVICE_ACCOUNTS = Resource("", "v1", "serviceaccounts", "ServiceAccount")
+NAMESPACES = ApiResource("", "v1", "namespaces", "Namespace", namespaced=False)
+SERVICE_ACCOUNTS = ApiResource("", "v1", "serviceaccounts", "ServiceAccount")
 
 
 @dataclass
@@ -135,7 +135,7 @@ class World:
     async def change(self, name: str, **spec: Any) -> None:
         await self._patch(JOBS.path(self.namespace, name), {"spec": spec})
 
-    async def all(self, resource: Resource) -> list[dict[str, Any]]:
+    async def all(self, resource: ApiResource) -> list[dict[str, Any]]:
         return [item async for page in self.client.list(resource, self.namespace) for item in page.items]
 
     async def pods(self, job: str) -> list[dict[str, Any]]:
@@ -280,7 +280,9 @@ class FakeLeader:
         body = await request.read()
         nonce, client = request.headers[auth.NONCE_HEADER], request.headers[auth.CLIENT_HEADER]
         expected = auth.request_mac(self.token, request.method, request.raw_path, nonce, client, body)
-        if not self._nonces.take(nonce, time.monotonic()) or not auth.same(expected, request.headers[auth.MAC_HEADER]):
+        if not self._nonces.take(nonce, time.monotonic()) or not auth.macs_equal(
+            expected, request.headers[auth.MAC_HEADER]
+        ):
             return web.Response(status=401)
         query = dict(request.query)
         self.requests.append((request.method, request.path, query, json.loads(body) if body else None))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.agentcode import ALL, KEEP_SECONDS, AgentCode, verify
+from everstep_operator.cluster.agentcode import ALL, KEEP_SECONDS, AgentCode, verify_agent_config_map
 
 
 class ConfigMaps:
@@ -68,7 +68,7 @@ async def test_an_old_version_goes_an_hour_after_its_last_job(client: Any) -> No
     await new.ensure(client, "ns")
 
     async def collect(used: set[str], now: float) -> None:
-        await new.collect(client, list(client.there.values()), {"ns": used}, now)
+        await new.collect_garbage(client, list(client.there.values()), {"ns": used}, now)
 
     await collect({old.name, new.name}, 0)
     await collect({new.name}, 10)
@@ -85,7 +85,7 @@ async def test_what_was_deleted_by_hand_is_made_again_after_the_next_look(client
     agent = AgentCode(b"code")
     await agent.ensure(client, "ns")
     client.there.clear()
-    await agent.collect(client, [], {}, 0)
+    await agent.collect_garbage(client, [], {}, 0)
     await agent.ensure(client, "ns")
     assert ("ns", agent.name) in client.there
 
@@ -95,17 +95,17 @@ async def test_an_older_agent_is_the_code_that_the_job_was_started_with(client: 
     old = AgentCode(b"old")
     await old.ensure(client, "ns")
     for digest in (old.digest, ""):  # "": a template of before it said it
-        await verify(client, "ns", old.name, digest)
+        await verify_agent_config_map(client, "ns", old.name, digest)
     genuine = client.there[("ns", old.name)]
     other_code = {"binaryData": AgentCode(b"evil").config_map()["binaryData"]}
     more_files = {"binaryData": {**genuine["binaryData"], "sitecustomize.py": "eA=="}}
     for forged in (other_code, more_files, {"binaryData": None}, {"binaryData": {"agent.pyz": "no base64"}}):
         client.there[("ns", old.name)] = {**genuine, **forged}
         with pytest.raises(errors.NotOurs):
-            await verify(client, "ns", old.name, old.digest)
+            await verify_agent_config_map(client, "ns", old.name, old.digest)
     client.there[("ns", old.name)] = genuine
     with pytest.raises(errors.NotOurs):
-        await verify(client, "ns", old.name, old.digest[:12] + "0" * 52)
+        await verify_agent_config_map(client, "ns", old.name, old.digest[:12] + "0" * 52)
 
 
 async def test_what_is_no_agent_is_neither_deleted_nor_taken_for_one(client: Any) -> None:
@@ -117,7 +117,7 @@ async def test_what_is_no_agent_is_neither_deleted_nor_taken_for_one(client: Any
     forged = {**client.there[("ns", agent.name)], "binaryData": AgentCode(b"evil").config_map()["binaryData"]}
     client.there = {("ns", "mine"): mine, ("ns", agent.name): forged}
     for now in (0.0, KEEP_SECONDS + 1):
-        await agent.collect(client, list(client.there.values()), {}, now)
+        await agent.collect_garbage(client, list(client.there.values()), {}, now)
     assert set(client.there) == {("ns", "mine"), ("ns", agent.name)}
     with pytest.raises(errors.NotOurs):
         await agent.ensure(client, "ns")
@@ -131,15 +131,15 @@ async def test_what_jobs_use_and_somebody_has_deleted_is_restored_by_the_next_lo
     kept = client.there[("kept", agent.name)]
     client.there = {("kept", agent.name): kept}
     used = {"ns": {agent.name}, "plain": {"another"}, "kept": {agent.name}}
-    await agent.collect(client, [kept], used, 0)
-    await agent.restore(client, used)
+    await agent.collect_garbage(client, [kept], used, 0)
+    await agent.restore_missing(client, used)
     assert set(client.there) == {("ns", agent.name), ("kept", agent.name)}
 
 
 async def test_one_namespace_that_refuses_it_keeps_it_from_no_other(client: Any) -> None:
     agent = AgentCode(b"code")
     client.there[("evil", agent.name)] = {**AgentCode(b"evil").config_map(), "metadata": {"name": agent.name}}
-    await agent.restore(client, {"evil": {agent.name}, "ns": {agent.name}})
+    await agent.restore_missing(client, {"evil": {agent.name}, "ns": {agent.name}})
     assert ("ns", agent.name) in client.there
 
 
@@ -157,7 +157,7 @@ async def test_a_delete_that_a_policy_refuses_ends_no_collection(client: Any, mo
 
     monkeypatch.setattr(client, "delete", refuse)
     for now in (0.0, KEEP_SECONDS + 1, KEEP_SECONDS + 2):
-        await new.collect(client, list(client.there.values()), {}, now)
+        await new.collect_garbage(client, list(client.there.values()), {}, now)
     assert set(client.there) == {("a", old.name)}
 
 

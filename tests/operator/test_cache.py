@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from structlog.testing import capture_logs
 
 from everstep_operator.cluster import tombstones
-from everstep_operator.cluster.cache import Cache, Key
+from everstep_operator.cluster.cache import ClusterCache, Key
 from everstep_operator.cluster.tombstones import Tombstones
 
 
@@ -24,7 +24,7 @@ class Watched:
     def __init__(self) -> None:
         self.touched: list[Key] = []
         self.pools: list[str] = []
-        self.cache = Cache(touched=self.touched.append, pool_changed=self.pools.append)
+        self.cache = ClusterCache(touched=self.touched.append, pool_changed=self.pools.append)
 
 
 def test_a_pod_touches_its_job_and_is_kept_as_a_view() -> None:

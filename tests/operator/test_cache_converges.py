@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from everstep_operator.cluster.cache import Cache, Listing, key_of, version_of
+from everstep_operator.cluster.cache import ClusterCache, Listing, object_key, resource_version
 from tests.operator.test_cache import pod
 
 NAMES = st.sampled_from(["digits-0", "digits-1", "digits-2"])
@@ -77,7 +77,7 @@ class Convergence(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.server = Server()
-        self.cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
+        self.cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
         self.answers: list[tuple[str, Any]] = []  # to our own requests: what was there, or that nothing was
         self.lists: list[List] = []
         self.told_gone: set[str] = set()  # deleted, and the cache has heard of it
@@ -118,7 +118,7 @@ class Convergence(RuleBasedStateMachine):
     def watch(self) -> None:
         kind, raw = self.server.events.pop(0)
         if kind == "DELETED":
-            self._remove(raw, version_of(raw))
+            self._remove(raw, resource_version(raw))
         else:
             self.cache.pods.put(raw)
 
@@ -183,7 +183,7 @@ class Convergence(RuleBasedStateMachine):
             while self.lists:
                 self._page(0)
         assert dict(self._cached()) == {
-            name: (uid_of(raw), version_of(raw), raw["status"]["phase"]) for name, raw in self.server.pods.items()
+            name: (uid_of(raw), resource_version(raw), raw["status"]["phase"]) for name, raw in self.server.pods.items()
         }
 
     def _cached(self) -> Iterator[tuple[str, tuple[str, int, str]]]:
@@ -212,7 +212,7 @@ class Convergence(RuleBasedStateMachine):
             self._note_gone(uid, of.version)
 
     def _remove(self, raw: Any, version: int) -> None:
-        self.cache.pods.remove(key_of(raw), uid_of(raw), version)
+        self.cache.pods.remove(object_key(raw), uid_of(raw), version)
         self._note_gone(uid_of(raw), version or self.server.revision)
 
     def _note_gone(self, uid: str, version: int) -> None:

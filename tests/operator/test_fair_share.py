@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from everstep_operator.app import Operator
-from everstep_operator.cluster.act import Actor, Job
+from everstep_operator.cluster.act import ActionExecutor, JobRef
 from everstep_operator.cluster.agentcode import AgentCode
 from everstep_operator.cluster.clock import ServerClock
 from everstep_operator.cluster.fair_share import SLOW_SECONDS, FairSemaphore, FairShare
-from everstep_operator.cluster.queue import Schedule, WorkQueue
+from everstep_operator.cluster.queue import DelayQueue, WorkQueue
 from everstep_operator.plan.actions import DeletePods, PodRef
-from everstep_operator.settings import Settings
+from everstep_operator.settings import OperatorSettings
 from tests.integration.world import until
 
 NAMESPACES = st.sampled_from("abcdef")
@@ -40,7 +40,7 @@ class ApiServer:
 
 async def test_a_namespace_whose_looks_hang_leaves_workers_to_others() -> None:
     server: Any = ApiServer()
-    operator = Operator(Settings.load({}, {}), server, (b"key",), AgentCode(b"code"))
+    operator = Operator(OperatorSettings.load({}, {}), server, (b"key",), AgentCode(b"code"))
     for number in range(100):
         operator.queue.add(("hanging", f"job-{number}"))
     for _ in range(operator.settings.workers):
@@ -52,13 +52,13 @@ async def test_a_namespace_whose_looks_hang_leaves_workers_to_others() -> None:
 
 async def test_a_namespace_whose_requests_hang_leaves_requests_to_others() -> None:
     server: Any = ApiServer()
-    operator = Operator(Settings.load({}, {}), server, (b"key",), AgentCode(b"code"))
-    actor: Actor = operator.reconciler.actor
+    operator = Operator(OperatorSettings.load({}, {}), server, (b"key",), AgentCode(b"code"))
+    actor: ActionExecutor = operator.reconciler.actor
 
     def delete(namespace: str, number: int) -> Any:
-        job = Job(namespace, f"job-{number}", uid="u", version="1", confirmed=True)
+        job = JobRef(namespace, f"job-{number}", uid="u", version="1", confirmed=True)
         pods = tuple(PodRef(f"pod-{index}", f"uid-{index}") for index in range(60))
-        return actor.carry_out(job, [DeletePods(pods, "")])
+        return actor.execute(job, [DeletePods(pods, "")])
 
     hanging = [asyncio.create_task(delete("hanging", number)) for number in range(16)]
     for _ in range(10):
@@ -87,7 +87,7 @@ def trusting(limit: int, *namespaces: str, clock: Clock | None = None) -> FairSh
 
 
 def test_the_namespace_with_the_fewest_in_work_is_next() -> None:
-    queue: Schedule[str] = Schedule(Clock(), share=trusting(16, "a"), namespace=lambda key: key[0])
+    queue: DelayQueue[str] = DelayQueue(Clock(), share=trusting(16, "a"), namespace=lambda key: key[0])
     for number in range(5):
         queue.add(f"a{number}")
     queue.add("b0")
@@ -96,7 +96,7 @@ def test_the_namespace_with_the_fewest_in_work_is_next() -> None:
 
 def test_a_namespace_that_waits_for_itself_is_no_sign_of_workers_that_hang() -> None:
     now = [0.0]
-    queue: Schedule[str] = Schedule(lambda: now[0], share=FairShare(2), namespace=lambda key: key[0])
+    queue: DelayQueue[str] = DelayQueue(lambda: now[0], share=FairShare(2), namespace=lambda key: key[0])
     queue.add("a0")
     queue.add("a1")
     assert queue.take() == "a0"
@@ -173,7 +173,7 @@ class Workload:
 
     def __init__(self, limit: int, healthy: int, hang_from: dict[str, float]) -> None:
         self.clock = Clock()
-        self.queue: Schedule[tuple[str, int]] = Schedule(
+        self.queue: DelayQueue[tuple[str, int]] = DelayQueue(
             self.clock, share=FairShare(limit, self.clock), namespace=lambda key: key[0]
         )
         self.healthy = [f"healthy-{number}" for number in range(healthy)]
@@ -219,7 +219,7 @@ def test_however_many_namespaces_hang_those_that_do_not_go_on(
 
 async def test_six_namespaces_that_hang_leave_workers_to_a_seventh() -> None:
     server: Any = ApiServer()
-    operator = Operator(Settings.load({}, {}), server, (b"key",), AgentCode(b"code"))
+    operator = Operator(OperatorSettings.load({}, {}), server, (b"key",), AgentCode(b"code"))
     now = Clock()
     operator.workers.clock = operator.queue.clock = now
     for namespace in ("healthy", *"abcdef"):

@@ -9,37 +9,37 @@ from typing import Any
 from everstep_operator.app import Operator
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.agentcode import AgentCode
-from everstep_operator.cluster.cache import Cache
-from everstep_operator.cluster.client import Page
+from everstep_operator.cluster.cache import ClusterCache
+from everstep_operator.cluster.client import ListPage
 from everstep_operator.cluster.clock import ServerClock
-from everstep_operator.cluster.gangs import Gangs, gang_view
-from everstep_operator.cluster.nodes import BURST_SECONDS, NODES_A_SECOND, Nodes
+from everstep_operator.cluster.gangs import WaitingGangs, view_waiting_gang
+from everstep_operator.cluster.nodes import BURST_SECONDS, NODES_A_SECOND, NodeDirectory
 from everstep_operator.cluster.resources import JOBS, NODES
 from everstep_operator.plan import gang
 from everstep_operator.plan.observed import GangView
-from everstep_operator.settings import Settings
+from everstep_operator.settings import OperatorSettings
 from tests.builders import job
 from tests.plan.world import World
 
 
 def test_a_job_that_lost_a_pod_is_seen_as_one_that_recovers() -> None:
     world = World(job().nodes(3).build()).run("Running")
-    assert gang_view(world.job, world.pods.values()) is None, "it has what it wants"
+    assert view_waiting_gang(world.job, world.pods.values()) is None, "it has what it wants"
     world.vanish(1)
     world.reconcile()
-    view = gang_view(world.job, [p for p in world.pods.values() if p.index != 1])
-    assert view == gang.view(world.job, [p for p in world.pods.values() if p.index != 1])
+    view = view_waiting_gang(world.job, [p for p in world.pods.values() if p.index != 1])
+    assert view == gang.make_gang_view(world.job, [p for p in world.pods.values() if p.index != 1])
     assert view is not None
     assert view.recovering
 
 
 def test_a_job_that_nobody_has_looked_at_yet_takes_no_place() -> None:
-    assert gang_view(job().nodes(3).build(), ()) is None
+    assert view_waiting_gang(job().nodes(3).build(), ()) is None
 
 
 def test_who_waits_hears_that_another_became_possible_or_impossible() -> None:
     woken: list[Any] = []
-    gangs = Gangs(woken.append)
+    gangs = WaitingGangs(woken.append)
     pools: frozenset[str] = frozenset()
     one = GangView("default/one", "a", 1.0, pools, wanted=4, places=4)
     gangs.update(("default", "one"), one)
@@ -54,7 +54,7 @@ def test_who_waits_hears_that_another_became_possible_or_impossible() -> None:
 def test_who_waits_hears_that_another_waits_for_a_quota_now_and_not_for_nodes() -> None:
     """It waited for the release of the other, which is no rival now: nobody would tell it so."""
     woken: list[Any] = []
-    gangs = Gangs(woken.append)
+    gangs = WaitingGangs(woken.append)
     one = GangView("default/one", "a", 2.0, frozenset(), wanted=4, scheduled=2)
     gangs.update(("default", "one"), one)
     gangs.update(("other", "two"), GangView("other/two", "b", 1.0, frozenset(), wanted=4, scheduled=2))
@@ -64,9 +64,9 @@ def test_who_waits_hears_that_another_waits_for_a_quota_now_and_not_for_nodes() 
 
 
 def test_places_are_counted_anew_when_nodes_change_and_not_when_they_beat() -> None:
-    cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
+    cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     client: Any = None
-    nodes, key = Nodes(client, cache, float), ("default", "digits")
+    nodes, key = NodeDirectory(client, cache, float), ("default", "digits")
     assert nodes.count_places(key, "u", 1, {}, 9) is None, "no node is known yet"
     body: Any = {"metadata": {"name": "n1"}, "status": {"allocatable": {"pods": "1"}}}
     cache.nodes.put(body)
@@ -82,10 +82,10 @@ def test_places_are_counted_anew_when_nodes_change_and_not_when_they_beat() -> N
 
 def test_counting_places_again_costs_no_more_than_a_share_of_the_time() -> None:
     """In a large cluster nodes change all the time, and each waiting job would be counted for on all of them."""
-    cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
+    cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     client: Any = None
     now = 0.0
-    nodes = Nodes(client, cache, float, timer=lambda: now)
+    nodes = NodeDirectory(client, cache, float, timer=lambda: now)
     body: Any = {"status": {"allocatable": {"pods": "1"}}}
     for number in range(1000):
         cache.nodes.put({**body, "metadata": {"name": f"n{number}"}})
@@ -111,10 +111,10 @@ def test_counting_places_again_costs_no_more_than_a_share_of_the_time() -> None:
 
 def test_jobs_that_always_look_after_others_are_counted_for_again_all_the_same() -> None:
     """An event wakes all of them in one order, and what the first ones leave is not enough for the last ones."""
-    cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
+    cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     client: Any = None
     now = 0.0
-    nodes = Nodes(client, cache, float, timer=lambda: now)
+    nodes = NodeDirectory(client, cache, float, timer=lambda: now)
     for number in range(1000):
         body: Any = {"metadata": {"name": f"n{number}"}, "status": {"allocatable": {"pods": "1"}}}
         cache.nodes.put(body)
@@ -144,8 +144,8 @@ class Server:
             raise errors.NotFound(404, "NotFound", name)
         return self.config_maps[name]
 
-    async def list(self, resource: Any, *_: Any, **__: Any) -> AsyncIterator[Page]:
-        yield Page(self.listed.get(resource, []), 1)
+    async def list(self, resource: Any, *_: Any, **__: Any) -> AsyncIterator[ListPage]:
+        yield ListPage(self.listed.get(resource, []), 1)
 
 
 async def test_an_operator_that_has_just_started_knows_who_waits_before_it_plans() -> None:
@@ -157,8 +157,8 @@ async def test_an_operator_that_has_just_started_knows_who_waits_before_it_plans
     unreadable["spec"]["numNodes"] = "many"
     nodes = [{"metadata": {"name": f"n{n}"}, "status": {"allocatable": {"pods": "1"}}} for n in range(2)]
     server: Any = Server(unreadable, world.job.manifest(), nodes=nodes, config_maps=world.config_maps)
-    operator = Operator(Settings.load({}, {}), server, world.settings.operator_keys, AgentCode(b"code"))
-    await operator._first_list()  # what `run` does before it starts its workers
+    operator = Operator(OperatorSettings.load({}, {}), server, world.settings.operator_keys, AgentCode(b"code"))
+    await operator._list_first()  # what `run` does before it starts its workers
     (seen,) = operator.gangs.others(("default", "another"))
     assert (seen.key, seen.wanted) == ("default/digits", 3)
     assert (seen.places, seen.possible) == (2, False), "counted by the frozen template, which is read first"

@@ -31,7 +31,7 @@ def taken() -> errors.AlreadyExists:
 
 
 async def load(client: Secrets, folder: Path, patience: float = 1.0) -> bytes:
-    return await key.load_or_create(client, "everstep-system", folder, "everstep-operator-key", patience=patience)  # type: ignore[arg-type]
+    return await key.load_or_create_key(client, "everstep-system", folder, "everstep-operator-key", patience=patience)  # type: ignore[arg-type]
 
 
 async def test_a_mounted_key_is_used_and_nothing_is_asked(tmp_path: Path) -> None:
@@ -78,8 +78,8 @@ async def test_previous_keys_are_the_files_of_their_folder_as_a_kubelet_writes_i
     for name, content in (("everstep-operator-key", b"a"), ("everstep-operator-key-2", b"b")):
         (version / name).write_bytes(content * 32)
         (tmp_path / name).symlink_to(Path("..data") / name)
-    assert key.read_previous(tmp_path) == (b"a" * 32, b"b" * 32)
-    assert key.read_previous(tmp_path / "missing") == ()
+    assert key.read_previous_keys(tmp_path) == (b"a" * 32, b"b" * 32)
+    assert key.read_previous_keys(tmp_path / "missing") == ()
     (version / "everstep-operator-key-2").write_bytes(b"short")
     with pytest.raises(key.KeyUnavailable, match="everstep-operator-key-2 has 5 bytes, not 32"):
-        key.read_previous(tmp_path)
+        key.read_previous_keys(tmp_path)

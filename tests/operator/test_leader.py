@@ -16,11 +16,11 @@ from structlog.testing import capture_logs
 
 from e2e.cluster.ports import free_ports
 from everstep.agent import auth
-from everstep_operator.cluster.act import Actor, Job
+from everstep_operator.cluster.act import ActionExecutor, JobRef
 from everstep_operator.cluster.agentcode import AgentCode
-from everstep_operator.cluster.leader import COMMAND_AGAIN_SECONDS, LeaderError, LeaderPoller
-from everstep_operator.plan.actions import Poll, PushPeers, StopLeader
-from everstep_operator.settings import Settings
+from everstep_operator.cluster.leader import COMMAND_AGAIN_SECONDS, LeaderAnswerError, LeaderPoller
+from everstep_operator.plan.actions import LeaderPoll, PushPeers, StopLeader
+from everstep_operator.settings import OperatorSettings
 from tests.integration.world import FakeLeader, until
 
 KEY = ("ns", "digits")
@@ -47,8 +47,8 @@ async def leader() -> AsyncIterator[FakeLeader]:
     await made.stop()
 
 
-def poll(leader: FakeLeader, uid: str = "pod-a", charged: str = "", allowance: int = 3) -> Poll:
-    return Poll(f"{leader.address}:{leader.port}", uid, leader.state["epoch"], 1, charged, allowance)
+def poll(leader: FakeLeader, uid: str = "pod-a", charged: str = "", allowance: int = 3) -> LeaderPoll:
+    return LeaderPoll(f"{leader.address}:{leader.port}", uid, leader.state["epoch"], 1, charged, allowance)
 
 
 async def reachable(woken: Woken, expected: bool = True) -> None:
@@ -71,7 +71,7 @@ async def told(woken: Woken, addresses: dict[int, str]) -> None:
 
 
 async def test_news_wakes_the_planner_at_once(woken: Woken, leader: FakeLeader) -> None:
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
     await leader.say(phase="running", generation=2)
 
@@ -84,7 +84,7 @@ async def test_news_wakes_the_planner_at_once(woken: Woken, leader: FakeLeader) 
 
 
 async def test_steps_alone_can_wait(woken: Woken, leader: FakeLeader) -> None:
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
     await leader.say(progress={"step": 7})
 
@@ -105,7 +105,7 @@ async def test_one_challenge_serves_a_whole_conversation(woken: Woken, leader: F
         return issue(now)
 
     leader._nonces.issue = counted  # type: ignore[method-assign]
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
     for generation in range(2, 6):
         asked = len(leader.asked("state"))
@@ -119,9 +119,9 @@ async def test_one_challenge_serves_a_whole_conversation(woken: Woken, leader: F
 
 
 async def test_the_ledger_id_and_the_allowance_are_carried(woken: Woken, leader: FakeLeader) -> None:
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
-    woken.poller.want(KEY, poll(leader, charged="1.1", allowance=2), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader, charged="1.1", allowance=2), TOKEN)
     await leader.say(generation=2)
 
     async def carried() -> bool:
@@ -131,7 +131,7 @@ async def test_the_ledger_id_and_the_allowance_are_carried(woken: Woken, leader:
 
 
 async def test_a_leader_that_vanishes_is_reported_and_found_again(woken: Woken, leader: FakeLeader) -> None:
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
     await leader.stop()
     await reachable(woken, False)
@@ -140,9 +140,9 @@ async def test_a_leader_that_vanishes_is_reported_and_found_again(woken: Woken, 
 
 
 async def test_another_pod_is_another_leader(woken: Woken, leader: FakeLeader) -> None:
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
-    woken.poller.want(KEY, poll(leader, uid="pod-b"), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader, uid="pod-b"), TOKEN)
     assert woken.poller.view(KEY, "pod-a") is None
     view = woken.poller.view(KEY, "pod-b")
     assert view is not None
@@ -150,7 +150,7 @@ async def test_another_pod_is_another_leader(woken: Woken, leader: FakeLeader) -
 
 
 async def test_peers_are_pushed_once_to_each_leader(woken: Woken, leader: FakeLeader) -> None:
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
     addresses = {0: "10.0.0.1:8470", 1: "10.0.0.2:8470"}
     await told(woken, addresses)
@@ -171,9 +171,9 @@ async def test_peers_are_pushed_once_to_each_leader(woken: Woken, leader: FakeLe
 
 
 async def test_stop(woken: Woken, leader: FakeLeader) -> None:
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     for _ in range(3):
-        woken.poller.stop(KEY, "Suspended")
+        woken.poller.send_stop(KEY, "Suspended")
 
     async def asked() -> bool:
         return bool(leader.asked("stop"))
@@ -201,24 +201,24 @@ async def test_sixteen_hanging_leaders_cost_twenty_healthy_jobs_nothing(
         leaders[("ns", f"job-{number}")] = await kind(TOKEN, "127.0.0.1", port, epoch=1).start()
     try:
         for key, made in leaders.items():
-            woken.poller.want(key, poll(made), TOKEN)
+            woken.poller.ensure_polled(key, poll(made), TOKEN)
 
         async def all_answer() -> bool:
             views = [woken.poller.view(key, "pod-a") for key in leaders]
             return all(view is not None and view.reachable for view in views)
 
         await until(all_answer, "every leader answers the poll", 120)
-        actor: Any = Actor(None, None, woken.poller, AgentCode(b""), None, (b"key",))  # type: ignore[arg-type]
+        actor: Any = ActionExecutor(None, None, woken.poller, AgentCode(b""), None, (b"key",))  # type: ignore[arg-type]
         queue = collections.deque(leaders)
 
         async def work() -> None:  # one of the operator's workers; the hanging leaders' jobs come first
             while queue:
                 key = queue.popleft()
-                job = Job(*key, uid="u", version="1", confirmed=True)
-                await actor.carry_out(job, [PushPeers(1, {0: "10.0.0.1:8470"}), StopLeader("Suspended")])
+                job = JobRef(*key, uid="u", version="1", confirmed=True)
+                await actor.execute(job, [PushPeers(1, {0: "10.0.0.1:8470"}), StopLeader("Suspended")])
 
         async with asyncio.timeout(120):
-            await asyncio.gather(*(work() for _ in range(Settings.load({}, {}).workers)))
+            await asyncio.gather(*(work() for _ in range(OperatorSettings.load({}, {}).workers)))
 
         async def healthy_are_told() -> bool:
             healthy = [made for made in leaders.values() if not isinstance(made, HangingLeader)]
@@ -233,7 +233,7 @@ async def test_sixteen_hanging_leaders_cost_twenty_healthy_jobs_nothing(
 async def test_one_command_of_a_kind_is_on_its_way_to_a_leader(woken: Woken) -> None:
     hanging = await HangingLeader(TOKEN, "127.0.0.1", free_ports(1)[0], epoch=1).start()
     try:
-        woken.poller.want(KEY, poll(hanging), TOKEN)
+        woken.poller.ensure_polled(KEY, poll(hanging), TOKEN)
         await reachable(woken)
         assert woken.poller.push_peers(KEY, 1, {0: "10.0.0.1:8470"})
         assert woken.poller.push_peers(KEY, 1, {0: "10.0.0.1:8470"}), "it is on its way"
@@ -247,17 +247,17 @@ async def test_one_command_of_a_kind_is_on_its_way_to_a_leader(woken: Woken) -> 
 async def test_a_command_that_fails_wakes_the_planner(
     woken: Woken, leader: FakeLeader, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
 
     async def refuse(*_: object) -> bool:
         return False
 
-    monkeypatch.setattr(woken.poller, "_command", refuse)
+    monkeypatch.setattr(woken.poller, "_send_command", refuse)
     if command == "peers":
         assert woken.poller.push_peers(KEY, 1, {0: "10.0.0.1:8470"})
     else:
-        woken.poller.stop(KEY, "Suspended")
+        woken.poller.send_stop(KEY, "Suspended")
 
     async def woke() -> bool:
         return COMMAND_AGAIN_SECONDS in woken.calls
@@ -266,7 +266,7 @@ async def test_a_command_that_fails_wakes_the_planner(
 
 
 async def test_a_leader_with_another_token_is_not_believed(woken: Woken, leader: FakeLeader) -> None:
-    woken.poller.want(KEY, poll(leader), b"another token of thirty-two bytes")
+    woken.poller.ensure_polled(KEY, poll(leader), b"another token of thirty-two bytes")
     await reachable(woken, False)
     view = woken.poller.view(KEY, "pod-a")
     assert view is not None
@@ -297,7 +297,7 @@ async def serve(*, forged: bool = False, answer: bytes = b"{}") -> tuple[web.App
 @pytest.mark.parametrize(("forged", "size"), [(True, 0), (False, 2 << 20)])
 async def test_forged_and_oversized_answers_are_no_answers(woken: Woken, forged: bool, size: int) -> None:
     runner, port = await serve(forged=forged, answer=json.dumps({"phase": "running", "pad": "x" * size}).encode())
-    woken.poller.want(KEY, Poll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
+    woken.poller.ensure_polled(KEY, LeaderPoll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
     await reachable(woken, False)
     await runner.cleanup()
 
@@ -314,7 +314,7 @@ async def test_answers_of_a_million_lists_are_never_parsed(woken: Woken, monkeyp
     monkeypatch.setattr(json, "loads", counted)
     runner, port = await serve(answer=b"[" + b"[]," * 166_000 + b"[]]")
     before = failed_polls()
-    woken.poller.want(KEY, Poll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
+    woken.poller.ensure_polled(KEY, LeaderPoll(f"127.0.0.1:{port}", "pod-a", 1, 1, "", 3), TOKEN)
 
     async def asked() -> bool:
         return failed_polls() >= before + 3
@@ -329,7 +329,7 @@ async def test_each_answer_is_charged_to_its_namespace(
 ) -> None:
     charged: list[tuple[str, float]] = []
     monkeypatch.setattr(woken.poller._budget, "charge", lambda *entry: charged.append(entry))
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
 
     async def paid() -> bool:
         return bool(charged)
@@ -343,7 +343,7 @@ async def test_a_leader_whose_namespace_is_in_debt_is_asked_before_it_is_fenced(
     woken: Woken, leader: FakeLeader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(woken.poller._budget, "pause", lambda *_: 3600.0)
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
 
     async def asked_again() -> bool:
         return len(leader.asked("state")) > 1
@@ -356,17 +356,17 @@ async def test_a_lost_answer_in_an_indebted_namespace_is_asked_for_again_before_
 ) -> None:
     """Others of the namespace have run into debt. A failure that cost nothing is not to be paid for by this leader."""
     woken.poller._budget.charge(KEY[0], 3600.0)
-    answer, lost = woken.poller._state, 0
+    answer, lost = woken.poller._fetch_state, 0
 
     async def lossy(polled: Any) -> bytes:
         nonlocal lost
         lost += 1
         if lost == 1:
-            raise LeaderError("a packet was lost")
+            raise LeaderAnswerError("a packet was lost")
         return await answer(polled)
 
-    monkeypatch.setattr(woken.poller, "_state", lossy)
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    monkeypatch.setattr(woken.poller, "_fetch_state", lossy)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
 
 
@@ -382,20 +382,20 @@ async def test_a_surprise_is_a_failed_poll(woken: Woken, leader: FakeLeader, mon
         return surprises > 2
 
     with monkeypatch.context() as broken, capture_logs() as logs:
-        broken.setattr("everstep_operator.cluster.leader.leader_view", surprise)
-        woken.poller.want(KEY, poll(leader), TOKEN)
+        broken.setattr("everstep_operator.cluster.leader.parse_leader_state", surprise)
+        woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
         await until(a_few, "polls that fail")
     assert [entry["event"] for entry in logs if entry["log_level"] == "error"] == ["a bug or a surprise"], "once"
     await reachable(woken)
 
 
 async def test_a_poll_that_has_died_is_begun_again(woken: Woken, leader: FakeLeader) -> None:
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await reachable(woken)
     (task,) = (t for t in asyncio.all_tasks() if t.get_name() == "leader of ns/digits")
     task.cancel()
     await asyncio.wait((task,))
-    woken.poller.want(KEY, poll(leader), TOKEN)
+    woken.poller.ensure_polled(KEY, poll(leader), TOKEN)
     await leader.say(generation=2)
 
     async def news() -> bool:
@@ -415,7 +415,7 @@ async def test_leaders_that_do_not_exist_cost_nearly_nothing(woken: Woken) -> No
     before = failed_polls()
     for number in range(count):
         address = f"240.0.{number // 250}.{number % 250 + 1}:8470"  # class E: never routed
-        woken.poller.want(("ns", f"j{number}"), Poll(address, "u", 1, 1, "", 3), TOKEN)
+        woken.poller.ensure_polled(("ns", f"j{number}"), LeaderPoll(address, "u", 1, 1, "", 3), TOKEN)
 
     async def have_backed_off() -> bool:
         return failed_polls() - before > 4 * count

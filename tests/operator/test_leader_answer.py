@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.agent.budget import LEDGER_ENTRIES
-from everstep.agent.leader import LEDGER_TAILS
+from everstep.agent.budget import MAX_HISTORY_ENTRIES
+from everstep.agent.leader import MAX_HISTORY_TAILS
 from everstep.agent.members import GPUS_NAMED
-from everstep.agent.protocol import MESSAGE_CHARS, TAIL_CHARS, TAIL_LINES, LedgerEntry
+from everstep.agent.protocol import MESSAGE_CHARS, TAIL_CHARS, TAIL_LINES, EndedGeneration
 from everstep_operator.cluster import leader_answer
-from everstep_operator.cluster.leader_answer import MAX_BYTES, OddAnswer, max_bytes, parse_answer
+from everstep_operator.cluster.leader_answer import MAX_BYTES, ImplausibleAnswer, max_bytes, parse_answer
 
 
 def honest(nodes: int, *, unclean: int, line: str) -> dict[str, Any]:
     """Make the fullest state that the agent's leader has: every list at its limit."""
     ledger = [
-        LedgerEntry(1, number, "Application", 0, 0, 1, None, line, (line,) * TAIL_LINES, 1.0, 2.0)
-        for number in range(LEDGER_ENTRIES)
+        EndedGeneration(1, number, "Application", 0, 0, 1, None, line, (line,) * TAIL_LINES, 1.0, 2.0)
+        for number in range(MAX_HISTORY_ENTRIES)
     ]
     device = {"index": 1, "uuid": "GPU-" + "0" * 60, "name": "N" * 64, "problem": "p" * 128}
     return {
@@ -31,7 +31,7 @@ def honest(nodes: int, *, unclean: int, line: str) -> dict[str, Any]:
         "gpus": {"models": {"N" * 60 + str(n): 8 for n in range(8)}, "unhealthy": 40, "devices": [device] * GPUS_NAMED},
         "held": "", "ranksStartedAt": 1.0,
         "progress": {"step": 1, "metrics": {f"metric-{n}": 0.1 for n in range(32)}},
-        "ledger": [entry.to_json(i >= LEDGER_ENTRIES - LEDGER_TAILS) for i, entry in enumerate(ledger)],
+        "ledger": [entry.to_json(i >= MAX_HISTORY_ENTRIES - MAX_HISTORY_TAILS) for i, entry in enumerate(ledger)],
         "outcome": None,
     }  # fmt: skip
 
@@ -91,14 +91,14 @@ ODD = {
 def test_an_odd_answer_is_rejected_unparsed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     parsed: list[bytes] = []
     monkeypatch.setattr(json, "loads", parsed.append)
-    with pytest.raises(OddAnswer):
+    with pytest.raises(ImplausibleAnswer):
         parse_answer(ODD[name], 1)
     assert not parsed, "nothing of it was parsed"
 
 
 @pytest.mark.parametrize("text", [b"", b"nonsense", b"{", b'"open', b"[1,]", b"\xff\xfe"])
 def test_what_is_no_json_is_odd(text: bytes) -> None:
-    with pytest.raises(OddAnswer):
+    with pytest.raises(ImplausibleAnswer):
         parse_answer(text, 1)
 
 
@@ -118,7 +118,7 @@ def depth(value: Any) -> int:
 def test_small_values_are_taken_exactly_if_they_are_not_deep(value: Any) -> None:
     data = json.dumps(value).encode()
     if depth(value) > leader_answer.MAX_DEPTH:
-        with pytest.raises(OddAnswer, match="deep"):
+        with pytest.raises(ImplausibleAnswer, match="deep"):
             parse_answer(data, 1)
     else:
         assert parse_answer(data, 1) == value

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from everstep.agent.clock import boottime
-from everstep_operator.cluster.lease import Lease, LeaseLost
+from everstep.agent.clock import read_boottime
+from everstep_operator.cluster.lease import LeaseLost, OperatorLease
 
 
 class Server:
@@ -34,7 +34,7 @@ class Server:
 async def test_who_was_suspended_for_longer_than_the_lease_writes_nothing_and_gives_up() -> None:
     asleep = 0.0
     server: Any = Server()
-    lease = Lease(server, "ns", "x", "a", clock=lambda: time.monotonic() + asleep)
+    lease = OperatorLease(server, "ns", "x", "a", clock=lambda: time.monotonic() + asleep)
     await lease.acquire()
     lease.check()
     asleep = lease.renew_deadline  # and no time has passed for timers
@@ -47,6 +47,6 @@ async def test_who_was_suspended_for_longer_than_the_lease_writes_nothing_and_gi
 
 
 def test_leases_are_on_the_clock_that_goes_on() -> None:
-    assert Lease.__dataclass_fields__["clock"].default is boottime
+    assert OperatorLease.__dataclass_fields__["clock"].default is read_boottime
     before = time.clock_gettime(time.CLOCK_BOOTTIME)
-    assert before <= boottime() <= time.clock_gettime(time.CLOCK_BOOTTIME)
+    assert before <= read_boottime() <= time.clock_gettime(time.CLOCK_BOOTTIME)

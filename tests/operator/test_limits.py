@@ -12,8 +12,8 @@ PROGRAM = """
 import resource, sys
 soft, hard, wished = map(int, sys.argv[1:])
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-from everstep_operator.limits import leaders_at_once
-print("result", leaders_at_once(wished), *resource.getrlimit(resource.RLIMIT_NOFILE))
+from everstep_operator.limits import raise_open_file_limit
+print("result", raise_open_file_limit(wished), *resource.getrlimit(resource.RLIMIT_NOFILE))
 """
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from everstep_operator.cluster import log_limit
-from everstep_operator.cluster.log_limit import LogLimit
+from everstep_operator.cluster.log_limit import LogRateLimiter
 
 
 def test_one_line_a_minute_for_each_key_with_the_number_left_out() -> None:
     now = [100.0]
-    limit = LogLimit(lambda: now[0])
+    limit = LogRateLimiter(lambda: now[0])
     assert limit.left_out("a") == 0
     assert [limit.left_out("a") for _ in range(5)] == [None] * 5
     assert limit.left_out("b") == 0
@@ -21,7 +21,7 @@ def test_one_line_a_minute_for_each_key_with_the_number_left_out() -> None:
 
 def test_what_no_longer_fails_is_forgotten() -> None:
     now = [100.0]
-    limit = LogLimit(lambda: now[0])
+    limit = LogRateLimiter(lambda: now[0])
     for number in range(3 * log_limit.FORGET_ABOVE):
         limit.left_out(number)
         now[0] += 1

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.cache import Cache, Key
-from everstep_operator.cluster.nodes import Nodes
+from everstep_operator.cluster.cache import ClusterCache, Key
+from everstep_operator.cluster.nodes import NodeDirectory
 from everstep_operator.plan.observed import PodView
 
 
@@ -42,12 +42,12 @@ def pod(on: str | None, job: str = "a") -> PodView:
     return PodView(index=0, name=f"{job}-0", uid="u", epoch=1, template=1, created=0.0, node=on)
 
 
-def nodes(*names: str) -> tuple[Nodes, Any, Clock]:
+def nodes(*names: str) -> tuple[NodeDirectory, Any, Clock]:
     server, clock = Server(*names), Clock()
 
     def touched(_: Key) -> None: ...
 
-    return Nodes(server, Cache(touched=touched, pool_changed=lambda _: None), clock), server, clock  # type: ignore[arg-type]
+    return NodeDirectory(server, ClusterCache(touched=touched, pool_changed=lambda _: None), clock), server, clock  # type: ignore[arg-type]
 
 
 async def test_what_the_watch_has_told_is_not_asked_for() -> None:

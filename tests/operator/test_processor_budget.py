@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from everstep_operator.cluster import processor_budget
-from everstep_operator.cluster.processor_budget import BURST_SECONDS, JOB_SHARE, SHARE, ProcessorBudget
+from everstep_operator.cluster.processor_budget import BURST_SECONDS, JOB_SHARE, NAMESPACE_SHARE, ProcessorBudget
 
 
 class Clock:
@@ -34,7 +34,7 @@ def test_a_debt_is_worked_off_with_time_and_is_nobody_elses() -> None:
     budget = ProcessorBudget(clock)
     budget.charge("tenant", 12 * 0.2)
     due = budget.pause("tenant", 0.0)
-    assert due == (12 * 0.2 - BURST_SECONDS) / SHARE
+    assert due == (12 * 0.2 - BURST_SECONDS) / NAMESPACE_SHARE
     assert budget.pause("other", 0.0) == 0
     clock.now += due + 1
     assert budget.pause("tenant", 0.0) == 0
@@ -61,7 +61,7 @@ def test_a_namespace_never_spends_more_than_its_share_and_a_burst(jobs: int, cos
         budget.charge("tenant", cost)
         spent += cost
         due[number] = clock.now + budget.pause("tenant", cost)
-    assert spent <= BURST_SECONDS + (clock.now - 100.0) * SHARE + 2 * jobs * cost
+    assert spent <= BURST_SECONDS + (clock.now - 100.0) * NAMESPACE_SHARE + 2 * jobs * cost
 
 
 def test_namespaces_without_a_debt_are_forgotten() -> None:

@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from everstep_operator.cluster.queue import Schedule, WorkQueue
+from everstep_operator.cluster.queue import DelayQueue, WorkQueue
 
 KEYS = st.sampled_from("abc")
 
@@ -26,7 +26,7 @@ class QueueMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock()
-        self.queue: Schedule[str] = Schedule(self.clock, jitter=lambda: 1.0)
+        self.queue: DelayQueue[str] = DelayQueue(self.clock, jitter=lambda: 1.0)
         self.working: set[str] = set()
         self.touched: set[str] = set()  # since their last look began
         self.due: dict[str, float] = {}
@@ -95,7 +95,7 @@ TestQueueMachine = QueueMachine.TestCase
 
 
 def test_first_in_first_out() -> None:
-    queue: Schedule[str] = Schedule(Clock())
+    queue: DelayQueue[str] = DelayQueue(Clock())
     for key in "cab":
         queue.add(key)
     queue.add("c")
@@ -104,20 +104,20 @@ def test_first_in_first_out() -> None:
 
 def test_the_back_off_doubles_to_its_limit_and_starts_over_after_a_success() -> None:
     clock = Clock()
-    queue: Schedule[str] = Schedule(clock, base_backoff=1, max_backoff=10, jitter=lambda: 1.0)
+    queue: DelayQueue[str] = DelayQueue(clock, base_backoff=1, max_backoff=10, jitter=lambda: 1.0)
     assert [queue.retry("a") for _ in range(6)] == [1, 2, 4, 8, 10, 10]
     queue.forget("a")
     assert queue.retry("a") == 1
 
 
 def test_the_jitter_takes_at_most_half() -> None:
-    queue: Schedule[str] = Schedule(Clock(), base_backoff=1, jitter=lambda: 0.0)
+    queue: DelayQueue[str] = DelayQueue(Clock(), base_backoff=1, jitter=lambda: 0.0)
     assert queue.retry("a") == 0.5
 
 
 def test_wishes_that_were_superseded_do_not_pile_up() -> None:
     clock = Clock()
-    queue: Schedule[str] = Schedule(clock)
+    queue: DelayQueue[str] = DelayQueue(clock)
     for _ in range(10_000):  # a finished job with a TTL of days, touched again and again
         queue.add("a")
         assert queue.take() == "a"
@@ -129,7 +129,7 @@ def test_wishes_that_were_superseded_do_not_pile_up() -> None:
 
 def test_ages() -> None:
     clock = Clock()
-    queue: Schedule[str] = Schedule(clock)
+    queue: DelayQueue[str] = DelayQueue(clock)
     queue.add("a")
     queue.add("b")
     clock.now += 3

@@ -11,15 +11,15 @@ import pytest_asyncio
 from everstep_operator.api.status import Cause, LastFailure, Phase, TemplateStatus, TrainingJobStatus
 from everstep_operator.app import REPORTED_FAILURES
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.act import Actor
+from everstep_operator.cluster.act import ActionExecutor
 from everstep_operator.cluster.agentcode import AgentCode
-from everstep_operator.cluster.cache import Cache, Key
+from everstep_operator.cluster.cache import ClusterCache, Key
 from everstep_operator.cluster.frozen import FrozenTemplates
-from everstep_operator.cluster.gangs import Gangs
+from everstep_operator.cluster.gangs import WaitingGangs
 from everstep_operator.cluster.leader import LeaderPoller
-from everstep_operator.cluster.nodes import Nodes
+from everstep_operator.cluster.nodes import NodeDirectory
 from everstep_operator.cluster.queue import WorkQueue
-from everstep_operator.plan.observed import GangView, Settings
+from everstep_operator.plan.observed import GangView, PlanSettings
 from everstep_operator.reconcile import Reconciler
 from tests.builders import CREATED, job
 
@@ -73,13 +73,13 @@ def server() -> Any:
 @pytest_asyncio.fixture
 async def reconciler(server: Any) -> Reconciler:
     queue: WorkQueue[Key] = WorkQueue()
-    cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
+    cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     leaders, frozen = LeaderPoller(lambda *_: None), FrozenTemplates(server, (b"key",))
-    actor = Actor(server, cache, leaders, AgentCode(b"code"), frozen, (b"key",))
-    gangs, clock = Gangs(lambda _: None), CREATED.timestamp
+    actor = ActionExecutor(server, cache, leaders, AgentCode(b"code"), frozen, (b"key",))
+    gangs, clock = WaitingGangs(lambda _: None), CREATED.timestamp
     return Reconciler(
-        server, cache, queue, leaders, frozen, gangs, Nodes(server, cache, clock), actor,
-        Settings(operator_key=b"key", agent_digest=actor.agent.digest), (b"key",), clock,
+        server, cache, queue, leaders, frozen, gangs, NodeDirectory(server, cache, clock), actor,
+        PlanSettings(operator_key=b"key", agent_digest=actor.agent.digest), (b"key",), clock,
     )  # fmt: skip
 
 
@@ -116,7 +116,7 @@ async def test_a_refused_status_does_not_wake_its_job_again_and_again(reconciler
         return replace(made, status=made.status.model_copy(update={"last_failure": FAILURE}), changed=True)
 
     server.apply_status = apply_status
-    planned, reconciler._plan = reconciler._plan, plan_with_a_failure  # type: ignore[method-assign]
+    planned, reconciler._make_plan = reconciler._make_plan, plan_with_a_failure  # type: ignore[method-assign]
     reconciler.cache.jobs.put(stored[0])
     looks = 0
     reconciler.queue.add(KEY)
@@ -205,13 +205,13 @@ async def test_users_of_a_job_hear_what_users_of_its_predecessor_have_heard(
 
 async def test_nothing_of_a_former_job_of_the_same_name_is_remembered(reconciler: Reconciler, server: Any) -> None:
     seen: list[Any] = []
-    planned = reconciler._plan
+    planned = reconciler._make_plan
 
     async def plan(key: Key, observed: Any) -> Any:
         seen.append(observed)
         return await planned(key, observed)
 
-    reconciler._plan = plan  # type: ignore[method-assign]
+    reconciler._make_plan = plan  # type: ignore[method-assign]
     reconciler.cache.jobs.put(job().meta(resourceVersion="10").manifest())
     await reconciler.reconcile(KEY)
     reconciler.gangs.update(KEY, GangView("default/digits", "old", 0.0, frozenset(), wanted=4))

@@ -10,13 +10,13 @@ import pytest
 
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.agentcode import AgentCode
-from everstep_operator.cluster.cache import Cache
-from everstep_operator.cluster.client import Page
+from everstep_operator.cluster.cache import ClusterCache
+from everstep_operator.cluster.client import ListPage
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.resources import NODES, PODS
 from everstep_operator.cluster.resync import Resync
 from everstep_operator.plan import template
-from everstep_operator.plan.observed import Frozen, Settings
+from everstep_operator.plan.observed import FrozenTemplate, PlanSettings
 from tests.builders import job
 
 
@@ -27,9 +27,9 @@ class Server:
         self.there: dict[str, list[Any]] = {}
         self.version = 1
 
-    async def list(self, resource: Any, namespace: str | None, *, labels: str | None) -> AsyncIterator[Page]:
+    async def list(self, resource: Any, namespace: str | None, *, labels: str | None) -> AsyncIterator[ListPage]:
         self.version += 1
-        yield Page(list(self.there.get(resource.plural, ())), self.version)
+        yield ListPage(list(self.there.get(resource.plural, ())), self.version)
 
     async def get(self, resource: Any, namespace: str, name: str) -> Any:
         raise errors.NotFound(404, "NotFound", name)
@@ -53,8 +53,8 @@ def deaf() -> list[str]:
 
 @pytest.fixture
 def resync(server: Any, deaf: list[str], monkeypatch: pytest.MonkeyPatch) -> Resync:
-    monkeypatch.setattr("everstep_operator.cluster.resync.ON_ITS_WAY", 0.2)
-    cache = Cache(touched=lambda _: None, pool_changed=lambda _: None)
+    monkeypatch.setattr("everstep_operator.cluster.resync.EVENT_DELAY_SECONDS", 0.2)
+    cache = ClusterCache(touched=lambda _: None, pool_changed=lambda _: None)
     frozen, agent = FrozenTemplates(server, (b"",)), AgentCode(b"code")
     return Resync(server, cache, frozen, agent, (), 300.0, deaf=lambda: deaf.append("deaf"), wake=lambda _: None)
 
@@ -63,14 +63,14 @@ async def test_the_agent_of_a_job_that_waits_for_it_is_made_again(resync: Resync
     """`kubectl delete configmap --all`: pods that are not running yet would wait until their job's startup timeout."""
     built = job().build()
     server.there["trainingjobs"] = [job().manifest()]
-    await resync.once()
+    await resync.run_once()
     assert "configmaps" not in server.there, "nobody knows yet that the job wants one"
-    settings = Settings(agent_digest=resync.agent.digest)
-    made = template.resolve(built, epoch=1, pool=None, plain=False, settings=settings)
-    assert isinstance(made, Frozen)
-    signed = template.config_map(built, made, b"")
+    settings = PlanSettings(agent_digest=resync.agent.digest)
+    made = template.resolve_template(built, epoch=1, pool=None, plain=False, settings=settings)
+    assert isinstance(made, FrozenTemplate)
+    signed = template.build_config_map(built, made, b"")
     assert resync.frozen.put("default", built.metadata.uid, 1, signed) == made
-    await resync.once()
+    await resync.run_once()
     assert [item["metadata"]["name"] for item in server.there["configmaps"]] == [resync.agent.name]
 
 
@@ -78,20 +78,20 @@ async def test_a_stream_that_has_gone_deaf_is_not_hidden_by_another_that_talks(
     resync: Resync, server: Any, deaf: list[str]
 ) -> None:
     """Nodes tell something all the time."""
-    await resync.once()
+    await resync.run_once()
     server.there["pods"] = [pod()]
-    asyncio.get_running_loop().call_later(0.05, resync.heard, NODES)
-    await resync.once()
+    asyncio.get_running_loop().call_later(0.05, resync.note_event, NODES)
+    await resync.run_once()
     assert deaf == ["deaf"]
 
 
 async def test_an_event_that_comes_a_moment_after_the_list_tells_of_no_deafness(
     resync: Resync, server: Any, deaf: list[str]
 ) -> None:
-    await resync.once()
+    await resync.run_once()
     server.there["pods"] = [pod()]
-    asyncio.get_running_loop().call_later(0.05, resync.heard, PODS)
-    await resync.once()
+    asyncio.get_running_loop().call_later(0.05, resync.note_event, PODS)
+    await resync.run_once()
     assert deaf == []
 
 
@@ -107,7 +107,7 @@ async def test_a_watched_namespace_that_is_gone_stops_no_other(
     """Its Role went with it, so every list of it is forbidden."""
     listed, gone = server.list, {"gone"}
 
-    async def refuse(resource: Any, namespace: str | None, *, labels: str | None) -> AsyncIterator[Page]:
+    async def refuse(resource: Any, namespace: str | None, *, labels: str | None) -> AsyncIterator[ListPage]:
         if namespace in gone:
             raise errors.NotAuthorized(403, "Forbidden", "no Role")
         async for page in listed(resource, namespace, labels=labels):
@@ -116,16 +116,16 @@ async def test_a_watched_namespace_that_is_gone_stops_no_other(
     monkeypatch.setattr(server, "list", refuse)
     resync.namespaces = ("gone", "default")
     server.there["trainingjobs"] = [job().manifest()]
-    await resync.once()
+    await resync.run_once()
     assert resync.done_at is not None
     assert len(resync.cache.jobs) == 1
     assert resync.forbidden == {"gone"}
     gone.add("default")
     with pytest.raises(errors.NotAuthorized):  # nothing can be read at all: not ready
-        await resync.once()
+        await resync.run_once()
     gone.clear()
     back: list[set[str]] = []
     resync.readable = back.append
-    await resync.once()
+    await resync.run_once()
     assert not resync.forbidden
     assert back == [{"gone"}]

@@ -16,8 +16,8 @@ from aiohttp.test_utils import TestServer
 from kubernetes.aio.client import Configuration
 from structlog.testing import capture_logs
 
-from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, Resource
-from everstep_operator.cluster.watch import POD_SELECTOR, Watch
+from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
+from everstep_operator.cluster.watch import POD_SELECTOR, KopfWatch
 from tests.integration.world import until
 
 BY_PLURAL = {resource.plural: resource for resource in (JOBS, PODS, POOLS, NODES)}
@@ -119,7 +119,7 @@ BROKEN = {"kind": "Status", "code": 500, "reason": "InternalError", "message": "
 class Seen:
     def __init__(self, server: ApiServer, url: str, namespaces: tuple[str, ...] = ()) -> None:
         self.server, self.url = server, url
-        self.events: asyncio.Queue[tuple[Resource, str | None, str]] = asyncio.Queue()
+        self.events: asyncio.Queue[tuple[ApiResource, str | None, str]] = asyncio.Queue()
         self.begun = 0
         configuration = Configuration()
         configuration.host = url
@@ -130,16 +130,16 @@ class Seen:
         async def ready() -> None:
             return None
 
-        def receive(resource: Resource, kind: str | None, raw: Any) -> None:
+        def receive(resource: ApiResource, kind: str | None, raw: Any) -> None:
             self.events.put_nowait((resource, kind, raw["metadata"]["name"]))
 
         def begins() -> None:
             self.begun += 1
 
-        self.watch = Watch(login, receive, namespaces=namespaces, ready=ready)
+        self.watch = KopfWatch(login, receive, namespaces=namespaces, ready=ready)
         self.task = asyncio.create_task(self.watch.run(begins))
 
-    async def next(self) -> tuple[Resource, str | None, str]:
+    async def next(self) -> tuple[ApiResource, str | None, str]:
         return await asyncio.wait_for(self.events.get(), 20)
 
 
@@ -223,7 +223,7 @@ async def test_a_namespace_that_cannot_be_read_leaves_the_watch_and_keeps_the_ot
             assert seen.begun == begun, "it goes on, and is not begun again and again"
             server.forbidden.clear()
             server.jobs.append(job("back", 12, namespace="gone"))
-            seen.watch.come_back({"gone"})
+            seen.watch.readmit({"gone"})
             names = {(await seen.next())[2] for _ in range(2)}
     assert names == {"listed", "back"}
     told = [entry for entry in logs if "cannot be watched" in entry["event"]]
@@ -277,12 +277,12 @@ async def test_a_watch_that_is_cancelled_before_its_thread_has_begun_does_not_be
     monkeypatch.setattr("everstep_operator.cluster.watch.GRACE_SECONDS", 0.0)
     born, go_on, over = threading.Event(), threading.Event(), threading.Event()
 
-    class Late(Watch):
-        def _live(self, main: asyncio.AbstractEventLoop) -> None:
+    class Late(KopfWatch):
+        def _run_loop(self, main: asyncio.AbstractEventLoop) -> None:
             born.set()
             go_on.wait()
             try:
-                super()._live(main)
+                super()._run_loop(main)
             finally:
                 over.set()
 
@@ -325,7 +325,7 @@ def test_refusals_that_lie_weeks_apart_do_not_keep_a_namespace_out_ever_longer(m
     async def nothing() -> Any:
         return None
 
-    watch, loop = Watch(nothing, lambda *_: None, namespaces=("a", "b"), ready=nothing), FakeLoop()
+    watch, loop = KopfWatch(nothing, lambda *_: None, namespaces=("a", "b"), ready=nothing), FakeLoop()
     pauses = []
     for since_last_try in (0.0, 1.0, 1.0, 86400.0, 1.0):
         loop.now = watch._tried_at.get("a", loop.now) + since_last_try

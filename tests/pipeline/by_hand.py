@@ -26,7 +26,7 @@ class Step:
 
 
 class Part:
-    """Some steps as a stage; a StageModule."""
+    """Some steps as a stage; a RunnableStage."""
 
     def __init__(self, model: nn.Module, steps: Sequence[Step], outputs: Sequence[str]) -> None:
         made = {step.name for step in steps}

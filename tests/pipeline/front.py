@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from everstep.pipeline.frontend import StageModule, Traced, placement, split, trace
+from everstep.pipeline.frontend import StageModule, Traced, placement, split_model, trace_model
 from everstep.pipeline.graph import StageGraph, stage_graph
 from tests.pipeline.compiled import COMPILED
 from tests.pipeline.models import Case
@@ -22,8 +22,8 @@ def cut(case: Case, stages: int, dtype: torch.dtype, copy_number: int) -> tuple[
     """
     found = _copy(case, dtype, copy_number)
     _as_built(case, dtype, found.model)
-    stage_of = placement.complete(found.graph, even(found, stages))
-    return split(found, stage_of), stage_graph(found.graph, stage_of)
+    stage_of = placement.complete_placement(found.graph, even(found, stages))
+    return split_model(found, stage_of), stage_graph(found.graph, stage_of)
 
 
 def even(traced: Traced, stages: int) -> dict[str, int]:
@@ -47,13 +47,13 @@ def _between(traced: Traced) -> Sequence[int]:
 @cache
 def traced(case: Case, dtype: torch.dtype = torch.float64) -> Traced:
     """Traced once, in training: whoever changes more of its model than weights gives it back as it was."""
-    return trace(case.build(dtype=dtype), case.example(dtype=dtype).inputs)
+    return trace_model(case.build(dtype=dtype), case.example(dtype=dtype).inputs)
 
 
 @cache
 def _copy(case: Case, dtype: torch.dtype, number: int) -> Traced:
     if number and case.name in COMPILED:  # a copy would not be
-        return trace(case.build(dtype=dtype), case.example(dtype=dtype).inputs)
+        return trace_model(case.build(dtype=dtype), case.example(dtype=dtype).inputs)
     return copy.deepcopy(traced(case, dtype)) if number else traced(case, dtype)
 
 

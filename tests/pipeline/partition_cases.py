@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import inf
 
-from everstep.pipeline.graph import Device, Graph, Link, Node, stage_graph
-from everstep.pipeline.partition.blocks import contract
-from everstep.pipeline.partition.problem import Problem
+from everstep.pipeline.graph import Device, Graph, GraphNode, Link, stage_graph
+from everstep.pipeline.partition.blocks import contract_graph
+from everstep.pipeline.partition.problem import PartitionProblem
 from everstep.pipeline.partition.solve import problem_of
 from everstep.pipeline.schedules.actions import Schedule
-from everstep.pipeline.schedules.generators import make
-from everstep.pipeline.schedules.simulation import simulate
+from everstep.pipeline.schedules.generators import make_schedule
+from everstep.pipeline.schedules.simulation import simulate_schedule
 
 
 @dataclass(frozen=True)
@@ -29,9 +29,9 @@ class Case:
     words: float = 3.0
 
     @property
-    def problem(self) -> Problem:
+    def problem(self) -> PartitionProblem:
         return problem_of(
-            contract(self.graph),
+            contract_graph(self.graph),
             self.schedule,
             self.devices,
             self.links,
@@ -63,7 +63,9 @@ def case(seed: int, *, weights: tuple[float, ...] = (0.0, 0.0, 0.5, 1.0)) -> Cas
             for _ in range(stages)
         )
     name = random_.choice(("1f1b", "simple", "zb-h1"))
-    return Case(graph, make(name, stages, stages, random_.randint(1, 9)), devices, links, random_.choice(weights))
+    return Case(
+        graph, make_schedule(name, stages, stages, random_.randint(1, 9)), devices, links, random_.choice(weights)
+    )
 
 
 def dag(random_: random.Random, count: int) -> Graph:
@@ -73,7 +75,7 @@ def dag(random_: random.Random, count: int) -> Graph:
     for index in range(count):
         inputs = random_.sample(range(index), min(index, random_.choice((0, 1, 1, 1, 2, 3))))
         nodes.append(
-            Node(
+            GraphNode(
                 f"n{index}",
                 tuple(f"n{each}" for each in sorted(inputs)),
                 forward=random_.uniform(0.1, 2.0),
@@ -147,7 +149,7 @@ def worth(case: Case, stage_of: Mapping[str, int]) -> float:
 def seen(case: Case, stage_of: dict[str, int]) -> float:
     """The simulated objective; infinite if a rank has too many bytes."""
     graph = stage_graph(case.graph, stage_of)
-    result = simulate(case.schedule, graph, case.devices, case.links)
+    result = simulate_schedule(case.schedule, graph, case.devices, case.links)
     held = [
         stage.parameters * (1 + case.words) + result.peak[rank] + result.waiting[rank]
         for rank, stage in enumerate(graph.stages)
@@ -157,7 +159,7 @@ def seen(case: Case, stage_of: dict[str, int]) -> float:
     return case.problem.objective(result.makespan, max(held))
 
 
-def hop(case: Case, low: int, high: int, node: Node) -> float:
+def hop(case: Case, low: int, high: int, node: GraphNode) -> float:
     """A value from one stage to the next, and its gradient back."""
     if case.links is None:
         return 0.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 
 from everstep.pipeline.graph import Edge, Stage, StageGraph
-from everstep.pipeline.schedules import NAMES, Schedule, make
+from everstep.pipeline.schedules import NAMES, Schedule, make_schedule
 
 CHUNKS = {"1f1b": st.just(1), "zb-h1": st.just(1), "zb-v": st.just(2)}
 
@@ -46,4 +46,4 @@ def pipelines(draw: st.DrawFn, most_ranks: int = 3, most_microbatches: int = 4) 
     ranks, microbatches = draw(st.integers(1, most_ranks)), draw(st.integers(1, most_microbatches))
     stages = ranks * draw(CHUNKS.get(name, st.integers(1, 3)))
     split = draw(st.none() | st.sets(st.integers(0, stages - 1)))
-    return make(name, stages, ranks, microbatches, split), draw(stage_graphs(stages))
+    return make_schedule(name, stages, ranks, microbatches, split), draw(stage_graphs(stages))

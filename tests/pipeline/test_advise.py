@@ -6,7 +6,7 @@ import pytest
 
 from everstep.pipeline.advise import advise
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.graph import Device, Link, Stage, StageGraph, chain, uniform
+from everstep.pipeline.graph import Device, Link, Stage, StageGraph, make_chain_graph, make_uniform_links
 
 GB = 10**9
 
@@ -14,7 +14,7 @@ GB = 10**9
 def model(stages: int, microbatches: int) -> StageGraph:
     """24 s of each phase, 64 GB of activations and 4 GB of parameters, in equal shares."""
     each = 24 / stages / microbatches
-    return chain([Stage(each, each, each, 64 * GB // stages // microbatches, 4 * GB // stages)] * stages)
+    return make_chain_graph([Stage(each, each, each, 64 * GB // stages // microbatches, 4 * GB // stages)] * stages)
 
 
 def devices(memory: float) -> list[Device]:
@@ -56,10 +56,10 @@ def test_among_equally_fast_ones_the_one_of_least_memory_is_taken() -> None:
 def test_slow_links_speak_against_many_stages() -> None:
     def heavy(stages: int, microbatches: int) -> StageGraph:
         each = 24 / stages / microbatches
-        return chain([Stage(each, each, each)] * stages, size=GB // microbatches)
+        return make_chain_graph([Stage(each, each, each)] * stages, size=GB // microbatches)
 
     def best(bandwidth: float) -> int:
-        links = uniform(4, Link(bandwidth))
+        links = make_uniform_links(4, Link(bandwidth))
         return advise(heavy, 4, (8,), links=links, schedules=("1f1b", "interleaved")).choice.stages
 
     assert best(1e12) > best(5e7) == 4

@@ -11,15 +11,15 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from everstep.pipeline.frontend import trace  # noqa: E402
-from everstep.pipeline.frontend.alike import alike  # noqa: E402
+from everstep.pipeline.frontend import trace_model  # noqa: E402
+from everstep.pipeline.frontend.alike import group_alike_nodes  # noqa: E402
 from everstep.pipeline.frontend.split import node_modules  # noqa: E402
 from everstep.pipeline.planning import Wish  # noqa: E402
-from everstep.pipeline.prepare import Place, look_into, plan  # noqa: E402
-from everstep.pipeline.profile import EACH, measure  # noqa: E402
-from everstep.pipeline.profile_runs import FEWEST, Cost, run  # noqa: E402
+from everstep.pipeline.prepare import ProcessPosition, look_into, make_plan  # noqa: E402
+from everstep.pipeline.profile import EACH, measure_graph  # noqa: E402
+from everstep.pipeline.profile_runs import FEWEST, Cost, run_microbatches  # noqa: E402
 from everstep.pipeline.transport.control import Control  # noqa: E402
-from everstep.pipeline.transport.grid import grid  # noqa: E402
+from everstep.pipeline.transport.grid import make_grid  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -56,7 +56,7 @@ class Net(nn.Module):  # type: ignore[misc]
 
 def groups(*layers: nn.Module) -> list[list[str]]:
     """Which of these layers are alike, by their numbers; there is one before, so that all come after a layer."""
-    found = alike(trace(Net(Layer(0), *layers), X))
+    found = group_alike_nodes(trace_model(Net(Layer(0), *layers), X))
     names = [[name.removeprefix("layers.") for name in each if name.startswith("layers.")] for each in found]
     return [[name for name in each if name != "0"] for each in names if set(each) - {"0"}]
 
@@ -108,9 +108,9 @@ def test_what_depends_on_data_is_alone() -> None:
 
 
 def test_some_of_equal_nodes_are_timed_for_all() -> None:
-    found = trace(Net(*map(Layer, range(LAYERS))), X)
+    found = trace_model(Net(*map(Layer, range(LAYERS))), X)
     _calls.clear()
-    profile = measure(found.graph, node_modules(found), X, groups=alike(found), repeats=5, warmup=1)
+    profile = measure_graph(found.graph, node_modules(found), X, groups=group_alike_nodes(found), repeats=5, warmup=1)
     looked = min(_calls.values())
     # The first gets what the model is given, and not what a layer makes, so it is another one.
     assert sorted(number for number in _calls if _calls[number] > looked) == [0, 1, 4, 8]
@@ -124,17 +124,19 @@ def test_some_of_equal_nodes_are_timed_for_all() -> None:
 
 
 def test_no_more_is_measured_than_is_needed_when_it_takes_long() -> None:
-    found = trace(Net(Layer(0)), X)
+    found = trace_model(Net(Layer(0)), X)
     nodes = {name: node for name, node in node_modules(found).items() if name == "layers.0"}
     values, cost = {"input:x": X["x"]}, Cost()
 
     def timer(work: Any) -> Any:
         return work(), 1.0
 
-    run(nodes, values, {"layers.0": cost}, timer, repeats=9, warmup=2, seconds=0.0, agree=lambda late: True)
+    run_microbatches(
+        nodes, values, {"layers.0": cost}, timer, repeats=9, warmup=2, seconds=0.0, agree=lambda late: True
+    )
     assert (len(cost.forward), len(cost.backward)) == (2 * FEWEST, FEWEST)
     cost = Cost()
-    run(nodes, values, {"layers.0": cost}, timer, repeats=4, warmup=2)
+    run_microbatches(nodes, values, {"layers.0": cost}, timer, repeats=4, warmup=2)
     assert (len(cost.forward), len(cost.backward)) == (2 * 4, 4)
 
 
@@ -142,7 +144,9 @@ def _planned(rank: int) -> dict[int, int]:
     model = Net(*map(Layer, range(LAYERS)))
     found = look_into(model, X, None)
     _calls.clear()
-    plan(model, found, X, Wish(2, 2, (2,), 4), Place(grid(2, 2), Control(100.0), torch.device("cpu")))
+    make_plan(
+        model, found, X, Wish(2, 2, (2,), 4), ProcessPosition(make_grid(2, 2), Control(100.0), torch.device("cpu"))
+    )
     return dict(_calls)
 
 

@@ -12,7 +12,7 @@ from torch import nn  # noqa: E402
 
 from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend.trace import trace  # noqa: E402
+from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.models import squares  # noqa: E402
 
@@ -127,7 +127,7 @@ def test_a_forward_that_counts_its_calls_is_refused_and_one_that_keeps_a_table_i
         with pytest.raises(
             PipelineError, match=rf"{where} \(Counting\) changes its own attribute 'calls'.*from 0 to 1"
         ):
-            trace(model, X)
+            trace_model(model, X)
         assert [each.calls for each in model.modules() if isinstance(each, Counting)] == [0]
-    assert not trace(Counting(cached=True), X).attributes
-    assert not trace(nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(4)), X).attributes  # they run as they are
+    assert not trace_model(Counting(cached=True), X).attributes
+    assert not trace_model(nn.Sequential(nn.Dropout(0.5), nn.LayerNorm(4)), X).attributes  # they run as they are

@@ -13,9 +13,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from everstep.pipeline.engine import stage as stages
-from everstep.pipeline.engine.options import Options
-from everstep.pipeline.graph import Graph, Node
-from everstep.pipeline.profile import measure
+from everstep.pipeline.engine.options import EngineOptions
+from everstep.pipeline.graph import Graph, GraphNode
+from everstep.pipeline.profile import measure_graph
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline import front, models
@@ -48,7 +48,7 @@ def test_micro_batches_in_flight_share_the_copies_of_the_weights(precision: str,
     setting = Setting("mlp", schedule, 1, 1, microbatches=8, samples=24, dtype=torch.float32, steps=1)
 
     def work(transport: Transport) -> tuple[list[int], int]:
-        engine = engine_of(setting, transport, options=Options(precision=precision))
+        engine = engine_of(setting, transport, options=EngineOptions(precision=precision))
         batch = batch_of(setting, 0)
         return [saved_copies(engine, batch) for _ in range(2)], sum(each.dim() == 2 for each in engine.parameters.own)
 
@@ -60,7 +60,7 @@ def gradients(setting: Setting, *, again: frozenset[int], around: bool = False) 
     """Those of the second step, when weights are no longer those of the first."""
 
     def work(transport: Transport) -> dict[str, Any]:
-        engine = engine_of(setting, transport, options=Options(precision="bf16", recompute=again))
+        engine = engine_of(setting, transport, options=EngineOptions(precision="bf16", recompute=again))
         optimizer = torch.optim.SGD(engine.parameters.own, lr=0.1)
         for step in range(2):
             batch = batch_of(setting, step)
@@ -133,13 +133,13 @@ def gated(depth: int, monkeypatch: pytest.MonkeyPatch) -> Setting:
 
 
 def of_gated(transport: Transport, setting: Setting) -> dict[str, Any]:
-    engine, batch = engine_of(setting, transport, options=Options(precision="bf16")), batch_of(setting, 0)
+    engine, batch = engine_of(setting, transport, options=EngineOptions(precision="bf16")), batch_of(setting, 0)
     engine.step(batch.inputs, batch.targets)
     return {name: each.grad for name, each in engine.parameters.named.items()}
 
 
 def test_what_a_stage_receives_is_not_kept_beyond_its_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrive, leaves = stages._arrive, list[Any]()
+    arrive, leaves = stages._make_leaves, list[Any]()
     most = 0
 
     def arrived(*given: Any) -> Any:
@@ -150,7 +150,7 @@ def test_what_a_stage_receives_is_not_kept_beyond_its_backward(monkeypatch: pyte
         most = max(most, sum(each() is not None for each in leaves))
         return found
 
-    monkeypatch.setattr(stages, "_arrive", arrived)
+    monkeypatch.setattr(stages, "_make_leaves", arrived)
     setting = gated(2, monkeypatch)
     Fabric(2).run(lambda transport: of_gated(transport, setting))
     assert len(leaves) == 8
@@ -221,12 +221,12 @@ class Layer:
 
 
 def test_a_plan_counts_the_copies_once_and_not_for_each_micro_batch() -> None:
-    graph = Graph((Node("layer", parameters=64 * 64 * 4),))
+    graph = Graph((GraphNode("layer", parameters=64 * 64 * 4),))
     inputs = {"x": torch.randn(2, 64, requires_grad=True)}
 
-    def found(precision: Any) -> Node:
+    def found(precision: Any) -> GraphNode:
         with torch.autocast("cpu", precision, enabled=precision is not None):
-            (node,) = measure(graph, {"layer": Layer()}, inputs, repeats=2, warmup=0).graph.nodes
+            (node,) = measure_graph(graph, {"layer": Layer()}, inputs, repeats=2, warmup=0).graph.nodes
         return node
 
     wide, narrow = found(None), found(torch.bfloat16)

@@ -8,10 +8,10 @@ from math import inf
 import pytest
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.partition.blocks import spread
-from everstep.pipeline.partition.certificate import bound, prove
-from everstep.pipeline.partition.limit import Limit
-from everstep.pipeline.partition.solve import search
+from everstep.pipeline.partition.blocks import spread_stages
+from everstep.pipeline.partition.certificate import compute_bound, prove_bound
+from everstep.pipeline.partition.limit import LowerBound
+from everstep.pipeline.partition.solve import search_splits
 from tests.pipeline.partition_cases import case, seen, splits, worth
 
 CASES = [seed for seed in range(60) if case(seed).devices[0].memory is None]
@@ -23,7 +23,7 @@ def test_no_split_is_below_the_bound() -> None:
         stages = len(given.devices)
         values = [worth(given, split) for split in splits(given.graph, stages)]
         if values:
-            assert bound(given.problem) <= min(values) * (1 + 1e-9)
+            assert compute_bound(given.problem) <= min(values) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("most", [2500, 6, 1])
@@ -35,7 +35,7 @@ def test_no_split_is_simulated_below_the_limit_however_many_downsets_are_searche
         except PipelineError:
             continue
         values = [seen(given, split) for split in splits(given.graph, len(given.devices))]
-        assert Limit(problem, inf, most).bound <= min(values, default=inf) * (1 + 1e-9), seed
+        assert LowerBound(problem, inf, most).bound <= min(values, default=inf) * (1 + 1e-9), seed
 
 
 def test_where_splits_are_few_the_limit_is_the_best_of_all() -> None:
@@ -45,9 +45,9 @@ def test_where_splits_are_few_the_limit_is_the_best_of_all() -> None:
         if given.memory_weight or not given.links:
             continue
         best = min(seen(given, split) for split in splits(given.graph, len(given.devices)))
-        near, beyond = Limit(given.problem, best, 2500).near(best, 400)
+        near, beyond = LowerBound(given.problem, best, 2500).near(best, 400)
         assert beyond == best
-        assert all(seen(given, spread(given.problem.blocks, split)) >= best * (1 - 1e-9) for split in near)
+        assert all(seen(given, spread_stages(given.problem.blocks, split)) >= best * (1 - 1e-9) for split in near)
 
 
 def test_the_programme_and_the_search_agree() -> None:
@@ -59,12 +59,12 @@ def test_the_programme_and_the_search_agree() -> None:
             problem = given.problem
         except PipelineError:
             continue
-        found, least = search(problem)
+        found, least = search_splits(problem)
         if not found:
             with pytest.raises(PipelineError, match="no split fits"):
-                prove(problem)
+                prove_bound(problem)
             continue
-        proven = prove(problem)
+        proven = prove_bound(problem)
         assert proven.stages is not None
         assert problem.judge(proven.stages).objective == pytest.approx(least, rel=1e-5)
         assert proven.bound == pytest.approx(least, rel=1e-5)
@@ -75,10 +75,10 @@ def test_the_programme_and_the_search_agree() -> None:
 def test_a_programme_that_is_stopped_early_still_bounds() -> None:
     pytest.importorskip("scipy")
     problem = case(3).problem
-    assert prove(problem, seconds=1e-3).bound <= search(problem)[1] * (1 + 1e-6)
+    assert prove_bound(problem, seconds=1e-3).bound <= search_splits(problem)[1] * (1 + 1e-6)
 
 
 def test_the_programme_knows_one_stage_on_each_rank() -> None:
     problem = case(3).problem
     with pytest.raises(PipelineError, match="one stage on each rank"):
-        prove(replace(problem, placement=(0,) * problem.stages))
+        prove_bound(replace(problem, placement=(0,) * problem.stages))

@@ -11,11 +11,11 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from everstep.pipeline.engine.engine import Engine  # noqa: E402
-from everstep.pipeline.engine.options import Options  # noqa: E402
-from everstep.pipeline.frontend.split import split  # noqa: E402
-from everstep.pipeline.frontend.tree import tree  # noqa: E402
+from everstep.pipeline.engine.options import EngineOptions  # noqa: E402
+from everstep.pipeline.frontend.split import split_model  # noqa: E402
+from everstep.pipeline.frontend.tree import build_tree  # noqa: E402
 from everstep.pipeline.graph import stage_graph  # noqa: E402
-from everstep.pipeline.schedules import lower, make  # noqa: E402
+from everstep.pipeline.schedules import lower_schedule, make_schedule  # noqa: E402
 from everstep.pipeline.transport.base import Transport  # noqa: E402
 from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
 
@@ -65,13 +65,13 @@ def test_blocks_that_change_what_they_are_given_and_buffers_train_as_in_one_proc
         (squared(alone(part.clone()), part) / 4).backward()
 
     def work(transport: Transport) -> tuple[dict[str, Any], dict[str, Any]]:
-        found = tree(chain(frozen=frozen))
+        found = build_tree(chain(frozen=frozen))
         stage_of = {"0": 0, "1": 0, "2": 1, "3": 2, "4": 2, "5": 2, "output": 2}
         stage_of = {node.name: stage_of[node.name] for node in found.graph.nodes}
         graph = stage_graph(found.graph, stage_of)
-        schedule = lower(make("1f1b", 3, 3, 4, frozenset()), graph)
-        mine = {transport.rank: split(found, stage_of)[transport.rank]}
-        engine = Engine(mine, schedule, graph, transport, squared, Options(recompute=recompute))
+        schedule = lower_schedule(make_schedule("1f1b", 3, 3, 4, frozenset()), graph)
+        mine = {transport.rank: split_model(found, stage_of)[transport.rank]}
+        engine = Engine(mine, schedule, graph, transport, squared, EngineOptions(recompute=recompute))
         given = X.clone()
         engine.step({"input": given}, X)
         assert torch.equal(given, X)

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from everstep.pipeline.engine.stage import why_not_split
-from everstep.pipeline.frontend.split import split
-from everstep.pipeline.frontend.trace import trace
-from everstep.pipeline.frontend.tree import tree
+from everstep.pipeline.frontend.split import split_model
+from everstep.pipeline.frontend.trace import trace_model
+from everstep.pipeline.frontend.tree import build_tree
 from tests.pipeline.compiled import COMPILED
 from tests.pipeline.training import Setting, alone, apart, piped
 
@@ -46,9 +46,9 @@ def test_parts_compiled_by_any_backend_train_as_in_one_process(case: str) -> Non
 def test_a_compiled_module_is_one_node_with_a_full_backward() -> None:
     for way in ("in-place", "forwards"):
         case = COMPILED[f"gpt-{way}-eager"]
-        found = trace(case.build(), case.example().inputs)
+        found = trace_model(case.build(), case.example().inputs)
         assert {found.leaves[f"h.{index}"] for index in range(len(found.model.h))} == {"it is compiled"}
-        first, second = split(found, {"h.1": 1})
+        first, second = split_model(found, {"h.1": 1})
         assert why_not_split(first) == "h.0 is compiled"
         assert why_not_split(second) == "h.1 is compiled"
 
@@ -56,7 +56,7 @@ def test_a_compiled_module_is_one_node_with_a_full_backward() -> None:
 def test_a_compiled_sequence_is_one_block_of_a_chain() -> None:
     inner = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     inner.compile(backend="eager")
-    assert tree(nn.Sequential(nn.Linear(2, 2), inner)).blocks == ("0", "1")
+    assert build_tree(nn.Sequential(nn.Linear(2, 2), inner)).blocks == ("0", "1")
 
 
 def test_a_compiled_function_in_a_split_backward_gives_the_gradients_of_a_whole_one() -> None:

@@ -8,14 +8,22 @@ from xml.etree import ElementTree
 
 import pytest
 
-from everstep.pipeline.graph import Edge, Link, Stage, StageGraph, chain, uniform
-from everstep.pipeline.schedules import NAMES, html, lower, make, simulate, svg, text
+from everstep.pipeline.graph import Edge, Link, Stage, StageGraph, make_chain_graph, make_uniform_links
+from everstep.pipeline.schedules import (
+    NAMES,
+    lower_schedule,
+    make_schedule,
+    render_html,
+    render_svg,
+    render_text,
+    simulate_schedule,
+)
 
-GRAPH = chain([Stage()] * 4)
+GRAPH = make_chain_graph([Stage()] * 4)
 
 
 def test_the_text_shows_who_does_what_when() -> None:
-    assert text(simulate(make("1f1b", 2, 2, 3), chain([Stage()] * 2))) == (
+    assert render_text(simulate_schedule(make_schedule("1f1b", 2, 2, 3), make_chain_graph([Stage()] * 2))) == (
         "rank 0 |F0|F1|.....|B0   |F2|B1   |..|B2   |\n"  #
         "rank 1 ...|F0|B0   |F1|B1   |F2|B2   |......\n"
     )
@@ -25,7 +33,9 @@ def test_the_text_shows_who_does_what_when() -> None:
 @pytest.mark.parametrize("columns", [30, 80, 400])
 def test_the_text_is_never_wider_than_asked_and_idle_time_is_dots(name: str, columns: int) -> None:
     stages = {"1f1b": 4, "zb-h1": 4}.get(name, 8)
-    lines = text(simulate(make(name, stages, 4, 8), chain([Stage()] * stages)), columns).splitlines()
+    lines = render_text(
+        simulate_schedule(make_schedule(name, stages, 4, 8), make_chain_graph([Stage()] * stages)), columns
+    ).splitlines()
     assert len(lines) == 4
     assert len({len(line) for line in lines}) == 1
     assert len(lines[0]) <= columns
@@ -33,22 +43,24 @@ def test_the_text_is_never_wider_than_asked_and_idle_time_is_dots(name: str, col
 
 
 def test_the_second_stage_of_a_rank_has_small_letters_and_more_have_numbers() -> None:
-    two = text(simulate(make("zb-v", 4, 2, 2), chain([Stage()] * 4)))
+    two = render_text(simulate_schedule(make_schedule("zb-v", 4, 2, 2), make_chain_graph([Stage()] * 4)))
     assert "|f0" in two
     assert "|F0" in two
-    three = text(simulate(make("interleaved", 6, 2, 2), chain([Stage()] * 6)))
+    three = render_text(simulate_schedule(make_schedule("interleaved", 6, 2, 2), make_chain_graph([Stage()] * 6)))
     assert "|4F1" in three
 
 
 def test_a_step_without_any_time_is_drawn_too() -> None:
-    assert text(simulate(make("simple", 1, 1, 1), StageGraph((Stage(0, 0, 0),)))) == "rank 0 |\n"
+    assert (
+        render_text(simulate_schedule(make_schedule("simple", 1, 1, 1), StageGraph((Stage(0, 0, 0),)))) == "rank 0 |\n"
+    )
 
 
 def test_the_picture_has_a_box_for_each_action_at_its_time() -> None:
-    schedule = make("zb-v", 8, 4, 6)
-    graph = chain([Stage()] * 8)
-    result = simulate(schedule, graph)
-    root = ElementTree.fromstring(svg(schedule, result, graph))
+    schedule = make_schedule("zb-v", 8, 4, 6)
+    graph = make_chain_graph([Stage()] * 8)
+    result = simulate_schedule(schedule, graph)
+    root = ElementTree.fromstring(render_svg(schedule, result, graph))
     space = {"s": "http://www.w3.org/2000/svg"}
     boxes = root.findall("s:g/s:rect", space)
     assert len(boxes) == len(result.timeline) == 4 * 2 * 6 * 3
@@ -63,8 +75,10 @@ def test_the_picture_has_a_box_for_each_action_at_its_time() -> None:
 
 def test_a_page_needs_nothing_else_and_escapes_names() -> None:
     graph = StageGraph((Stage(),) * 2, (Edge("<b>&", 0, (1,), 5),))
-    schedule = lower(make("1f1b", 2, 2, 2), graph)
-    page = html(schedule, simulate(schedule, graph, links=uniform(2, Link(5.0)), blocking=True), graph)
+    schedule = lower_schedule(make_schedule("1f1b", 2, 2, 2), graph)
+    page = render_html(
+        schedule, simulate_schedule(schedule, graph, links=make_uniform_links(2, Link(5.0)), blocking=True), graph
+    )
     assert "<b>" not in page
     assert "&lt;b&gt;&amp;" in page
     assert set(re.findall(r"https?://[^\"]*", page)) == {"http://www.w3.org/2000/svg"}
@@ -83,8 +97,8 @@ def test_the_page_shows_what_the_tool_draws() -> None:
     shown = re.findall(r"^```timeline (\S+) (\d+) (\d+) (\d+)\n(.*?)^```$", EXPLANATION, re.MULTILINE | re.DOTALL)
     assert {name for name, *_ in shown} == set(NAMES)
     for name, stages, ranks, microbatches, drawn in shown:
-        schedule = make(name, int(stages), int(ranks), int(microbatches))
-        assert drawn == text(simulate(schedule, chain([Stage()] * int(stages))), 120)
+        schedule = make_schedule(name, int(stages), int(ranks), int(microbatches))
+        assert drawn == render_text(simulate_schedule(schedule, make_chain_graph([Stage()] * int(stages))), 120)
 
 
 def test_the_pages_example_of_a_file_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

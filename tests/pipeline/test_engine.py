@@ -10,11 +10,11 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from everstep.pipeline.engine.engine import Engine, Output
-from everstep.pipeline.engine.microbatch import bounds, split
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.engine import Engine, StepResult
+from everstep.pipeline.engine.microbatch import compute_bounds, split_batch
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.schedules import Kind, lower, make
+from everstep.pipeline.schedules import ActionKind, lower_schedule, make_schedule
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.by_hand import cut, recipe
@@ -27,10 +27,10 @@ MLP = Setting("mlp", steps=1)
 
 
 def test_parts_of_a_batch_are_as_equal_as_can_be_and_none_is_empty() -> None:
-    assert bounds(10, 4) == [(0, 3), (3, 6), (6, 8), (8, 10)]
-    assert bounds(2, 4) == [(0, 1), (1, 2)]
-    assert bounds(0, 4) == []
-    found = split({"x": torch.arange(5), "n": 3, "deep": (torch.ones(5, 2), [None])}, 5, 2)
+    assert compute_bounds(10, 4) == [(0, 3), (3, 6), (6, 8), (8, 10)]
+    assert compute_bounds(2, 4) == [(0, 1), (1, 2)]
+    assert compute_bounds(0, 4) == []
+    found = split_batch({"x": torch.arange(5), "n": 3, "deep": (torch.ones(5, 2), [None])}, 5, 2)
     assert [part["x"].tolist() for part in found] == [[0, 1, 2], [3, 4]]
     assert found[1]["n"] == 3
     assert found[1]["deep"][0].shape == (2, 2)
@@ -97,7 +97,7 @@ def test_shapes_may_change_from_step_to_step_and_be_as_before_again() -> None:
 
 
 def test_gradients_of_several_batches_are_those_of_one() -> None:
-    def work(transport: Transport) -> tuple[Output, dict[str, Any]]:
+    def work(transport: Transport) -> tuple[StepResult, dict[str, Any]]:
         engine = engine_of(MLP, transport)
         batch = batch_of(MLP, 0)
         for start, stop in ((0, 3), (3, 4)):
@@ -128,7 +128,7 @@ def test_a_mean_is_weighted_by_samples_or_by_what_the_user_says() -> None:
         targets = {"y": batch.targets[:7], "w": weights[:7]}
         inputs = {"x": batch.inputs["x"][:7]}
         plain = engine_of(MLP, transport, mean).step(inputs, targets).loss
-        options = Options(loss_weight=lambda output, targets: targets["w"].sum())
+        options = EngineOptions(loss_weight=lambda output, targets: targets["w"].sum())
         return plain, engine_of(MLP, transport, weighted, options).step(inputs, targets).loss
 
     model = CASES["mlp"].build()
@@ -150,7 +150,7 @@ def test_a_micro_batch_in_which_nothing_counts_adds_nothing_to_a_weighted_mean(
         return ((output - targets["y"]).square().mean(1) * targets["w"]).sum() / targets["w"].sum()
 
     def work(transport: Transport) -> tuple[list[float], dict[str, Any]]:
-        options = Options(loss_weight=lambda output, targets: targets["w"].sum(), recompute=frozenset(recompute))
+        options = EngineOptions(loss_weight=lambda output, targets: targets["w"].sum(), recompute=frozenset(recompute))
         engine = engine_of(replace(MLP, schedule=schedule), transport, weighted, options)
         losses = [engine.evaluate(batch.inputs, targets).loss, engine.step(batch.inputs, targets).loss]
         return losses, {name: parameter.grad for name, parameter in engine.parameters.named.items()}
@@ -170,7 +170,7 @@ def test_metrics_of_a_loss_are_sums_over_its_count() -> None:
         total, count = CASES["resnet"].loss(output, targets)
         return total, count, {"right": (output.argmax(1) == targets).sum()}
 
-    def work(transport: Transport) -> Output:
+    def work(transport: Transport) -> StepResult:
         setting = Setting("resnet", replicas=2, samples=6, microbatches=2)
         engine = engine_of(setting, transport, loss)
         mine = share(setting, transport.replica, batch_of(setting, 0))
@@ -199,7 +199,7 @@ def test_a_replica_without_samples_takes_part_with_nothing() -> None:
 
 
 def test_a_batch_in_which_nothing_counts_changes_nothing() -> None:
-    def work(transport: Transport) -> tuple[Output, bool]:
+    def work(transport: Transport) -> tuple[StepResult, bool]:
         engine = engine_of(MLP, transport, lambda output, targets: ((output * 0).sum(), 0))
         batch = batch_of(MLP, 0)
         output = engine.step(batch.inputs, batch.targets)
@@ -211,7 +211,7 @@ def test_a_batch_in_which_nothing_counts_changes_nothing() -> None:
 
 
 def test_an_evaluation_gives_the_loss_and_the_outputs_and_no_gradients() -> None:
-    def work(transport: Transport) -> tuple[Output, Output, bool]:
+    def work(transport: Transport) -> tuple[StepResult, StepResult, bool]:
         engine = engine_of(replace(MLP, schedule="zb-v", stages=4), transport)
         batch = batch_of(MLP, 0)
         with_loss = engine.evaluate(batch.inputs, batch.targets)
@@ -244,7 +244,7 @@ def test_a_value_whose_shape_depends_on_data_is_refused_until_it_is_named() -> N
         ]
         part = Part(model, [steps[transport.rank]], [steps[transport.rank].name])
         graph = StageGraph((Stage(), Stage()), (Edge("kept", 0, (1,)),))
-        schedule = lower(make("1f1b", 2, 2, 2), graph)
+        schedule = lower_schedule(make_schedule("1f1b", 2, 2, 2), graph)
         loss = lambda output, targets: (output.sum() * 0, len(output))  # noqa: E731
         engine = Engine({transport.rank: part}, schedule, graph, transport, loss, options)
         counts = []
@@ -254,9 +254,9 @@ def test_a_value_whose_shape_depends_on_data_is_refused_until_it_is_named() -> N
             counts.append(engine.step({"x": x}, torch.zeros(4)).count)
         return counts
 
-    options = Options(dynamic=frozenset({"kept"}))
+    options = EngineOptions(dynamic=frozenset({"kept"}))
     assert Fabric(2).run(work)[1] == [3.0, 1.0]
-    options = Options()
+    options = EngineOptions()
     with pytest.raises(PipelineError, match=r"value 'kept' .* name it in dynamic="):
         Fabric(2).run(work)
 
@@ -278,7 +278,13 @@ def test_two_parameters_of_one_name_are_refused() -> None:
         model = CASES["mlp"].build()
         parts, graph = cut(model, recipe("mlp", model), 2)
         parts[1].module.add_module("0", torch.nn.Linear(2, 2))
-        Engine(dict(enumerate(parts)), lower(make("simple", 2, 1, 2), graph), graph, transport, CASES["mlp"].loss)
+        Engine(
+            dict(enumerate(parts)),
+            lower_schedule(make_schedule("simple", 2, 1, 2), graph),
+            graph,
+            transport,
+            CASES["mlp"].loss,
+        )
 
     with pytest.raises(PipelineError, match=r"stage 1 has a parameter '0.weight' that is another one in an earlier"):
         Fabric(1).run(work)
@@ -286,16 +292,16 @@ def test_two_parameters_of_one_name_are_refused() -> None:
 
 def test_a_schedule_beyond_the_allowed_micro_batches_in_flight_is_refused() -> None:
     with pytest.raises(PipelineError, match="4 micro-batches in flight, 2 are allowed"):
-        piped(replace(MLP, schedule="simple", options=Options(in_flight=2)))
-    piped(replace(MLP, schedule="1f1b", options=Options(in_flight=2)))
+        piped(replace(MLP, schedule="simple", options=EngineOptions(in_flight=2)))
+    piped(replace(MLP, schedule="1f1b", options=EngineOptions(in_flight=2)))
 
 
 def test_a_schedule_without_a_reduction_is_refused_where_there_are_replicas() -> None:
     def work(transport: Transport) -> None:
         model = CASES["mlp"].build()
         parts, graph = cut(model, recipe("mlp", model), 2)
-        schedule = lower(make("1f1b", 2, 2, 2), graph, reduce=False)
-        assert not any(action.kind is Kind.REDUCE for rank in schedule.ranks for action in rank)
+        schedule = lower_schedule(make_schedule("1f1b", 2, 2, 2), graph, reduce=False)
+        assert not any(action.kind is ActionKind.REDUCE for rank in schedule.ranks for action in rank)
         Engine({transport.rank: parts[transport.rank]}, schedule, graph, transport, CASES["mlp"].loss)
 
     Fabric(2).run(work)

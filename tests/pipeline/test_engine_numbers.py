@@ -10,7 +10,7 @@ pytest.importorskip("torch")
 import torch
 from torch.nn import functional as F
 
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.models import CASES, slice_batch
@@ -26,7 +26,7 @@ def test_recomputation_changes_nothing_and_runs_each_forward_once_more(schedule:
     calls = {False: 0, True: 0}
 
     def work(transport: Transport) -> dict[str, Any]:
-        setting = Setting("gpt-dropout", schedule, steps=1, options=Options(recompute=recompute))
+        setting = Setting("gpt-dropout", schedule, steps=1, options=EngineOptions(recompute=recompute))
         engine = engine_of(setting, transport)
         batch = batch_of(setting, 0)
         for stage in engine._stages.values():
@@ -67,7 +67,7 @@ def test_dropout_differs_between_steps_micro_batches_and_seeds() -> None:
         tokens = CASES["gpt-dropout"].example(1).inputs["input_ids"].repeat(2, 1)
         for seed in (0, 1):
             setting = Setting("gpt-dropout", "simple", 1, 1, microbatches=2)
-            engine = engine_of(setting, transport, loss, Options(seed=seed))
+            engine = engine_of(setting, transport, loss, EngineOptions(seed=seed))
             for _ in range(2):
                 engine.step({"input_ids": tokens}, tokens)
         return losses
@@ -107,7 +107,7 @@ def test_running_statistics_are_those_of_the_whole_batch(act: str) -> None:
 
 
 def test_clipping_is_that_of_one_process() -> None:
-    setting = Setting("mlp", "zb-h1", 3, 3, replicas=2, options=Options(clip=0.05))
+    setting = Setting("mlp", "zb-h1", 3, 3, replicas=2, options=EngineOptions(clip=0.05))
     assert apart(piped(setting), alone(setting)) < 1e-10
 
 
@@ -120,7 +120,7 @@ def test_bf16_computes_in_bf16_and_keeps_gradients_of_full_width() -> None:
 
     def work(transport: Transport) -> dict[str, Any]:
         setting = Setting("mlp", "zb-h1", dtype=torch.float32)
-        engine = engine_of(setting, transport, loss, Options(precision="bf16"))
+        engine = engine_of(setting, transport, loss, EngineOptions(precision="bf16"))
         batch = batch_of(setting, 0)
         engine.step(batch.inputs, batch.targets)
         return {name: parameter.grad for name, parameter in engine.parameters.named.items()}
@@ -135,7 +135,7 @@ def test_bf16_computes_in_bf16_and_keeps_gradients_of_full_width() -> None:
 def test_an_overflow_in_one_stage_skips_the_step_on_all_and_halves_the_scale() -> None:
     def work(transport: Transport) -> tuple[list[bool], list[float], bool]:
         setting = Setting("mlp", dtype=torch.float32, stages=3, ranks=3)
-        engine = engine_of(setting, transport, options=Options(precision="fp16", loss_scale=1024.0))
+        engine = engine_of(setting, transport, options=EngineOptions(precision="fp16", loss_scale=1024.0))
         batch = batch_of(setting, 0)
         skipped, scales = [], []
         for step in range(2):
@@ -158,7 +158,7 @@ def test_an_overflow_in_one_stage_skips_the_step_on_all_and_halves_the_scale() -
 def test_the_loss_scale_does_not_show_in_gradients() -> None:
     def work(transport: Transport) -> dict[str, Any]:
         setting = Setting("mlp", dtype=torch.float32)
-        engine = engine_of(setting, transport, options=Options(precision="fp16", loss_scale=64.0))
+        engine = engine_of(setting, transport, options=EngineOptions(precision="fp16", loss_scale=64.0))
         batch = batch_of(setting, 0)
         engine.step(batch.inputs, batch.targets)
         return {name: parameter.grad for name, parameter in engine.parameters.named.items()}

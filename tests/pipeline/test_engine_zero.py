@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from everstep.pipeline import pipeline
-from everstep.pipeline.engine.microbatch import bounds
-from everstep.pipeline.engine.options import Options
-from everstep.pipeline.engine.zero import ShardedOptimizer, shares
+from everstep.pipeline.engine.microbatch import compute_bounds
+from everstep.pipeline.engine.options import EngineOptions
+from everstep.pipeline.engine.zero import ShardedOptimizer, assign_owners
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric, InProcess
@@ -36,9 +36,9 @@ CLIP = 0.05
 
 
 def test_shares_are_about_equal_and_the_same_whoever_asks() -> None:
-    found = shares({"a": 5, "b": 4, "c": 3, "d": 2, "e": 0}, 2)
+    found = assign_owners({"a": 5, "b": 4, "c": 3, "d": 2, "e": 0}, 2)
     assert found == {"a": 0, "b": 1, "c": 1, "d": 0, "e": 0}
-    assert shares({"e": 0, "d": 2, "c": 3, "b": 4, "a": 5}, 2) == found
+    assert assign_owners({"e": 0, "d": 2, "c": 3, "b": 4, "a": 5}, 2) == found
 
 
 @pytest.mark.parametrize("case", ["mlp", "gpt"])
@@ -114,7 +114,7 @@ def test_new_values_are_on_their_way_two_buckets_at_a_time() -> None:
 
 
 def test_parameters_that_make_leaves_out_have_gradients_on_all_replicas_for_another_optimizer() -> None:
-    setting = Setting("gpt", replicas=2, options=Options(bucket=1))
+    setting = Setting("gpt", replicas=2, options=EngineOptions(bucket=1))
 
     def work(transport: InProcess) -> tuple[dict[str, Any], int]:
         engine = engine_of(setting, transport)
@@ -255,7 +255,7 @@ def _clipped(rank: int) -> tuple[list[float], dict[str, Any], int]:
     with pipeline(case.build(), case.example(8).inputs, case.loss, stages=2, microbatches=2, **QUICK) as run:
         sharded = ShardedOptimizer(run.engine, lambda named: torch.optim.SGD(named.values(), lr=1.0, momentum=0.9))
         for step in range(3):
-            start, stop = bounds(8, run.replicas)[run.replica]
+            start, stop = compute_bounds(8, run.replicas)[run.replica]
             mine = slice_batch(case.example(8, seed=step), start, stop)
             run.step(mine.inputs, mine.targets)
             norms.append(float(run.clip_grad_norm_(CLIP)))

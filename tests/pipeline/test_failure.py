@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from everstep.pipeline.engine.engine import Engine
-from everstep.pipeline.engine.heartbeat import Heartbeat, RankLost
+from everstep.pipeline.engine.heartbeat import Heartbeat, PipelineRankLost
 from everstep.pipeline.transport.gloo import ProcessGroups
-from everstep.pipeline.transport.grid import grid
+from everstep.pipeline.transport.grid import make_grid
 from tests.checkpoint.ranks import run
 from tests.pipeline.by_hand import Part, cut, recipe
 from tests.pipeline.models import CASES, Batch
@@ -60,7 +60,7 @@ def _train(rank: int, victim: int, how: str, replicas: int, notes: str) -> tuple
     """Trains for ever, with a victim; which rank was named, how, and how long after what happened to it."""
     ranks = dist.get_world_size() // replicas
     setting = Setting("unet", "1f1b", ranks, ranks, replicas=replicas, samples=8 * replicas)
-    transport = ProcessGroups(grid(ranks * replicas, ranks), timeout=60)
+    transport = ProcessGroups(make_grid(ranks * replicas, ranks), timeout=60)
     model = CASES["unet"].build()  # in which every stage gets something of every other
     parts, graph = cut(model, recipe("unet", model), ranks)
     schedule = schedule_of(setting, graph)
@@ -85,7 +85,7 @@ def _train(rank: int, victim: int, how: str, replicas: int, notes: str) -> tuple
     with watched(transport, lambda: engine.progress) as heart:
         engine.watch = heart
         mine = share(setting, transport.replica, batch_of(setting, 0))
-        with pytest.raises(RankLost) as caught:
+        with pytest.raises(PipelineRankLost) as caught:
             _for_ever(engine, mine)
         pid, then = Path(notes).read_text().split()
         took = time.time() - float(then)
@@ -124,7 +124,7 @@ def test_the_rank_that_is_gone_is_named_on_all_others_in_time(
 def _slow(rank: int) -> tuple[float, float, Any]:
     """A step in which the second stage works five times as long as the first, and all longer than the timeout."""
     setting = Setting("mlp", "1f1b", 2, 2)
-    transport = ProcessGroups(grid(2, 2), timeout=60)
+    transport = ProcessGroups(make_grid(2, 2), timeout=60)
     model = CASES["mlp"].build()
     parts, graph = cut(model, recipe("mlp", model), 2)
     each = TIMEOUT / 4 / (5 if rank == 0 else 1)

@@ -15,7 +15,7 @@ from torch import nn  # noqa: E402
 from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.engine.zero import ShardedOptimizer  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.schedules import parse  # noqa: E402
+from everstep.pipeline.schedules import parse_schedule  # noqa: E402
 from everstep.pipeline.transport.base import Transport, TransportError  # noqa: E402
 from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -232,7 +232,7 @@ def _by_hand(rank: int) -> tuple[float, int]:
 
 def _too_large(rank: int) -> list[str]:
     told = []
-    written = parse("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
+    written = parse_schedule("0F0 0F1 0B0 0B1\n1F0 1B0 1F1 1B1")
     for schedule in ("1f1b", None, written):
         with pytest.raises(PipelineError) as caught:
             pipeline(

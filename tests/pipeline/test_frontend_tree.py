@@ -11,8 +11,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend import split, stage, tree  # noqa: E402
-from everstep.pipeline.frontend.check import run  # noqa: E402
+from everstep.pipeline.frontend import build_tree, split_model, stage  # noqa: E402
+from everstep.pipeline.frontend.check import run_stages  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -24,27 +24,27 @@ def chain() -> nn.Sequential:
 
 def test_a_sequence_is_cut_between_any_two_of_its_modules() -> None:
     model = chain()
-    found = tree(model, reason="its loops depend on data")
+    found = build_tree(model, reason="its loops depend on data")
     assert found.blocks == ("0", "1.0", "1.1", "2")
     assert found.reason == "its loops depend on data"
-    stages = split(found, {"1.1": 1, "2": 2})
+    stages = split_model(found, {"1.1": 1, "2": 2})
     assert [each.inputs for each in stages] == [("input:input",), ("1.0",), ("1.1",)]
     x = torch.randn(2, 3)
-    assert torch.equal(run(stages, {"input": x}), model(x))
+    assert torch.equal(run_stages(stages, {"input": x}), model(x))
 
 
 def test_parameters_keep_their_names() -> None:
     model = chain()
-    names = [name for each in split(tree(model), {"1.1": 1}) for name, _ in each.module.named_parameters()]
+    names = [name for each in split_model(build_tree(model), {"1.1": 1}) for name, _ in each.module.named_parameters()]
     assert names == [name for name, _ in model.named_parameters()]
 
 
 def test_a_tied_parameter_belongs_to_all_its_stages_by_one_name() -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
     model[2].weight = model[0].weight
-    found = tree(model)
+    found = build_tree(model)
     assert found.graph.shared == (("0.weight", 36),)
-    stages = split(found, {"2": 1})
+    stages = split_model(found, {"2": 1})
     assert {name for name, _ in stages[1].module.named_parameters()} == {"0.weight", "2.bias"}
 
 
@@ -63,24 +63,24 @@ class Chain(nn.Module):  # type: ignore[misc]  # torch is not where types are ch
 
 def test_a_list_of_blocks_is_a_chain() -> None:
     model = Chain()
-    stages = split(tree(model, [model.first, *model.rest]))
+    stages = split_model(build_tree(model, [model.first, *model.rest]))
     assert [each.calls for each in stages] == [("first",), ("rest.0", "rest.1")]
     x = torch.randn(2, 3)
-    assert torch.equal(run(stages, {"input": x}), model(x))
+    assert torch.equal(run_stages(stages, {"input": x}), model(x))
 
 
 def test_a_model_that_is_no_chain_is_refused_with_what_there_is() -> None:
     with pytest.raises(PipelineError, match=r"name the blocks .* lists in rest"):
-        tree(Chain())
+        build_tree(Chain())
 
 
 def test_parameters_outside_of_all_blocks_are_refused() -> None:
     with pytest.raises(PipelineError, match=r"would not learn: first\.weight"):
-        tree(Chain(), ["rest.0", "rest.1"])
+        build_tree(Chain(), ["rest.0", "rest.1"])
 
 
 def test_a_model_of_one_sequence_is_its_own_chain() -> None:
     case = CASES["mlp"]
     model = case.build()
     with pytest.raises(PipelineError, match="Mlp"):
-        tree(model)  # it has a forward of its own, which might do anything
+        build_tree(model)  # it has a forward of its own, which might do anything

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from everstep.pipeline import joining, profile
 from everstep.pipeline.engine import rng
 from everstep.pipeline.engine.generators import LinkedGenerators, generators_of
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.graph import Graph
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.devices import with_index
@@ -40,7 +40,7 @@ def test_a_recomputation_draws_the_same_on_the_device_and_on_the_processor(
 
     def gradients(recompute: frozenset[int]) -> list[dict[str, Any]]:
         def work(transport: Transport) -> dict[str, Any]:
-            setting = Setting("gpt-dropout", schedule, steps=1, options=Options(recompute=recompute))
+            setting = Setting("gpt-dropout", schedule, steps=1, options=EngineOptions(recompute=recompute))
             engine, batch = engine_of(setting, transport), batch_of(setting, 0)
             for stage in engine._stages.values():
                 for module in stage.module.module.modules():
@@ -105,7 +105,7 @@ def test_a_device_without_a_number_is_the_current_one(monkeypatch: pytest.Monkey
     assert generators_of(torch.device("cuda")) == [torch.cuda.default_generators[3], torch.default_generator]
     assert generators_of(torch.device("cpu")) == [torch.default_generator]
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    here = joining.place(None, {}, "cuda", None, None, "cluster")  # type: ignore[arg-type]  # nothing is said
+    here = joining.find_place(None, {}, "cuda", None, None, "cluster")  # type: ignore[arg-type]  # nothing is said
     assert here.device == torch.device("cuda", 3)
 
 
@@ -125,5 +125,5 @@ def test_a_measurement_on_a_device_without_a_number_leaves_the_current_one_as_it
     monkeypatch.setattr(torch.random, "fork_rng", fork)
     monkeypatch.setattr(profile, "of_nothing", lambda *_: None)
     with pytest.raises(Enough):
-        profile.measure(Graph(()), {}, {}, device="cuda")
+        profile.measure_graph(Graph(()), {}, {}, device="cuda")
     assert forked == [[3]]

@@ -12,13 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.graph import Device, Edge, Graph, Link, Node, Profile, Stage, StageGraph, stage_graph, uniform
+from everstep.pipeline.graph import (
+    Device,
+    Edge,
+    Graph,
+    GraphNode,
+    Link,
+    Profile,
+    Stage,
+    StageGraph,
+    make_uniform_links,
+    stage_graph,
+)
 from tests.pipeline.random_pipelines import stage_graphs
 
-EMBED = Node("embed", (), 1.0, 0.0, 2.0, 100, 0, 10, ties=("wte",))
-MASK = Node("mask", (), 0.5, output=3, gradient=False)
-BLOCK = Node("block", ("embed", "mask"), 4.0, 5.0, 6.0, 200, 50, 10)
-HEAD = Node("head", ("block", "embed"), 2.0, 2.0, 2.0, 300, 7, 1, ties=("wte",))
+EMBED = GraphNode("embed", (), 1.0, 0.0, 2.0, 100, 0, 10, ties=("wte",))
+MASK = GraphNode("mask", (), 0.5, output=3, gradient=False)
+BLOCK = GraphNode("block", ("embed", "mask"), 4.0, 5.0, 6.0, 200, 50, 10)
+HEAD = GraphNode("head", ("block", "embed"), 2.0, 2.0, 2.0, 300, 7, 1, ties=("wte",))
 GRAPH = Graph((EMBED, MASK, BLOCK, HEAD), shared=(("wte", 1000),))
 
 
@@ -28,7 +39,7 @@ def test_planning_parts_import_neither_torch_nor_numpy() -> None:
 
 
 def test_a_graph_and_a_profile_come_back_from_their_text() -> None:
-    links = (*uniform(2, Link(1e9, 1e-5)), (Link(inf),))
+    links = (*make_uniform_links(2, Link(1e9, 1e-5)), (Link(inf),))
     profile = Profile(GRAPH, (Device(0.5, 10), Device()), links, 4, {"block": 0.1}, "cpu")
     assert Graph.from_json(GRAPH.to_json()) == GRAPH
     assert Profile.from_json(profile.to_json()) == profile
@@ -103,7 +114,7 @@ def test_a_shared_parameter_counts_once_in_each_stage_that_owns_it() -> None:
         ((replace(EMBED, weight_grad=inf),), "weight_grad is inf"),
     ],
 )
-def test_a_graph_that_cannot_be_is_refused(nodes: tuple[Node, ...], why: str) -> None:
+def test_a_graph_that_cannot_be_is_refused(nodes: tuple[GraphNode, ...], why: str) -> None:
     with pytest.raises(PipelineError, match=why):
         Graph(nodes, GRAPH.shared)
 
@@ -122,7 +133,7 @@ def test_a_placement_that_cannot_be_is_refused(stage_of: dict[str, int], why: st
 
 
 def test_nodes_that_belong_together_are_one_stage() -> None:
-    joined = Graph((Node("a", colocate="alias"), Node("b", ("a",)), Node("c", ("b",), colocate="alias")))
+    joined = Graph((GraphNode("a", colocate="alias"), GraphNode("b", ("a",)), GraphNode("c", ("b",), colocate="alias")))
     with pytest.raises(PipelineError, match=r"'a' \(stage 0\) and 'c' \(stage 1\) must be one stage: alias"):
         stage_graph(joined, {"a": 0, "b": 0, "c": 1})
 

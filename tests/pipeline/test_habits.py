@@ -19,11 +19,11 @@ from everstep.pipeline.engine.nested import tensors_of  # noqa: E402
 from everstep.pipeline.engine.stage import why_not_split  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
-from everstep.pipeline.frontend.check import compare, run  # noqa: E402
+from everstep.pipeline.frontend.check import compare_gradients, run_stages  # noqa: E402
 from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
-from everstep.pipeline.frontend.split import node_modules, split  # noqa: E402
-from everstep.pipeline.frontend.trace import trace  # noqa: E402
-from everstep.pipeline.profile import measure  # noqa: E402
+from everstep.pipeline.frontend.split import node_modules, split_model  # noqa: E402
+from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
+from everstep.pipeline.profile import measure_graph  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 
 pytestmark = pytest.mark.torch
@@ -71,9 +71,9 @@ def keeps(net: Any, x: Any) -> Any:
 
 def test_what_a_model_keeps_is_not_replaced_by_tensors_without_data() -> None:
     model = Net(keeps)
-    stages = split(trace(model, X), {"two": 1})
+    stages = split_model(trace_model(model, X), {"two": 1})
     assert (model.table, model.seen, hasattr(model, "last")) == (None, [], False)
-    assert torch.equal(run(stages, X), model(**X))
+    assert torch.equal(run_stages(stages, X), model(**X))
     assert len(model.seen) == 1
 
 
@@ -87,15 +87,15 @@ def counts(net: Any, x: Any) -> Any:
 def test_a_counter_stays_a_tensor_with_data_and_counts() -> None:
     model, alone = Net(counts), Net(counts)
     alone.load_state_dict(model.state_dict())
-    stages = split(trace(model, X), {"two": 1})
-    run(stages, X)
+    stages = split_model(trace_model(model, X), {"two": 1})
+    run_stages(stages, X)
     alone(**X)
     assert int(model.count) == 1
     assert torch.equal(model.mean, alone.mean)
 
 
 def test_what_only_writes_statistics_is_where_they_are_from_and_never_after_the_output() -> None:
-    graph = trace(Net(counts), X).graph
+    graph = trace_model(Net(counts), X).graph
     group = {node.name: node.colocate or node.name for node in graph.nodes}
     assert {group[name] for name in (":mul_", ":mean", ":add_.1")} == {group["one"]}  # of the mean
     assert group[":add_"] == group["output"]  # of the counter
@@ -125,13 +125,13 @@ def calls_and_replaces(net: Any, x: Any) -> Any:
 def test_a_module_that_replaces_its_buffer_is_whole_and_a_model_that_does_is_refused() -> None:
     model, alone = Net(calls_and_replaces, inside=True), Net(calls_and_replaces, inside=True)
     alone.load_state_dict(model.state_dict())
-    traced = trace(model, X)
+    traced = trace_model(model, X)
     assert traced.leaves["middle"] == "its code puts another tensor in the place of its buffer mean"
-    run(split(traced, {"two": 1}), X)
+    run_stages(split_model(traced, {"two": 1}), X)
     alone(**X)
     assert torch.equal(model.middle.mean, alone.middle.mean)
     with pytest.raises(Untraceable, match="another tensor in the place of its buffer mean"):
-        trace(Net(replaces), X)
+        trace_model(Net(replaces), X)
 
 
 def without_gradients(net: Any, x: Any) -> Any:
@@ -144,10 +144,10 @@ def without_gradients(net: Any, x: Any) -> Any:
 
 def test_modules_are_called_without_gradients_and_in_the_precision_that_the_model_says() -> None:
     model = Net(without_gradients)
-    stages = split(trace(model, X), {"middle": 0, "two": 1})
-    assert compare(model, stages, X, squares) < 1e-12
+    stages = split_model(trace_model(model, X), {"middle": 0, "two": 1})
+    assert compare_gradients(model, stages, X, squares) < 1e-12
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(run(stages, X), model(**X))
+        assert torch.equal(run_stages(stages, X), model(**X))
 
 
 def drops(net: Any, x: Any) -> Any:
@@ -162,12 +162,12 @@ def drops_path(net: Any, x: Any) -> Any:
 def test_a_module_that_hands_on_what_it_is_given_in_evaluation_is_cut_for_both_modes(training: bool) -> None:
     model = Net(drops_path)
     model.middle.habit = drops
-    stages = split(trace(model.train(training), X), {"two": 1})
+    stages = split_model(trace_model(model.train(training), X), {"two": 1})
     for mode in (True, False):
         model.train(mode)
         for stage in stages:
             stage.module.train(mode)
-        assert torch.equal(run(stages, X), model(**X))
+        assert torch.equal(run_stages(stages, X), model(**X))
 
 
 def rolls(net: Any, x: Any) -> Any:
@@ -177,7 +177,7 @@ def rolls(net: Any, x: Any) -> Any:
 def test_random_numbers_of_python_are_refused_and_stay_as_they_were() -> None:
     before = random.getstate()
     with pytest.raises(Untraceable, match="draws from Python's"):
-        trace(Net(rolls, inside=False), X)
+        trace_model(Net(rolls, inside=False), X)
     assert random.getstate() == before
 
 
@@ -189,7 +189,7 @@ def counts_calls(net: Any, x: Any) -> Any:
 def test_a_number_that_grows_with_each_call_is_noticed_where_the_model_itself_keeps_it() -> None:
     model = Net(counts_calls)
     with pytest.raises(PipelineError, match="differs by"):
-        compare(model, split(trace(model, X), {"two": 1}), X, squares)
+        compare_gradients(model, split_model(trace_model(model, X), {"two": 1}), X, squares)
     assert not hasattr(model, "calls")
 
 
@@ -231,7 +231,7 @@ def test_what_is_written_to_a_result_at_last_is_in_it(end: Any) -> None:
             return end(self, self.two(self.one(x)))
 
     model, x = Ends(), torch.randn(3, 4)
-    found, expected = run(split(trace(model, x), {"two": 1}), {"x": x}), model(x)
+    found, expected = run_stages(split_model(trace_model(model, x), {"two": 1}), {"x": x}), model(x)
     for mine, its in zip(tensors_of(found), tensors_of(expected), strict=True):
         assert torch.equal(mine, its)
         weights = tuple(model.parameters())
@@ -241,11 +241,11 @@ def test_what_is_written_to_a_result_at_last_is_in_it(end: Any) -> None:
 
 def test_what_a_model_is_given_is_not_changed_so_that_a_forward_can_be_done_again() -> None:
     model, given = Changing(), {"x": X["x"].clone()}
-    stages = split(trace(model, given), {"two": 1})
-    first = run(stages, given)
-    assert torch.equal(run(stages, given), first)
+    stages = split_model(trace_model(model, given), {"two": 1})
+    first = run_stages(stages, given)
+    assert torch.equal(run_stages(stages, given), first)
     assert torch.equal(given["x"], X["x"])
-    assert compare(model, stages, given, squares) < 1e-12
+    assert compare_gradients(model, stages, given, squares) < 1e-12
 
 
 def listens(net: Any, x: Any) -> Any:
@@ -256,13 +256,13 @@ def listens(net: Any, x: Any) -> Any:
 
 def test_a_hook_on_a_tensor_is_for_passes_with_gradients_and_hears_each_once() -> None:
     model = Net(listens)
-    traced = trace(model, X)
-    stages = split(traced, {"two": 1})
+    traced = trace_model(model, X)
+    stages = split_model(traced, {"two": 1})
     with torch.no_grad():
-        assert torch.equal(run(stages, X), model(**X))
-    assert compare(model, stages, X, squares) < 1e-12
+        assert torch.equal(run_stages(stages, X), model(**X))
+    assert compare_gradients(model, stages, X, squares) < 1e-12
     assert (why_not_split(stages[0]), why_not_split(stages[1])) == (":register_hook has a hook on a tensor", None)
-    assert len(measure(traced.graph, node_modules(traced), X, repeats=1).graph.nodes) == len(traced.graph.nodes)
+    assert len(measure_graph(traced.graph, node_modules(traced), X, repeats=1).graph.nodes) == len(traced.graph.nodes)
 
 
 class Choosing(nn.Module):  # type: ignore[misc]
@@ -290,11 +290,11 @@ def test_an_argument_that_is_needed_and_none_is_refused() -> None:
 def test_an_argument_without_samples_is_named_and_is_of_any_size() -> None:
     model, table = Choosing(), torch.ones(5, dtype=torch.float64)
     with pytest.raises(Untraceable, match="in whole="):
-        trace(model, {**X, "table": table})
-    stages = split(trace(model, {**X, "table": table}, ["table"]), {"two": 1})
+        trace_model(model, {**X, "table": table})
+    stages = split_model(trace_model(model, {**X, "table": table}, ["table"]), {"two": 1})
     for length in (5, 3, 7):
         given = {**X, "table": torch.ones(length, dtype=torch.float64)}
-        assert torch.equal(run(stages, given), model(**given))
+        assert torch.equal(run_stages(stages, given), model(**given))
 
 
 def test_a_result_that_cannot_be_followed_is_named() -> None:
@@ -308,7 +308,7 @@ def test_a_result_that_cannot_be_followed_is_named() -> None:
     model = Net(keeping)
     model.two = nn.Identity()
     with pytest.raises(Untraceable, match=r"returns a Cache \(in result\['past'\]\)"):
-        trace(model, X)
+        trace_model(model, X)
 
 
 def _told(rank: int) -> list[str]:

@@ -15,9 +15,9 @@ from torch.utils import _pytree as pytree  # noqa: E402
 
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
-from everstep.pipeline.frontend.check import run  # noqa: E402
-from everstep.pipeline.frontend.split import split  # noqa: E402
-from everstep.pipeline.frontend.trace import trace  # noqa: E402
+from everstep.pipeline.frontend.check import run_stages  # noqa: E402
+from everstep.pipeline.frontend.split import split_model  # noqa: E402
+from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
@@ -77,9 +77,11 @@ class Model(nn.Module):  # type: ignore[misc]  # torch is not where types are ch
 
 def test_a_named_tuple_is_of_each_batch() -> None:
     model = Model()
-    stages = split(trace(model, {"x": torch.ones(3, 4), "extra": Pair(torch.ones(3, 4), torch.ones(3, 1))}), {"two": 1})
+    stages = split_model(
+        trace_model(model, {"x": torch.ones(3, 4), "extra": Pair(torch.ones(3, 4), torch.ones(3, 1))}), {"two": 1}
+    )
     other = {"x": torch.ones(2, 4), "extra": Pair(torch.randn(2, 4), torch.randn(2, 1))}
-    assert torch.equal(run(stages, other), model(**other))
+    assert torch.equal(run_stages(stages, other), model(**other))
 
 
 @pytest.mark.parametrize(
@@ -99,7 +101,7 @@ def test_a_named_tuple_is_of_each_batch() -> None:
 )
 def test_tensors_in_an_object_are_refused_with_what_to_do(extra: Any, kind: str) -> None:
     with pytest.raises(PipelineError, match=rf"'extra' has a {kind}, which holds tensors or arrays: .* dictionaries"):
-        trace(Model(), {"x": torch.ones(3, 4), "extra": extra})
+        trace_model(Model(), {"x": torch.ones(3, 4), "extra": extra})
 
 
 def test_an_object_without_tensors_is_part_of_the_trace() -> None:

@@ -17,9 +17,9 @@ import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
 from everstep.pipeline import pipeline, prepare, session  # noqa: E402
-from everstep.pipeline.engine.heartbeat import RankLost  # noqa: E402
+from everstep.pipeline.engine.heartbeat import PipelineRankLost  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.schedules import parse  # noqa: E402
+from everstep.pipeline.schedules import parse_schedule  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline.models import squares  # noqa: E402
 
@@ -78,9 +78,9 @@ def _refused(rank: int) -> list[str]:
     told = []
     cases: list[dict[str, Any]] = [
         {"clipp": 1.0},
-        {"schedule": parse("0F0 0F1 0B0\n1F0 1F1 1B0 1B1")},
-        {"schedule": parse("0F0 1F0 1B0 0B0\n-")},
-        {"schedule": parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")},
+        {"schedule": parse_schedule("0F0 0F1 0B0\n1F0 1F1 1B0 1B1")},
+        {"schedule": parse_schedule("0F0 1F0 1B0 0B0\n-")},
+        {"schedule": parse_schedule("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0")},
     ]
     for how in cases:
         with pytest.raises(PipelineError) as caught:
@@ -162,7 +162,7 @@ def _fails(rank: int) -> tuple[str, float]:
             run.step(X, Y)
             began, fails = time.monotonic(), True
             run.step(X, Y)
-    except (RankLost, ZeroDivisionError) as error:
+    except (PipelineRankLost, ZeroDivisionError) as error:
         told = str(error)
     took = time.monotonic() - began
     dist.barrier()
@@ -182,7 +182,7 @@ def _has_less(rank: int) -> str:
         with made() as run:
             for _ in range(2 if rank == 0 else 3):
                 run.step(X, Y)
-    except RankLost as lost:
+    except PipelineRankLost as lost:
         return str(lost)
     finally:
         dist.barrier()  # it lives on, and is not lost
@@ -227,7 +227,7 @@ def _stands_still(rank: int, where: str, notes: str) -> tuple[int, float]:
 
     if rank == 1:
         setattr({"measure": prepare, "materialise": session}[where], where, act)
-    with pytest.raises(RankLost) as caught:
+    with pytest.raises(PipelineRankLost) as caught:
         made(costs="measured")
     pid, then = Path(notes).read_text().split()
     took = time.time() - float(then)

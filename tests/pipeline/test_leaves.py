@@ -12,13 +12,13 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from everstep.pipeline.engine.engine import Engine  # noqa: E402
-from everstep.pipeline.engine.options import Options  # noqa: E402
+from everstep.pipeline.engine.options import EngineOptions  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend.placement import complete  # noqa: E402
-from everstep.pipeline.frontend.split import split  # noqa: E402
-from everstep.pipeline.frontend.trace import trace  # noqa: E402
+from everstep.pipeline.frontend.placement import complete_placement  # noqa: E402
+from everstep.pipeline.frontend.split import split_model  # noqa: E402
+from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from everstep.pipeline.graph import stage_graph  # noqa: E402
-from everstep.pipeline.schedules import lower, make  # noqa: E402
+from everstep.pipeline.schedules import lower_schedule, make_schedule  # noqa: E402
 from everstep.pipeline.transport.base import Transport  # noqa: E402
 from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
 
@@ -48,12 +48,12 @@ def squared(output: Any, target: Any) -> Any:
 
 def step(change: Callable[[Any], Any], loss: Any = squared, x: Any = X, recompute: tuple[int, ...] = ()) -> None:
     def work(transport: Transport) -> None:
-        found = trace(nn.Sequential(nn.Linear(4, 4), Layer(change), nn.Linear(4, 4)), X)
-        stage_of = complete(found.graph, {"2": 1})
+        found = trace_model(nn.Sequential(nn.Linear(4, 4), Layer(change), nn.Linear(4, 4)), X)
+        stage_of = complete_placement(found.graph, {"2": 1})
         graph = stage_graph(found.graph, stage_of)
-        schedule = lower(make("interleaved", 2, 1, 4, frozenset()), graph)
-        options = Options(recompute=frozenset(recompute))
-        engine = Engine(dict(enumerate(split(found, stage_of))), schedule, graph, transport, loss, options)
+        schedule = lower_schedule(make_schedule("interleaved", 2, 1, 4, frozenset()), graph)
+        options = EngineOptions(recompute=frozenset(recompute))
+        engine = Engine(dict(enumerate(split_model(found, stage_of))), schedule, graph, transport, loss, options)
         for _ in range(2):
             engine.step({"input": x}, X)
 

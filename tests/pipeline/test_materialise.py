@@ -11,9 +11,9 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend import Traced, split, trace, tree  # noqa: E402
-from everstep.pipeline.frontend.check import run  # noqa: E402
-from everstep.pipeline.frontend.materialise import Seeded, materialise, without_weights  # noqa: E402
+from everstep.pipeline.frontend import Traced, build_tree, split_model, trace_model  # noqa: E402
+from everstep.pipeline.frontend.check import run_stages  # noqa: E402
+from everstep.pipeline.frontend.materialise import Seeded, materialise_stages, without_weights  # noqa: E402
 from tests.pipeline.library_models import LIBRARY  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
 
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.torch
 def _on_meta(name: str) -> Traced:
     with torch.device("meta"):
         model = CASES[name].factory()
-    return trace(model, CASES[name].example(dtype=torch.float32).inputs)
+    return trace_model(model, CASES[name].example(dtype=torch.float32).inputs)
 
 
 def on_meta(name: str) -> Traced:
@@ -47,9 +47,9 @@ def test_initial_weights_do_not_depend_on_the_number_of_stages(name: str) -> Non
         traced = on_meta(name)
         names = [node.name for node in traced.graph.nodes if node.parameters and not node.colocate]
         cuts = {names[index * len(names) // stages]: index for index in range(1, stages)}
-        made = split(traced, cuts)
+        made = split_model(traced, cuts)
         for stage in made:  # as on ranks of their own, in any order
-            materialise([stage], Seeded(traced.model, seed=3))
+            materialise_stages([stage], Seeded(traced.model, seed=3))
         found.append(weights(made))
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(tensor, found[1][key]) for key, tensor in found[0].items())
@@ -57,10 +57,10 @@ def test_initial_weights_do_not_depend_on_the_number_of_stages(name: str) -> Non
 
 def test_another_seed_gives_other_weights() -> None:
     found = on_meta("mlp")
-    (one,) = split(found, {})
+    (one,) = split_model(found, {})
     first, second = Seeded(found.model, 1)("0.weight"), Seeded(found.model, 2)("0.weight")
     assert not torch.equal(first, second)
-    materialise([one], Seeded(found.model, 1))
+    materialise_stages([one], Seeded(found.model, 1))
     assert torch.equal(dict(one.module.named_parameters())["0.weight"], first)
 
 
@@ -68,37 +68,37 @@ def test_a_state_dictionary_fills_the_stages_of_a_model_without_weights() -> Non
     case = CASES["bert"]
     real = case.build(dtype=torch.float32)
     batch = case.example(dtype=torch.float32)
-    stages = split(on_meta("bert"), {"layers.2": 1})
-    materialise(stages, real.state_dict())
-    assert torch.equal(run(stages, batch.inputs), real(**batch.inputs))
+    stages = split_model(on_meta("bert"), {"layers.2": 1})
+    materialise_stages(stages, real.state_dict())
+    assert torch.equal(run_stages(stages, batch.inputs), real(**batch.inputs))
 
 
 def test_only_what_a_stage_has_is_read_and_a_tie_is_read_once() -> None:
     state = CASES["gpt"].build(dtype=torch.float32).state_dict()
-    first, last = split(on_meta("gpt"), {"h.2": 1})
+    first, last = split_model(on_meta("gpt"), {"h.2": 1})
     read: list[str] = []
 
     def reader(name: str) -> Any:
         read.append(name)
         return state[name]
 
-    materialise([last], reader)
+    materialise_stages([last], reader)
     assert "h.1.ln_1.weight" not in read
     assert all(parameter.device.type == "meta" for name, parameter in first.module.named_parameters() if "h.1" in name)
     read.clear()
-    materialise([first, last], reader)
+    materialise_stages([first, last], reader)
     assert "wte.weight" in read  # the first stage's own
-    stages = split(on_meta("gpt"), {"h.2": 1})
+    stages = split_model(on_meta("gpt"), {"h.2": 1})
     read.clear()
-    materialise(stages, reader)
+    materialise_stages(stages, reader)
     assert read.count("wte.weight") == 1
     assert stages[0].module.wte.weight is stages[1].module.lm_head.weight
 
 
 def test_optimizers_are_built_afterwards_with_groups_by_original_names() -> None:
     found = on_meta("gpt")
-    _, last = split(found, {"h.2": 1})
-    materialise([last], Seeded(found.model))
+    _, last = split_model(found, {"h.2": 1})
+    materialise_stages([last], Seeded(found.model))
     named = dict(last.module.named_parameters())
     assert {name.split(".")[0] for name in named} == {"wte", "h", "ln_f"}
     assert all(parameter.requires_grad and parameter.is_leaf for parameter in named.values())
@@ -106,12 +106,12 @@ def test_optimizers_are_built_afterwards_with_groups_by_original_names() -> None
 
 def test_what_nobody_can_give_is_named() -> None:
     found = on_meta("llama")
-    stages = split(found, {"layers.2": 1})
+    stages = split_model(found, {"layers.2": 1})
     with pytest.raises(PipelineError, match=r"nothing sets cos, sin of the model \(Llama\)"):
-        materialise(stages, Seeded(found.model))
+        materialise_stages(stages, Seeded(found.model))
     state = CASES["llama"].build(dtype=torch.float32).state_dict()  # without the rotary tables
     with pytest.raises(PipelineError, match="nothing says what cos begins with"):
-        materialise(stages, state)
+        materialise_stages(stages, state)
 
 
 class HalfSet(torch.nn.Linear):  # type: ignore[misc, name-defined]  # torch is not where types are checked
@@ -153,15 +153,15 @@ def test_a_model_of_transformers_begins_as_its_own_code_says() -> None:
     with torch.device("meta"):
         model = case.factory()
     batch, real = case.example(dtype=torch.float32), case.build(dtype=torch.float32)
-    stages = split(trace(model, batch.inputs), {"model.layers.1": 1})
-    materialise(stages, Seeded(model, seed=3))
+    stages = split_model(trace_model(model, batch.inputs), {"model.layers.1": 1})
+    materialise_stages(stages, Seeded(model, seed=3))
     found = weights(stages)
     for name, expected in (*real.named_parameters(), *real.named_buffers()):
         if expected.dim() < 2:  # norms and rotary tables
             assert torch.equal(found[name], expected), name
         else:
             assert float(found[name].detach().std()) == pytest.approx(0.02, rel=0.3), name
-    assert torch.isfinite(run(stages, batch.inputs).logits).all()
+    assert torch.isfinite(run_stages(stages, batch.inputs).logits).all()
 
 
 def test_models_built_without_weights_keep_their_tables() -> None:
@@ -170,9 +170,9 @@ def test_models_built_without_weights_keep_their_tables() -> None:
     with without_weights():
         model = case.factory()
     batch = case.example(dtype=torch.float32)
-    stages = split(trace(model, batch.inputs), {"layers.2": 1})
-    materialise(stages, real.state_dict())
-    assert torch.equal(run(stages, batch.inputs), real(**batch.inputs))
+    stages = split_model(trace_model(model, batch.inputs), {"layers.2": 1})
+    materialise_stages(stages, real.state_dict())
+    assert torch.equal(run_stages(stages, batch.inputs), real(**batch.inputs))
 
 
 def test_ties_survive_building_without_weights() -> None:
@@ -183,6 +183,6 @@ def test_ties_survive_building_without_weights() -> None:
 
 
 def test_a_source_of_another_shape_is_refused() -> None:
-    stages = split(tree(on_meta("mlp").model, [str(index) for index in range(11)]), {"5": 1})
+    stages = split_model(build_tree(on_meta("mlp").model, [str(index) for index in range(11)]), {"5": 1})
     with pytest.raises(PipelineError, match=r"0\.weight is of shape \(16, 12\), but its source gives \(1,\)"):
-        materialise(stages, lambda name: torch.zeros(1))
+        materialise_stages(stages, lambda name: torch.zeros(1))

@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.schedules import Kind, Schedule
+from everstep.pipeline.schedules import ActionKind, Schedule
 from everstep.pipeline.transport.base import Tag, Transport
 from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.models import CASES
@@ -22,7 +22,7 @@ from tests.pipeline.training import Setting, Trained, alone, apart, merged, pipe
 pytestmark = pytest.mark.torch
 
 CLOSE = 1e-10  # what test_transparency asks for
-ALIKE = Options(broadcast=False)  # all begin alike anyway, and only gradients are summed over these groups
+ALIKE = EngineOptions(broadcast=False)  # all begin alike anyway, and only gradients are summed over these groups
 
 
 class Tampered:
@@ -109,8 +109,10 @@ def test_uneven_parts_that_all_weigh_the_same_are_seen(monkeypatch: pytest.Monke
     assert apart(piped(setting), expected) > 1e3 * CLOSE
 
 
-@pytest.mark.parametrize("kind", [Kind.SEND, Kind.RECEIVE, Kind.TIE, Kind.REDUCE, Kind.BACKWARD])
-def test_a_schedule_that_lacks_an_action_is_refused(kind: Kind) -> None:
+@pytest.mark.parametrize(
+    "kind", [ActionKind.SEND, ActionKind.RECEIVE, ActionKind.TIE, ActionKind.REDUCE, ActionKind.BACKWARD]
+)
+def test_a_schedule_that_lacks_an_action_is_refused(kind: ActionKind) -> None:
     setting = Setting("gpt", stages=3, ranks=3, replicas=2)
 
     def without(schedule: Schedule) -> Schedule:

@@ -14,19 +14,19 @@ from torch import nn  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from everstep.pipeline.engine.engine import Engine  # noqa: E402
-from everstep.pipeline.engine.options import Options  # noqa: E402
+from everstep.pipeline.engine.options import EngineOptions  # noqa: E402
 from everstep.pipeline.engine.overlap import last_backwards  # noqa: E402
 from everstep.pipeline.engine.reduction import Reduction  # noqa: E402
-from everstep.pipeline.frontend import split, trace  # noqa: E402
-from everstep.pipeline.graph import Stage, chain  # noqa: E402
-from everstep.pipeline.schedules import lower, make  # noqa: E402
+from everstep.pipeline.frontend import split_model, trace_model  # noqa: E402
+from everstep.pipeline.graph import Stage, make_chain_graph  # noqa: E402
+from everstep.pipeline.schedules import lower_schedule, make_schedule  # noqa: E402
 from everstep.pipeline.schedules.actions import parse_rank  # noqa: E402
 from everstep.pipeline.transport.inprocess import Fabric, InProcess  # noqa: E402
 from tests.pipeline.training import Setting, alone, apart, batch_of, engine_of, merged, piped, share, train  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
-EACH = Options(bucket=1)  # each parameter is a bucket
+EACH = EngineOptions(bucket=1)  # each parameter is a bucket
 CLOSE = 1e-10
 
 
@@ -77,7 +77,7 @@ def heard(engine: Engine, transport: InProcess) -> list[str]:
     ],
 )
 def test_a_reduction_begins_before_the_last_backward_ends(
-    case: str, schedule: str, stages: int, options: Options
+    case: str, schedule: str, stages: int, options: EngineOptions
 ) -> None:
     setting = Setting(case, schedule, stages, replicas=2, options=options)
 
@@ -197,9 +197,9 @@ def test_a_gradient_to_which_a_reentrant_checkpoint_adds_late_is_whole(
     y = torch.ones_like(x)
 
     def work(transport: InProcess) -> tuple[list[str], dict[str, Any]]:
-        graph = chain([Stage()], 1)
+        graph = make_chain_graph([Stage()], 1)
         stages: Any = {0: Whole(Reentrant(), ("first", "inner", "late"))}
-        engine = Engine(stages, lower(make("1f1b", 1, 1, 2), graph), graph, transport, squared, EACH)
+        engine = Engine(stages, lower_schedule(make_schedule("1f1b", 1, 1, 2), graph), graph, transport, squared, EACH)
         if keeper is not None:
             engine.parameters.keep({engine.parameters.named["late"]: keeper})
         events = heard(engine, transport)
@@ -240,10 +240,15 @@ def test_what_a_forward_uses_last_is_reduced_first_in_whatever_order_it_was_regi
     x = torch.ones(2, 16)
 
     def work(transport: InProcess) -> list[int]:
-        (stage,) = split(trace(Backwards(), {"x": x}), {"output": 0})
-        graph = chain([Stage()], 1)
+        (stage,) = split_model(trace_model(Backwards(), {"x": x}), {"output": 0})
+        graph = make_chain_graph([Stage()], 1)
         engine = Engine(
-            {0: stage}, lower(make("1f1b", 1, 1, 1), graph), graph, transport, squared, replace(EACH, broadcast=False)
+            {0: stage},
+            lower_schedule(make_schedule("1f1b", 1, 1, 1), graph),
+            graph,
+            transport,
+            squared,
+            replace(EACH, broadcast=False),
         )
         sizes, reduce = [], transport.all_reduce
 

@@ -10,12 +10,12 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.check import compare
-from everstep.pipeline.frontend.materialise import materialise
-from everstep.pipeline.frontend.split import split
-from everstep.pipeline.frontend.trace import trace
+from everstep.pipeline.frontend.check import compare_gradients
+from everstep.pipeline.frontend.materialise import materialise_stages
+from everstep.pipeline.frontend.split import split_model
+from everstep.pipeline.frontend.trace import trace_model
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.models import CASES, next_words
@@ -43,7 +43,7 @@ def test_hooks_hear_once_of_the_gradient_of_the_mean_before_it_is_clipped(
 ) -> None:
     dtype = torch.float64 if precision == "full" else torch.float32
     setting = Setting("gpt", schedule, stages, 2, replicas=replicas, dtype=dtype)  # its embedding is tied
-    options = Options(clip=0.01, precision=precision)
+    options = EngineOptions(clip=0.01, precision=precision)
 
     def work(transport: Transport) -> tuple[dict[str, Any], float | None, set[int]]:
         engine, heard = engine_of(setting, transport, options=options), Counter[str]()
@@ -113,13 +113,13 @@ def test_hooks_are_not_called_by_checks_and_stay_with_a_parameter_that_gets_its_
     batch, model, heard = case.example(dtype=torch.float32), case.build(dtype=torch.float32), list[Any]()
     weights = {name: each.clone() for name, each in model.state_dict().items()}
     model.get_parameter("0.weight").register_hook(heard.append)
-    found = split(trace(model, batch.inputs), {"2": 1})
-    compare(model, found, batch.inputs, lambda output: output.sum())
+    found = split_model(trace_model(model, batch.inputs), {"2": 1})
+    compare_gradients(model, found, batch.inputs, lambda output: output.sum())
     assert not heard
     with torch.device("meta"):
         empty = case.factory()
     empty.get_parameter("0.weight").register_hook(heard.append)
-    first, _ = split(trace(empty, batch.inputs), {"2": 1})
-    materialise([first], weights)
+    first, _ = split_model(trace_model(empty, batch.inputs), {"2": 1})
+    materialise_stages([first], weights)
     first.module.get_parameter("0.weight").sum().backward()
     assert len(heard) == 1

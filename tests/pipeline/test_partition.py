@@ -6,8 +6,8 @@ from math import inf
 
 import pytest
 
-from everstep.pipeline.partition.blocks import spread
-from everstep.pipeline.partition.solve import search
+from everstep.pipeline.partition.blocks import spread_stages
+from everstep.pipeline.partition.solve import search_splits
 from tests.pipeline.partition_cases import case, splits, worth
 
 
@@ -20,12 +20,12 @@ def optimum_is_found(seed: int) -> None:
     except ValueError:
         assert best == inf, "refused, but there are splits"
         return
-    found, bound = search(problem)
+    found, bound = search_splits(problem)
     if best == inf:
         assert not found
         return
     assert found, "there are splits that fit"
-    assert worth(given, spread(problem.blocks, found[0])) == pytest.approx(best, rel=1e-9)
+    assert worth(given, spread_stages(problem.blocks, found[0])) == pytest.approx(best, rel=1e-9)
     assert problem.judge(found[0]).objective == pytest.approx(best, rel=1e-9)
     assert bound == pytest.approx(best, rel=1e-8)
 

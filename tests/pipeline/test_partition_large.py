@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
-from everstep.pipeline.graph import Device, Graph, Link, Node, uniform
-from everstep.pipeline.partition.solve import Candidate, partition
+from everstep.pipeline.graph import Device, Graph, GraphNode, Link, make_uniform_links
+from everstep.pipeline.partition.solve import SplitCandidate, partition_graph
 
 Inputs = Iterator[Sequence[int]]  # of each node
 
@@ -60,15 +60,17 @@ def anywhere(random_: random.Random) -> Inputs:
 SHAPES = {"chain": chain, "attention": cells(3, 1), "inception": cells(4, 3), "near": near, "anywhere": anywhere}
 
 
-def planned(shape: str, nodes: int) -> Candidate:
+def planned(shape: str, nodes: int) -> SplitCandidate:
     random_ = random.Random(1)
     made = []
     for index, inputs in zip(range(nodes), SHAPES[shape](random_), strict=False):
         seconds = random_.lognormvariate(0, 1) * 1e-3
         names = tuple(f"n{each}" for each in inputs)
-        made.append(Node(f"n{index}", names, seconds, seconds, seconds, 1 << 20, 1 << 20, random_.randint(1, 1 << 20)))
-    devices, links = [Device(memory=1 << 33)] * 8, uniform(8, Link(10e9, 1e-5))
-    return partition(Graph(tuple(made)), 8, devices, links, 16)[0]
+        made.append(
+            GraphNode(f"n{index}", names, seconds, seconds, seconds, 1 << 20, 1 << 20, random_.randint(1, 1 << 20))
+        )
+    devices, links = [Device(memory=1 << 33)] * 8, make_uniform_links(8, Link(10e9, 1e-5))
+    return partition_graph(Graph(tuple(made)), 8, devices, links, 16)[0]
 
 
 @pytest.mark.parametrize(("shape", "gap"), [("chain", 0.001), ("attention", 0.05)])

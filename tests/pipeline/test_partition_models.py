@@ -8,9 +8,9 @@ import pytest
 
 from benchmarks.pipeline.baselines import balanced, block_partition
 from benchmarks.pipeline.split import MODELS, Row, graph, line, row
-from everstep.pipeline.graph import Device, Graph, Node
-from everstep.pipeline.partition.solve import partition
-from everstep.pipeline.planning import scaled
+from everstep.pipeline.graph import Device, Graph, GraphNode
+from everstep.pipeline.partition.solve import partition_graph
+from everstep.pipeline.planning import scale_graph
 
 PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "pipelines.md"
 #: How far above the bound a split may be: a twentieth, unless it is here.
@@ -54,13 +54,13 @@ def test_a_heavy_head_is_given_its_room(name: str) -> None:
 def test_the_least_example_that_torchgpipe_splits_badly() -> None:
     assert block_partition([1, 1, 1, 1, 2], 2) == [2, 3]
     assert balanced([1, 1, 1, 1, 2], 2) == (0, 0, 0, 1, 1)
-    nodes = [Node(f"n{i}", (f"n{i - 1}",) if i else (), forward=work) for i, work in enumerate((1, 1, 1, 1, 2))]
-    best = partition(Graph(tuple(nodes)), 2, [Device()] * 2, None, 4, schedule="simple")[0]
+    nodes = [GraphNode(f"n{i}", (f"n{i - 1}",) if i else (), forward=work) for i, work in enumerate((1, 1, 1, 1, 2))]
+    best = partition_graph(Graph(tuple(nodes)), 2, [Device()] * 2, None, 4, schedule="simple")[0]
     assert list(best.stage_of.values()) == [0, 0, 0, 1, 1]
 
 
 def test_a_graph_of_larger_microbatches_is_split_alike() -> None:
-    small = partition(graph("vgg-16"), 4, [Device()] * 4, None, 8)[0]
-    large = partition(scaled(graph("vgg-16"), 4.0), 4, [Device()] * 4, None, 8)[0]
+    small = partition_graph(graph("vgg-16"), 4, [Device()] * 4, None, 8)[0]
+    large = partition_graph(scale_graph(graph("vgg-16"), 4.0), 4, [Device()] * 4, None, 8)[0]
     assert large.stage_of == small.stage_of
     assert large.simulated == pytest.approx(4 * small.simulated)

@@ -8,11 +8,11 @@ from statistics import median
 import pytest
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.graph import Device, Link, stage_graph, uniform
-from everstep.pipeline.partition.blocks import contract, spread
+from everstep.pipeline.graph import Device, Link, make_uniform_links, stage_graph
+from everstep.pipeline.partition.blocks import contract_graph, spread_stages
 from everstep.pipeline.partition.refine import Referee
-from everstep.pipeline.partition.solve import partition, problem_of
-from everstep.pipeline.schedules import make, simulate
+from everstep.pipeline.partition.solve import partition_graph, problem_of
+from everstep.pipeline.schedules import make_schedule, simulate_schedule
 from tests.pipeline.partition_cases import case, seen, splits, worth
 
 
@@ -23,7 +23,7 @@ def losses(seeds: range) -> list[float]:
         given = case(seed)
         best = min((seen(given, split) for split in splits(given.graph, len(given.devices))), default=inf)
         try:
-            made = partition(
+            made = partition_graph(
                 given.graph,
                 len(given.devices),
                 given.devices,
@@ -56,24 +56,25 @@ def test_stages_of_one_rank_are_planned_together() -> None:
     """Interleaved: the work of a rank counts, not that of a stage."""
     given = case(5)
     graph = given.graph
-    order = make("interleaved", 4, 2, 4)
-    made = partition(graph, 4, [Device()] * 2, uniform(2, Link(1e3)), 4, schedule=order)
+    order = make_schedule("interleaved", 4, 2, 4)
+    made = partition_graph(graph, 4, [Device()] * 2, make_uniform_links(2, Link(1e3)), 4, schedule=order)
     best = min(
-        simulate(order, stage_graph(graph, split), None, uniform(2, Link(1e3))).makespan for split in splits(graph, 4)
+        simulate_schedule(order, stage_graph(graph, split), None, make_uniform_links(2, Link(1e3))).makespan
+        for split in splits(graph, 4)
     )
     assert made[0].simulated == pytest.approx(best, rel=0.02)
 
 
 def test_what_a_candidate_says_of_itself_is_what_the_simulator_says() -> None:
     given = case(7)
-    problem = problem_of(contract(given.graph), given.schedule, given.devices, given.links)
+    problem = problem_of(contract_graph(given.graph), given.schedule, given.devices, given.links)
     referee = Referee(given.graph, problem, given.schedule, given.devices, given.links)
-    for candidate in partition(
+    for candidate in partition_graph(
         given.graph, len(given.devices), given.devices, given.links, schedule=given.schedule, microbatches=1
     ):
         split = tuple(candidate.stage_of[block.nodes[0]] for block in problem.blocks.blocks)
         assert referee.see(split).seconds == candidate.simulated
         assert problem.judge(split).seconds == candidate.surrogate
-        assert spread(problem.blocks, split) == candidate.stage_of
+        assert spread_stages(problem.blocks, split) == candidate.stage_of
         assert candidate.simulated == pytest.approx(candidate.bound * (1 + candidate.gap))
         assert worth(given, dict(candidate.stage_of)) == pytest.approx(candidate.surrogate) or given.memory_weight

@@ -13,12 +13,12 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend import trace, tree  # noqa: E402
+from everstep.pipeline.frontend import build_tree, trace_model  # noqa: E402
 from everstep.pipeline.frontend.split import node_modules  # noqa: E402
-from everstep.pipeline.graph import Graph, Link, Node, Profile, stage_graph  # noqa: E402
-from everstep.pipeline.profile import measure  # noqa: E402
-from everstep.pipeline.profile_counted import count  # noqa: E402
-from everstep.pipeline.profile_links import combine, link, measure_links, rounds  # noqa: E402
+from everstep.pipeline.graph import Graph, GraphNode, Link, Profile, stage_graph  # noqa: E402
+from everstep.pipeline.profile import measure_graph  # noqa: E402
+from everstep.pipeline.profile_counted import count_costs  # noqa: E402
+from everstep.pipeline.profile_links import combine_profiles, fit_link, measure_links, pair_ranks  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline import front  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.torch
 def profiled(name: str, **how: Any) -> Profile:
     found = front.traced(CASES[name])
     inputs = CASES[name].example().inputs
-    return measure(found.graph, node_modules(found), inputs, repeats=2, warmup=1, **how)
+    return measure_graph(found.graph, node_modules(found), inputs, repeats=2, warmup=1, **how)
 
 
 @pytest.mark.parametrize("name", ["gpt-dropout", "resnet", "experts", "custom", "pair"])
@@ -46,8 +46,8 @@ def test_every_node_is_measured(name: str) -> None:
 def test_bytes_are_those_of_the_tensors() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     inputs = {"input": torch.randn(5, 8)}
-    found = trace(model, inputs)
-    profile = measure(found.graph, node_modules(found), inputs, repeats=1, warmup=0)
+    found = trace_model(model, inputs)
+    profile = measure_graph(found.graph, node_modules(found), inputs, repeats=1, warmup=0)
     first, tanh, last, _ = profile.graph.nodes
     assert (first.parameters, first.output) == (4 * (8 * 16 + 16), 4 * 5 * 16)
     assert first.activation == 4 * 5 * 8  # its input, for the gradient of its weight
@@ -70,7 +70,7 @@ def test_activations_are_what_the_whole_model_keeps() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model(**inputs)
     whole = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
-    profile = measure(found.graph, node_modules(found), inputs, repeats=1, warmup=0)
+    profile = measure_graph(found.graph, node_modules(found), inputs, repeats=1, warmup=0)
     nodes = sum(node.activation for node in profile.graph.nodes)
     # Masks and positions are made once in the model, and where they are used in its nodes.
     assert whole <= nodes <= 1.1 * whole
@@ -83,7 +83,7 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
     weights = dict(model.named_parameters())
     grads = {name: each.grad for name, each in weights.items()}
     state = torch.get_rng_state()
-    measure(found.graph, node_modules(found), inputs, repeats=1)
+    measure_graph(found.graph, node_modules(found), inputs, repeats=1)
     assert torch.equal(state, torch.get_rng_state())
     assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
     assert all(each is weights[name] and each.grad is grads[name] for name, each in model.named_parameters())
@@ -92,8 +92,8 @@ def test_measuring_leaves_the_model_as_it_was() -> None:
 def test_measuring_keeps_no_activations() -> None:
     model = nn.Sequential(nn.Linear(7, 13), nn.Sigmoid(), nn.Linear(13, 7))  # a sigmoid keeps its own result
     inputs = {"input": torch.randn(11, 7)}
-    found = trace(model, inputs)
-    measure(found.graph, node_modules(found), inputs, repeats=1, warmup=0)
+    found = trace_model(model, inputs)
+    measure_graph(found.graph, node_modules(found), inputs, repeats=1, warmup=0)
     gc.collect()
     assert not [each for each in gc.get_objects() if type(each) is torch.Tensor and each.shape == (11, 13)]
 
@@ -111,8 +111,8 @@ def one_thread() -> Iterator[None]:
 def test_the_weight_gradient_of_a_wide_layer_is_found() -> None:
     model = nn.Sequential(nn.Linear(64, 1024), nn.Linear(1024, 1024), nn.ReLU())
     inputs = {"input": torch.randn(256, 64)}
-    found = trace(model, inputs)
-    profile = measure(found.graph, node_modules(found), inputs, repeats=9)
+    found = trace_model(model, inputs)
+    profile = measure_graph(found.graph, node_modules(found), inputs, repeats=9)
     small, large, relu, _ = profile.graph.nodes
     assert large.weight_grad > relu.forward
     assert relu.weight_grad == 0.0
@@ -126,8 +126,8 @@ def test_models_without_weights_are_counted(name: str) -> None:
     with torch.device("meta"):
         model = case.factory().double()
     inputs = case.example().inputs
-    found = trace(model, inputs)
-    counted = count(found.graph, node_modules(found), inputs).graph
+    found = trace_model(model, inputs)
+    counted = count_costs(found.graph, node_modules(found), inputs).graph
     measured = profiled(name).graph
     assert [node.name for node in counted.nodes] == [node.name for node in measured.nodes]
     for one, other in zip(counted.nodes, measured.nodes, strict=True):
@@ -141,8 +141,8 @@ def test_arithmetic_is_counted_by_its_formulas() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4096, 4096, bias=False), nn.Linear(4096, 8192, bias=False))
     inputs = {"input": torch.empty(8192, 4096, device="meta")}
-    found = trace(model, inputs)
-    first, second, _ = count(found.graph, node_modules(found), inputs).graph.nodes
+    found = trace_model(model, inputs)
+    first, second, _ = count_costs(found.graph, node_modules(found), inputs).graph.nodes
     assert second.forward == pytest.approx(2 * first.forward, rel=0.01)
     assert second.input_grad == pytest.approx(second.forward, rel=0.01)
     assert first.input_grad == 0.0
@@ -152,22 +152,22 @@ def test_arithmetic_is_counted_by_its_formulas() -> None:
 
 def test_blocks_of_a_tree_are_measured_too() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh())
-    found = tree(model)
-    profile = measure(found.graph, found.node_modules(), {"input": torch.ones(3, 4)}, repeats=1)
+    found = build_tree(model)
+    profile = measure_graph(found.graph, found.node_modules(), {"input": torch.ones(3, 4)}, repeats=1)
     assert [node.output for node in profile.graph.nodes] == [48, 0]
     assert profile.graph.nodes[0].forward > 0
 
 
 def test_every_pair_meets_once_and_nobody_has_two_peers() -> None:
     for world in range(2, 9):
-        found = list(rounds(world))
+        found = list(pair_ranks(world))
         pairs = [pair for pairs in found for pair in pairs]
         assert sorted(pairs) == [(a, b) for a in range(world) for b in range(a + 1, world)]
         assert all(len({rank for pair in each for rank in pair}) == 2 * len(each) for each in found)
 
 
 def test_a_link_follows_from_two_round_trips() -> None:
-    found = link(2 * (1e-3 + 1000 / 1e6), 2 * (1e-3 + 100_000 / 1e6), 1000, 100_000)
+    found = fit_link(2 * (1e-3 + 1000 / 1e6), 2 * (1e-3 + 100_000 / 1e6), 1000, 100_000)
     assert found.bandwidth == pytest.approx(1e6)
     assert found.latency == pytest.approx(1e-3)
 
@@ -189,12 +189,12 @@ def test_links_of_all_pairs_are_known_to_all() -> None:
 
 def test_ranks_profiles_become_one() -> None:
     def made(seconds: float) -> Profile:
-        return Profile(Graph((Node("a", forward=seconds, input_grad=seconds),)), spread={"a": seconds})
+        return Profile(Graph((GraphNode("a", forward=seconds, input_grad=seconds),)), spread={"a": seconds})
 
     links = ((Link(), Link(1.0)), (Link(2.0), Link()))
-    found = combine([made(1.0), made(2.0), made(4.0)], links)
+    found = combine_profiles([made(1.0), made(2.0), made(4.0)], links)
     assert found.graph.nodes[0].forward == 2.0
     assert [device.speed for device in found.devices] == [2.0, 1.0, 0.5]
     assert (found.links, found.spread) == (links, {"a": 4.0})
     with pytest.raises(PipelineError, match="different models"):
-        combine([made(1.0), Profile(Graph((Node("b"),)))])
+        combine_profiles([made(1.0), Profile(Graph((GraphNode("b"),)))])

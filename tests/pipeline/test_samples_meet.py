@@ -16,7 +16,7 @@ from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.comparison import FirstLook, check_samples  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
-from everstep.pipeline.frontend.trace import trace  # noqa: E402
+from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.pipeline import front  # noqa: E402
 from tests.pipeline.architectures import Mlp  # noqa: E402
@@ -99,7 +99,7 @@ def look(model: nn.Module, inputs: dict[str, Any], targets: Any, loss: Any, weig
     before = {name: each.clone() for name, each in model.state_dict().items()}
     state = torch.get_rng_state()
     try:
-        check_samples(model, trace(model, inputs), inputs, targets, loss, weight, frozenset())
+        check_samples(model, trace_model(model, inputs), inputs, targets, loss, weight, frozenset())
     finally:
         assert all(torch.equal(before[name], each) for name, each in model.state_dict().items())
         assert torch.equal(torch.get_rng_state(), state)

@@ -8,8 +8,19 @@ import pytest
 from hypothesis import given, settings
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.graph import Stage, StageGraph, chain
-from everstep.pipeline.schedules import NAMES, Kind, Schedule, dump, in_flight, lower, make, parse, peaks, validate
+from everstep.pipeline.graph import Stage, StageGraph, make_chain_graph
+from everstep.pipeline.schedules import (
+    NAMES,
+    ActionKind,
+    Schedule,
+    compute_peak_memory,
+    dump_schedule,
+    in_flight,
+    lower_schedule,
+    make_schedule,
+    parse_schedule,
+    validate_schedule,
+)
 from tests.pipeline.random_pipelines import pipelines
 
 
@@ -17,15 +28,18 @@ from tests.pipeline.random_pipelines import pipelines
 @given(pipelines())
 def test_a_schedule_comes_back_from_its_text(pipeline: tuple[Schedule, StageGraph]) -> None:
     schedule, graph = pipeline
-    for each in (schedule, lower(schedule, graph)):
-        assert parse(dump(each)) == each
+    for each in (schedule, lower_schedule(schedule, graph)):
+        assert parse_schedule(dump_schedule(each)) == each
 
 
 def test_a_file_of_computations_as_torch_writes_them_is_a_schedule() -> None:
     """The lines of torch.distributed.pipelining's `_dump_csv` of 1F1B for two stages and two micro-batches."""
-    schedule = parse("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n", name="mine")
-    assert schedule == replace(make("1f1b", 2, 2, 2), name="mine", ranks=schedule.ranks)
-    assert validate(lower(schedule, chain([Stage()] * 2)), chain([Stage()] * 2)) is None
+    schedule = parse_schedule("0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1\n", name="mine")
+    assert schedule == replace(make_schedule("1f1b", 2, 2, 2), name="mine", ranks=schedule.ranks)
+    assert (
+        validate_schedule(lower_schedule(schedule, make_chain_graph([Stage()] * 2)), make_chain_graph([Stage()] * 2))
+        is None
+    )
 
 
 @pytest.mark.parametrize(
@@ -41,7 +55,7 @@ def test_a_file_of_computations_as_torch_writes_them_is_a_schedule() -> None:
 )
 def test_a_text_that_is_no_schedule_is_refused_with_the_place(text: str, why: str) -> None:
     with pytest.raises(PipelineError, match=why):
-        parse(text)
+        parse_schedule(text)
 
 
 @pytest.mark.parametrize(
@@ -58,26 +72,32 @@ def test_a_schedule_that_cannot_be_says_what_can(
     name: str, stages: int, ranks: int, microbatches: int, why: str
 ) -> None:
     with pytest.raises(PipelineError, match=why):
-        make(name, stages, ranks, microbatches)
+        make_schedule(name, stages, ranks, microbatches)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 4, 9])
 def test_1f1b_holds_as_many_micro_batches_as_there_are_stages_from_here_on(microbatches: int) -> None:
-    schedule = make("1f1b", 4, 4, microbatches)
+    schedule = make_schedule("1f1b", 4, 4, microbatches)
     assert in_flight(schedule) == tuple(min(4 - stage, microbatches) for stage in range(4))
 
 
 @pytest.mark.parametrize("name", ["zb-h1", "zb-v"])
 def test_zero_bubble_holds_no_more_than_1f1b(name: str) -> None:
     stages = 8 if name == "zb-v" else 4
-    assert max(peaks(make(name, stages, 4, 16), chain([Stage(activation=1)] * stages))) == stages
+    assert (
+        max(compute_peak_memory(make_schedule(name, stages, 4, 16), make_chain_graph([Stage(activation=1)] * stages)))
+        == stages
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_stages_that_may_not_split_have_full_backward(name: str) -> None:
     stages = {"1f1b": 4, "zb-h1": 4}.get(name, 8)
-    schedule = make(name, stages, 4, 5, split={0, 3})
+    schedule = make_schedule(name, stages, 4, 5, split={0, 3})
     halves = {
-        action.stage for rank in schedule.ranks for action in rank if action.kind in (Kind.INPUT_GRAD, Kind.WEIGHT_GRAD)
+        action.stage
+        for rank in schedule.ranks
+        for action in rank
+        if action.kind in (ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD)
     }
     assert halves == ({0, 3} if name.startswith("zb") else set())

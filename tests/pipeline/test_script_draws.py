@@ -14,12 +14,12 @@ import numpy as np  # noqa: E402
 from torch import nn  # noqa: E402
 
 from everstep.pipeline.engine.engine import Engine  # noqa: E402
-from everstep.pipeline.engine.options import Options  # noqa: E402
+from everstep.pipeline.engine.options import EngineOptions  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend.split import split  # noqa: E402
-from everstep.pipeline.frontend.tree import tree  # noqa: E402
+from everstep.pipeline.frontend.split import split_model  # noqa: E402
+from everstep.pipeline.frontend.tree import build_tree  # noqa: E402
 from everstep.pipeline.graph import stage_graph  # noqa: E402
-from everstep.pipeline.schedules import lower, make  # noqa: E402
+from everstep.pipeline.schedules import lower_schedule, make_schedule  # noqa: E402
 from everstep.pipeline.transport.base import Transport  # noqa: E402
 from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
 
@@ -65,12 +65,12 @@ def gradients(draw: Draw, recompute: frozenset[int]) -> dict[str, Any]:
 
     def work(transport: Transport) -> dict[str, Any]:
         torch.manual_seed(0)
-        found = tree(nn.Sequential(nn.Linear(4, 4), Drawing(draw), nn.Linear(4, 4), Drawing(draw)).double())
+        found = build_tree(nn.Sequential(nn.Linear(4, 4), Drawing(draw), nn.Linear(4, 4), Drawing(draw)).double())
         stage_of = {node.name: int(node.name in ("2", "3", "output")) for node in found.graph.nodes}
         graph = stage_graph(found.graph, stage_of)
-        schedule = lower(make("simple", 2, 1, 4, frozenset()), graph)
-        parts = split(found, stage_of)
-        options = Options(recompute=recompute)
+        schedule = lower_schedule(make_schedule("simple", 2, 1, 4, frozenset()), graph)
+        parts = split_model(found, stage_of)
+        options = EngineOptions(recompute=recompute)
         engine = Engine(dict(enumerate(parts)), schedule, graph, transport, squared, options)
         engine.step({"input": X}, X)
         return {name: each.grad for name, each in engine.parameters.named.items()}

@@ -20,11 +20,11 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 
 import everstep  # noqa: E402
 from everstep.pipeline import pipeline, stage  # noqa: E402
-from everstep.pipeline.engine.heartbeat import RankLost  # noqa: E402
+from everstep.pipeline.engine.heartbeat import PipelineRankLost  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend.materialise import Seeded, materialise  # noqa: E402
-from everstep.pipeline.frontend.split import split  # noqa: E402
-from everstep.pipeline.frontend.trace import trace  # noqa: E402
+from everstep.pipeline.frontend.materialise import Seeded, materialise_stages  # noqa: E402
+from everstep.pipeline.frontend.split import split_model  # noqa: E402
+from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
 from everstep.pipeline.plan import Plan  # noqa: E402
 from everstep.pipeline.transport.base import TransportError  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
@@ -106,7 +106,7 @@ def _piped(rank: int, folder: str, stages: int, dies_at: int) -> tuple[int, list
                 optimizer.step()
                 scheduler.step()
                 checkpoints.step(step + 1)
-    except (RankLost, TransportError):
+    except (PipelineRankLost, TransportError):
         assert len(losses) == dies_at
     return start, losses
 
@@ -149,8 +149,8 @@ def _train_under_a_cap(rank: int) -> tuple[list[float], str]:
     try:
         with torch.device("meta"):
             model = Mlp(LAYERS, WIDTH)
-        (everything,) = split(trace(model, batch.inputs), {})
-        materialise([everything], Seeded(model))
+        (everything,) = split_model(trace_model(model, batch.inputs), {})
+        materialise_stages([everything], Seeded(model))
         model(**batch.inputs).sum().backward()
     except (RuntimeError, MemoryError) as error:
         return losses, str(error)

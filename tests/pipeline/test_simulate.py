@@ -11,8 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.graph import Device, Edge, Link, Stage, StageGraph, chain, uniform
-from everstep.pipeline.schedules import Action, Kind, Result, Schedule, lower, make, memory, parse, simulate
+from everstep.pipeline.graph import Device, Edge, Link, Stage, StageGraph, make_chain_graph, make_uniform_links
+from everstep.pipeline.schedules import (
+    Action,
+    ActionKind,
+    Result,
+    Schedule,
+    lower_schedule,
+    make_schedule,
+    parse_schedule,
+    simulate_schedule,
+    trace_memory,
+)
 from everstep.pipeline.schedules.flow import Done, Flow, Message
 from tests.pipeline.random_pipelines import pipelines
 
@@ -23,7 +33,9 @@ SIZES = [(4, 8), (4, 16), (8, 16)]
 def run(name: str, ranks: int, chunks: int, m: int, phases: tuple[int, int, int]) -> Result:
     forward, input_grad, weight_grad = (phase / chunks for phase in phases)
     stage = Stage(forward, input_grad, weight_grad)
-    return simulate(make(name, ranks * chunks, ranks, m), chain([stage] * (ranks * chunks)))
+    return simulate_schedule(
+        make_schedule(name, ranks * chunks, ranks, m), make_chain_graph([stage] * (ranks * chunks))
+    )
 
 
 def bubble(name: str, p: int, v: int, f: float, b: float, w: float) -> float:
@@ -92,7 +104,7 @@ def test_one_rank_has_no_bubble() -> None:
 def _random_chain(rng: random.Random, most: int) -> tuple[StageGraph, int, int]:
     p = rng.randint(2, most)
     m = rng.randint(1, 4 * p if most > 4 else 6)
-    return chain([Stage(*(rng.randint(1, 50) for _ in range(3))) for _ in range(p)]), p, m
+    return make_chain_graph([Stage(*(rng.randint(1, 50) for _ in range(3))) for _ in range(p)]), p, m
 
 
 def _check_bounds(count: int, most: int) -> None:
@@ -101,18 +113,20 @@ def _check_bounds(count: int, most: int) -> None:
         graph, p, m = _random_chain(rng, most)
         work = [stage.work for stage in graph.stages]
         least = max(sum(work[:i]) + m * work[i] for i in range(p))
-        alternating = simulate(make("1f1b", p, p, m), graph).makespan
+        alternating = simulate_schedule(make_schedule("1f1b", p, p, m), graph).makespan
         assert least <= alternating
-        alike = chain([Stage(stage.forward, stage.forward, stage.forward) for stage in graph.stages])
+        alike = make_chain_graph([Stage(stage.forward, stage.forward, stage.forward) for stage in graph.stages])
         work_alike = [stage.work for stage in alike.stages]
         if m >= p:  # and if all stages have the same ratio of forward and backward; else it may take a little more
-            assert simulate(make("1f1b", p, p, m), alike).makespan <= sum(work_alike) + (m - 1) * max(work_alike)
+            assert simulate_schedule(make_schedule("1f1b", p, p, m), alike).makespan <= sum(work_alike) + (m - 1) * max(
+                work_alike
+            )
         slowest = max(s.forward for s in graph.stages) + max(s.backward for s in graph.stages)
-        simple = simulate(make("simple", p, p, m), graph).makespan
+        simple = simulate_schedule(make_schedule("simple", p, p, m), graph).makespan
         assert simple == sum(work) + (m - 1) * slowest >= least
         # Halves of a backward may overlap with other ranks' backward, but not with the forwards before.
         least_split = max(sum(s.forward for s in graph.stages[:i]) + m * work[i] for i in range(p))
-        assert simulate(make("zb-h1", p, p, m), graph).makespan >= least_split
+        assert simulate_schedule(make_schedule("zb-h1", p, p, m), graph).makespan >= least_split
 
 
 def test_no_step_is_shorter_than_the_lower_bound() -> None:
@@ -131,8 +145,8 @@ def test_every_action_starts_as_soon_as_it_may(pipeline: tuple[Schedule, StageGr
     """Which is the only timeline in which nothing waits longer than for its rank, and for what it needs."""
     schedule, graph = pipeline
     link = Link(latency=3.0)
-    links = uniform(len(schedule.ranks), link)
-    result = simulate(lower(schedule, graph) if lowered else schedule, graph, links=links)
+    links = make_uniform_links(len(schedule.ranks), link)
+    result = simulate_schedule(lower_schedule(schedule, graph) if lowered else schedule, graph, links=links)
     ends = {event.action: event.end for event in result.timeline}
     for rank, actions in enumerate(schedule.ranks):
         events = [event for event in result.timeline if event.rank == rank]
@@ -149,9 +163,9 @@ def test_every_action_starts_as_soon_as_it_may(pipeline: tuple[Schedule, StageGr
 
 def _needs(action: Action, graph: StageGraph) -> Iterator[tuple[int, bool]]:
     """Stages whose forward, or whose input gradient, an action needs: said again, in the simplest way."""
-    if action.kind is Kind.WEIGHT_GRAD:
+    if action.kind is ActionKind.WEIGHT_GRAD:
         yield action.stage, True
-    elif action.kind is Kind.FORWARD:
+    elif action.kind is ActionKind.FORWARD:
         yield from ((edge.source, False) for edge in graph.edges if action.stage in edge.targets)
     else:
         yield action.stage, False
@@ -161,12 +175,14 @@ def _needs(action: Action, graph: StageGraph) -> Iterator[tuple[int, bool]]:
 
 
 def _end(ends: dict[Action, float], stage: int, microbatch: int, gradient: bool) -> float:
-    kinds = (Kind.BACKWARD, Kind.INPUT_GRAD) if gradient else (Kind.FORWARD,)
+    kinds = (ActionKind.BACKWARD, ActionKind.INPUT_GRAD) if gradient else (ActionKind.FORWARD,)
     return next(ends[Action(kind, stage, microbatch)] for kind in kinds if Action(kind, stage, microbatch) in ends)
 
 
 def test_devices_of_other_speeds_take_other_times() -> None:
-    result = simulate(make("1f1b", 2, 2, 4), chain([Stage(1, 1, 1)] * 2), [Device(1.0), Device(0.5)])
+    result = simulate_schedule(
+        make_schedule("1f1b", 2, 2, 4), make_chain_graph([Stage(1, 1, 1)] * 2), [Device(1.0), Device(0.5)]
+    )
     assert result.busy == (12.0, 24.0)
     assert (
         result.makespan == 24.0 + 3.0
@@ -176,26 +192,29 @@ def test_devices_of_other_speeds_take_other_times() -> None:
 
 def test_a_link_carries_one_message_after_the_other() -> None:
     graph = StageGraph((Stage(1, 1, 1),) * 2, (Edge("a", 0, (1,), 30), Edge("b", 0, (1,), 30, gradient=False)))
-    result = simulate(make("simple", 2, 2, 1), graph, links=uniform(2, Link(10.0, 0.5)))
+    result = simulate_schedule(make_schedule("simple", 2, 2, 1), graph, links=make_uniform_links(2, Link(10.0, 0.5)))
     forward = next(event for event in result.timeline if event.rank == 1)
     assert forward.start == 1 + 3 + 3 + 0.5  # the wire twice, the way once: it is full while the first is on its way
     assert result.waiting == (30, 60)
 
 
 def test_overlapped_messages_cost_fill_and_drain_only() -> None:
-    graph = chain([Stage(10, 10, 10)] * 4, size=1)
-    free = simulate(make("1f1b", 4, 4, 1), graph)
-    slow = simulate(make("1f1b", 4, 4, 1), graph, links=uniform(4, Link(1.0)))
+    graph = make_chain_graph([Stage(10, 10, 10)] * 4, size=1)
+    free = simulate_schedule(make_schedule("1f1b", 4, 4, 1), graph)
+    slow = simulate_schedule(make_schedule("1f1b", 4, 4, 1), graph, links=make_uniform_links(4, Link(1.0)))
     assert slow.makespan == free.makespan + 2 * 3 * 1
 
 
 @pytest.mark.parametrize("m", [1, 4, 16])
 def test_messages_cost_fill_and_drain_and_what_holds_up_the_alternation(m: int) -> None:
     """In between, a round trip for each micro-batch; if they block, a rank also stands in its four messages of it."""
-    graph, links = chain([Stage(10, 10, 10)] * 4, size=1), uniform(4, Link(1.0))
-    schedule = lower(make("1f1b", 4, 4, m), graph)
-    free, overlapped = simulate(schedule, graph).makespan, simulate(schedule, graph, links=links).makespan
-    blocked = simulate(schedule, graph, links=links, blocking=True)
+    graph, links = make_chain_graph([Stage(10, 10, 10)] * 4, size=1), make_uniform_links(4, Link(1.0))
+    schedule = lower_schedule(make_schedule("1f1b", 4, 4, m), graph)
+    free, overlapped = (
+        simulate_schedule(schedule, graph).makespan,
+        simulate_schedule(schedule, graph, links=links).makespan,
+    )
+    blocked = simulate_schedule(schedule, graph, links=links, blocking=True)
     assert 6 <= overlapped - free <= 6 + 2 * m
     assert overlapped <= blocked.makespan <= free + 6 + 4 * m
     for rank in range(4):
@@ -207,53 +226,57 @@ def test_messages_cost_fill_and_drain_and_what_holds_up_the_alternation(m: int) 
 @given(pipelines())
 def test_overlapped_messages_are_never_slower_than_blocking_ones(pipeline: tuple[Schedule, StageGraph]) -> None:
     schedule, graph = pipeline
-    lowered, links = lower(schedule, graph), uniform(len(schedule.ranks), Link(2.0))
-    overlapped = simulate(lowered, graph, links=links)
-    assert overlapped.makespan <= simulate(lowered, graph, links=links, blocking=True).makespan
-    assert overlapped == simulate(schedule, graph, links=links)
+    lowered, links = lower_schedule(schedule, graph), make_uniform_links(len(schedule.ranks), Link(2.0))
+    overlapped = simulate_schedule(lowered, graph, links=links)
+    assert overlapped.makespan <= simulate_schedule(lowered, graph, links=links, blocking=True).makespan
+    assert overlapped == simulate_schedule(schedule, graph, links=links)
 
 
 def test_memory_over_time_reaches_the_peak_and_ends_empty() -> None:
-    graph = chain([Stage(1, 1, 1, activation=7)] * 4)
-    result = simulate(make("zb-h1", 4, 4, 6), graph)
+    graph = make_chain_graph([Stage(1, 1, 1, activation=7)] * 4)
+    result = simulate_schedule(make_schedule("zb-h1", 4, 4, 6), graph)
     for rank in range(4):
-        curve = memory(result, graph, rank)
+        curve = trace_memory(result, graph, rank)
         assert max(kept for _, kept in curve) == result.peak[rank]
         assert curve[-1][1] == 0
         assert [at for at, _ in curve] == sorted(at for at, _ in curve)
 
 
 def test_computations_that_wait_for_each_other_are_told() -> None:
-    schedule = parse("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0\n")
+    schedule = parse_schedule("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0\n")
     with pytest.raises(PipelineError, match=r"rank 0 at 0B0 .* waits for gradient of 'v0' .* rank 1 at 1F1"):
-        simulate(schedule, chain([Stage()] * 2))
+        simulate_schedule(schedule, make_chain_graph([Stage()] * 2))
 
 
 def test_wrong_numbers_of_devices_and_links_are_refused() -> None:
-    schedule, graph = make("simple", 2, 2, 1), chain([Stage()] * 2)
+    schedule, graph = make_schedule("simple", 2, 2, 1), make_chain_graph([Stage()] * 2)
     with pytest.raises(PipelineError, match="1 devices for 2 ranks"):
-        simulate(schedule, graph, [Device()])
+        simulate_schedule(schedule, graph, [Device()])
     with pytest.raises(PipelineError, match="2 rows of 2"):
-        simulate(schedule, graph, links=uniform(3, Link()))
+        simulate_schedule(schedule, graph, links=make_uniform_links(3, Link()))
     with pytest.raises(PipelineError, match="lower the schedule first"):
-        simulate(schedule, graph, blocking=True)
+        simulate_schedule(schedule, graph, blocking=True)
     with pytest.raises(PipelineError, match="is for 2 stages, the model has 3"):
-        simulate(schedule, chain([Stage()] * 3))
+        simulate_schedule(schedule, make_chain_graph([Stage()] * 3))
 
 
 def test_what_an_action_needs_is_said_by_the_rank_it_comes_from() -> None:
     graph = StageGraph((Stage(),) * 4, (Edge("v", 0, (1, 2, 3)),))
     flow = Flow(graph, (0, 1, 0, 1))
-    assert flow.needs(Action(Kind.FORWARD, 2, 5)) == [Done(0, 5, False)]
-    assert flow.needs(Action(Kind.BACKWARD, 0, 5)) == [Done(0, 5, False), Message("v", 5, True, 1, 0), Done(2, 5, True)]
-    assert flow.gives(Action(Kind.INPUT_GRAD, 3, 5), {Done(3, 5, True)}) == []
-    assert flow.gives(Action(Kind.INPUT_GRAD, 1, 5), {Done(3, 5, True), Done(1, 5, True)}) == [
+    assert flow.needs(Action(ActionKind.FORWARD, 2, 5)) == [Done(0, 5, False)]
+    assert flow.needs(Action(ActionKind.BACKWARD, 0, 5)) == [
+        Done(0, 5, False),
+        Message("v", 5, True, 1, 0),
+        Done(2, 5, True),
+    ]
+    assert flow.gives(Action(ActionKind.INPUT_GRAD, 3, 5), {Done(3, 5, True)}) == []
+    assert flow.gives(Action(ActionKind.INPUT_GRAD, 1, 5), {Done(3, 5, True), Done(1, 5, True)}) == [
         Message("v", 5, True, 1, 0)
     ]
 
 
 def test_links_are_those_ranks_between_which_something_is_sent() -> None:
-    line = Flow(chain([Stage()] * 16), tuple(range(16)))
+    line = Flow(make_chain_graph([Stage()] * 16), tuple(range(16)))
     assert len(line.links) == 2 * 15  # of 240 pairs: values one way, gradients the other
     graph = StageGraph((Stage(),) * 4, (Edge("v", 0, (1, 2, 3)), Edge("mask", 1, (3,), gradient=False)))
     assert Flow(graph, (0, 1, 0, 1)).links == ((0, 1), (1, 0))
@@ -262,11 +285,13 @@ def test_links_are_those_ranks_between_which_something_is_sent() -> None:
 
 
 def test_a_message_holds_a_rank_that_computes_and_costs_one_that_waits_nothing() -> None:
-    stages = chain([Stage(1.0, 1.0, 0.0), Stage(1.0, 1.0, 0.0)], size=10)
+    stages = make_chain_graph([Stage(1.0, 1.0, 0.0), Stage(1.0, 1.0, 0.0)], size=10)
     free, held = Link(bandwidth=100.0), Link(bandwidth=100.0, held=0.5)  # a tenth of a second for each message
 
     def step(link: Link, schedule: str, microbatches: int) -> float:
-        return simulate(make(schedule, 2, 2, microbatches), stages, None, uniform(2, link)).makespan
+        return simulate_schedule(
+            make_schedule(schedule, 2, 2, microbatches), stages, None, make_uniform_links(2, link)
+        ).makespan
 
     # Whoever sends has nothing else to do then, and who gets it waits.
     assert step(held, "simple", 1) == pytest.approx(step(free, "simple", 1))

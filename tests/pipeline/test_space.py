@@ -10,14 +10,14 @@ import pytest
 np = pytest.importorskip("numpy")
 
 from everstep.pipeline.partition import space as module  # noqa: E402
-from everstep.pipeline.partition.blocks import Blocks, Value, contract  # noqa: E402
+from everstep.pipeline.partition.blocks import Blocks, BlockValue, contract_graph  # noqa: E402
 from everstep.pipeline.partition.core import Core  # noqa: E402
-from everstep.pipeline.partition.space import Space, downsets  # noqa: E402
+from everstep.pipeline.partition.space import Space, list_downsets  # noqa: E402
 from tests.pipeline.partition_cases import dag  # noqa: E402
 
 
 def graph(seed: int, nodes: int = 9) -> Blocks:
-    return contract(dag(random.Random(seed), nodes))
+    return contract_graph(dag(random.Random(seed), nodes))
 
 
 def members(space: Space, pair: int) -> tuple[set[int], set[int]]:
@@ -27,11 +27,11 @@ def members(space: Space, pair: int) -> tuple[set[int], set[int]]:
     return {each for each in everything if low >> each & 1}, {each for each in everything if high >> each & 1}
 
 
-def receives(value: Value, low: set[int], high: set[int]) -> bool:
+def receives(value: BlockValue, low: set[int], high: set[int]) -> bool:
     return value.producer in low and bool(set(value.consumers) & (high - low))
 
 
-def gives(value: Value, low: set[int], high: set[int]) -> bool:
+def gives(value: BlockValue, low: set[int], high: set[int]) -> bool:
     return value.producer in high - low and not set(value.consumers) <= high
 
 
@@ -39,7 +39,7 @@ def gives(value: Value, low: set[int], high: set[int]) -> bool:
 def test_sums_over_values_are_those_of_each_pair(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TILE", 5)
     blocks = graph(seed)
-    space = Space(blocks, downsets(blocks, 1000) or ())
+    space = Space(blocks, list_downsets(blocks, 1000) or ())
     came, gone = space.incoming(lambda each: each.size / 3), space.outgoing(lambda each: each.size / 3)
     for pair in range(len(space.upper)):
         low, high = members(space, pair)
@@ -53,7 +53,7 @@ def test_sums_over_values_are_those_of_each_pair(seed: int, monkeypatch: pytest.
 def test_pairs_are_all_in_which_one_lies_in_the_other(most: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TILE", 5)
     blocks = graph(3)
-    found = Space(blocks, downsets(blocks, 1000) or (), most)
+    found = Space(blocks, list_downsets(blocks, 1000) or (), most)
     work = [sum(block.work for at, block in enumerate(blocks.blocks) if each >> at & 1) for each in found.downsets]
     wanted = [
         (high, low)
@@ -69,7 +69,7 @@ def test_pairs_are_all_in_which_one_lies_in_the_other(most: float, monkeypatch: 
 def test_pairs_with_just_as_much_work_as_they_may_have_are_in(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "TILE", 1)
     blocks = graph(seed, 12)
-    every = Space(blocks, downsets(blocks, 2000) or ())
+    every = Space(blocks, list_downsets(blocks, 2000) or ())
     work = every.total(np.array([block.work for block in blocks.blocks]))
     between = work[every.upper] - work[every.lower]
     for most in np.unique(between)[:: max(1, len(np.unique(between)) // 6)]:

@@ -13,7 +13,7 @@ from hypothesis import given, settings  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 
-from everstep.pipeline.frontend import StageModule, Traced, split, trace  # noqa: E402
+from everstep.pipeline.frontend import StageModule, Traced, split_model, trace_model  # noqa: E402
 from tests.pipeline import front  # noqa: E402
 from tests.pipeline.models import CASES, Batch, Case, gradients  # noqa: E402
 
@@ -97,13 +97,13 @@ def settle(traced: Traced, stage_of: dict[str, int]) -> dict[str, int]:
 def test_any_number_of_even_stages_is_the_model(name: str, traced: Any) -> None:
     case, model, found = traced(name)
     for stages in (1, 2, 4):
-        assert_same(case, model, split(found, even(found, stages)), case.example(5, seed=stages))
+        assert_same(case, model, split_model(found, even(found, stages)), case.example(5, seed=stages))
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_evaluation_is_the_models(name: str, traced: Any) -> None:
     case, model, found = traced(name)
-    stages = split(found, even(found, 3))
+    stages = split_model(found, even(found, 3))
     batch = case.example(3)
     model.eval()
     try:
@@ -126,13 +126,13 @@ def test_random_cuts_are_the_model(name: str, traced: Any, data: st.DataObject) 
     wanted = {node.name: data.draw(st.integers(0, stages - 1)) for node in found.graph.nodes}
     # Nodes in another order draw in another order: which numbers a module draws is not for the stages to say.
     if name != "gpt-dropout":
-        assert_same(case, model, split(found, settle(found, wanted)), case.example(2), exact=False)
+        assert_same(case, model, split_model(found, settle(found, wanted)), case.example(2), exact=False)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_every_parameter_keeps_its_name_and_has_a_stage(name: str, traced: Any) -> None:
     _, model, found = traced(name)
-    stages = split(found, even(found, 3))
+    stages = split_model(found, even(found, 3))
     names = dict(model.named_parameters())
     owned: dict[str, list[int]] = {}
     for stage in stages:
@@ -146,7 +146,7 @@ def test_every_parameter_keeps_its_name_and_has_a_stage(name: str, traced: Any) 
 
 def test_a_stage_runs_the_original_modules_where_the_cut_allows(traced: Any) -> None:
     _, _, found = traced("gpt")
-    first, second = split(found, {"h.2": 1})
+    first, second = split_model(found, {"h.2": 1})
     assert {"wte", "h.0", "h.1"} <= set(first.calls)
     assert {"h.2", "h.3", "ln_f", "lm_head"} <= set(second.calls)
     assert not [name for name in (*first.calls, *second.calls) if name.startswith("h.") and ":" in name]
@@ -157,10 +157,10 @@ def test_a_module_with_hooks_is_never_cut_and_its_hooks_run(traced: Any) -> None
     model = case.build()
     seen: list[Any] = []
     model.h[1].register_forward_hook(lambda module, args, output: seen.append(output.shape))
-    found = trace(model, case.example().inputs)
+    found = trace_model(model, case.example().inputs)
     assert found.leaves["h.1"] == "it has hooks"
     seen.clear()
-    chained(split(found, even(found, 4)), case.example(3))
+    chained(split_model(found, even(found, 4)), case.example(3))
     assert len(seen) == 1
 
 
@@ -181,13 +181,13 @@ def test_masks_and_positions_are_made_where_they_are_used(traced: Any) -> None:
     _, _, found = traced("gpt")
     names = {node.name for node in found.graph.nodes}
     assert not [name for name in names if "arange" in name or "triu" in name or "full" in name]
-    _, second = split(found, {"h.2": 1})
+    _, second = split_model(found, {"h.2": 1})
     assert [name for name in second.inputs if name != "input:input_ids"] == ["h.1:add.1"]
 
 
 def test_only_the_inputs_that_a_stage_uses_are_asked_for(traced: Any) -> None:
     _, _, found = traced("pair")
-    first, second = split(found, {"right": 1})
+    first, second = split_model(found, {"right": 1})
     assert first.inputs == ("input:pair",)
     assert second.inputs == ("input:pair", ":tanh", ":mul")  # of the left, which the first stage has scaled
 
@@ -195,7 +195,7 @@ def test_only_the_inputs_that_a_stage_uses_are_asked_for(traced: Any) -> None:
 def test_a_stage_of_positions_alone_reads_the_argument_that_is_as_long(traced: Any) -> None:
     case, model, found = traced("gpt")
     names = [node.name for node in found.graph.nodes]
-    stages = split(found, {name: 0 if name == "wpe" else 1 for name in names})
+    stages = split_model(found, {name: 0 if name == "wpe" else 1 for name in names})
     assert stages[0].inputs == ("input:input_ids",)
     assert stages[0].calls[-1] == "wpe"
     assert_same(case, model, stages, case.example(3))
@@ -206,13 +206,13 @@ def test_a_stage_that_is_not_given_a_value_says_which(traced: Any) -> None:
 
     _, _, found = traced("mlp")
     with pytest.raises(PipelineError, match="stage 1 was not given"):
-        split(found, even(found, 2))[1]({})
+        split_model(found, even(found, 2))[1]({})
 
 
 def test_names_in_a_stage_are_those_of_the_model(traced: Any) -> None:
     _, model, found = traced("resnet")
     whole = dict(model.named_modules())
-    for stage in split(found, even(found, 3)):
+    for stage in split_model(found, even(found, 3)):
         for name, module in stage.module.named_modules():
             assert not name or type(module).__name__ == "Skeleton" or module is whole[name]
 
@@ -221,16 +221,16 @@ def test_a_frozen_module_stays_as_it_is() -> None:
     case = CASES["resnet"]
     model: Any = case.build()
     model.bn1.eval()
-    found = trace(model, case.example().inputs)
+    found = trace_model(model, case.example().inputs)
     assert not model.bn1.training
     assert model.training
-    assert_same(case, model, split(found, even(found, 3)), case.example())
+    assert_same(case, model, split_model(found, even(found, 3)), case.example())
 
 
 def test_the_model_in_evaluation_mode_is_traced_for_training_too() -> None:
     case = CASES["gpt-dropout"]
     model = case.build().eval()
-    stages = split(trace(model, case.example().inputs), {"h.1": 1})
+    stages = split_model(trace_model(model, case.example().inputs), {"h.1": 1})
     model.train()
     for stage in stages:
         stage.module.train()
@@ -254,7 +254,7 @@ def test_a_model_that_changes_its_way_in_evaluation_refuses_to_evaluate() -> Non
 
     model = Ragged()
     batch = CASES["mlp"].example(dtype=torch.float32)
-    stages = split(trace(model, batch.inputs), {"two": 1})
+    stages = split_model(trace_model(model, batch.inputs), {"two": 1})
     assert same(chained(stages, batch), model(**batch.inputs))
     for stage in stages:
         stage.module.eval()

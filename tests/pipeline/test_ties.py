@@ -11,7 +11,7 @@ pytest.importorskip("torch")
 import torch
 
 from everstep.pipeline.engine.engine import Engine
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric
@@ -25,10 +25,10 @@ pytestmark = pytest.mark.torch
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_shared_parameter_is_counted_once_in_the_norm_of_all_gradients(replicas: int) -> None:
     # A clip far below the norm: a norm that counted the embedding twice would leave other weights.
-    setting = Setting("gpt", stages=3, ranks=3, replicas=replicas, options=Options(clip=0.01), steps=1)
+    setting = Setting("gpt", stages=3, ranks=3, replicas=replicas, options=EngineOptions(clip=0.01), steps=1)
     trained = piped(setting)
     norm = trained.outputs[0].norm
-    unclipped = alone(replace(setting, options=Options()))
+    unclipped = alone(replace(setting, options=EngineOptions()))
     expected = torch.nn.utils.get_total_norm([g for g in unclipped.gradients.values() if g is not None])
     assert norm == pytest.approx(float(expected), rel=1e-12)
     assert apart(trained, alone(setting)) < 1e-10

@@ -15,9 +15,9 @@ from torch.nn import functional as F  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 
 from everstep.pipeline.errors import PipelineError  # noqa: E402
-from everstep.pipeline.frontend import split, stage, trace  # noqa: E402
+from everstep.pipeline.frontend import split_model, stage, trace_model  # noqa: E402
 from everstep.pipeline.frontend.arguments import Arguments  # noqa: E402
-from everstep.pipeline.frontend.check import run  # noqa: E402
+from everstep.pipeline.frontend.check import run_stages  # noqa: E402
 from everstep.pipeline.frontend.record import Untraceable  # noqa: E402
 from tests.pipeline import front  # noqa: E402
 from tests.pipeline.models import CASES  # noqa: E402
@@ -53,11 +53,11 @@ class Block(nn.Module):  # type: ignore[misc]
 def test_batches_of_other_sizes_take_the_same_way(name: str) -> None:
     case = CASES[name]
     found = front.traced(case)
-    stages = split(found, dict.fromkeys([node.name for node in found.graph.nodes][-3:], 1))
+    stages = split_model(found, dict.fromkeys([node.name for node in found.graph.nodes][-3:], 1))
     for samples in (2, 6):
         batch = case.example(samples)
         inputs = {key: value[:, :7] if value.dtype == torch.long else value for key, value in batch.inputs.items()}
-        assert torch.equal(run(stages, inputs), found.model(**inputs))
+        assert torch.equal(run_stages(stages, inputs), found.model(**inputs))
 
 
 @pytest.mark.parametrize("name", ["gpt", "experts"])
@@ -65,7 +65,7 @@ def test_a_model_without_weights_has_the_same_graph(name: str) -> None:
     case = CASES[name]
     with torch.device("meta"):
         model = case.factory().double()
-    meta = trace(model, case.example().inputs)
+    meta = trace_model(model, case.example().inputs)
     assert meta.graph == front.traced(case).graph
     assert all(parameter.device.type == "meta" for parameter in model.parameters())
 
@@ -73,10 +73,10 @@ def test_a_model_without_weights_has_the_same_graph(name: str) -> None:
 def test_padding_leaves_the_number_of_samples_open() -> None:
     """As the losses of transformers pad their labels, inside the model."""
     net = Net(Block(lambda x: F.pad(x, (0, 1), value=-1.0)[:, 1:]))
-    stages = split(trace(net, X), {"two": 1})
+    stages = split_model(trace_model(net, X), {"two": 1})
     for samples in (2, 5):
         x = torch.randn(samples, 4)
-        assert torch.equal(run(stages, {"x": x}), net(x))
+        assert torch.equal(run_stages(stages, {"x": x}), net(x))
 
 
 def test_custom_functions_are_nodes_that_are_not_looked_into() -> None:
@@ -90,9 +90,9 @@ def test_a_context_around_construction_places_modules() -> None:
         two = nn.Linear(4, 4)
     model = Net(nn.Tanh())
     model.two = two
-    found = trace(model, X)
+    found = trace_model(model, X)
     assert found.manual == {"two": 1}
-    assert [each.calls for each in split(found)] == [("one", "between"), ("two",)]
+    assert [each.calls for each in split_model(found)] == [("one", "between"), ("two",)]
 
 
 def test_a_context_in_forward_places_calls() -> None:
@@ -104,14 +104,14 @@ def test_a_context_in_forward_places_calls() -> None:
                 with stage(2):
                     return self.two(x)
 
-    found = trace(Placed(nn.Tanh()), X)
+    found = trace_model(Placed(nn.Tanh()), X)
     assert found.manual == {"between": 1, ":mul": 1, "two": 2}
-    assert [each.index for each in split(found)] == [0, 1, 2]
+    assert [each.index for each in split_model(found)] == [0, 1, 2]
 
 
 def test_what_is_not_placed_follows_the_values_it_uses() -> None:
     found = front.traced(CASES["gpt"])
-    stages = split(found, {"h.1": 1, "h.3": 2})
+    stages = split_model(found, {"h.1": 1, "h.3": 2})
     assert [name for name in stages[1].calls if name.startswith("h.")] == ["h.1", "h.2"]
     assert stages[2].calls == ("h.3", "ln_f", "lm_head") or set(stages[2].calls) >= {"h.3", "ln_f", "lm_head"}
 
@@ -126,7 +126,7 @@ def test_what_is_not_placed_follows_the_values_it_uses() -> None:
 )
 def test_a_placement_that_cannot_be_is_refused(stage_of: dict[str, int], reason: str) -> None:
     with pytest.raises(PipelineError, match=reason):
-        split(trace(Net(nn.Tanh()), X), stage_of)
+        split_model(trace_model(Net(nn.Tanh()), X), stage_of)
 
 
 def test_a_loop_over_samples_is_opaque() -> None:
@@ -134,24 +134,24 @@ def test_a_loop_over_samples_is_opaque() -> None:
         return torch.stack([row * index for index, row in enumerate(x)])
 
     model = Net(Block(loop))
-    found = trace(model, X)
+    found = trace_model(model, X)
     assert "number of samples" in found.leaves["between"]
     inputs = {"x": torch.ones(5, 4)}
-    assert torch.equal(run(split(found, {"two": 1}), inputs), model(**inputs))
+    assert torch.equal(run_stages(split_model(found, {"two": 1}), inputs), model(**inputs))
 
 
 def test_a_loop_over_samples_in_the_model_itself_is_refused() -> None:
     with pytest.raises(Untraceable, match="fixes the number of samples"):
-        trace(Block(lambda x: torch.stack([row * index for index, row in enumerate(x)])), X["x"])
+        trace_model(Block(lambda x: torch.stack([row * index for index, row in enumerate(x)])), X["x"])
 
 
 def test_a_choice_by_data_is_opaque_in_a_module_and_refused_in_the_model() -> None:
     def choose(x: Any) -> Any:
         return x if x.sum() > 0 else -x
 
-    assert "without data" in trace(Net(Block(choose)), X).leaves["between"]
+    assert "without data" in trace_model(Net(Block(choose)), X).leaves["between"]
     with pytest.raises(Untraceable, match="without data"):
-        trace(Block(choose), X["x"])
+        trace_model(Block(choose), X["x"])
 
 
 def test_a_number_from_data_does_not_leave_a_module() -> None:
@@ -160,7 +160,7 @@ def test_a_number_from_data_does_not_leave_a_module() -> None:
             return self.two(self.one(x)) * self.between(x)
 
     with pytest.raises(Untraceable, match="numbers that depend on the data"):
-        trace(Scaled(Block(lambda x: float(x.mean()))), X)
+        trace_model(Scaled(Block(lambda x: float(x.mean()))), X)
 
 
 def test_a_gradient_in_forward_stays_in_its_module() -> None:
@@ -169,10 +169,10 @@ def test_a_gradient_in_forward_stays_in_its_module() -> None:
         return found
 
     model = Net(Block(slope))
-    found = trace(model, X)
+    found = trace_model(model, X)
     assert "gradient of a gradient" in found.leaves["between"]
     inputs = {"x": torch.randn(3, 4)}
-    assert torch.equal(run(split(found, {"between": 1, "two": 2}), inputs, detached=True), model(**inputs))
+    assert torch.equal(run_stages(split_model(found, {"between": 1, "two": 2}), inputs, detached=True), model(**inputs))
 
 
 def test_a_gradient_across_modules_is_refused() -> None:
@@ -183,14 +183,14 @@ def test_a_gradient_across_modules_is_refused() -> None:
             return found
 
     with pytest.raises(Untraceable, match="a gradient of a gradient does not pass from stage to stage"):
-        trace(Slope(nn.Tanh()), X)
+        trace_model(Slope(nn.Tanh()), X)
 
 
 def test_hooks_of_the_model_itself_are_refused() -> None:
     model = Net(nn.Tanh())
     model.register_forward_hook(lambda *args: None)
     with pytest.raises(Untraceable, match="it has hooks"):
-        trace(model, X)
+        trace_model(model, X)
 
 
 def test_another_way_for_other_sizes_is_refused_when_it_comes() -> None:
@@ -199,10 +199,10 @@ def test_another_way_for_other_sizes_is_refused_when_it_comes() -> None:
             x = self.one(x)
             return self.two(x[:, 1:] if x.shape[1] > 4 else x)
 
-    stages = split(trace(Cut(nn.Tanh()), {"x": torch.ones(3, 5, 4)}), {"two": 1})
-    assert run(stages, {"x": torch.ones(2, 6, 4)}).shape == (2, 5, 4)
+    stages = split_model(trace_model(Cut(nn.Tanh()), {"x": torch.ones(3, 5, 4)}), {"two": 1})
+    assert run_stages(stages, {"x": torch.ones(2, 6, 4)}).shape == (2, 5, 4)
     with pytest.raises(PipelineError, match="another way through the model's code"):
-        run(stages, {"x": torch.ones(2, 4, 4)})
+        run_stages(stages, {"x": torch.ones(2, 4, 4)})
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -212,10 +212,10 @@ def test_activation_checkpoints_in_the_model_do_not_hide_modules(reentrant: bool
             return self.two(checkpoint(self.between, self.one(x), use_reentrant=reentrant))
 
     model = Saving(nn.Sequential(nn.Linear(4, 4), nn.Tanh()))
-    found = trace(model, X)
+    found = trace_model(model, X)
     assert [node.name for node in found.graph.nodes] == ["one", "between.0", "between.1", "two", "output"]
     inputs = {"x": torch.randn(2, 4)}
-    assert torch.equal(run(split(found, {"between.1": 1}), inputs), model(**inputs))
+    assert torch.equal(run_stages(split_model(found, {"between.1": 1}), inputs), model(**inputs))
 
 
 def test_what_the_models_own_code_draws_is_a_module_of_its_own() -> None:
@@ -224,10 +224,10 @@ def test_what_the_models_own_code_draws_is_a_module_of_its_own() -> None:
             return self.two(F.dropout(self.one(x), 0.5, self.training))
 
     model = Noisy(nn.Tanh())
-    found = trace(model, X)
+    found = trace_model(model, X)
     for placed in ({}, {"two": 1}, {":dropout": 1, "two": 2}):
         (name,) = [
-            name for each in split(found, placed) for name, _ in each.module.named_modules() if "drawing" in name
+            name for each in split_model(found, placed) for name, _ in each.module.named_modules() if "drawing" in name
         ]
         assert name == "dropout_drawing"
 
@@ -248,9 +248,9 @@ def test_precision_and_gradients_that_the_model_turns_off_stay_off() -> None:
             return self.two(x / size)
 
     model = Careful(nn.Tanh())
-    stages = split(trace(model, X), {"two": 1})
+    stages = split_model(trace_model(model, X), {"two": 1})
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        output, expected = run(stages, X), model(**X)
+        output, expected = run_stages(stages, X), model(**X)
     assert torch.equal(output, expected)
     for one, other in zip(
         torch.autograd.grad(output.sum(), list(model.parameters()), allow_unused=True),
@@ -266,8 +266,8 @@ def test_tables_that_no_module_knows_are_constants() -> None:
             return self.two(self.one(x) + TABLE[: x.shape[1]])
 
     model = Table(nn.Tanh())
-    found = trace(model, X)
-    assert torch.equal(run(split(found, {"two": 1}), X), model(**X))
+    found = trace_model(model, X)
+    assert torch.equal(run_stages(split_model(found, {"two": 1}), X), model(**X))
 
 
 TABLE = torch.arange(9.0)
@@ -281,9 +281,9 @@ def test_arguments_that_are_left_out_and_rests_are_handed_on() -> None:
 
     model = Open(nn.Tanh())
     inputs = {**X, "shift": torch.full((3, 4), 2.0)}
-    first, second = split(trace(model, inputs), {"two": 1})
+    first, second = split_model(trace_model(model, inputs), {"two": 1})
     assert first.inputs == ("input:shift", "input:x")
-    assert torch.equal(run([first, second], inputs), model(**inputs))
+    assert torch.equal(run_stages([first, second], inputs), model(**inputs))
 
 
 @pytest.mark.parametrize(
@@ -317,12 +317,12 @@ def test_what_is_no_tensor_is_part_of_the_trace(given: dict[str, Any], reason: s
 
 def test_samples_come_first_in_every_tensor() -> None:
     with pytest.raises(Untraceable, match=r"first dimension, but those are of sizes \[2, 3\]"):
-        trace(Block(lambda x, y: x), (torch.ones(3, 4), torch.ones(2, 4)))
+        trace_model(Block(lambda x, y: x), (torch.ones(3, 4), torch.ones(2, 4)))
 
 
 def test_an_example_that_does_not_fit_is_refused() -> None:
     with pytest.raises(Untraceable, match="does not fit the arguments of forward"):
-        trace(Net(nn.Tanh()), {"y": torch.ones(3, 4)})
+        trace_model(Net(nn.Tanh()), {"y": torch.ones(3, 4)})
 
 
 def test_a_trace_imports_nothing_of_torch_export() -> None:

@@ -13,10 +13,10 @@ import pytest
 
 pytest.importorskip("torch")
 
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.schedules.generators import NAMES
 from everstep.pipeline.transport.gloo import ProcessGroups
-from everstep.pipeline.transport.grid import grid
+from everstep.pipeline.transport.grid import make_grid
 from tests.checkpoint.ranks import run
 from tests.pipeline.covering import pairwise
 from tests.pipeline.models import CASES
@@ -32,7 +32,7 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "recompute": (False, True),
     "sharded": (False, True),
     "clip": (None, 0.1),
-    "bucket": (Options.bucket, 1),
+    "bucket": (EngineOptions.bucket, 1),
 }
 SOME = [{**row, "case": case} for row, case in zip(pairwise(CHOICES), cycle(CASES), strict=False)]
 ALL = pairwise({"case": tuple(CASES), **CHOICES})
@@ -45,7 +45,7 @@ def settings(rows: Sequence[dict[str, Any]], shape: tuple[int, int]) -> list[Set
 
 def _train(rank: int, settings: Sequence[Setting]) -> list[Trained]:
     first = settings[0]
-    transport = ProcessGroups(grid(first.ranks * first.replicas, first.ranks), timeout=60)
+    transport = ProcessGroups(make_grid(first.ranks * first.replicas, first.ranks), timeout=60)
     return [train(setting, transport) for setting in settings]
 
 

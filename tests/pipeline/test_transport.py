@@ -8,7 +8,7 @@ pytest.importorskip("torch")
 import torch
 
 from everstep.pipeline.transport.base import Deadlock, Spec, Tag, Transport, TransportError
-from everstep.pipeline.transport.grid import grid
+from everstep.pipeline.transport.grid import make_grid
 from everstep.pipeline.transport.inprocess import Fabric
 
 pytestmark = pytest.mark.torch
@@ -138,7 +138,7 @@ def test_a_seed_is_an_order_of_events_that_can_be_had_again() -> None:
 
 
 def test_the_right_most_letter_of_a_placement_changes_between_neighbours() -> None:
-    assert grid(6, 3).processes == ((0, 1, 2), (3, 4, 5))
-    assert grid(6, 3, "spread").processes == ((0, 2, 4), (1, 3, 5))
-    assert grid(6, 3, "PTD").processes == grid(6, 3, "spread").processes
-    assert grid(6, 3, "TDP").processes == grid(6, 3, "cluster").processes
+    assert make_grid(6, 3).processes == ((0, 1, 2), (3, 4, 5))
+    assert make_grid(6, 3, "spread").processes == ((0, 2, 4), (1, 3, 5))
+    assert make_grid(6, 3, "PTD").processes == make_grid(6, 3, "spread").processes
+    assert make_grid(6, 3, "TDP").processes == make_grid(6, 3, "cluster").processes

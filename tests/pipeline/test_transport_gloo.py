@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from everstep.pipeline.transport.base import Spec, Tag, TransportError
 from everstep.pipeline.transport.gloo import ProcessGroups
-from everstep.pipeline.transport.grid import grid
+from everstep.pipeline.transport.grid import make_grid
 from tests.checkpoint.ranks import run
 from tests.pipeline.training import Setting, Trained, alone, apart, merged, train
 
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.torch
 
 
 def _talk(rank: int) -> tuple[list[float], bytes, float]:
-    transport = ProcessGroups(grid(4, 2), timeout=60)
+    transport = ProcessGroups(make_grid(4, 2), timeout=60)
     other = 1 - transport.rank
     transport.tell(b"w" * 2000 + str(rank).encode(), other)
     sent = [transport.send(torch.full((3,), 10.0 * rank + i), other, Tag("x", i)) for i in range(3)]
@@ -79,7 +79,7 @@ def _train_over_pairs(rank: int, setting: Setting) -> tuple[Trained, Links, Link
             return super().send(tensor, to, tag)
 
     dist.new_group = pretended
-    transport = Watched(grid(setting.ranks * setting.replicas, setting.ranks), nccl=True, timeout=60)
+    transport = Watched(make_grid(setting.ranks * setting.replicas, setting.ranks), nccl=True, timeout=60)
     trained = train(setting, transport)
     again = len(made)
     train(setting, transport)
@@ -107,7 +107,7 @@ def test_groups_are_made_for_the_links_of_the_schedule_and_no_others(ranks: int,
 
 
 def _wait_in_vain(rank: int, what: str) -> tuple[str, float]:
-    transport = ProcessGroups(grid(2, 2), timeout=60)
+    transport = ProcessGroups(make_grid(2, 2), timeout=60)
     group = transport.group([0, 1], replicas=False)
     if rank == 1:
         with pytest.raises(TransportError):
@@ -148,7 +148,7 @@ def _abort_beside_another_connection(rank: int, port: int) -> list[bytes]:
         return group
 
     dist.new_group = make_beside
-    transport = ProcessGroups(grid(2, 2), timeout=60)
+    transport = ProcessGroups(make_grid(2, 2), timeout=60)
     transport.group([0, 1], replicas=False)
     transport.abort("one is lost")
     with pytest.raises(TransportError):

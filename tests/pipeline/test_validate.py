@@ -11,22 +11,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from everstep.pipeline.graph import Edge, Stage, StageGraph, chain
+from everstep.pipeline.graph import Edge, Stage, StageGraph, make_chain_graph
 from everstep.pipeline.schedules import (
     Action,
+    ActionKind,
     Buffered,
-    Invalid,
-    Kind,
     Limits,
     Rendezvous,
     Schedule,
-    held,
+    ScheduleViolation,
+    compute_peak_memory,
     in_flight,
-    lower,
-    make,
-    parse,
-    peaks,
-    validate,
+    lower_schedule,
+    make_schedule,
+    parse_schedule,
+    trace_held_bytes,
+    validate_schedule,
 )
 from everstep.pipeline.schedules.actions import MESSAGES, parse_rank
 from everstep.pipeline.schedules.deadlock import Semantics, find_deadlock
@@ -36,8 +36,8 @@ from tests.pipeline.random_pipelines import pipelines
 
 Pipeline = tuple[Schedule, StageGraph]
 SEMANTICS: tuple[Semantics, ...] = (Buffered(), Rendezvous(), Rendezvous(1), Rendezvous(3))
-GRAPH = replace(chain([Stage()] * 4), ties=(("w", (0, 3)),))
-PROVEN = lower(make("1f1b", 4, 4, 4), GRAPH)
+GRAPH = replace(make_chain_graph([Stage()] * 4), ties=(("w", (0, 3)),))
+PROVEN = lower_schedule(make_schedule("1f1b", 4, 4, 4), GRAPH)
 
 
 def with_rank(schedule: Schedule, rank: int, actions: Iterable[Action]) -> Schedule:
@@ -45,14 +45,14 @@ def with_rank(schedule: Schedule, rank: int, actions: Iterable[Action]) -> Sched
 
 
 def why(schedule: Schedule, graph: StageGraph, semantics: Semantics | None = None) -> str:
-    return str(validate(schedule, graph, semantics))
+    return str(validate_schedule(schedule, graph, semantics))
 
 
 @settings(max_examples=25)
 @given(pipelines(), st.booleans())
 def test_whatever_is_lowered_is_proven(pipeline: Pipeline, reduce: bool) -> None:
     schedule, graph = pipeline
-    assert validate(lower(schedule, graph, reduce=reduce), graph) is None
+    assert validate_schedule(lower_schedule(schedule, graph, reduce=reduce), graph) is None
 
 
 @pytest.mark.chaos
@@ -61,24 +61,27 @@ def test_whatever_is_lowered_is_proven(pipeline: Pipeline, reduce: bool) -> None
 @given(pipelines(most_ranks=6, most_microbatches=14))
 def test_whatever_is_lowered_is_proven_at_length(pipeline: Pipeline) -> None:
     schedule, graph = pipeline
-    assert validate(lower(schedule, graph), graph) is None
+    assert validate_schedule(lower_schedule(schedule, graph), graph) is None
 
 
 @settings(max_examples=25)
 @given(pipelines().filter(lambda pipeline: len(pipeline[0].ranks) > 1), st.randoms(use_true_random=False))
 def test_a_message_dropped_doubled_or_too_late_is_found(pipeline: Pipeline, rng: random.Random) -> None:
-    schedule = lower(*pipeline)
+    schedule = lower_schedule(*pipeline)
     found = [
-        (r, p) for r, actions in enumerate(schedule.ranks) for p, a in enumerate(actions) if a.kind is not Kind.REDUCE
+        (r, p)
+        for r, actions in enumerate(schedule.ranks)
+        for p, a in enumerate(actions)
+        if a.kind is not ActionKind.REDUCE
     ]
     rank, position = rng.choice(found)
     actions = list(schedule.ranks[rank])
     dropped = with_rank(schedule, rank, actions[:position] + actions[position + 1 :])
-    assert validate(dropped, pipeline[1]) is not None
-    assert validate(with_rank(schedule, rank, [*actions, actions[position]]), pipeline[1]) is not None
-    if actions[position].kind is Kind.RECEIVE:
+    assert validate_schedule(dropped, pipeline[1]) is not None
+    assert validate_schedule(with_rank(schedule, rank, [*actions, actions[position]]), pipeline[1]) is not None
+    if actions[position].kind is ActionKind.RECEIVE:
         late = with_rank(schedule, rank, [*actions[:position], *actions[position + 1 :], actions[position]])
-        assert validate(late, pipeline[1]) is not None
+        assert validate_schedule(late, pipeline[1]) is not None
 
 
 @settings(max_examples=25)
@@ -86,7 +89,7 @@ def test_a_message_dropped_doubled_or_too_late_is_found(pipeline: Pipeline, rng:
 def test_deadlocks_are_found_exactly(pipeline: Pipeline, rng: random.Random) -> None:
     """Messages out of place: where both ends still agree, there is a deadlock if and only if what must come before
     what has a cycle."""
-    schedule, graph = lower(*pipeline), pipeline[1]
+    schedule, graph = lower_schedule(*pipeline), pipeline[1]
     for _ in range(rng.randint(1, 4)):
         rank = rng.randrange(len(schedule.ranks))
         actions = list(schedule.ranks[rank])
@@ -108,17 +111,17 @@ def has_cycle(schedule: Schedule, flow: Flow, semantics: Semantics) -> bool:
     send_of: dict[object, object] = {}
     for rank, actions in enumerate(schedule.ranks):
         for position, action in enumerate(actions):
-            if action.kind is Kind.SEND:
+            if action.kind is ActionKind.SEND:
                 send_of[flow.message(action)] = (rank, position)
     for rank, actions in enumerate(schedule.ranks):
         receives: list[object] = []
         for position, action in enumerate(actions):
             event: object = (rank, position)
-            if action.kind is Kind.TIE:
+            if action.kind is ActionKind.TIE:
                 before.setdefault(action.value, set()).update({(rank, position - 1)} if position else ())
                 before.setdefault(event, set()).add(action.value)
             before.setdefault(event, set()).update({(rank, position - 1)} if position else ())
-            if action.kind is Kind.RECEIVE:
+            if action.kind is ActionKind.RECEIVE:
                 send = send_of[flow.message(action)]
                 before[event].add(send)
                 if isinstance(semantics, Rendezvous):
@@ -138,27 +141,27 @@ def has_cycle(schedule: Schedule, flow: Flow, semantics: Semantics) -> bool:
 
 def test_two_ranks_that_send_first_hang_unless_sends_are_buffered_or_receives_posted() -> None:
     graph = StageGraph((Stage(),) * 4, (Edge("down", 0, (1,)), Edge("up", 1, (2,)), Edge("on", 2, (3,))))
-    schedule = parse(
+    schedule = parse_schedule(
         "0F0 0S0>1:down 0F1 0S1>1:down 2R0<1:up 2F0 2S0>3:on 2R1<1:up 2F1 2S1>3:on "
         "2R0<3^on 2B0 2S0>1^up 2R1<3^on 2B1 2S1>1^up 0R0<1^down 0B0 0R1<1^down 0B1\n"
         "1R0<0:down 1F0 1S0>2:up 1R1<0:down 1F1 1S1>2:up 3R0<2:on 3F0 3R1<2:on 3F1 "
         "3B0 3S0>2^on 3B1 3S1>2^on 1R0<2^up 1B0 1S0>0^down 1R1<2^up 1B1 1S1>0^down\n"
     )
-    assert validate(schedule, graph, Buffered()) is None
-    assert validate(schedule, graph, Rendezvous(1)) is None
-    wrong = validate(schedule, graph, Rendezvous())
+    assert validate_schedule(schedule, graph, Buffered()) is None
+    assert validate_schedule(schedule, graph, Rendezvous(1)) is None
+    wrong = validate_schedule(schedule, graph, Rendezvous())
     assert wrong is not None
     assert wrong.cycle == (
         "rank 0 waits at action 3 for rank 1 to post the receive of 0S1>1:down",
         "rank 1 waits at action 2 for rank 0 to post the receive of 1S0>2:up",
     )
     assert (wrong.rank, wrong.position) == (0, 3)
-    assert validate(schedule, graph) == wrong
+    assert validate_schedule(schedule, graph) == wrong
 
 
 def test_sends_in_another_order_than_their_receives_are_told() -> None:
     graph = StageGraph((Stage(),) * 2, (Edge("a", 0, (1,)), Edge("b", 0, (1,))))
-    schedule = lower(make("simple", 2, 2, 1), graph)
+    schedule = lower_schedule(make_schedule("simple", 2, 2, 1), graph)
     first, second = list(schedule.ranks[0]), schedule.ranks[0]
     first[1], first[2] = second[2], second[1]
     assert "message 0 from rank 0 to rank 1 is sent as 0S0>1:b (action 1), but received as 1R0<0:a" in why(
@@ -189,19 +192,19 @@ def test_sends_in_another_order_than_their_receives_are_told() -> None:
 )
 def test_what_is_wrong_is_named_with_its_place(rank: int, old: str, new: str, told: str) -> None:
     line = " ".join(map(str, PROVEN.ranks[rank]))
-    wrong = validate(with_rank(PROVEN, rank, parse_rank(line.replace(old, new, 1))), GRAPH)
-    assert isinstance(wrong, Invalid)
+    wrong = validate_schedule(with_rank(PROVEN, rank, parse_rank(line.replace(old, new, 1))), GRAPH)
+    assert isinstance(wrong, ScheduleViolation)
     assert told in str(wrong)
 
 
 def test_a_schedule_that_was_not_lowered_is_told_so() -> None:
-    assert "lower() adds what is sent" in why(make("1f1b", 2, 2, 2), chain([Stage()] * 2))
+    assert "lower() adds what is sent" in why(make_schedule("1f1b", 2, 2, 2), make_chain_graph([Stage()] * 2))
 
 
 def test_a_received_value_that_nobody_uses_is_told() -> None:
     graph = StageGraph((Stage(),) * 2, (Edge("v", 0, (1,), gradient=False),))
-    schedule = lower(make("simple", 2, 2, 1), graph)
-    extra = Action(Kind.RECEIVE, 0, 0, 1, "v", gradient=True)
+    schedule = lower_schedule(make_schedule("simple", 2, 2, 1), graph)
+    extra = Action(ActionKind.RECEIVE, 0, 0, 1, "v", gradient=True)
     assert "a value without gradient" in why(with_rank(schedule, 0, [*schedule.ranks[0], extra]), graph)
 
 
@@ -209,34 +212,34 @@ def test_a_received_value_that_nobody_uses_is_told() -> None:
 @given(pipelines(), st.integers(0, 3))
 def test_the_memory_bound_is_exact(pipeline: Pipeline, ahead: int) -> None:
     """The least limit that is accepted is what the rank holds at its worst action."""
-    schedule, graph = lower(*pipeline), pipeline[1]
-    most = [max(held(schedule, graph, rank, ahead)) for rank in range(len(schedule.ranks))]
-    assert validate(schedule, graph, Rendezvous(ahead), Limits(memory=most)) is None
-    wrong = validate(schedule, graph, Rendezvous(ahead), Limits(memory=[most[0] - 1, *most[1:]]))
+    schedule, graph = lower_schedule(*pipeline), pipeline[1]
+    most = [max(trace_held_bytes(schedule, graph, rank, ahead)) for rank in range(len(schedule.ranks))]
+    assert validate_schedule(schedule, graph, Rendezvous(ahead), Limits(memory=most)) is None
+    wrong = validate_schedule(schedule, graph, Rendezvous(ahead), Limits(memory=[most[0] - 1, *most[1:]]))
     assert wrong is not None
     assert wrong.rank == 0
-    assert held(schedule, graph, 0, ahead)[wrong.position] == most[0]
-    assert all(kept >= peak for kept, peak in zip(most, peaks(schedule, graph), strict=True))
+    assert trace_held_bytes(schedule, graph, 0, ahead)[wrong.position] == most[0]
+    assert all(kept >= peak for kept, peak in zip(most, compute_peak_memory(schedule, graph), strict=True))
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 2])
 def test_receives_posted_ahead_take_their_memory(ahead: int) -> None:
-    graph = chain([Stage(activation=100)] * 2, size=10)
-    schedule = lower(make("simple", 2, 2, 4), graph)
-    assert max(held(schedule, graph, 1, ahead)) == 400 + 10  # the last forward has no receive behind it
-    assert held(schedule, graph, 1, ahead)[1] == 100 + 10 * (1 + ahead)
+    graph = make_chain_graph([Stage(activation=100)] * 2, size=10)
+    schedule = lower_schedule(make_schedule("simple", 2, 2, 4), graph)
+    assert max(trace_held_bytes(schedule, graph, 1, ahead)) == 400 + 10  # the last forward has no receive behind it
+    assert trace_held_bytes(schedule, graph, 1, ahead)[1] == 100 + 10 * (1 + ahead)
 
 
 def test_micro_batches_in_flight_are_limited() -> None:
     assert in_flight(PROVEN) == (4, 3, 2, 1)
-    assert validate(PROVEN, GRAPH, limits=Limits(in_flight=4)) is None
-    wrong = validate(PROVEN, GRAPH, limits=Limits(in_flight=3))
-    assert wrong == Invalid("stage 0 has 4 micro-batches in flight, 3 are allowed", 0)
+    assert validate_schedule(PROVEN, GRAPH, limits=Limits(in_flight=4)) is None
+    wrong = validate_schedule(PROVEN, GRAPH, limits=Limits(in_flight=3))
+    assert wrong == ScheduleViolation("stage 0 has 4 micro-batches in flight, 3 are allowed", 0)
 
 
 def test_a_walk_backwards_is_not_taken_for_a_proof() -> None:
     """Messages are right in number and order, but a rank computes what it cannot have yet."""
-    schedule = parse(
+    schedule = parse_schedule(
         "0F0 0S0>1:v0 0R0<1^v0 0B0 0F1 0S1>1:v0 0R1<1^v0 0B1\n1R1<0:v0 1F1 1B1 1S1>0^v0 1R0<0:v0 1F0 1B0 1S0>0^v0\n"
     )
-    assert "received as 1R1<0:v0" in why(schedule, chain([Stage()] * 2))
+    assert "received as 1R1<0:v0" in why(schedule, make_chain_graph([Stage()] * 2))

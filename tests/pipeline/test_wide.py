@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from everstep.pipeline import pipeline  # noqa: E402
-from everstep.pipeline.engine.microbatch import bounds  # noqa: E402
-from everstep.pipeline.engine.options import Options  # noqa: E402
+from everstep.pipeline.engine.microbatch import compute_bounds  # noqa: E402
+from everstep.pipeline.engine.options import EngineOptions  # noqa: E402
 from everstep.pipeline.engine.wide import more_words  # noqa: E402
 from everstep.pipeline.transport.base import Transport  # noqa: E402
 from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
@@ -23,7 +23,7 @@ from tests.pipeline.training import Setting, batch_of, engine_of, share  # noqa:
 
 pytestmark = pytest.mark.torch
 
-WIDE = Options(fp32_gradients=True)
+WIDE = EngineOptions(fp32_gradients=True)
 STEPS = 3  # batches that are added up
 
 
@@ -54,7 +54,7 @@ def sums(setting: Setting) -> tuple[dict[str, Any], float]:
         total = {name: torch.zeros(each.shape) for name, each in model.named_parameters()}
         for number in range(STEPS):
             mine = share(setting, replica, batch_of(setting, number))
-            for start, stop in bounds(setting.samples // setting.replicas, setting.microbatches):
+            for start, stop in compute_bounds(setting.samples // setting.replicas, setting.microbatches):
                 part = slice_batch(mine, start, stop)
                 model.zero_grad()
                 part_sum, part_count = case.loss(model(**part.inputs), part.targets)

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-from everstep.pipeline.engine.engine import Engine, Output
-from everstep.pipeline.engine.microbatch import bounds
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.engine import Engine, StepResult
+from everstep.pipeline.engine.microbatch import compute_bounds
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.rng import Random
 from everstep.pipeline.engine.zero import ShardedOptimizer
 from everstep.pipeline.graph import StageGraph
-from everstep.pipeline.schedules import Schedule, lower, make
+from everstep.pipeline.schedules import Schedule, lower_schedule, make_schedule
 from everstep.pipeline.transport.base import Transport
 from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.by_hand import cut, recipe
@@ -36,7 +36,7 @@ class Setting:
     samples: int = 8  # of all replicas together, in each step
     steps: int = 2
     dtype: torch.dtype = torch.float64
-    options: Options = field(default_factory=Options)
+    options: EngineOptions = field(default_factory=EngineOptions)
     sharded: bool = False  # the optimizer's state, over the replicas
     by_hand: bool = True  # else the front end cuts
 
@@ -53,7 +53,7 @@ class Trained:
     gradients: dict[str, Any]
     weights: dict[str, Any]
     buffers: dict[str, Any]
-    outputs: list[Output] = field(default_factory=list)
+    outputs: list[StepResult] = field(default_factory=list)
 
 
 def setting_of(row: Mapping[str, Any], **more: Any) -> Setting:
@@ -75,7 +75,9 @@ def setting_of(row: Mapping[str, Any], **more: Any) -> Setting:
         replicas,
         samples[row["batch"]],
         steps=5,
-        options=Options(recompute=recompute, clip=row.get("clip"), bucket=row.get("bucket", Options.bucket)),
+        options=EngineOptions(
+            recompute=recompute, clip=row.get("clip"), bucket=row.get("bucket", EngineOptions.bucket)
+        ),
         sharded=row.get("sharded", False),
         **more,
     )
@@ -97,7 +99,9 @@ def optimizer_of(parameters: Sequence[Any], dtype: torch.dtype) -> torch.optim.O
 
 def schedule_of(setting: Setting, graph: StageGraph) -> Schedule:
     split = frozenset(range(setting.stages))
-    return lower(make(setting.schedule, setting.stages, setting.ranks, setting.microbatches, split), graph)
+    return lower_schedule(
+        make_schedule(setting.schedule, setting.stages, setting.ranks, setting.microbatches, split), graph
+    )
 
 
 def alone(setting: Setting) -> Trained:
@@ -140,7 +144,7 @@ def engine_of(
     setting: Setting,
     transport: Transport,
     loss: Any = None,
-    options: Options | None = None,
+    options: EngineOptions | None = None,
     change: Callable[[Schedule], Schedule] = lambda schedule: schedule,
 ) -> Engine:
     """One rank of the setting, with its own copy of the model."""
@@ -225,14 +229,14 @@ def apart(one: Trained, other: Trained) -> float:
 
 
 def _shares(setting: Setting) -> list[tuple[int, int]]:
-    return bounds(setting.samples, setting.replicas)
+    return compute_bounds(setting.samples, setting.replicas)
 
 
 def _parts(setting: Setting, batch: Batch) -> list[tuple[int, Batch]]:
     """The micro-batches of all replicas, and the number that each has among all."""
     found = []
     for replica, (start, stop) in enumerate(_shares(setting)):
-        for number, (low, high) in enumerate(bounds(stop - start, setting.microbatches)):
+        for number, (low, high) in enumerate(compute_bounds(stop - start, setting.microbatches)):
             part = slice_batch(batch, start + low, start + high)
             found.append((replica * setting.microbatches + number, part))
     return found

@@ -7,8 +7,8 @@ import dataclasses
 import pytest
 
 from everstep_operator.api.status import Cause, Charge
-from everstep_operator.plan.leader import MAX_ORDINAL, Entry
-from everstep_operator.plan.situation import utc
+from everstep_operator.plan.leader import MAX_ORDINAL, ReportedGeneration
+from everstep_operator.plan.situation import to_utc
 from tests.builders import job
 from tests.plan.world import World
 
@@ -49,7 +49,7 @@ def test_a_running_set_is_left_alone_whatever_its_labels_become(epoch: int) -> N
 def test_a_charge_of_an_epoch_that_was_never_given_out_ends_in_no_loop() -> None:
     """Stored by a version that believed its pods."""
     world = plain()
-    charge = Charge(id=f"{MAX_ORDINAL}.1", cause=Cause.APPLICATION, time=utc(world.now))
+    charge = Charge(id=f"{MAX_ORDINAL}.1", cause=Cause.APPLICATION, time=to_utc(world.now))
     restarts = world.status.restarts.model_copy(update={"total": 1, "application": 1, "charges": [charge]})
     world.job = world.job.model_copy(update={"status": world.status.model_copy(update={"restarts": restarts})})
     for _ in range(30):
@@ -66,7 +66,7 @@ def test_a_leader_s_entry_of_an_epoch_that_was_never_given_out_is_not_charged() 
     """It would be newer than all that follow, which then cost nothing."""
     world = World(job().nodes(2).build()).run("Running")
     assert world.leader is not None
-    world.leader.ledger.append(Entry(f"{MAX_ORDINAL}.1", "PodLost", ended_at=world.now))
+    world.leader.ledger.append(ReportedGeneration(f"{MAX_ORDINAL}.1", "PodLost", ended_at=world.now))
     world.reconcile()
     assert world.status.restarts.total == 0
     world.fail_rank()

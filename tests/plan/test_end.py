@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from everstep_operator.plan.leader import Outcome
-from everstep_operator.plan.observed import LastWord, last_word
+from everstep_operator.plan.leader import LeaderOutcome
+from everstep_operator.plan.observed import TerminationMessage, parse_termination_message
 from tests.builders import job
 from tests.plan.world import World
 
@@ -39,14 +39,16 @@ def test_a_word_of_an_older_epoch_ends_nothing() -> None:
     world.vanish(0)
     world.run("Running")
     assert world.status.epoch == 2
-    world.exit(1, 0, word=LastWord("succeeded", epoch=1))
+    world.exit(1, 0, word=TerminationMessage("succeeded", epoch=1))
     world.reconcile()
     assert world.phase != "Succeeded"
 
 
 def test_a_failure_in_the_operators_absence_keeps_its_words() -> None:
     world = running()
-    world.exit(0, 3, word=LastWord("failed", 1, 1, rank=1, exit_code=3, message="ValueError", log_tail=("a", "b")))
+    world.exit(
+        0, 3, word=TerminationMessage("failed", 1, 1, rank=1, exit_code=3, message="ValueError", log_tail=("a", "b"))
+    )
     world.leader = None
     world.reconcile()
     assert world.phase == "Failed"
@@ -57,7 +59,7 @@ def test_a_failure_in_the_operators_absence_keeps_its_words() -> None:
 
 def test_restarts_that_no_operator_saw_are_counted_by_the_last_word() -> None:
     world = running()
-    word = last_word(
+    word = parse_termination_message(
         '{"result": "succeeded", "epoch": 1, "generation": 3, "ledger": ["1.1 Application", "1.2 PodLost"]}'
     )
     world.exit(0, 0, word=word)
@@ -72,7 +74,9 @@ def test_restarts_that_no_operator_saw_are_counted_by_the_last_word() -> None:
 
 def test_progress_that_no_operator_saw_is_told_by_the_last_word() -> None:
     world = running()
-    word = last_word('{"result": "succeeded", "epoch": 1, "generation": 1, "progress": {"step": 7, "totalSteps": 7}}')
+    word = parse_termination_message(
+        '{"result": "succeeded", "epoch": 1, "generation": 1, "progress": {"step": 7, "totalSteps": 7}}'
+    )
     world.exit(0, 0, word=word)
     world.reconcile()
     assert world.phase == "Succeeded"
@@ -84,7 +88,7 @@ def test_a_lost_link_right_before_the_end_is_counted_too() -> None:
     world = running()
     assert world.leader is not None
     world.leader.end_generation("PodLost", world.now, index=1)
-    world.leader.outcome = Outcome("succeeded")  # told before the pods have ended
+    world.leader.outcome = LeaderOutcome("succeeded")  # told before the pods have ended
     world.reconcile()
     assert world.phase == "Succeeded"
     assert [(c.id, c.cause.value) for c in world.status.restarts.charges] == [("1.1", "Infrastructure")]
@@ -92,7 +96,7 @@ def test_a_lost_link_right_before_the_end_is_counted_too() -> None:
 
 def test_the_failure_that_ends_a_job_unseen_is_no_restart_either() -> None:
     world = running(application=1)
-    word = last_word(
+    word = parse_termination_message(
         '{"result": "failed", "epoch": 1, "generation": 2, "ledger": ["1.1 Application", "1.2 Application"]}'
     )
     world.exit(0, 5, word=word)
@@ -104,7 +108,7 @@ def test_the_failure_that_ends_a_job_unseen_is_no_restart_either() -> None:
 
 @pytest.mark.parametrize("ledger", ["7", '"x"', "[1, null, {}]", '["", "1.1", "x Application", "1.-1 Application"]'])
 def test_a_ledger_that_is_none_charges_nothing(ledger: str) -> None:
-    word = last_word(f'{{"result": "succeeded", "ledger": {ledger}}}')
+    word = parse_termination_message(f'{{"result": "succeeded", "ledger": {ledger}}}')
     assert word is not None
     assert word.ledger == ()
 
@@ -113,8 +117,8 @@ def test_a_leader_that_was_told_to_leave_does_not_end_the_job() -> None:
     world = running()
     assert world.leader is not None
     world.delete(0)
-    world.leader.outcome = Outcome("stopped")
-    world.exit(0, 143, word=LastWord("stopped", 1, 1))
+    world.leader.outcome = LeaderOutcome("stopped")
+    world.exit(0, 143, word=TerminationMessage("stopped", 1, 1))
     world.reconcile()
     assert world.phase == "Restarting"
     world.run("Running")
@@ -122,7 +126,7 @@ def test_a_leader_that_was_told_to_leave_does_not_end_the_job() -> None:
 
 def test_an_agent_0_that_cannot_start_ends_nothing() -> None:
     world = World(job().nodes(2).build()).run("Starting")
-    world.exit(0, 1, word=LastWord("left", message="No space left on device"))
+    world.exit(0, 1, word=TerminationMessage("left", message="No space left on device"))
     world.run("Running")
 
 
@@ -137,7 +141,7 @@ def test_exit_code_0_without_a_word_is_a_lost_pod() -> None:
 def test_a_late_leader_of_another_epoch_is_not_believed() -> None:
     world = running()
     assert world.leader is not None
-    stale = dataclasses.replace(world.leader, outcome=Outcome("succeeded"))
+    stale = dataclasses.replace(world.leader, outcome=LeaderOutcome("succeeded"))
     world.vanish(0)
     world.reconcile()
     world.bind()
@@ -150,6 +154,6 @@ def test_a_late_leader_of_another_epoch_is_not_believed() -> None:
 @pytest.mark.parametrize("field", ["exitCode", "rank"])
 def test_what_is_no_number_in_a_last_word_is_nothing(field: str) -> None:
     """In Python, True is one."""
-    word = last_word(json.dumps({"result": "failed", "epoch": 1, "generation": 1, field: True}))
+    word = parse_termination_message(json.dumps({"result": "failed", "epoch": 1, "generation": 1, field: True}))
     assert word is not None
     assert (word.exit_code, word.rank) == (None, None)

@@ -29,7 +29,7 @@ def partly_placed() -> World:
 
 def test_a_stalled_set_is_given_back_as_a_whole() -> None:
     world = partly_placed()
-    world.now += gang.PATIENCE
+    world.now += gang.STALL_SECONDS
     made = world.reconcile()
     assert world.phase == "Pending"
     assert world.status.transitions[-1].reason == "GangReleased"
@@ -41,11 +41,11 @@ def test_nodes_that_are_being_made_are_waited_for_and_asked_about_only_before_a_
     world = partly_placed()
     world.scale_up_at = world.now
     assert world.asked_for_room == 0
-    world.now += gang.PATIENCE
+    world.now += gang.STALL_SECONDS
     made = world.reconcile()
     assert world.phase == "Scheduling"
     assert world.asked_for_room == 1
-    assert made.requeue_at == world.scale_up_at + gang.SCALE_UP
+    assert made.requeue_at == world.scale_up_at + gang.SCALE_UP_SECONDS
     world.now = made.requeue_at
     world.reconcile()
     assert world.phase == "Pending", "the promise was not kept"
@@ -56,7 +56,7 @@ def test_nodes_that_are_being_made_are_waited_for_and_asked_about_only_before_a_
 def test_a_release_is_finished_by_the_next_operator() -> None:
     world = partly_placed()
     before = dict(world.pods)
-    world.now += gang.PATIENCE
+    world.now += gang.STALL_SECONDS
     world.reconcile()
     world.pods = before  # killed between the status write and the deletes
     world.reconcile()
@@ -65,13 +65,13 @@ def test_a_release_is_finished_by_the_next_operator() -> None:
 
 def test_it_is_made_again_whole_once_the_older_has_its_nodes() -> None:
     world = partly_placed()
-    world.now += gang.PATIENCE
+    world.now += gang.STALL_SECONDS
     world.reconcile()
     world.bury()
     world.capacity = 10
     assert not [a for a in world.reconcile().actions if isinstance(a, CreatePods)], "the older comes first"
     world.gangs = ()
-    world.now += gang.BACKOFF_ALONE
+    world.now += gang.BACKOFF_SECONDS_ALONE
     made = world.reconcile()
     assert [a.indices for a in made.actions if isinstance(a, CreatePods)] == [(0, 1, 2, 3)]
     assert world.phase == "Scheduling"
@@ -84,10 +84,10 @@ def test_it_is_made_again_whole_once_the_older_has_its_nodes() -> None:
 def test_nothing_is_made_while_pods_of_the_old_set_still_stop() -> None:
     world = partly_placed()
     world.gangs = ()
-    world.now += gang.PATIENCE_ALONE
+    world.now += gang.STALL_SECONDS_ALONE
     world.reconcile()
     del world.pods["digits-3"]
-    world.now += gang.BACKOFF_ALONE
+    world.now += gang.BACKOFF_SECONDS_ALONE
     assert not [a for a in world.reconcile().actions if isinstance(a, CreatePods)]
 
 
@@ -98,7 +98,7 @@ DENIED = 'admission webhook "policy" denied the request'
 def test_a_released_set_that_is_denied_is_tried_again_though_its_template_is_gone(kind: str) -> None:
     """Its pods were accepted once; that they are not now is no fault of the template."""
     world = partly_placed()
-    world.now += gang.PATIENCE
+    world.now += gang.STALL_SECONDS
     world.reconcile()
     world.bury()
     world.gangs = ()
@@ -165,8 +165,8 @@ def test_two_jobs_that_do_not_fit_together_both_finish(seed: int) -> None:
             w.pods[name] = dataclasses.replace(w.pods[name], scheduled_at=now, node="n")
         rng.shuffle(worlds)
         for w in worlds:
-            others = [o for o in worlds if o is not w and gang.waits(o.job)]
-            w.gangs = tuple(gang.view(o.job, o.pods.values()) for o in others)
+            others = [o for o in worlds if o is not w and gang.is_waiting(o.job)]
+            w.gangs = tuple(gang.make_gang_view(o.job, o.pods.values()) for o in others)
             w.reconcile()
             if w.phase == "Running" and w.leader is not None and w.leader.step > 20:
                 w.end()

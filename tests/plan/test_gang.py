@@ -22,7 +22,7 @@ def view(name: str, created: float, *, wanted: int = 4, scheduled: int = 0, **fi
 def hold(
     me: GangView, *others: GangView, grew_at: float = 0, scale_up_at: float | None = None, now: float = 1000
 ) -> bool:
-    return gang.hold(me, others, grew_at=grew_at, scale_up_at=scale_up_at, now=now).release
+    return gang.judge_hold(me, others, grew_at=grew_at, scale_up_at=scale_up_at, now=now).release
 
 
 def test_the_oldest_never_yields_to_a_younger() -> None:
@@ -32,10 +32,12 @@ def test_the_oldest_never_yields_to_a_younger() -> None:
 def test_one_that_todays_nodes_cannot_hold_gives_way_once_it_has_stalled() -> None:
     impossible, young = view("old", 0, wanted=64, scheduled=12, places=12), view("young", 1, places=4)
     assert not hold(impossible, young, grew_at=990)
-    assert hold(impossible, young, grew_at=990, now=990 + gang.PATIENCE)
+    assert hold(impossible, young, grew_at=990, now=990 + gang.STALL_SECONDS)
     assert not hold(impossible, young, scale_up_at=990), "nodes are on their way"
     gone = dataclasses.replace(impossible, scheduled=0, released_at=1000)
-    assert gang.may_try(gone, [young], now=1001).retry_at == 1000 + gang.BACKOFF + gang._spread("old")
+    assert gang.judge_retry(gone, [young], now=1001).retry_at == 1000 + gang.BACKOFF_SECONDS + gang._compute_jitter(
+        "old"
+    )
 
 
 def test_one_that_todays_nodes_can_hold_never_gives_way_to_one_that_they_cannot() -> None:
@@ -44,19 +46,19 @@ def test_one_that_todays_nodes_can_hold_never_gives_way_to_one_that_they_cannot(
 
 
 def test_the_oldest_looks_again_for_nodes_may_go_without_an_event() -> None:
-    verdict = gang.hold(view("a", 0, scheduled=2), [view("b", 1)], grew_at=0, scale_up_at=None, now=1000)
-    assert verdict == gang.Verdict(retry_at=1000 + gang.LOOK_EVERY)
+    verdict = gang.judge_hold(view("a", 0, scheduled=2), [view("b", 1)], grew_at=0, scale_up_at=None, now=1000)
+    assert verdict == gang.GangVerdict(retry_at=1000 + gang.RECHECK_SECONDS)
 
 
 def test_a_younger_gang_yields_once_it_has_stalled() -> None:
     young, old = view("young", 1, scheduled=2), view("old", 0, scheduled=2)
     assert not hold(young, old, grew_at=990)
-    assert hold(young, old, grew_at=990, now=990 + gang.PATIENCE)
+    assert hold(young, old, grew_at=990, now=990 + gang.STALL_SECONDS)
 
 
 def test_it_is_told_when_to_look_again() -> None:
-    verdict = gang.hold(view("b", 1, scheduled=1), [view("a", 0)], grew_at=990, scale_up_at=None, now=1000)
-    assert verdict == gang.Verdict(retry_at=990 + gang.PATIENCE)
+    verdict = gang.judge_hold(view("b", 1, scheduled=1), [view("a", 0)], grew_at=990, scale_up_at=None, now=1000)
+    assert verdict == gang.GangVerdict(retry_at=990 + gang.STALL_SECONDS)
 
 
 def test_the_youngest_holder_releases_first() -> None:
@@ -77,13 +79,13 @@ def test_who_would_not_fit_anyway_does_not_wait_for_the_younger() -> None:
 def test_room_in_sight_buys_time() -> None:
     young, old = view("young", 1, scheduled=2), view("old", 0, scheduled=2)
     assert not hold(young, old, scale_up_at=900)
-    assert hold(young, old, scale_up_at=900, now=900 + gang.SCALE_UP)
+    assert hold(young, old, scale_up_at=900, now=900 + gang.SCALE_UP_SECONDS)
 
 
 def test_survivors_of_a_running_job_wait_longer() -> None:
     young, old = view("young", 1, scheduled=3, recovering=True), view("old", 0, scheduled=2)
     assert not hold(young, old, grew_at=900)
-    assert hold(young, old, grew_at=900, now=900 + gang.PATIENCE_RECOVERING)
+    assert hold(young, old, grew_at=900, now=900 + gang.STALL_SECONDS_RECOVERING)
 
 
 def test_another_pool_is_another_queue() -> None:
@@ -93,15 +95,18 @@ def test_another_pool_is_another_queue() -> None:
 
 
 def test_alone_it_gives_back_late() -> None:
-    assert not hold(view("me", 0, scheduled=2), now=gang.PATIENCE_ALONE - 1)
-    assert hold(view("me", 0, scheduled=2), now=gang.PATIENCE_ALONE)
+    assert not hold(view("me", 0, scheduled=2), now=gang.STALL_SECONDS_ALONE - 1)
+    assert hold(view("me", 0, scheduled=2), now=gang.STALL_SECONDS_ALONE)
 
 
 def test_after_giving_back_it_waits_for_the_older_or_a_backoff() -> None:
     me, old = view("me", 1, released_at=1000), view("old", 0, scheduled=2)
-    assert gang.may_try(me, [old], now=1001).retry_at is not None
-    assert gang.may_try(me, [dataclasses.replace(old, scheduled=4)], now=1000 + gang.BACKOFF_ALONE).retry_at is None
-    assert gang.may_try(me, [old], now=1000 + gang.BACKOFF + gang.BACKOFF_SPREAD).retry_at is None
+    assert gang.judge_retry(me, [old], now=1001).retry_at is not None
+    assert (
+        gang.judge_retry(me, [dataclasses.replace(old, scheduled=4)], now=1000 + gang.BACKOFF_SECONDS_ALONE).retry_at
+        is None
+    )
+    assert gang.judge_retry(me, [old], now=1000 + gang.BACKOFF_SECONDS + gang.BACKOFF_JITTER_SECONDS).retry_at is None
 
 
 @dataclasses.dataclass
@@ -157,10 +162,10 @@ class Simulation:
         waiting = [o for o in self.gangs if o is not g and o.formed_at is None and o.created <= self.now]
         me, others = g.view(self.capacity), [o.view(self.capacity) for o in waiting]
         if not g.tried:
-            g.tried = gang.may_try(me, others, now=self.now).retry_at is None
+            g.tried = gang.judge_retry(me, others, now=self.now).retry_at is None
             g.grew_at = self.now
             return
-        if gang.hold(me, others, grew_at=g.grew_at, scale_up_at=None, now=self.now).release:
+        if gang.judge_hold(me, others, grew_at=g.grew_at, scale_up_at=None, now=self.now).release:
             possible = [o for o in waiting if o.wanted <= self.capacity]
             overtaken = g.wanted <= self.capacity and others and all(o.created > g.created for o in possible)
             assert not overtaken, "the oldest that is possible yielded"

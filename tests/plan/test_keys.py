@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from everstep_operator.plan.actions import Action, EnsureSecret, EnsureTemplate
-from everstep_operator.plan.keys import find_key, secret_name
+from everstep_operator.plan.keys import find_key, make_secret_name
 from tests.builders import job
 from tests.plan.world import World
 
@@ -27,7 +27,7 @@ def running() -> World:
 
 
 def names(world: World, epoch: int, key: bytes) -> str:
-    return secret_name("digits", world.job.metadata.uid, epoch, key)
+    return make_secret_name("digits", world.job.metadata.uid, epoch, key)
 
 
 def noted(world: World) -> list[Action]:
@@ -84,5 +84,5 @@ def test_without_the_previous_key_a_template_of_it_is_lost_and_its_pods_stay() -
 
 def test_what_no_key_gives_is_taken_for_the_current_one() -> None:
     assert find_key(["database", ""], "digits", "u", 1, (NEW, OLD)) == NEW
-    assert find_key([secret_name("digits", "u", 1, OLD)], "digits", "u", 1, (NEW, OLD)) == OLD
-    assert find_key([secret_name("digits", "another", 1, OLD)], "digits", "u", 1, (NEW, OLD)) == NEW
+    assert find_key([make_secret_name("digits", "u", 1, OLD)], "digits", "u", 1, (NEW, OLD)) == OLD
+    assert find_key([make_secret_name("digits", "another", 1, OLD)], "digits", "u", 1, (NEW, OLD)) == NEW

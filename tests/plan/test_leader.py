@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep_operator.plan.leader import id_order, leader_view
-from everstep_operator.plan.observed import last_word, pod_view
+from everstep_operator.plan.leader import parse_generation_id, parse_leader_state
+from everstep_operator.plan.observed import parse_pod, parse_termination_message
 from tests.builders import job
 from tests.plan.world import World
 
@@ -35,7 +35,7 @@ STATE: dict[str, Any] = {
 
 
 def test_a_state_is_read() -> None:
-    view = leader_view(STATE, answered_at=5.0)
+    view = parse_leader_state(STATE, answered_at=5.0)
     assert (view.epoch, view.generation, view.phase) == (2, 3, "running")
     assert view.progress is not None
     assert (view.progress.step, view.progress.steps_per_second) == (1200, 14.2)
@@ -45,48 +45,48 @@ def test_a_state_is_read() -> None:
 
 def test_an_entry_ended_before_it_was_told_whatever_the_nodes_clock_says() -> None:
     state = {**STATE, "ledger": [{"id": "2.2", "cause": "PodLost", "endedAt": 999.0}]}
-    first = leader_view(state, answered_at=5.0)
+    first = parse_leader_state(state, answered_at=5.0)
     assert [e.ended_at for e in first.ledger] == [5.0]
-    later = leader_view(state, answered_at=50.0, before=first)
+    later = parse_leader_state(state, answered_at=50.0, before=first)
     assert later.ledger == first.ledger, "the limit does not move with each answer"
-    restarted = leader_view({**state, "incarnation": "a0"}, answered_at=50.0, before=first)
+    restarted = parse_leader_state({**state, "incarnation": "a0"}, answered_at=50.0, before=first)
     assert [e.ended_at for e in restarted.ledger] == [50.0]
-    assert [e.ended_at for e in leader_view(STATE, answered_at=5.0).ledger] == [None, 0.0]
+    assert [e.ended_at for e in parse_leader_state(STATE, answered_at=5.0).ledger] == [None, 0.0]
 
 
 def test_a_generation_runs_since_the_operator_was_told_whatever_the_nodes_clock_says() -> None:
-    first = leader_view(STATE, answered_at=5.0)
+    first = parse_leader_state(STATE, answered_at=5.0)
     assert first.running_since == 5.0
-    assert leader_view(STATE, answered_at=50.0, before=first).running_since == 5.0
-    assert leader_view({**STATE, "generation": 4}, answered_at=50.0, before=first).running_since == 50.0
-    assert leader_view({**STATE, "incarnation": "a0"}, answered_at=50.0, before=first).running_since == 50.0
-    stopping = leader_view({**STATE, "phase": "stopping"}, answered_at=50.0, before=first)
+    assert parse_leader_state(STATE, answered_at=50.0, before=first).running_since == 5.0
+    assert parse_leader_state({**STATE, "generation": 4}, answered_at=50.0, before=first).running_since == 50.0
+    assert parse_leader_state({**STATE, "incarnation": "a0"}, answered_at=50.0, before=first).running_since == 50.0
+    stopping = parse_leader_state({**STATE, "phase": "stopping"}, answered_at=50.0, before=first)
     assert stopping.running_since is None
 
 
 def test_what_is_too_much_is_cut() -> None:
     flood = {**STATE, "ledger": [{"id": f"2.{i}", "message": "x" * 10**5} for i in range(1000)], "missing": [1] * 10**5}
-    view = leader_view(flood, answered_at=5.0)
+    view = parse_leader_state(flood, answered_at=5.0)
     assert len(view.ledger) == 64
     assert len(view.missing) <= 4096
     assert max(len(e.message) for e in view.ledger) <= 1024
 
 
 def test_ids_are_two_plain_numbers() -> None:
-    assert id_order("2.10") > id_order("2.9") > id_order("1.99")
+    assert parse_generation_id("2.10") > parse_generation_id("2.9") > parse_generation_id("1.99")
     for odd in ("", "2", "2.", ".1", "a.b", "-1.2", "2.1.1", "²." + "1" * 50):
-        assert id_order(odd) == (-1, -1)
+        assert parse_generation_id(odd) == (-1, -1)
 
 
 def test_a_generation_that_no_charge_can_hold_is_none_wherever_it_is_read() -> None:
     for much in (10**9, 2**53, 10**400, "1234567890", True, -1):
-        view = leader_view({**STATE, "epoch": much, "generation": much}, answered_at=5.0)
+        view = parse_leader_state({**STATE, "epoch": much, "generation": much}, answered_at=5.0)
         assert (view.epoch, view.generation) == (0, 0)
-        word = last_word(json.dumps({"result": "failed", "epoch": much, "generation": much}))
+        word = parse_termination_message(json.dumps({"result": "failed", "epoch": much, "generation": much}))
         assert word is not None
         assert word.generation == 0
     labels = {f"everstep.dev/{name}": "1234567890" for name in ("index", "epoch", "template")}
-    pod = pod_view({"metadata": {"labels": labels}})
+    pod = parse_pod({"metadata": {"labels": labels}})
     assert (pod.index, pod.epoch, pod.template) == (-1, -1, -1)
 
 
@@ -112,8 +112,8 @@ JSON = st.recursive(
 
 @given(odd=st.dictionaries(st.sampled_from(sorted(STATE)), JSON), whole=JSON)
 def test_no_answer_breaks_the_operator(odd: dict[str, Any], whole: Any) -> None:
-    leader_view({**STATE, **odd}, answered_at=5.0)
-    leader_view(whole, answered_at=5.0)
+    parse_leader_state({**STATE, **odd}, answered_at=5.0)
+    parse_leader_state(whole, answered_at=5.0)
 
 
 def test_numbers_and_text_that_nothing_can_hold() -> None:
@@ -122,7 +122,7 @@ def test_numbers_and_text_that_nothing_can_hold() -> None:
         "outcome": {"result": "failed", "message": "\ud800"},
         "ledger": [{"id": "1234567890.1"}],
     }
-    view = leader_view(raw, answered_at=1.0)
+    view = parse_leader_state(raw, answered_at=1.0)
     assert view.progress is not None
     assert view.progress.at is None
     assert view.progress.steps_per_second is None

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from everstep_operator.plan.node import NodeView, node_view
+from everstep_operator.plan.node import NodeView, parse_node
 
 
 def node(*, ready: str = "True", reason: str = "KubeletReady", **spec: Any) -> dict[str, Any]:
@@ -19,22 +19,22 @@ def test_a_heartbeat_changes_nothing() -> None:
     later["metadata"]["resourceVersion"] = "9"
     later["status"]["conditions"][0]["lastHeartbeatTime"] = "2026-01-01T00:05:00Z"
     later["status"]["images"] = [{"names": ["pulled/since"]}]
-    assert node_view(later) == node_view(node()) == NodeView("n1")
+    assert parse_node(later) == parse_node(node()) == NodeView("n1")
 
 
 def test_a_node_that_is_not_ready_says_why() -> None:
-    lost = node_view(node(ready="Unknown", reason="NodeStatusUnknown"))
+    lost = parse_node(node(ready="Unknown", reason="NodeStatusUnknown"))
     assert (lost.ready, lost.not_ready_because) == (False, "NodeStatusUnknown")
-    assert not node_view({"metadata": {"name": "new"}}).ready, "one that has not reported yet"
+    assert not parse_node({"metadata": {"name": "new"}}).ready, "one that has not reported yet"
 
 
 def test_a_cordon_and_the_taints_of_those_who_remove_nodes() -> None:
-    assert node_view(node(unschedulable=True)).cordoned
+    assert parse_node(node(unschedulable=True)).cordoned
     taints = [{"key": "nvidia.com/gpu", "effect": "NoSchedule"}, {"key": "karpenter.sh/disrupted"}]
-    assert node_view(node(taints=taints)).leaving == "karpenter.sh/disrupted"
-    assert node_view(node(taints=taints[:1])) == NodeView("n1"), "what keeps others away is no drain"
+    assert parse_node(node(taints=taints)).leaving == "karpenter.sh/disrupted"
+    assert parse_node(node(taints=taints[:1])) == NodeView("n1"), "what keeps others away is no drain"
 
 
 @pytest.mark.parametrize("odd", [{}, {"metadata": None, "spec": None, "status": None}, node(taints=[{}])])
 def test_odd_nodes_raise_nothing(odd: Any) -> None:
-    node_view(odd)
+    parse_node(odd)

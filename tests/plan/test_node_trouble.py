@@ -7,9 +7,9 @@ import dataclasses
 import pytest
 
 from everstep_operator.api.status import Cause, Condition, ConditionType
-from everstep_operator.plan.actions import CreatePods, DeletePods, Plan, PodRef
+from everstep_operator.plan.actions import CreatePods, DeletePods, JobPlan, PodRef
 from everstep_operator.plan.node import NodeView
-from everstep_operator.plan.observed import Observed
+from everstep_operator.plan.observed import Observation
 from tests.builders import job
 from tests.plan.world import World
 
@@ -18,11 +18,11 @@ def running(nodes: int = 3, **restart: object) -> World:
     return World(job().nodes(nodes).restart(**restart).build()).run("Running")
 
 
-def deleted(made: Plan) -> tuple[PodRef, ...]:
+def deleted(made: JobPlan) -> tuple[PodRef, ...]:
     return tuple(ref for a in made.actions if isinstance(a, DeletePods) for ref in a.pods)
 
 
-def created(made: Plan) -> list[tuple[int, ...]]:
+def created(made: JobPlan) -> list[tuple[int, ...]]:
     return [a.indices for a in made.actions if isinstance(a, CreatePods)]
 
 
@@ -164,5 +164,5 @@ def test_a_plain_set_that_lost_a_node_is_made_again_as_a_whole() -> None:
 
 
 def test_nodes_that_nobody_has_told_of_are_no_lost_nodes() -> None:
-    observed: Observed = running().observe()
+    observed: Observation = running().observe()
     assert all(pod.gone_since is None for pod in dataclasses.replace(observed, nodes={}).ours)

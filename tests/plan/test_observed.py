@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep_operator.plan.observed import LastWord, last_word, pod_view
+from everstep_operator.plan.observed import TerminationMessage, parse_pod, parse_termination_message
 from tests.builders import CREATED
 
 AT = "2026-01-01T12:00:10Z"
@@ -40,7 +40,7 @@ def raw(*, state: dict[str, Any] | None = None, **status: Any) -> dict[str, Any]
 
 
 def test_a_running_pod() -> None:
-    pod = pod_view(raw(state={"running": {"startedAt": AT}}))
+    pod = parse_pod(raw(state={"running": {"startedAt": AT}}))
     assert (pod.index, pod.epoch, pod.template, pod.owner) == (1, 2, 1, "job")
     assert (pod.node, pod.ip, pod.scheduled_at, pod.started_at) == ("n1", "10.0.0.1", SECONDS, SECONDS)
     assert pod.running
@@ -48,46 +48,46 @@ def test_a_running_pod() -> None:
 
 
 def test_the_trainer_counts_although_a_sidecar_runs_on() -> None:
-    pod = pod_view(raw(state={"terminated": {"exitCode": 137, "reason": "OOMKilled", "startedAt": AT}}))
+    pod = parse_pod(raw(state={"terminated": {"exitCode": 137, "reason": "OOMKilled", "startedAt": AT}}))
     assert pod.ended is not None
     assert (pod.ended.exit_code, pod.ended.signal, pod.ended.reason) == (137, 9, "OOMKilled")
     assert not pod.running
 
 
 def test_an_evicted_pod_has_ended_without_an_exit_code() -> None:
-    pod = pod_view(raw(phase="Failed", reason="Evicted", message="low on memory", containerStatuses=[]))
+    pod = parse_pod(raw(phase="Failed", reason="Evicted", message="low on memory", containerStatuses=[]))
     assert pod.ended is not None
     assert (pod.ended.exit_code, pod.ended.reason, pod.ended.message) == (None, "Evicted", "low on memory")
 
 
 def test_a_disruption_is_seen_before_the_pod_is_gone() -> None:
     gone = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
-    assert pod_view(raw(conditions=[gone])).disruption == "PreemptionByScheduler"
-    assert pod_view(raw(conditions=[{**gone, "status": "False"}])).disruption is None
+    assert parse_pod(raw(conditions=[gone])).disruption == "PreemptionByScheduler"
+    assert parse_pod(raw(conditions=[{**gone, "status": "False"}])).disruption is None
 
 
 def test_deleting_counts_from_the_request_not_from_the_end_of_the_grace() -> None:
     pod = raw()
     pod["metadata"] |= {"deletionTimestamp": AT, "deletionGracePeriodSeconds": 10}
-    assert pod_view(pod).deleting_since == SECONDS - 10
+    assert parse_pod(pod).deleting_since == SECONDS - 10
 
 
 def test_waiting_and_unschedulable_say_why() -> None:
     pod = raw(state={"waiting": {"reason": "ImagePullBackOff", "message": "x" * 9999}})
-    assert pod_view(pod).waiting_reason == "ImagePullBackOff"
-    assert len(pod_view(pod).waiting_message) == 1024
+    assert parse_pod(pod).waiting_reason == "ImagePullBackOff"
+    assert len(parse_pod(pod).waiting_message) == 1024
     pod["spec"] = {}
     pod["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": "0/3 nodes"}]
-    assert pod_view(pod).unschedulable == "0/3 nodes"
-    assert not pod_view(pod).scheduled
+    assert parse_pod(pod).unschedulable == "0/3 nodes"
+    assert not parse_pod(pod).scheduled
 
 
 def test_an_agents_last_word_is_read_and_a_programs_is_not() -> None:
     word = {"result": "failed", "epoch": 2, "generation": 3, "rank": 1, "exitCode": 7, "message": "m", "logTail": ["a"]}
-    assert last_word(json.dumps(word)) == LastWord("failed", 2, 3, 1, 7, "m", ("a",))
-    assert last_word("Traceback (most recent call last)") is None
-    assert last_word('{"result": 1}') is None
-    assert last_word("{") is None
+    assert parse_termination_message(json.dumps(word)) == TerminationMessage("failed", 2, 3, 1, 7, "m", ("a",))
+    assert parse_termination_message("Traceback (most recent call last)") is None
+    assert parse_termination_message('{"result": 1}') is None
+    assert parse_termination_message("{") is None
 
 
 JSON = st.recursive(
@@ -99,17 +99,17 @@ JSON = st.recursive(
 
 @given(word=st.dictionaries(st.sampled_from(["result", "epoch", "rank", "exitCode", "logTail", "message"]), JSON))
 def test_no_last_word_breaks_the_operator(word: dict[str, Any]) -> None:
-    last_word(json.dumps(word))
+    parse_termination_message(json.dumps(word))
 
 
 def test_a_last_word_that_a_program_made_up_is_harmless() -> None:
     # Infinity, half of a surrogate pair and a number that no status can hold: one pod must not stop the operator.
     text = '{"result": "failed", "epoch": 1e999, "exitCode": 99999999999, "rank": 1, "message": "\\ud800"}'
-    assert last_word(text) == LastWord("failed", 0, 0, 1, None, "?")
-    assert last_word('{"result": "failed", "rank": -1}') == LastWord("failed")
-    assert last_word('{"result": ' + "[" * 4000) is None
+    assert parse_termination_message(text) == TerminationMessage("failed", 0, 0, 1, None, "?")
+    assert parse_termination_message('{"result": "failed", "rank": -1}') == TerminationMessage("failed")
+    assert parse_termination_message('{"result": ' + "[" * 4000) is None
 
 
 def test_an_empty_pod_is_nobodys() -> None:
-    pod = pod_view({})
+    pod = parse_pod({})
     assert (pod.index, pod.epoch, pod.owner) == (-1, -1, "")

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from everstep_operator.plan.overlay import overlay
+from everstep_operator.plan.overlay import merge_overlay
 
 
 def test_objects_merge_field_by_field() -> None:
-    assert overlay({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}, "b": 4}) == {"a": {"x": 1, "y": 3}, "b": 4}
+    assert merge_overlay({"a": {"x": 1, "y": 2}}, {"a": {"y": 3}, "b": 4}) == {"a": {"x": 1, "y": 3}, "b": 4}
 
 
 def test_named_things_merge_by_name() -> None:
     base = {"containers": [{"name": "trainer", "image": "i", "env": [{"name": "A", "value": "1"}]}]}
     over = {"containers": [{"name": "x"}, {"name": "trainer", "env": [{"name": "A", "valueFrom": {}}, {"name": "B"}]}]}
-    assert overlay(base, over) == {
+    assert merge_overlay(base, over) == {
         "containers": [
             {"name": "trainer", "image": "i", "env": [{"name": "A", "valueFrom": {}}, {"name": "B"}]},
             {"name": "x"},
@@ -21,20 +21,20 @@ def test_named_things_merge_by_name() -> None:
 
 
 def test_tolerations_are_added() -> None:
-    assert overlay({"tolerations": [{"key": "a"}]}, {"tolerations": [{"key": "b"}, {"key": "a"}]}) == {
+    assert merge_overlay({"tolerations": [{"key": "a"}]}, {"tolerations": [{"key": "b"}, {"key": "a"}]}) == {
         "tolerations": [{"key": "a"}, {"key": "b"}]
     }
 
 
 def test_plain_lists_are_replaced() -> None:
-    assert overlay({"drop": ["ALL"]}, {"drop": ["NET_RAW"]}) == {"drop": ["NET_RAW"]}
+    assert merge_overlay({"drop": ["ALL"]}, {"drop": ["NET_RAW"]}) == {"drop": ["NET_RAW"]}
 
 
 def test_null_removes() -> None:
-    assert overlay({"a": 1, "b": 2}, {"a": None}) == {"b": 2}
+    assert merge_overlay({"a": 1, "b": 2}, {"a": None}) == {"b": 2}
 
 
 def test_the_base_stays_as_it_was() -> None:
     base = {"a": {"x": 1}, "tolerations": [1]}
-    overlay(base, {"a": {"x": 2}, "tolerations": [2]})
+    merge_overlay(base, {"a": {"x": 2}, "tolerations": [2]})
     assert base == {"a": {"x": 1}, "tolerations": [1]}

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from everstep_operator.api.status import ConditionType
-from everstep_operator.plan.observed import LastWord
+from everstep_operator.plan.observed import TerminationMessage
 from tests.builders import job
 from tests.plan.world import World
 
@@ -38,11 +38,11 @@ def test_a_job_without_a_command_is_plain_from_the_start() -> None:
         (128, "StartError", None, "NoPython"),
         (127, "Error", None, "NoPython"),
         (120, "Error", None, "PythonUnsupported"),
-        (120, "Error", LastWord("unusable", message="Python 3.6 is too old"), "PythonUnsupported"),
+        (120, "Error", TerminationMessage("unusable", message="Python 3.6 is too old"), "PythonUnsupported"),
     ],
 )
 def test_an_image_that_cannot_run_the_agent_is_run_without_it_once_and_free(
-    exit_code: int, reason: str, word: LastWord | None, expected: str
+    exit_code: int, reason: str, word: TerminationMessage | None, expected: str
 ) -> None:
     world = starting()
     world.exit(1, exit_code, reason=reason, word=word)
@@ -104,7 +104,7 @@ def test_a_large_job_whose_image_cannot_carry_the_agent_fails_and_says_how_large
 
 def test_a_ranks_own_exit_code_127_is_its_failure() -> None:
     world = starting()
-    world.exit(0, 127, word=LastWord("failed", epoch=1, exit_code=127))
+    world.exit(0, 127, word=TerminationMessage("failed", epoch=1, exit_code=127))
     world.reconcile()
     assert world.phase == "Failed"
 

@@ -9,7 +9,7 @@ from types import FrameType
 import pytest
 
 from everstep_operator.api.status import ConditionType
-from everstep_operator.plan import Plan, plan
+from everstep_operator.plan import JobPlan, make_plan
 from everstep_operator.plan.actions import Action, CreatePods, DeletePods, DryRun, PushPeers
 from everstep_operator.plan.observed import Rejection
 from tests.builders import job
@@ -39,7 +39,7 @@ def test_a_big_job_costs_little_more_than_a_request_per_pod() -> None:
 
 
 def test_the_first_plan_makes_everything_in_order() -> None:
-    made = plan(World(job().nodes(2).build()).observe(), 1.0)
+    made = make_plan(World(job().nodes(2).build()).observe(), 1.0)
     names = [type(a).__name__ for a in made.actions]
     assert names == ["DryRun", "EnsureService", "EnsureSecret", "EnsureAgent", "EnsureTemplate", "CreatePods"]
     assert made.status is not None
@@ -47,7 +47,7 @@ def test_the_first_plan_makes_everything_in_order() -> None:
 
 
 def test_a_one_pod_job_needs_no_service() -> None:
-    made = plan(World(job().build()).observe(), 1.0)
+    made = make_plan(World(job().build()).observe(), 1.0)
     assert "EnsureService" not in [type(a).__name__ for a in made.actions]
 
 
@@ -71,7 +71,7 @@ def count_calls(nodes: int) -> int:
 
     sys.setprofile(count)
     try:
-        plan(seen, world.now)
+        make_plan(seen, world.now)
     finally:
         sys.setprofile(None)
     return calls
@@ -84,12 +84,12 @@ def test_planning_quiet_pods_takes_a_few_calls_for_each() -> None:
 
 def test_a_job_of_another_controller_is_left_alone() -> None:
     world = World(job().spec(managedBy="kueue.x-k8s.io/multikueue").build())
-    assert plan(world.observe(), world.now) == Plan()
+    assert make_plan(world.observe(), world.now) == JobPlan()
 
 
 def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector() -> None:
     world = World(job().deleted().build())
-    assert plan(world.observe(), world.now) == Plan()
+    assert make_plan(world.observe(), world.now) == JobPlan()
 
 
 def test_finished_stays_finished() -> None:

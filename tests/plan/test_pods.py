@@ -10,18 +10,18 @@ from typing import Any
 import pytest
 
 from everstep.agent import config
-from everstep.agent.contract import Facts, sm_environment
+from everstep.agent.contract import ContractFacts, build_sm_environment
 from everstep_operator.plan.actions import CreatePods
-from everstep_operator.plan.observed import Frozen, Settings, pod_view
-from everstep_operator.plan.pods import pod_body
-from everstep_operator.plan.template import config_map, resolve
+from everstep_operator.plan.observed import FrozenTemplate, PlanSettings, parse_pod
+from everstep_operator.plan.pods import build_pod
+from everstep_operator.plan.template import build_config_map, resolve_template
 from tests.builders import JobBuilder, job
 from tests.plan.world import World
 
 
-def frozen(builder: JobBuilder, *, plain: bool = False) -> Frozen:
-    made = resolve(builder.build(), epoch=2, pool=None, plain=plain, settings=Settings())
-    assert isinstance(made, Frozen)
+def frozen(builder: JobBuilder, *, plain: bool = False) -> FrozenTemplate:
+    made = resolve_template(builder.build(), epoch=2, pool=None, plain=plain, settings=PlanSettings())
+    assert isinstance(made, FrozenTemplate)
     return made
 
 
@@ -30,24 +30,24 @@ def environment(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_a_pod_knows_its_job_index_and_epoch() -> None:
-    body = pod_body(frozen(job().nodes(3)), 2, 5)
+    body = build_pod(frozen(job().nodes(3)), 2, 5)
     assert body["metadata"]["name"] == "digits-2"
     assert body["spec"]["hostname"] == "algo-3"
     assert body["spec"]["subdomain"] == "digits"
     assert body["spec"]["dnsConfig"] == {"searches": ["digits.default.svc.cluster.local"]}
-    view = pod_view(body)
+    view = parse_pod(body)
     assert (view.index, view.epoch, view.template, view.owner) == (2, 5, 2, "uid-default-digits")
 
 
 def test_the_users_labels_cannot_take_the_place_of_ours() -> None:
     made = frozen(job())
-    tampered = Frozen(2, {**made.pod, "metadata": {"labels": {"everstep.dev/index": "7"}}}, made.job)
-    assert pod_view(pod_body(tampered, 0, 2)).index == 0
+    tampered = FrozenTemplate(2, {**made.pod, "metadata": {"labels": {"everstep.dev/index": "7"}}}, made.job)
+    assert parse_pod(build_pod(tampered, 0, 2)).index == 0
 
 
 def test_the_agent_accepts_its_configuration() -> None:
     made = frozen(job().nodes(3).procs(2).distribution("mpi", "--bind-to", "none"))
-    parsed = config.parse(json.loads(json.dumps(made.job)), {"EVERSTEP_INDEX": "2", "EVERSTEP_EPOCH": "5"})
+    parsed = config.parse_config(json.loads(json.dumps(made.job)), {"EVERSTEP_INDEX": "2", "EVERSTEP_EPOCH": "5"})
     assert (parsed.world_size, parsed.template_epoch, parsed.distribution) == (6, 2, "mpi")
     assert parsed.distribution_options == ("--bind-to", "none")
     assert parsed.stop_grace == 110
@@ -56,7 +56,7 @@ def test_the_agent_accepts_its_configuration() -> None:
 
 def test_plain_pods_get_the_contract_and_their_rank() -> None:
     made = frozen(job().nodes(12).plain().spec(hyperparameters={"lr": "0.1", "cost": "$(HOME)"}), plain=True)
-    body = pod_body(made, 10, 5)
+    body = build_pod(made, 10, 5)
     env = environment(body)
     assert (env["RANK"], env["WORLD_SIZE"], env["MASTER_ADDR"]) == ("10", "12", "algo-1")
     assert env["SM_CURRENT_HOST"] == "algo-11"
@@ -88,15 +88,15 @@ def test_what_a_plain_rank_finds_is_the_contract_word_for_word(nodes: int) -> No
     odd = {"hosts": '["algo-1"]', "cost": "$(HOME) $(EVERSTEP_HOSTS) $$(X)", "list": '["algo-1","algo-2"]'}
     built = job().nodes(nodes).plain().spec(hyperparameters=odd)
     made = frozen(built, plain=True)
-    found = expand(pod_body(made, nodes - 1, 5), config_map(built.build(), made, b"key"))
-    contract = sm_environment(
-        Facts("digits", odd, nodes, nodes - 1, made.job["instanceType"], num_cpus=made.job["cpus"])
+    found = expand(build_pod(made, nodes - 1, 5), build_config_map(built.build(), made, b"key"))
+    contract = build_sm_environment(
+        ContractFacts("digits", odd, nodes, nodes - 1, made.job["instanceType"], num_cpus=made.job["cpus"])
     )
     assert {name: value for name, value in found.items() if name in contract} == contract
 
 
 def test_a_plain_pod_of_five_hundred_names_the_hosts_twice_in_its_annotation_and_nowhere_else() -> None:
-    body = pod_body(frozen(job().nodes(500).plain(), plain=True), 7, 5)
+    body = build_pod(frozen(job().nodes(500).plain(), plain=True), 7, 5)
     annotation = body["metadata"]["annotations"].pop("everstep.dev/resourceconfig")
     assert annotation.count("algo-333") == 2
     assert "algo-333" not in json.dumps(body)
@@ -105,11 +105,11 @@ def test_a_plain_pod_of_five_hundred_names_the_hosts_twice_in_its_annotation_and
 
 def test_a_users_variable_wins_over_the_contracts() -> None:
     made = frozen(job().plain().spec(env=[{"name": "MASTER_PORT", "value": "1"}]), plain=True)
-    assert environment(pod_body(made, 0, 1))["MASTER_PORT"] == "1"
+    assert environment(build_pod(made, 0, 1))["MASTER_PORT"] == "1"
 
 
 def test_a_command_in_plain_mode_runs_without_the_agent() -> None:
-    container = pod_body(frozen(job(), plain=True), 0, 1)["spec"]["containers"][0]
+    container = build_pod(frozen(job(), plain=True), 0, 1)["spec"]["containers"][0]
     assert container["command"] == ["python", "train.py"]
     assert container["args"] == []
     assert not any(m["mountPath"].startswith("/opt/everstep") for m in container["volumeMounts"])
@@ -117,17 +117,17 @@ def test_a_command_in_plain_mode_runs_without_the_agent() -> None:
 
 def test_a_replacement_is_told_where_the_leader_is_and_differs_in_nothing_else() -> None:
     made = frozen(job().nodes(3))
-    first, replacement = pod_body(made, 2, 5), pod_body(made, 2, 5, "10.1.0.4:8470")
+    first, replacement = build_pod(made, 2, 5), build_pod(made, 2, 5, "10.1.0.4:8470")
     assert environment(replacement).pop("EVERSTEP_LEADER") == "10.1.0.4:8470"
     assert "EVERSTEP_LEADER" not in environment(first)
     replacement["spec"]["containers"][0]["env"].pop()
     assert replacement == first
-    assert "EVERSTEP_LEADER" not in environment(pod_body(made, 1, 5)), "the frozen template is not touched"
+    assert "EVERSTEP_LEADER" not in environment(build_pod(made, 1, 5)), "the frozen template is not touched"
 
 
 def test_a_plain_pod_has_no_agent_that_could_announce_itself() -> None:
     made = frozen(job().nodes(2).plain(), plain=True)
-    assert pod_body(made, 1, 5, "10.1.0.4:8470") == pod_body(made, 1, 5)
+    assert build_pod(made, 1, 5, "10.1.0.4:8470") == build_pod(made, 1, 5)
 
 
 def told(world: World) -> list[tuple[tuple[int, ...], str]]:

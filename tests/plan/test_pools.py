@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from everstep_operator.plan.observed import Settings
-from everstep_operator.plan.pods import pod_body
-from everstep_operator.plan.template import Refused, resolve
+from everstep_operator.plan.observed import PlanSettings
+from everstep_operator.plan.pods import build_pod
+from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import job, pool
 from tests.plan.world import World
 
@@ -95,12 +95,12 @@ def test_a_namespace_that_every_pool_refuses_is_refused_for_good() -> None:
 def test_pods_carry_the_capacity_type_of_the_pool_they_were_made_for() -> None:
     """From the frozen template: what is edited in the pool later does not reach them."""
     spot = pool("a100").spot().build()
-    frozen = resolve(job().nodes(2).build(), epoch=1, pool=spot, plain=False, settings=Settings())
-    assert not isinstance(frozen, Refused)
-    assert pod_body(frozen, 1, 1)["metadata"]["labels"]["everstep.dev/capacity-type"] == "spot"
-    without = resolve(job().nodes(2).build(), epoch=1, pool=None, plain=False, settings=Settings())
-    assert not isinstance(without, Refused)
-    assert "everstep.dev/capacity-type" not in pod_body(without, 1, 1)["metadata"]["labels"]
+    frozen = resolve_template(job().nodes(2).build(), epoch=1, pool=spot, plain=False, settings=PlanSettings())
+    assert not isinstance(frozen, RejectedTemplate)
+    assert build_pod(frozen, 1, 1)["metadata"]["labels"]["everstep.dev/capacity-type"] == "spot"
+    without = resolve_template(job().nodes(2).build(), epoch=1, pool=None, plain=False, settings=PlanSettings())
+    assert not isinstance(without, RejectedTemplate)
+    assert "everstep.dev/capacity-type" not in build_pod(without, 1, 1)["metadata"]["labels"]
 
 
 def test_a_pool_that_is_missing_at_a_resume_is_waited_for_however_often_it_is_looked_at() -> None:

@@ -7,11 +7,11 @@ from datetime import timedelta
 
 import pytest
 
-from everstep_operator.cluster.gangs import gang_view
+from everstep_operator.cluster.gangs import view_waiting_gang
 from everstep_operator.plan import gang
 from everstep_operator.plan.actions import Action, CreatePods
 from everstep_operator.plan.observed import GangView, Rejection
-from everstep_operator.plan.pods import pod_body
+from everstep_operator.plan.pods import build_pod
 from tests.builders import CREATED, job
 from tests.plan.world import World
 
@@ -38,7 +38,7 @@ class Namespace:
         if not isinstance(action, CreatePods):
             return None
         for index in action.indices:
-            body = pod_body(action.frozen, index, action.epoch, action.leader)
+            body = build_pod(action.frozen, index, action.epoch, action.leader)
             if body["metadata"]["name"] in world.pods:
                 continue
             if self.used >= self.quota:
@@ -54,7 +54,7 @@ class Namespace:
         return f'pods "{pod}" is forbidden: exceeded quota: team, {limits}'
 
     def step(self) -> None:
-        views = [gang_view(world.job, world.pods.values()) for world in self.worlds]
+        views = [view_waiting_gang(world.job, world.pods.values()) for world in self.worlds]
         for world in self.worlds:
             world.gangs = tuple(view for view in views if view is not None and view.uid != world.job.metadata.uid)
             world.reconcile()
@@ -180,7 +180,7 @@ WAITS = GangView("other/two", "b", 1.0, frozenset({"p"}), wanted=4)
 
 
 def release_after(me: GangView, *others: GangView) -> float | None:
-    return gang.hold(me, others, grew_at=1000, scale_up_at=None, now=1000).retry_at
+    return gang.judge_hold(me, others, grew_at=1000, scale_up_at=None, now=1000).retry_at
 
 
 @pytest.mark.parametrize("quota", ["team", ""])
@@ -188,10 +188,10 @@ def test_what_is_blocked_by_anything_else_does_not_hold_nodes_that_others_wait_f
     blocked = dataclasses.replace(BLOCKED, quota=quota)
     assert release_after(blocked, WAITS) == 1000 + gang.PATIENCE_BLOCKED
     recovering = dataclasses.replace(blocked, recovering=True)
-    assert release_after(recovering, WAITS) == 1000 + gang.PATIENCE_ALONE
-    assert release_after(blocked) == 1000 + gang.PATIENCE_ALONE, "nobody wants them"
+    assert release_after(recovering, WAITS) == 1000 + gang.STALL_SECONDS_ALONE
+    assert release_after(blocked) == 1000 + gang.STALL_SECONDS_ALONE, "nobody wants them"
     released = dataclasses.replace(blocked, scheduled=0, released_at=1000)
-    assert gang.may_try(released, [WAITS], now=1001).retry_at == 1000 + gang.BACKOFF_ALONE
+    assert gang.judge_retry(released, [WAITS], now=1001).retry_at == 1000 + gang.BACKOFF_SECONDS_ALONE
 
 
 def test_what_a_younger_of_the_same_quota_gives_back_has_the_time_to_be_taken() -> None:
@@ -207,9 +207,9 @@ def test_younger_gangs_that_try_in_vain_again_and_again_do_not_prolong_what_a_bl
     younger = dataclasses.replace(WAITS, key="team/two", quota=quota, scheduled=1)
     for now in range(1000, 5000, 10):
         tried = [dataclasses.replace(younger, released_at=float(now - now % every))]
-        if gang.hold(BLOCKED, tried, grew_at=1000, scale_up_at=None, now=now).release:
+        if gang.judge_hold(BLOCKED, tried, grew_at=1000, scale_up_at=None, now=now).release:
             break
-    assert now <= 1000 + gang.PATIENCE_ALONE
+    assert now <= 1000 + gang.STALL_SECONDS_ALONE
 
 
 def test_a_job_that_restarts_behind_a_quota_wants_no_nodes() -> None:
@@ -223,10 +223,10 @@ def test_a_job_that_restarts_behind_a_quota_wants_no_nodes() -> None:
         world.tick()
         world.reconcile()
     assert world.phase == "Restarting"
-    view = gang_view(world.job, world.pods.values())
+    view = view_waiting_gang(world.job, world.pods.values())
     assert view is not None
     assert (view.quota, view.scheduled, view.recovering, view.possible) == ("default", 2, True, False)
-    assert gang.rivals(dataclasses.replace(WAITS, key="default/other"), [view]) == []
+    assert gang.list_rivals(dataclasses.replace(WAITS, key="default/other"), [view]) == []
     assert world.job.status.conditions[0].message == words
 
 
@@ -239,7 +239,7 @@ def test_a_job_that_restarts_and_is_rejected_waits_for_no_nodes(kind: str) -> No
         world.tick()
         world.reconcile()
     assert world.phase == "Restarting"
-    assert gang_view(world.job, world.pods.values()) is None
+    assert view_waiting_gang(world.job, world.pods.values()) is None
 
 
 def test_a_job_that_restarts_behind_a_quota_for_ever_ends_and_says_why() -> None:
@@ -260,6 +260,6 @@ def test_gangs_that_wait_for_nodes_have_nothing_to_do_with_a_quota() -> None:
     waits = GangView("team/one", "a", 1.0, frozenset(), wanted=4, scheduled=2)
     blocked = dataclasses.replace(waits, key="team/two", uid="b", quota="team")
     elsewhere = dataclasses.replace(blocked, key="other/three", uid="c", quota="other")
-    assert gang.rivals(waits, [blocked, elsewhere]) == []
-    assert gang.rivals(blocked, [waits, elsewhere]) == [waits], "it holds nodes that the other wants"
-    assert gang.rivals(blocked, [dataclasses.replace(blocked, uid="d", pools=frozenset({"p"}))]) != []
+    assert gang.list_rivals(waits, [blocked, elsewhere]) == []
+    assert gang.list_rivals(blocked, [waits, elsewhere]) == [waits], "it holds nodes that the other wants"
+    assert gang.list_rivals(blocked, [dataclasses.replace(blocked, uid="d", pools=frozenset({"p"}))]) != []

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 from everstep_operator.api.reasons import Reason
-from everstep_operator.plan.actions import CreatePods, DeletePods, Plan
-from everstep_operator.plan.leader import Unclean
-from everstep_operator.plan.observed import ContainerEnd, LastWord
-from everstep_operator.plan.replace import why_lost
+from everstep_operator.plan.actions import CreatePods, DeletePods, JobPlan
+from everstep_operator.plan.leader import UncleanPod
+from everstep_operator.plan.observed import ContainerEnd, TerminationMessage
+from everstep_operator.plan.replace import explain_loss
 from tests.builders import job
 from tests.plan.world import World
 
@@ -17,11 +17,11 @@ def running(nodes: int = 3) -> World:
     return World(job().nodes(nodes).build()).run("Running")
 
 
-def created(made: Plan) -> list[tuple[tuple[int, ...], int]]:
+def created(made: JobPlan) -> list[tuple[tuple[int, ...], int]]:
     return [(a.indices, a.epoch) for a in made.actions if isinstance(a, CreatePods)]
 
 
-def deleted(made: Plan) -> list[str]:
+def deleted(made: JobPlan) -> list[str]:
     return [ref.name for a in made.actions if isinstance(a, DeletePods) for ref in a.pods]
 
 
@@ -74,7 +74,7 @@ def test_a_pod_stuck_terminating_is_waited_for() -> None:
 
 def test_a_pod_its_leader_calls_unclean_is_replaced_once() -> None:
     world = running()
-    world.unclean = (Unclean(2, "pod-3", "pid 77 does not die"),)
+    world.unclean = (UncleanPod(2, "pod-3", "pid 77 does not die"),)
     assert deleted(world.reconcile()) == ["digits-2"]
     world.bury()
     world.reconcile()
@@ -99,7 +99,7 @@ def test_agents_that_fail_at_their_start_are_not_made_again_at_once() -> None:
     world.reconcile()
     world.bind()
     world.start()
-    failed = ContainerEnd(1, None, "Error", "", world.now, LastWord("left"))
+    failed = ContainerEnd(1, None, "Error", "", world.now, TerminationMessage("left"))
     world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], ended=failed)
     assert deleted(world.reconcile()) == []
     world.now += 10
@@ -112,7 +112,7 @@ def test_nor_are_replacements_whose_agents_fail_at_their_start() -> None:
     world.reconcile()
     world.bind()
     world.start()
-    failed = ContainerEnd(1, None, "Error", "", world.now, LastWord("left"))
+    failed = ContainerEnd(1, None, "Error", "", world.now, TerminationMessage("left"))
     world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], ended=failed)
     world.lead()
     assert deleted(world.reconcile()) == []
@@ -122,6 +122,6 @@ def test_nor_are_replacements_whose_agents_fail_at_their_start() -> None:
 
 def test_a_pod_that_somebody_deleted_was_deleted_also_when_its_agent_has_left() -> None:
     pod = running().pods["digits-1"]
-    left = dataclasses.replace(pod, ended=ContainerEnd(143, 15, "Error", "", None, LastWord("left")))
-    assert why_lost(dataclasses.replace(left, deleting_since=1.0)) is Reason.POD_DELETED
-    assert why_lost(left) is Reason.POD_LOST, "the agent itself failed"
+    left = dataclasses.replace(pod, ended=ContainerEnd(143, 15, "Error", "", None, TerminationMessage("left")))
+    assert explain_loss(dataclasses.replace(left, deleting_since=1.0)) is Reason.POD_DELETED
+    assert explain_loss(left) is Reason.POD_LOST, "the agent itself failed"

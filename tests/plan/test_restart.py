@@ -7,7 +7,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 
 from everstep_operator.api.status import MAX_CHARGES, Cause, Charge, Restarts
-from everstep_operator.plan.actions import Poll
+from everstep_operator.plan.actions import LeaderPoll
 from tests.builders import job
 from tests.plan.world import World
 
@@ -21,7 +21,7 @@ def counts(world: World) -> tuple[int, int, int]:
     return restarts.application, restarts.infrastructure, restarts.preemption
 
 
-def poll(world: World) -> Poll:
+def poll(world: World) -> LeaderPoll:
     made = world.reconcile().poll
     assert made is not None
     return made

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from everstep_operator.plan.room import count_places, node_room
+from everstep_operator.plan.room import count_places, parse_node_room
 
 GPU = "nvidia.com/gpu"
 
@@ -20,7 +20,7 @@ def pod(*containers: dict[str, Any], **spec: Any) -> dict[str, Any]:
 
 
 def count(template: dict[str, Any], *nodes: dict[str, Any], enough: int = 100) -> int:
-    return count_places(template, [node_room(raw) for raw in nodes], enough=enough)
+    return count_places(template, [parse_node_room(raw) for raw in nodes], enough=enough)
 
 
 def test_the_scarcest_resource_counts() -> None:
@@ -107,4 +107,4 @@ def test_odd_quantities_raise_nothing(odd: Any) -> None:
 
 @pytest.mark.parametrize("odd", [{}, {"metadata": None, "spec": None, "status": None}, {"spec": {"taints": [{}]}}])
 def test_odd_nodes_raise_nothing(odd: dict[str, Any]) -> None:
-    node_room(odd)
+    parse_node_room(odd)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep_operator.plan.observed import Settings
-from everstep_operator.plan.template import Refused, resolve
+from everstep_operator.plan.observed import PlanSettings
+from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import job
 from tests.plan.world import World
 
@@ -50,14 +50,14 @@ def test_a_template_of_the_wrong_shape_fails_its_job_and_says_where(over: dict[s
 
 def test_a_null_is_as_good_as_no_field() -> None:
     read_only = {"securityContext": {"readOnlyRootFilesystem": True}, "volumeMounts": None}
-    made = resolve(
+    made = resolve_template(
         job().pod(containers=[{"name": "trainer", **read_only}]).build(),
         epoch=1,
         pool=None,
         plain=False,
-        settings=Settings(),
+        settings=PlanSettings(),
     )
-    assert not isinstance(made, Refused)
+    assert not isinstance(made, RejectedTemplate)
     assert "/tmp" in {mount["mountPath"] for mount in made.pod["spec"]["containers"][0]["volumeMounts"]}
 
 
@@ -101,5 +101,5 @@ def test_no_template_breaks_a_plan(
         "volumes": [{"name": "v", "projected": volume}],
     }
     for plain in (False, True):
-        made = resolve(job().pod(**over).build(), epoch=1, pool=None, plain=plain, settings=Settings())
-        assert not isinstance(made, Refused) or made.message
+        made = resolve_template(job().pod(**over).build(), epoch=1, pool=None, plain=plain, settings=PlanSettings())
+        assert not isinstance(made, RejectedTemplate) or made.message

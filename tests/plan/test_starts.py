@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from everstep_operator.api.status import Cause, ConditionType
 from everstep_operator.plan import starts
-from everstep_operator.plan.actions import CreatePods, DeletePods, Event
-from everstep_operator.plan.observed import LastWord
+from everstep_operator.plan.actions import CreatePods, DeletePods, JobEvent
+from everstep_operator.plan.observed import TerminationMessage
 from tests.builders import job
 from tests.plan.world import World
 
-PORT = LastWord("left", exit_code=1, message="port 8470 is in use")
+PORT = TerminationMessage("left", exit_code=1, message="port 8470 is in use")
 
 
 def bound(nodes: int = 2) -> World:
@@ -22,7 +22,7 @@ def bound(nodes: int = 2) -> World:
     return world
 
 
-def again(world: World, *indices: int, word: LastWord | None = PORT) -> float:
+def again(world: World, *indices: int, word: TerminationMessage | None = PORT) -> float:
     """The agents fail; time passes until their pods are made again and started. Returns how long that took."""
     since = world.now
     for index in indices:
@@ -52,7 +52,7 @@ def test_the_status_says_which_pod_where_and_what_its_agent_said() -> None:
     ready = world.status.condition(ConditionType.READY)
     assert ready is not None
     assert (ready.reason, ready.message) == ("StartFailed", said)
-    assert Event("Warning", "StartFailed", said) in made.events
+    assert JobEvent("Warning", "StartFailed", said) in made.events
     assert not any(e.reason == "StartFailed" for e in world.reconcile().events), "once"
 
 
@@ -64,7 +64,7 @@ def test_the_pause_grows_from_attempt_to_attempt() -> None:
 
 def test_the_fifth_in_a_row_ends_the_job_with_the_last_words() -> None:
     world = bound()
-    for _ in range(starts.LIMIT - 1):
+    for _ in range(starts.MAX_START_FAILURES - 1):
         again(world, 1)
     world.exit(1, 1, word=PORT)
     made = world.reconcile()
@@ -120,7 +120,7 @@ def test_an_agent_without_a_last_word_is_described_by_its_container() -> None:
 
 def test_an_agent_that_was_told_to_leave_has_not_failed() -> None:
     world = bound()
-    world.exit(1, 143, word=LastWord("left", exit_code=143))
+    world.exit(1, 143, word=TerminationMessage("left", exit_code=143))
     world.reconcile()
     assert world.status.start_failures is None
 

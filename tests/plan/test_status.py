@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 from everstep_operator.api.status import ConditionType
-from everstep_operator.plan import plan
+from everstep_operator.plan import make_plan
 from tests.builders import job
 from tests.plan.world import World
 
@@ -123,4 +123,4 @@ def test_the_same_inputs_make_the_same_plan() -> None:
     world.kill(1)
     world.lead()
     seen = world.observe()
-    assert plan(seen, world.now) == plan(seen, world.now)
+    assert make_plan(seen, world.now) == make_plan(seen, world.now)

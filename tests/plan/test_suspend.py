@@ -9,7 +9,7 @@ import pytest
 
 from everstep_operator.api.job import Timeouts, TrainingJobSpec
 from everstep_operator.api.status import ConditionType
-from everstep_operator.plan.actions import CreatePods, DeleteStale
+from everstep_operator.plan.actions import CreatePods, DeleteStaleObjects
 from tests.builders import job
 from tests.plan.world import World
 
@@ -25,7 +25,7 @@ def test_a_suspended_job_gives_everything_back() -> None:
     assert world.phase == "Suspended"
     assert world.status.is_true(ConditionType.SUSPENDED)
     assert world.status.nodes == 0
-    assert DeleteStale(2) in made.actions
+    assert DeleteStaleObjects(2) in made.actions
 
 
 @pytest.mark.parametrize("result", ["succeeded", "failed"])
@@ -176,7 +176,7 @@ def test_another_order_of_containers_or_volumes_is_no_change() -> None:
     template = world.status.template
     assert template is not None
     spec = job().nodes(2).pod(**over).build().spec
-    for known in (template.spec_hash, spec.former_pods_hash()):
+    for known in (template.spec_hash, spec.legacy_pods_hash()):
         status = world.status.model_copy(update={"template": template.model_copy(update={"spec_hash": known})})
         world.job = job().nodes(2).pod(**over).build().model_copy(update={"status": status})
         assert world.reconcile().actions == (), "as an operator of this or the former version has left it"

@@ -7,23 +7,23 @@ from typing import Any
 import pytest
 
 from everstep_operator.plan import template
-from everstep_operator.plan.observed import Frozen, Settings
-from everstep_operator.plan.template import Refused, resolve
+from everstep_operator.plan.observed import FrozenTemplate, PlanSettings
+from everstep_operator.plan.template import RejectedTemplate, resolve_template
 from tests.builders import JobBuilder, job, pool
 
 
-def resolved(builder: JobBuilder, *, pool_: Any = None, plain: bool = False, **settings: Any) -> Frozen:
-    made = resolve(builder.build(), epoch=1, pool=pool_, plain=plain, settings=Settings(**settings))
-    assert isinstance(made, Frozen), made
+def resolved(builder: JobBuilder, *, pool_: Any = None, plain: bool = False, **settings: Any) -> FrozenTemplate:
+    made = resolve_template(builder.build(), epoch=1, pool=pool_, plain=plain, settings=PlanSettings(**settings))
+    assert isinstance(made, FrozenTemplate), made
     return made
 
 
-def trainer(frozen: Frozen) -> dict[str, Any]:
+def trainer(frozen: FrozenTemplate) -> dict[str, Any]:
     found: dict[str, Any] = next(c for c in frozen.pod["spec"]["containers"] if c["name"] == "trainer")
     return found
 
 
-def mounts(frozen: Frozen) -> dict[str, str]:
+def mounts(frozen: FrozenTemplate) -> dict[str, str]:
     return {m["mountPath"]: m["name"] for m in trainer(frozen)["volumeMounts"]}
 
 
@@ -125,8 +125,8 @@ def test_shared_memory_is_half_of_the_memory() -> None:
     ],
 )
 def test_what_only_an_administrator_grants_is_refused(over: dict[str, Any], named: str) -> None:
-    made = resolve(job().pod(**over).build(), epoch=1, pool=None, plain=False, settings=Settings())
-    assert isinstance(made, Refused)
+    made = resolve_template(job().pod(**over).build(), epoch=1, pool=None, plain=False, settings=PlanSettings())
+    assert isinstance(made, RejectedTemplate)
     assert made.reason == "NotPermitted"
     assert named in made.message
 
@@ -146,8 +146,8 @@ def test_what_the_security_profile_forbids_is_refused_and_may_be_granted(
 ) -> None:
     over = {"containers": [{"name": "trainer", "securityContext": security}]}
     builder = job().pod(**over).spec(securityProfile=profile)
-    made = resolve(builder.build(), epoch=1, pool=None, plain=False, settings=Settings())
-    assert isinstance(made, Refused)
+    made = resolve_template(builder.build(), epoch=1, pool=None, plain=False, settings=PlanSettings())
+    assert isinstance(made, RejectedTemplate)
     assert made.reason == "NotPermitted"
     assert f"containers[trainer].securityContext.{grant}" in made.message
     assert f"to allow {grant} among its host fields" in made.message
@@ -157,8 +157,8 @@ def test_what_the_security_profile_forbids_is_refused_and_may_be_granted(
 @pytest.mark.parametrize("security", [{"runAsUser": 0}, {"allowPrivilegeEscalation": True}, {"runAsNonRoot": False}])
 def test_root_is_for_images_that_say_so(security: dict[str, Any]) -> None:
     over = {"containers": [{"name": "trainer", "securityContext": security}]}
-    made = resolve(job().pod(**over).build(), epoch=1, pool=None, plain=False, settings=Settings())
-    assert isinstance(made, Refused)
+    made = resolve_template(job().pod(**over).build(), epoch=1, pool=None, plain=False, settings=PlanSettings())
+    assert isinstance(made, RejectedTemplate)
     assert "say securityProfile: image" in made.message
     assert resolved(job().pod(**over).spec(securityProfile="image"))
 
@@ -189,12 +189,12 @@ def test_only_labels_on_the_list_are_copied() -> None:
 
 def test_what_was_frozen_reads_back_the_same_for_its_job_and_epoch_and_with_the_operators_key_alone() -> None:
     built = job().nodes(2).build()
-    frozen = resolve(built, epoch=3, pool=None, plain=False, settings=Settings())
-    assert isinstance(frozen, Frozen)
-    signed, place = template.config_map(built, frozen, b"key"), ("default", built.metadata.uid, 3, b"key")
+    frozen = resolve_template(built, epoch=3, pool=None, plain=False, settings=PlanSettings())
+    assert isinstance(frozen, FrozenTemplate)
+    signed, place = template.build_config_map(built, frozen, b"key"), ("default", built.metadata.uid, 3, b"key")
 
-    def read(raw: Any, namespace: str, uid: str, epoch: int, key: bytes) -> Frozen | None:
-        return template.frozen_view(raw, namespace=namespace, uid=uid, epoch=epoch, keys=(key,))
+    def read(raw: Any, namespace: str, uid: str, epoch: int, key: bytes) -> FrozenTemplate | None:
+        return template.read_frozen_template(raw, namespace=namespace, uid=uid, epoch=epoch, keys=(key,))
 
     assert read(signed, *place) == frozen
     uid = built.metadata.uid
@@ -217,7 +217,7 @@ def test_what_was_frozen_reads_back_the_same_for_its_job_and_epoch_and_with_the_
 def test_resolving_does_not_change_the_job() -> None:
     built = job().nodes(2).pod(tolerations=[{"key": "x"}]).build()
     before = built.manifest()
-    resolve(built, epoch=1, pool=None, plain=False, settings=Settings())
+    resolve_template(built, epoch=1, pool=None, plain=False, settings=PlanSettings())
     assert built.manifest() == before
 
 

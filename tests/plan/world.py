@@ -13,32 +13,32 @@ from dataclasses import dataclass, field
 
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.status import TrainingJobStatus
-from everstep_operator.plan import form, plan
+from everstep_operator.plan import form, make_plan
 from everstep_operator.plan.actions import (
     Action,
     CreatePods,
     DeleteJob,
     DeletePods,
     EnsureTemplate,
-    Event,
-    Plan,
+    JobEvent,
+    JobPlan,
     StopLeader,
 )
-from everstep_operator.plan.leader import Entry, LeaderView, Outcome, Progress, Unclean
+from everstep_operator.plan.leader import LeaderOutcome, LeaderProgress, LeaderView, ReportedGeneration, UncleanPod
 from everstep_operator.plan.node import NodeView
 from everstep_operator.plan.observed import (
     ContainerEnd,
-    Frozen,
+    FrozenTemplate,
     GangView,
-    LastWord,
-    Observed,
+    Observation,
+    PlanSettings,
     PodView,
     Rejection,
-    Settings,
-    token_secret,
+    TerminationMessage,
+    token_secret_name,
 )
-from everstep_operator.plan.pods import pod_body
-from everstep_operator.plan.template import frozen_view
+from everstep_operator.plan.pods import build_pod
+from everstep_operator.plan.template import read_frozen_template
 from tests.builders import CREATED
 
 START = CREATED.timestamp()
@@ -58,14 +58,14 @@ class Leader:
     generation: int = 0
     phase: str = "forming"
     members: tuple[str, ...] = ()
-    ledger: list[Entry] = field(default_factory=list)
-    outcome: Outcome | None = None
+    ledger: list[ReportedGeneration] = field(default_factory=list)
+    outcome: LeaderOutcome | None = None
     started_at: float | None = None
     step: int = 0
     charged: str = ""
 
     def end_generation(self, cause: str, now: float, **fields: object) -> None:
-        entry = Entry(id=f"{self.epoch}.{self.generation}", cause=cause, ended_at=now)
+        entry = ReportedGeneration(id=f"{self.epoch}.{self.generation}", cause=cause, ended_at=now)
         self.ledger.append(dataclasses.replace(entry, **fields))  # type: ignore[arg-type]
         self.phase, self.members = "forming", ()
 
@@ -94,26 +94,26 @@ class World:
         self.nodes: dict[str, NodeView] = {}  # in which something is wrong
         self.scale_up_at = 0.0  # an autoscaler's word, for whoever asks
         self.asked_for_room = 0
-        self.settings = Settings()
-        self.events: list[Event] = []
+        self.settings = PlanSettings()
+        self.events: list[JobEvent] = []
         self.statuses: list[TrainingJobStatus] = []
         self.broken = 0  # generations that ended early
         self.requests = 0
         self.checkpoint = 0
         self.deleted_job = False
-        self.last: Plan | None = None
+        self.last: JobPlan | None = None
         self.written_at: float | None = None
         self.refuse: Callable[[Action], Rejection | None] = lambda _: None
-        self.unclean: tuple[Unclean, ...] = ()
+        self.unclean: tuple[UncleanPod, ...] = ()
         self.led = 0  # the highest epoch that ever had a pod 0
         self._uids = 0
 
     # --- the operator
 
-    def observe(self, *, pods: dict[str, PodView] | None = None, rejection: Rejection | None = None) -> Observed:
+    def observe(self, *, pods: dict[str, PodView] | None = None, rejection: Rejection | None = None) -> Observation:
         template = self.job.status.template
         found = self.config_maps.get(f"{self.job.metadata.name}-{template.epoch}") if template else None
-        return Observed(
+        return Observation(
             job=self.job,
             pods=tuple((self.pods if pods is None else pods).values()),
             pools=self.pools,  # type: ignore[arg-type]
@@ -126,10 +126,10 @@ class World:
             nodes=self.nodes,
         )
 
-    def _frozen(self, found: object, epoch: int) -> Frozen | None:
+    def _frozen(self, found: object, epoch: int) -> FrozenTemplate | None:
         meta, keys = self.job.metadata, self.settings.operator_keys
         namespace = meta.namespace or ""
-        return frozen_view(found, namespace=namespace, uid=meta.uid, epoch=epoch, keys=keys)  # type: ignore[arg-type]
+        return read_frozen_template(found, namespace=namespace, uid=meta.uid, epoch=epoch, keys=keys)  # type: ignore[arg-type]
 
     def view(self) -> LeaderView | None:
         leader, head = self.leader, self.pods.get(f"{self.job.metadata.name}-0")
@@ -153,17 +153,17 @@ class World:
             missing=missing,
             unclean=self.unclean,
             running_since=leader.started_at if leader.phase == "running" else None,
-            progress=Progress(leader.step, 1000, 1.0) if leader.generation else None,
+            progress=LeaderProgress(leader.step, 1000, 1.0) if leader.generation else None,
             ledger=tuple(leader.ledger),
             outcome=leader.outcome,
         )
 
-    def reconcile(self, *, pods: dict[str, PodView] | None = None, die_after: int | None = None) -> Plan:
+    def reconcile(self, *, pods: dict[str, PodView] | None = None, die_after: int | None = None) -> JobPlan:
         """Observe, plan, write, act. `die_after`: how many actions follow the status write before it is killed."""
         made = self._plan(self.observe(pods=pods))
         rejection = self._carry_out(made, die_after)
         if rejection is not None:
-            made = plan(self.observe(pods=pods, rejection=rejection), self.now)
+            made = make_plan(self.observe(pods=pods, rejection=rejection), self.now)
             assert self._carry_out(made, None) is None
         self.last = made
         if made.poll is None or self.asked is None or made.poll.pod_uid != self.asked[0]:
@@ -172,14 +172,14 @@ class World:
             self.leader.charged, self.leader.budget = made.poll.charged, made.poll.allowance
         return made
 
-    def _plan(self, observed: Observed) -> Plan:
-        made = plan(observed, self.now)
-        if form.asks_for_room(observed, made) is None:
+    def _plan(self, observed: Observation) -> JobPlan:
+        made = make_plan(observed, self.now)
+        if form.find_pod_to_scale_up(observed, made) is None:
             return made
         self.asked_for_room += 1
-        return plan(dataclasses.replace(observed, scale_up_at=self.scale_up_at), self.now)
+        return make_plan(dataclasses.replace(observed, scale_up_at=self.scale_up_at), self.now)
 
-    def _carry_out(self, made: Plan, die_after: int | None) -> Rejection | None:
+    def _carry_out(self, made: JobPlan, die_after: int | None) -> Rejection | None:
         if made.changed:
             assert made.status is not None
             self._write(made.status)
@@ -211,7 +211,7 @@ class World:
             assert f"{self.job.metadata.name}-{action.frozen.epoch}" in self.config_maps, "pods before their template"
             self.requests += len(action.indices) - 1
             for index in action.indices:
-                self._create(pod_body(action.frozen, index, action.epoch, action.leader))
+                self._create(build_pod(action.frozen, index, action.epoch, action.leader))
         elif isinstance(action, DeletePods):
             self.requests += len(action.pods) - 1
             for ref in action.pods:
@@ -226,7 +226,7 @@ class World:
         elif isinstance(action, EnsureTemplate):
             self.config_maps.setdefault(action.name, action.body)
         elif isinstance(action, StopLeader) and self.leader is not None and self.leader.outcome is None:
-            self.leader.outcome = Outcome("stopped")
+            self.leader.outcome = LeaderOutcome("stopped")
         elif isinstance(action, DeleteJob):
             assert action.uid == self.job.metadata.uid
             self.deleted_job = True
@@ -249,7 +249,7 @@ class World:
             template=int(labels["everstep.dev/template"]),
             created=self.now,
             owner=self.job.metadata.uid,
-            token_secret=token_secret(body["spec"]),  # type: ignore[arg-type]
+            token_secret=token_secret_name(body["spec"]),  # type: ignore[arg-type]
         )
 
     # --- the cluster
@@ -362,13 +362,13 @@ class World:
         if leader is None:
             return
         failure = leader.ledger[-1].id if result == "failed" else ""
-        leader.outcome = Outcome(result, exit_code, "ValueError: no" if result == "failed" else "", failure)
+        leader.outcome = LeaderOutcome(result, exit_code, "ValueError: no" if result == "failed" else "", failure)
         for pod in list(self.pods.values()):
             if pod.running:
-                word = LastWord(result, leader.epoch, leader.generation, exit_code=exit_code)
+                word = TerminationMessage(result, leader.epoch, leader.generation, exit_code=exit_code)
                 self._end_pod(pod.index, ContainerEnd(exit_code, None, "Completed", "{}", self.now, word))
 
-    def exit(self, index: int, exit_code: int, *, word: LastWord | None = None, reason: str = "") -> None:
+    def exit(self, index: int, exit_code: int, *, word: TerminationMessage | None = None, reason: str = "") -> None:
         """A container ends by itself."""
         reason = reason or ("Error" if exit_code else "Completed")
         self._end_pod(index, ContainerEnd(exit_code, None, reason, "", self.now, word))

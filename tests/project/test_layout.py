@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +27,18 @@ def test_the_map_in_contributing_has_every_package() -> None:
             inner = str(package.relative_to(source))
             if not inner.startswith("compat/"):
                 assert inner in shown or str(package.relative_to(ROOT)) in shown, inner
+
+
+def test_a_public_class_name_means_one_thing() -> None:
+    """Names that `compat` repeats from another library are that library's."""
+    found = defaultdict[str, list[str]](list)
+    for source in (ROOT / "operator" / "src", ROOT / "trainer-image" / "src"):
+        for file in source.rglob("*.py"):
+            if "compat" not in file.parts:
+                classes = (node for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef))
+                for each in classes:
+                    found[each.name].append(f"{file.relative_to(ROOT)}:{each.lineno}")
+    assert {name: where for name, where in found.items() if len(where) > 1 and not name.startswith("_")} == {}
 
 
 def test_the_library_imports_without_its_extras() -> None:

@@ -23,24 +23,24 @@ import structlog
 from everstep_operator import health, limits, logs, metrics
 from everstep_operator.api.status import Phase
 from everstep_operator.cluster import errors, key
-from everstep_operator.cluster.act import Actor, Leftover
+from everstep_operator.cluster.act import ActionExecutor, StaleObject
 from everstep_operator.cluster.agentcode import AgentCode
-from everstep_operator.cluster.cache import Cache, Key, key_of, version_of
-from everstep_operator.cluster.client import Client, login
+from everstep_operator.cluster.cache import ClusterCache, Key, object_key, resource_version
+from everstep_operator.cluster.client import Client, load_credentials
 from everstep_operator.cluster.fair_share import FairSemaphore, FairShare
 from everstep_operator.cluster.frozen import FrozenTemplates
-from everstep_operator.cluster.gangs import Gangs
+from everstep_operator.cluster.gangs import WaitingGangs
 from everstep_operator.cluster.leader import LeaderPoller
-from everstep_operator.cluster.lease import Lease, LeaseLost
-from everstep_operator.cluster.log_limit import LogLimit
-from everstep_operator.cluster.nodes import Nodes
+from everstep_operator.cluster.lease import LeaseLost, OperatorLease
+from everstep_operator.cluster.log_limit import LogRateLimiter
+from everstep_operator.cluster.nodes import NodeDirectory
 from everstep_operator.cluster.queue import WorkQueue
-from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, Resource
+from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
 from everstep_operator.cluster.resync import Resync
-from everstep_operator.cluster.watch import Raw, Watch
-from everstep_operator.plan.observed import Settings as PlanSettings
+from everstep_operator.cluster.watch import KopfWatch, RawObject
+from everstep_operator.plan.observed import PlanSettings as PlanSettings
 from everstep_operator.reconcile import Reconciler
-from everstep_operator.settings import Settings
+from everstep_operator.settings import OperatorSettings
 
 log = structlog.get_logger(__name__)
 
@@ -54,50 +54,55 @@ LISTED_SECONDS, STARTED_SECONDS = 0.5, 5.0
 class Operator:
     """All parts of one process, from the Lease on."""
 
-    def __init__(self, settings: Settings, client: Client, operator_keys: tuple[bytes, ...], agent: AgentCode) -> None:
+    def __init__(
+        self, settings: OperatorSettings, client: Client, operator_keys: tuple[bytes, ...], agent: AgentCode
+    ) -> None:
         self.settings = settings
         self.client = client
         self.workers = FairShare(settings.workers)
         self.queue: WorkQueue[Key] = WorkQueue(share=self.workers, namespace=lambda key: key[0])
-        self.cache = Cache(touched=self.queue.add, pool_changed=self._pool_changed)
+        self.cache = ClusterCache(touched=self.queue.add, pool_changed=self._pool_changed)
         self.leaders = LeaderPoller(
             self.queue.add_after,
             fence_timeout=settings.fence_timeout,
             clock=client.clock.now,
-            limit=limits.leaders_at_once(settings.leader_connections),
+            limit=limits.raise_open_file_limit(settings.leader_connections),
         )
         self.frozen = FrozenTemplates(client, operator_keys)
-        self.gangs = Gangs(self.queue.add)
-        actor = Actor(client, self.cache, self.leaders, agent, self.frozen, operator_keys)
+        self.gangs = WaitingGangs(self.queue.add)
+        actor = ActionExecutor(client, self.cache, self.leaders, agent, self.frozen, operator_keys)
         actor.requests = FairSemaphore(settings.parallel_creates)
-        nodes = Nodes(client, self.cache, client.clock.now)
+        nodes = NodeDirectory(client, self.cache, client.clock.now)
         self.reconciler = Reconciler(
             client, self.cache, self.queue, self.leaders, self.frozen, self.gangs, nodes, actor,
-            plan_settings(settings, agent, operator_keys), operator_keys, client.clock.now,
+            make_plan_settings(settings, agent, operator_keys), operator_keys, client.clock.now,
         )  # fmt: skip
-        self.watch = Watch(
-            lambda: login(settings.kubeconfig), self._event, namespaces=settings.watch_namespaces, ready=self._served
+        self.watch = KopfWatch(
+            lambda: load_credentials(settings.kubeconfig),
+            self._receive_event,
+            namespaces=settings.watch_namespaces,
+            ready=self._wait_until_served,
         )
         self.resync = Resync(
             client, self.cache, self.frozen, agent, settings.watch_namespaces, settings.resync_seconds,
-            deaf=self.watch.restart, wake=self.queue.add, readable=self.watch.come_back,
+            deaf=self.watch.restart, wake=self.queue.add, readable=self.watch.readmit,
         )  # fmt: skip
         self._stores = {
             JOBS: self.cache.jobs, PODS: self.cache.pods, POOLS: self.cache.pools, NODES: self.cache.nodes
         }  # fmt: skip
         self._listed: asyncio.TimerHandle | None = None
         self._draining = False
-        self._logs = LogLimit()
+        self._logs = LogRateLimiter()
 
     async def run(self, stop: asyncio.Event) -> None:
         """Work until `stop`; then finish what is in work, briefly. An exception of any part ends all of them."""
-        await self._first_list()
+        await self._list_first()
         async with asyncio.TaskGroup() as group:
             tasks = [
-                group.create_task(self.watch.run(lambda: self._list_after(STARTED_SECONDS))),
+                group.create_task(self.watch.run(lambda: self._schedule_resync(STARTED_SECONDS))),
                 group.create_task(self.resync.run()),
             ]
-            tasks += [group.create_task(self._work()) for _ in range(self.workers.most)]
+            tasks += [group.create_task(self._run_worker()) for _ in range(self.workers.most)]
             await stop.wait()
             self._draining = True
             with contextlib.suppress(TimeoutError):
@@ -107,19 +112,19 @@ class Operator:
                 task.cancel()
         await self.leaders.close()
 
-    async def _first_list(self) -> None:
-        await self._served()
+    async def _list_first(self) -> None:
+        await self._wait_until_served()
         started = time.monotonic()
         while self.resync.done_at is None:
             try:
-                await self.resync.once()
+                await self.resync.run_once()
             except (errors.ApiError, errors.Unreachable) as error:
                 log.warning("cannot list", error=str(error))
                 await asyncio.sleep(1)
         await self.gangs.fill(self.cache, self.reconciler.read_and_count_places)
         log.info("listed", jobs=len(self.cache.jobs), pods=len(self.cache.pods), seconds=time.monotonic() - started)
 
-    async def _served(self) -> None:
+    async def _wait_until_served(self) -> None:
         """Return once the API server serves our kinds: the CRDs may be installed after the operator."""
         told = False
         while True:
@@ -135,7 +140,7 @@ class Operator:
                     told = True
             await asyncio.sleep(1)
 
-    async def _work(self) -> None:
+    async def _run_worker(self) -> None:
         while not self._draining:
             job = await self.queue.get()
             started, result = time.monotonic(), "ok"
@@ -146,23 +151,23 @@ class Operator:
                     self.queue.forget(job)
                 else:
                     result = "refused"
-                    await self._retry(log.info, "still refused", job, message=rejection.message)
-            except Leftover as error:
+                    await self._requeue_with_backoff(log.info, "still refused", job, message=rejection.message)
+            except StaleObject as error:
                 result = "waiting"
-                await self._retry(log.info, "waiting for a former object to go", job, error)
+                await self._requeue_with_backoff(log.info, "waiting for a former object to go", job, error)
             except (errors.ApiError, errors.Unreachable) as error:
                 result = "refused"
-                await self._retry(log.warning, "cannot go on with a job", job, error)
+                await self._requeue_with_backoff(log.warning, "cannot go on with a job", job, error)
             except LeaseLost:
                 raise
             except Exception:
                 result = "error"
-                await self._retry(log.exception, "a bug or a surprise", job)
+                await self._requeue_with_backoff(log.exception, "a bug or a surprise", job)
             finally:
                 self.queue.done(job)
                 metrics.reconcile_seconds.labels(result).observe(time.monotonic() - started)
 
-    async def _retry(
+    async def _requeue_with_backoff(
         self, write: Callable[..., None], text: str, job: Key, error: Exception | None = None, **about: str
     ) -> None:
         """Let the job be tried again after its back-off, and say so: in one line a minute of the log for each job and
@@ -171,28 +176,28 @@ class Operator:
         if (left_out := self._logs.left_out((job, self.reconciler.known_uid(job), text))) is not None:
             about |= {"error": str(error)} if error is not None else {}
             write(text, job=job, again_in=again_in, times_before=left_out, **about)
-        if isinstance(error, errors.ApiError | Leftover) and self.queue.failures(job) == REPORTED_FAILURES:
+        if isinstance(error, errors.ApiError | StaleObject) and self.queue.failures(job) == REPORTED_FAILURES:
             await self.reconciler.report_retries(job, error)
 
-    def _event(self, resource: Resource, kind: str | None, raw: Raw) -> None:
+    def _receive_event(self, resource: ApiResource, kind: str | None, raw: RawObject) -> None:
         store: Any = self._stores[resource]
-        self.resync.heard(resource)
+        self.resync.note_event(resource)
         if kind == "DELETED":
-            store.remove(key_of(raw), str((raw.get("metadata") or {}).get("uid") or ""), version_of(raw))
+            store.remove(object_key(raw), str((raw.get("metadata") or {}).get("uid") or ""), resource_version(raw))
             return
         if (raw.get("metadata") or {}).get("namespace") in self.resync.forbidden:
-            self.resync.soon()  # it can be read again: all of its pods first, then its jobs
+            self.resync.request_soon()  # it can be read again: all of its pods first, then its jobs
             return
         if kind is None:
-            self._list_after(LISTED_SECONDS)
+            self._schedule_resync(LISTED_SECONDS)
         store.put(raw)
 
-    def _list_after(self, seconds: float) -> None:
+    def _schedule_resync(self, seconds: float) -> None:
         """Schedule a resync: the watch lists at its start, or since it was cut off, and tells nothing of what vanished
         before."""
         if self._listed is not None:
             self._listed.cancel()
-        self._listed = asyncio.get_running_loop().call_later(seconds, self.resync.soon)
+        self._listed = asyncio.get_running_loop().call_later(seconds, self.resync.request_soon)
 
     def _pool_changed(self, pool: str) -> None:
         for job, raw in self.cache.jobs.items():
@@ -201,7 +206,7 @@ class Operator:
 
     # --- health
 
-    def wrong(self) -> str | None:
+    def unhealthy_reason(self) -> str | None:
         """Return why a restart of the process would help, or None."""
         if self.queue.longest_work() > self.settings.stuck_seconds + 60:
             return f"a job has been in work for {self.queue.longest_work():.0f} s"
@@ -211,7 +216,7 @@ class Operator:
             return f"no resync was tried for {age:.0f} s"
         return None
 
-    def measure(self) -> None:
+    def update_gauges(self) -> None:
         metrics.queue_depth.set(self.queue.depth)
         metrics.queue_oldest_seconds.set(self.queue.oldest_wait())
         metrics.queue_longest_work_seconds.set(self.queue.longest_work())
@@ -220,10 +225,10 @@ class Operator:
         if self.resync.done_at is not None:
             metrics.resync_seconds.set(time.monotonic() - self.resync.done_at)
         phases = Counter(str((raw.get("status") or {}).get("phase") or "Pending") for _, raw in self.cache.jobs.items())
-        health.measure_phases(phases, PHASES)
+        health.set_phase_gauges(phases, PHASES)
 
 
-def plan_settings(settings: Settings, agent: AgentCode, operator_keys: tuple[bytes, ...]) -> PlanSettings:
+def make_plan_settings(settings: OperatorSettings, agent: AgentCode, operator_keys: tuple[bytes, ...]) -> PlanSettings:
     """Return what plans depend on, in the planner's words."""
     return PlanSettings(
         agent_digest=agent.digest,
@@ -239,12 +244,12 @@ def plan_settings(settings: Settings, agent: AgentCode, operator_keys: tuple[byt
     )
 
 
-async def run(settings: Settings, agent_code: bytes, stop: asyncio.Event) -> None:
+async def run_operator(settings: OperatorSettings, agent_code: bytes, stop: asyncio.Event) -> None:
     """Run the process until it is stopped. Raises `LeaseLost` (in a group) when another process may act."""
     running: list[Operator] = []
     client = await Client.connect(settings.kubeconfig, timeout=settings.request_timeout)
     identity = settings.pod_uid or f"{socket.gethostname()}-{os.getpid()}"
-    lease = Lease(client, settings.pod_namespace, settings.lease_name, identity)
+    lease = OperatorLease(client, settings.pod_namespace, settings.lease_name, identity)
     waiting = True
 
     def why_not_ready() -> str | None:
@@ -253,14 +258,14 @@ async def run(settings: Settings, agent_code: bytes, stop: asyncio.Event) -> Non
             return lease.why_not_standing_by()
         return None if running and running[0].resync.done_at is not None else "not listed yet"
 
-    servers = health.Servers(
-        alive=lambda: running[0].wrong() if running else None,
+    servers = health.HealthServers(
+        alive=lambda: running[0].unhealthy_reason() if running else None,
         ready=why_not_ready,
-        measure=lambda: running[0].measure() if running else None,
+        measure=lambda: running[0].update_gauges() if running else None,
     )
     await servers.start(settings.bind, settings.health_port, settings.metrics_port)
     try:
-        if not await _unless(stop, lease.acquire()):
+        if not await _finish_unless_stopped(stop, lease.acquire()):
             return
         waiting = False
         metrics.is_leader.set(1)
@@ -268,7 +273,7 @@ async def run(settings: Settings, agent_code: bytes, stop: asyncio.Event) -> Non
         async with asyncio.TaskGroup() as group:
             holding = group.create_task(lease.hold())
             loading = group.create_task(_load_keys(client, settings))
-            if await _unless(stop, loading):
+            if await _finish_unless_stopped(stop, loading):
                 running.append(Operator(settings, client, loading.result(), AgentCode(agent_code)))
                 await running[0].run(stop)
             holding.cancel()
@@ -279,14 +284,14 @@ async def run(settings: Settings, agent_code: bytes, stop: asyncio.Event) -> Non
         await client.close()
 
 
-async def _load_keys(client: Client, settings: Settings) -> tuple[bytes, ...]:
+async def _load_keys(client: Client, settings: OperatorSettings) -> tuple[bytes, ...]:
     """Return the operator keys, the current one first."""
-    previous = key.read_previous(settings.previous_keys_folder)
-    current = await key.load_or_create(client, settings.pod_namespace, settings.key_folder, settings.key_secret)
+    previous = key.read_previous_keys(settings.previous_keys_folder)
+    current = await key.load_or_create_key(client, settings.pod_namespace, settings.key_folder, settings.key_secret)
     return (current, *(each for each in previous if each != current))
 
 
-async def _unless(stop: asyncio.Event, work: Any) -> bool:
+async def _finish_unless_stopped(stop: asyncio.Event, work: Any) -> bool:
     """Wait for the work, or for `stop`; False if it was the latter."""
     task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     await asyncio.wait((task, stopped), return_when=asyncio.FIRST_COMPLETED)
@@ -298,30 +303,30 @@ async def _unless(stop: asyncio.Event, work: Any) -> bool:
     return True
 
 
-async def _until_signalled(settings: Settings, agent_code: bytes) -> None:
+async def _run_until_signalled(settings: OperatorSettings, agent_code: bytes) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
-    await run(settings, agent_code, stop)
+    await run_operator(settings, agent_code, stop)
 
 
-def parse(arguments: list[str] | None, environment: Mapping[str, str]) -> Settings:
+def parse_settings(arguments: list[str] | None, environment: Mapping[str, str]) -> OperatorSettings:
     parser = argparse.ArgumentParser("everstep-operator", description="Runs TrainingJobs on Kubernetes.")
-    for name, about in Settings.model_fields.items():
+    for name, about in OperatorSettings.model_fields.items():
         parser.add_argument(f"--{name.replace('_', '-')}", help=(about.description or "").replace("%", "%%"))
-    return Settings.load(environment, vars(parser.parse_args(arguments)))
+    return OperatorSettings.load(environment, vars(parser.parse_args(arguments)))
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command `everstep-operator`."""
-    settings = parse(arguments, os.environ)
-    logs.configure(settings.log_level, settings.log_format)
+    settings = parse_settings(arguments, os.environ)
+    logs.configure_logging(settings.log_level, settings.log_format)
     # kopf names itself after the login name, which a UID without a passwd entry does not have.
     os.environ.setdefault("LOGNAME", "everstep")
     from everstep import agent_zip
 
     try:
-        asyncio.run(_until_signalled(settings, agent_zip.build()))
+        asyncio.run(_run_until_signalled(settings, agent_zip.build_zipapp()))
     except* LeaseLost as group:
         log.error("another operator may act now; leaving", error=str(group.exceptions[0]))
         sys.exit(1)

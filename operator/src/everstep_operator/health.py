@@ -16,15 +16,15 @@ from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from everstep_operator import metrics
 
-Check = Callable[[], str | None]  # what is wrong, or None
+HealthCheck = Callable[[], str | None]  # what is wrong, or None
 
 
 @dataclass
-class Servers:
+class HealthServers:
     """`alive` and `ready` say what is wrong, or None; `measure` refreshes gauges before each scrape."""
 
-    alive: Check
-    ready: Check
+    alive: HealthCheck
+    ready: HealthCheck
     measure: Callable[[], None]
     _runners: tuple[web.AppRunner, ...] = ()
     health_port: int = 0
@@ -33,7 +33,9 @@ class Servers:
     async def start(self, bind: str, health_port: int, metrics_port: int) -> None:
         """Listen; port 0 takes a free one and stores it. `metrics_port` -1: no metrics."""
         health = web.Application()
-        health.add_routes([web.get("/healthz", _checked(self.alive)), web.get("/readyz", _checked(self.ready))])
+        health.add_routes(
+            [web.get("/healthz", _make_handler(self.alive)), web.get("/readyz", _make_handler(self.ready))]
+        )
         self.health_port = await self._serve(health, bind, health_port)
         if metrics_port >= 0:
             app = web.Application()
@@ -57,7 +59,7 @@ class Servers:
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
-def _checked(check: Check) -> Callable[[web.Request], Awaitable[web.Response]]:
+def _make_handler(check: HealthCheck) -> Callable[[web.Request], Awaitable[web.Response]]:
     async def answer(_: web.Request) -> web.Response:
         wrong = check()
         return web.Response(text=wrong or "ok", status=500 if wrong else 200)
@@ -65,7 +67,7 @@ def _checked(check: Check) -> Callable[[web.Request], Awaitable[web.Response]]:
     return answer
 
 
-def measure_phases(phases: Counter[str], known: tuple[str, ...]) -> None:
+def set_phase_gauges(phases: Counter[str], known: tuple[str, ...]) -> None:
     """Set one gauge per phase; a phase nobody is in is 0, not absent."""
     for phase in known:
         metrics.jobs.labels(phase).set(phases.get(phase, 0))

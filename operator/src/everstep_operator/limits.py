@@ -8,11 +8,11 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-MOST = 1 << 20  # what the kernel allows at most, as it comes (fs.nr_open)
+MAX_OPEN_FILES = 1 << 20  # what the kernel allows at most, as it comes (fs.nr_open)
 OTHER_FILES = 640  # connections to the API server (528 where requests hang), watches, probes, metrics, logs
 
 
-def leaders_at_once(wished: int) -> int:
+def raise_open_file_limit(wished: int) -> int:
     """Raise the limit of open files to the hard limit, and return how many leaders can be connected to at once.
 
     Container runtimes start processes with a soft limit of 1024. Beyond the limit every request would fail, those to
@@ -25,7 +25,7 @@ def leaders_at_once(wished: int) -> int:
         `wished`, or less where the hard limit has no room for so many.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = MOST if hard == resource.RLIM_INFINITY else hard
+    most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else hard
     if soft != resource.RLIM_INFINITY and soft < most:
         try:
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))

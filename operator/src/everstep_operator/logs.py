@@ -8,18 +8,18 @@ from typing import Any
 
 import structlog
 
-from everstep_operator.cluster.log_limit import LogLimit
+from everstep_operator.cluster.log_limit import LogRateLimiter
 
 # `kubernetes.aio.client.rest` logs whole bodies at debug, Secrets included; aiohttp and kopf say at info what we say.
 _NOISY = ("kopf", "kubernetes", "aiohttp", "asyncio", "urllib3")
 
 
-class _OnceAMinute(logging.Filter):
+class _KopfLogFilter(logging.Filter):
     """Lets each of kopf's lines pass once a minute: it tells of each of its ends with a traceback."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._limit = LogLimit()
+        self._limit = LogRateLimiter()
 
     def filter(self, record: logging.LogRecord) -> bool:
         if not record.name.startswith("kopf"):
@@ -27,7 +27,7 @@ class _OnceAMinute(logging.Filter):
         return self._limit.left_out((record.name, str(record.msg))) is not None
 
 
-def configure(level: str, form: str) -> None:
+def configure_logging(level: str, form: str) -> None:
     """Set up structlog and the standard library's logging. Call once."""
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -55,7 +55,7 @@ def configure(level: str, form: str) -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *last],
         )
     )
-    handler.addFilter(_OnceAMinute())
+    handler.addFilter(_KopfLogFilter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(max(threshold, logging.INFO))

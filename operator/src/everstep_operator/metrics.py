@@ -41,7 +41,7 @@ leader_polls = Counter("everstep_leader_polls_total", "Polls of leaders, by resu
 is_leader = Gauge("everstep_operator_leader", "1 while this process holds the Lease")
 
 
-def record(before: TrainingJob, status: TrainingJobStatus, now: float) -> None:
+def record_status_change(before: TrainingJob, status: TrainingJobStatus, now: float) -> None:
     """Count what a status that has just been stored says anew."""
     old = before.status
     for cause in ("application", "infrastructure", "preemption"):

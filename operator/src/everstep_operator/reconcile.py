@@ -20,23 +20,23 @@ from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import TrainingJobStatus
 from everstep_operator.cluster import errors, events
-from everstep_operator.cluster.act import Actor, Job, Leftover
-from everstep_operator.cluster.cache import Cache, Key, version_of
-from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.act import ActionExecutor, JobRef, StaleObject
+from everstep_operator.cluster.cache import ClusterCache, Key, resource_version
+from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.frozen import FrozenTemplates
-from everstep_operator.cluster.gangs import Gangs, gang_view
+from everstep_operator.cluster.gangs import WaitingGangs, view_waiting_gang
 from everstep_operator.cluster.leader import LeaderPoller
-from everstep_operator.cluster.nodes import Nodes
+from everstep_operator.cluster.nodes import NodeDirectory
 from everstep_operator.cluster.queue import WorkQueue
 from everstep_operator.cluster.resources import JOBS
 from everstep_operator.cluster.unlisted import UnlistedPods
-from everstep_operator.plan import form, plan
-from everstep_operator.plan.actions import CreatePods, Event, Plan
-from everstep_operator.plan.gang import waits
+from everstep_operator.plan import form, make_plan
+from everstep_operator.plan.actions import CreatePods, JobEvent, JobPlan
+from everstep_operator.plan.gang import is_waiting
 from everstep_operator.plan.keys import find_key
 from everstep_operator.plan.leader import LeaderView
-from everstep_operator.plan.observed import Observed, PodView, Rejection, Settings
-from everstep_operator.plan.situation import HAS_RUN
+from everstep_operator.plan.observed import Observation, PlanSettings, PodView, Rejection
+from everstep_operator.plan.situation import RUN_PHASES
 
 log = structlog.get_logger(__name__)
 
@@ -67,14 +67,14 @@ class Reconciler:
     queue sees to that."""
 
     client: Client
-    cache: Cache
+    cache: ClusterCache
     queue: WorkQueue[Key]
     leaders: LeaderPoller
     frozen: FrozenTemplates
-    gangs: Gangs
-    nodes: Nodes
-    actor: Actor
-    settings: Settings
+    gangs: WaitingGangs
+    nodes: NodeDirectory
+    actor: ActionExecutor
+    settings: PlanSettings
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     clock: Callable[[], float]  # of the API server, by which the times that plans compare were written
     _memories: dict[Key, _Memory] = field(default_factory=dict)
@@ -85,22 +85,22 @@ class Reconciler:
     async def reconcile(self, key: Key) -> Rejection | None:
         """Reconcile the job once. What the API server goes on rejecting is returned, anything else that went wrong is
         raised: the queue should back off from both."""
-        job = await self._job(key)
+        job = await self._read_job(key)
         if job is None:
             return None
         rejection: Rejection | None = None
         written = False
         await self.unlisted.refresh(key)
         for _ in range(2):  # what is refused is planned for once more; a refusal of that too waits for the next look
-            made = await self._plan(key, await self._observe(key, job, rejection))
+            made = await self._make_plan(key, await self._observe(key, job, rejection))
             for _ in range(MAX_OBSTACLES):  # more pods may have lost their label meanwhile
                 if (obstacle := await self._in_the_way(key, job, made)) is None:
                     break
-                made = await self._plan(key, await self._observe(key, job, obstacle.rejection or rejection))
+                made = await self._make_plan(key, await self._observe(key, job, obstacle.rejection or rejection))
             else:
-                raise Leftover("pods that are there without their label come and go")
+                raise StaleObject("pods that are there without their label come and go")
             if made.status is None:
-                self._forget(key, job.metadata.uid)
+                self._forget_job(key, job.metadata.uid)
                 return None
             confirmed = made.changed
             if made.changed:
@@ -110,14 +110,14 @@ class Reconciler:
                 # A write that changes nothing (the server drops fields that its CRD lacks) would be repeated for ever.
                 written = written or stored.metadata.resource_version != job.metadata.resource_version
                 job = stored
-            self._poll(key, job, made)
-            rejection, again = await self.actor.carry_out(_target(key, job, confirmed), made.actions)
+            self._update_polling(key, job, made)
+            rejection, again = await self.actor.execute(_make_job_ref(key, job, confirmed), made.actions)
             for event in made.events:
-                await events.send(self.client, *key, job.metadata.uid, event, self.clock())
+                await events.send_event(self.client, *key, job.metadata.uid, event, self.clock())
             if rejection is None:
                 break
             log.info("refused", job="/".join(key), kind=rejection.kind, message=rejection.message)
-        self.gangs.update(key, gang_view(job, self.cache.pods_of(key), self.count_places(key, job)))
+        self.gangs.update(key, view_waiting_gang(job, self.cache.pods_of(key), self.count_places(key, job)))
         if again is not None:
             self.queue.add_after(key, again)
         if made.requeue_at is not None:
@@ -126,20 +126,20 @@ class Reconciler:
             self.queue.add(key)  # the status that was written is part of what the next plan is made from
         return rejection
 
-    async def _plan(self, key: Key, observed: Observed) -> Plan:
+    async def _make_plan(self, key: Key, observed: Observation) -> JobPlan:
         """Make the plan. Nodes are not given back while an autoscaler makes more of them; it is asked only then, and
         its word kept."""
-        made = plan(observed, self.clock())
-        pod = form.asks_for_room(observed, made)
+        made = make_plan(observed, self.clock())
+        pod = form.find_pod_to_scale_up(observed, made)
         if pod is None:
             return made
-        promised = min(self.clock(), await events.scale_up_at(self.client, key[0], pod.uid))
+        promised = min(self.clock(), await events.find_last_scale_up(self.client, key[0], pod.uid))
         if promised <= (observed.scale_up_at or 0.0):
             return made
         self._memory(key, observed.job.metadata.uid).scale_up_at = promised
-        return plan(replace(observed, scale_up_at=promised), self.clock())
+        return make_plan(replace(observed, scale_up_at=promised), self.clock())
 
-    async def _in_the_way(self, key: Key, job: TrainingJob, made: Plan) -> _Obstacle | None:
+    async def _in_the_way(self, key: Key, job: TrainingJob, made: JobPlan) -> _Obstacle | None:
         """Look whether the plan replaces a pod that is there, though no list shows it, or whose name is taken. To raise
         the epoch for it, or to count a loss, could not be taken back."""
         if not job.status.epoch:
@@ -147,46 +147,46 @@ class Reconciler:
         for action in made.actions:
             if isinstance(action, CreatePods):
                 # Before it runs, a job loses nothing by another attempt but an epoch.
-                asked = [index for index in action.indices if index == 0 or job.status.phase in HAS_RUN]
+                asked = [index for index in action.indices if index == 0 or job.status.phase in RUN_PHASES]
                 try:
-                    return _Obstacle() if await self.unlisted.find(_target(key, job, True), asked) else None
+                    return _Obstacle() if await self.unlisted.find(_make_job_ref(key, job, True), asked) else None
                 except errors.NotOurs as error:
                     return _Obstacle(Rejection(action, "Conflict", str(error)))
         return None
 
     # --- observe
 
-    async def _job(self, key: Key) -> TrainingJob | None:
+    async def _read_job(self, key: Key) -> TrainingJob | None:
         entry = self.cache.jobs.get(key)
         if entry is None:
-            self._forget(key, "")
+            self._forget_job(key, "")
             return None
         memory = self._memory(key, entry.uid)
         try:
             return TrainingJob.parse(entry.value)
         except ValidationError as error:
             # Stored before a rule existed, or by a newer version. Nothing is touched until somebody corrects it.
-            self.leaders.drop(key)
+            self.leaders.stop_polling(key)
             self.gangs.update(key, None)  # nobody plans for it, so nobody may wait for it
             if memory.unreadable != entry.version:  # its pods go on changing, and each change is a look
                 memory.unreadable = entry.version
                 about = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors()[:5])
                 log.warning("a job that breaks the rules of the API", job="/".join(key), error=about)
-                event = Event("Warning", Reason.SPEC_INVALID.value, f"{Reason.SPEC_INVALID.meaning} {about}")
-                await events.send(self.client, *key, entry.uid, event, self.clock())
+                event = JobEvent("Warning", Reason.SPEC_INVALID.value, f"{Reason.SPEC_INVALID.meaning} {about}")
+                await events.send_event(self.client, *key, entry.uid, event, self.clock())
             return None
 
-    async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observed:
+    async def _observe(self, key: Key, job: TrainingJob, rejection: Rejection | None) -> Observation:
         pods = self.cache.pods_of(key)
         memory, frozen = self._memory(key, job.metadata.uid), None
         finished = job.status.phase is not None and job.status.phase.finished
         if job.status.template is not None and not finished:
             frozen = await self.frozen.get(*key, job.metadata.uid, job.status.template.epoch)
-        return Observed(
+        return Observation(
             job=job,
             pods=pods,
-            pools=self._pools(job),
-            leader=self._leader(key, job, pods),
+            pools=self._read_pools(job),
+            leader=self._find_leader_view(key, job, pods),
             gangs=self.gangs.others(key),
             frozen=frozen,
             settings=self.settings,
@@ -200,7 +200,7 @@ class Reconciler:
     def count_places(self, key: Key, job: TrainingJob) -> int | None:
         """Count the pods of a waiting job that today's nodes could hold; None: it does not wait, or nobody knows."""
         frozen = self.frozen.known(job.metadata.uid)
-        if frozen is None or not waits(job):
+        if frozen is None or not is_waiting(job):
             self.nodes.forget(key)
             return None
         return self.nodes.count_places(key, job.metadata.uid, frozen.epoch, frozen.pod, job.spec.num_nodes)
@@ -214,7 +214,7 @@ class Reconciler:
                 log.warning("cannot read a template", job="/".join(key), error=str(error))
         return self.count_places(key, job)
 
-    def _pools(self, job: TrainingJob) -> dict[str, TrainingPool]:
+    def _read_pools(self, job: TrainingJob) -> dict[str, TrainingPool]:
         found = {}
         for choice in job.spec.pools:
             entry = self.cache.pools.get(("", choice.name))
@@ -225,7 +225,7 @@ class Reconciler:
                     log.warning("a pool that breaks the rules of the API", pool=choice.name, error=str(error))
         return found
 
-    def _leader(self, key: Key, job: TrainingJob, pods: tuple[PodView, ...]) -> LeaderView | None:
+    def _find_leader_view(self, key: Key, job: TrainingJob, pods: tuple[PodView, ...]) -> LeaderView | None:
         zeros = [pod for pod in pods if pod.index == 0 and pod.owner == job.metadata.uid]
         newest = max(zeros, key=lambda pod: (pod.epoch, pod.created), default=None)
         return self.leaders.view(key, newest.uid) if newest is not None else None
@@ -243,10 +243,10 @@ class Reconciler:
             return None
         self._memory(key, job.metadata.uid).status_written_at = self.clock()
         written = TrainingJob.parse(stored)
-        metrics.record(job, written.status, self.clock())
+        metrics.record_status_change(job, written.status, self.clock())
         return written
 
-    async def _store_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> Object:
+    async def _store_status(self, key: Key, job: TrainingJob, status: TrainingJobStatus) -> ApiObject:
         try:
             stored = await self._apply_status(job, status)
         except errors.Invalid as error:
@@ -258,11 +258,11 @@ class Reconciler:
             stored = await self._apply_status(job, lean)
         self.cache.jobs.put(stored)
         known = self.cache.jobs.get(key)
-        if known is not None and known.version > version_of(stored):
+        if known is not None and known.version > resource_version(stored):
             self.queue.add(key)  # somebody else has written since, and may have been taken for us
         return stored
 
-    async def _apply_status(self, job: TrainingJob, status: TrainingJobStatus) -> Object:
+    async def _apply_status(self, job: TrainingJob, status: TrainingJobStatus) -> ApiObject:
         body = {
             "apiVersion": JOBS.api_version,
             "kind": JOBS.kind,
@@ -283,8 +283,8 @@ class Reconciler:
         memory = self._memory(key, job.metadata.uid)
         if not memory.status_refused:
             memory.status_refused = True
-            event = Event("Warning", Reason.STATUS_REFUSED.value, f"{Reason.STATUS_REFUSED.meaning} {error.message}")
-            await events.send(self.client, *key, job.metadata.uid, event, self.clock())
+            event = JobEvent("Warning", Reason.STATUS_REFUSED.value, f"{Reason.STATUS_REFUSED.meaning} {error.message}")
+            await events.send_event(self.client, *key, job.metadata.uid, event, self.clock())
 
     async def _read_again(self, key: Key, uid: str) -> None:
         """Read the job from the server itself: the watch is behind, and the next pass is not to be as stale as this
@@ -299,18 +299,18 @@ class Reconciler:
         """Tell the users of a job that does not go on why: its status need not show it."""
         uid = self.known_uid(key)
         if uid is not None:
-            event = Event("Warning", Reason.RETRYING.value, f"{Reason.RETRYING.meaning} {error}")
-            await events.send(self.client, *key, uid, event, self.clock())
+            event = JobEvent("Warning", Reason.RETRYING.value, f"{Reason.RETRYING.meaning} {error}")
+            await events.send_event(self.client, *key, uid, event, self.clock())
 
     # --- what follows
 
-    def _poll(self, key: Key, job: TrainingJob, made: Plan) -> None:
+    def _update_polling(self, key: Key, job: TrainingJob, made: JobPlan) -> None:
         if made.poll is None:
-            self.leaders.drop(key)
+            self.leaders.stop_polling(key)
         else:
             uid, template = job.metadata.uid, made.poll.template
             operator_key = find_key((made.poll.token_secret,), key[1], uid, template, self.operator_keys)
-            self.leaders.want(key, made.poll, job_token(operator_key, uid, template))
+            self.leaders.ensure_polled(key, made.poll, job_token(operator_key, uid, template))
 
     def known_uid(self, key: Key) -> str | None:
         """Return the UID of the job that was last looked at under this name; None: there is none."""
@@ -322,12 +322,12 @@ class Reconciler:
         memory = self._memories.get(key)
         if memory is None or memory.uid != uid:
             if memory is not None:
-                self._forget(key, memory.uid)
+                self._forget_job(key, memory.uid)
             memory = self._memories[key] = _Memory(uid)
         return memory
 
-    def _forget(self, key: Key, uid: str) -> None:
-        self.leaders.drop(key)
+    def _forget_job(self, key: Key, uid: str) -> None:
+        self.leaders.stop_polling(key)
         self.gangs.update(key, None)
         self.nodes.forget(key)
         known = self._memories.pop(key, None)
@@ -336,5 +336,5 @@ class Reconciler:
         self.queue.discard(key)
 
 
-def _target(key: Key, job: TrainingJob, confirmed: bool) -> Job:
-    return Job(*key, uid=job.metadata.uid, version=job.metadata.resource_version, confirmed=confirmed)
+def _make_job_ref(key: Key, job: TrainingJob, confirmed: bool) -> JobRef:
+    return JobRef(*key, uid=job.metadata.uid, version=job.metadata.resource_version, confirmed=confirmed)

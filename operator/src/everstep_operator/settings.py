@@ -11,19 +11,19 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 PREFIX = "EVERSTEP_"
 
 
-def _names(value: Any) -> Any:
+def _split_names(value: Any) -> Any:
     return tuple(part.strip() for part in value.split(",") if part.strip()) if isinstance(value, str) else value
 
 
-Names = Annotated[tuple[str, ...], BeforeValidator(_names)]
+NameList = Annotated[tuple[str, ...], BeforeValidator(_split_names)]
 
 
-class Settings(BaseModel):
+class OperatorSettings(BaseModel):
     """Holds what an administrator may set. Times are seconds."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    watch_namespaces: Names = ()
+    watch_namespaces: NameList = ()
     """Namespaces whose jobs this operator runs; none: all of them."""
     kubeconfig: str | None = None
     """For an operator outside of a cluster; default: the pod's service account, else $KUBECONFIG."""
@@ -32,11 +32,11 @@ class Settings(BaseModel):
     fence_timeout: float = Field(40.0, ge=5)
     """How long a leader that nobody renews may go on publishing checkpoints."""
 
-    allowed_service_accounts: Names = ()
+    allowed_service_accounts: NameList = ()
     """Service accounts that a job's pods may use besides `default`."""
-    allowed_host_fields: Names = ()
-    allowed_priority_classes: Names = ()
-    copied_labels: Names = ("kueue.x-k8s.io/queue-name",)
+    allowed_host_fields: NameList = ()
+    allowed_priority_classes: NameList = ()
+    copied_labels: NameList = ("kueue.x-k8s.io/queue-name",)
     """Labels of a job that its pods get too. Never all of them: a GitOps tool would take the pods for its own."""
 
     workers: int = Field(32, ge=1)

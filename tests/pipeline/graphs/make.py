@@ -17,10 +17,10 @@ import torch
 import transformers as hf
 from torch import nn
 
-from everstep.pipeline.frontend import trace
+from everstep.pipeline.frontend import trace_model
 from everstep.pipeline.frontend.split import node_modules
-from everstep.pipeline.graph import VERSION, Graph, Node
-from everstep.pipeline.profile_counted import count
+from everstep.pipeline.graph import VERSION, Graph, GraphNode
+from everstep.pipeline.profile_counted import count_costs
 
 FOLDER = Path(__file__).parent
 Example = dict[str, Any]
@@ -148,8 +148,8 @@ def made(name: str) -> Graph:
     model, example = MODELS[name]
     with torch.device("meta"):
         module, inputs = model(), example()
-    traced = trace(module, inputs)
-    return count(traced.graph, node_modules(traced), inputs).graph
+    traced = trace_model(module, inputs)
+    return count_costs(traced.graph, node_modules(traced), inputs).graph
 
 
 def compact(graph: Graph) -> str:
@@ -158,7 +158,7 @@ def compact(graph: Graph) -> str:
     for node in graph.nodes:
         own = {
             field.name: float(f"{value:.4g}") if isinstance(value, float) else value
-            for field in fields(Node)
+            for field in fields(GraphNode)
             if (value := getattr(node, field.name)) != field.default or field.default is MISSING
         }
         lines.append(json.dumps(own))

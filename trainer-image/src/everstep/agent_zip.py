@@ -1,7 +1,7 @@
 """Packs the agent into the one file that is mounted into every training pod.
 
-`python -m everstep.agent_zip agent.pyz` writes it; the operator calls `build` and puts the bytes into a ConfigMap. The
-same sources give the same bytes, so that the ConfigMap's name can be their digest.
+`python -m everstep.agent_zip agent.pyz` writes it; the operator calls `build_zipapp` and puts the bytes into a
+ConfigMap. The same sources give the same bytes, so that the ConfigMap's name can be their digest.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SOURCE = Path(__file__).parent / "agent"
 
 
 @cache
-def build() -> bytes:
+def build_zipapp() -> bytes:
     """Return the bytes of the zipapp. It is stored, not compressed: an image's Python may lack zlib, and a ConfigMap
     has the room."""
     files = {"everstep/__init__.py": b""}
@@ -31,10 +31,10 @@ def build() -> bytes:
     return target.getvalue()
 
 
-def digest() -> str:
+def compute_digest() -> str:
     """Return 12 hexadecimal digits that name these bytes."""
-    return hashlib.sha256(build()).hexdigest()[:12]
+    return hashlib.sha256(build_zipapp()).hexdigest()[:12]
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_bytes(build())
+    Path(sys.argv[1]).write_bytes(build_zipapp())

@@ -9,7 +9,7 @@ from pydantic.alias_generators import to_camel
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema
 
-from everstep_operator.api.rules import Rule, UpdateRule, raise_failed, with_rules
+from everstep_operator.api.rules import Rule, UpdateRule, add_rules, raise_broken_rules
 
 
 class ApiModel(BaseModel):
@@ -35,7 +35,7 @@ class ApiModel(BaseModel):
     def parse(cls, value: Any) -> Self:
         """Read what the API server sends or a user wrote: camelCase names only.
 
-        Raises ``pydantic.ValidationError``; ``everstep_operator.api.load.explain`` puts it into a user's words.
+        Raises ``pydantic.ValidationError``; ``everstep_operator.api.load.explain_errors`` puts it into a user's words.
         """
         return cls.model_validate(value, by_alias=True, by_name=False)
 
@@ -54,13 +54,13 @@ class ApiModel(BaseModel):
 
     @model_validator(mode="after")
     def _rules_hold(self) -> Self:
-        raise_failed(self.rules, self)
+        raise_broken_rules(self.rules, self)
         return self
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
         made = handler.resolve_ref_schema(handler(schema))
-        made.update(with_rules(made, [*cls.rules, *cls.update_rules]))
+        made.update(add_rules(made, [*cls.rules, *cls.update_rules]))
         return made
 
 

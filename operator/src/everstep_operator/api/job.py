@@ -27,14 +27,14 @@ from everstep_operator.api.scalars import (
     Pattern,
     Quantity,
     Whole,
-    between,
-    keys,
+    limit_duration,
+    limit_keys,
 )
 from everstep_operator.api.status import TrainingJobStatus
 
-OPERATOR = "everstep.dev/operator"
-NAME = "^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$"
-_NAME = re.compile(NAME)
+OPERATOR_NAME = "everstep.dev/operator"
+JOB_NAME_PATTERN = "^[a-z]([-a-z0-9]{0,48}[a-z0-9])?$"
+_NAME = re.compile(JOB_NAME_PATTERN)
 _DOMAIN_PATH = r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*/[A-Za-z0-9/._~%!$&'()*+,;=:-]+$"
 
 
@@ -66,13 +66,13 @@ class EnvVar(ApiModel):
 ResourceList = Annotated[
     dict[str, Quantity],
     Field(max_length=32),
-    keys("^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 317,
+    limit_keys("^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 317,
          "keys must be resource names, like cpu or nvidia.com/gpu"),
     DropNulls,
 ]  # fmt: skip
 
 
-class Resources(ApiModel):
+class TrainerResources(ApiModel):
     """Resources of the trainer container of each pod."""
 
     requests: ResourceList = Field(default_factory=dict)
@@ -81,22 +81,22 @@ class Resources(ApiModel):
     """What each pod may use at most; GPUs are asked for here."""
 
 
-class Torch(ApiModel):
+class TorchDistribution(ApiModel):
     """Ranks are started directly with torch.distributed's environment variables; torchrun is not needed."""
 
 
-class Mpi(ApiModel):
+class MpiDistribution(ApiModel):
     """Ranks are started by `mpirun`, which needs neither ssh nor root here."""
 
     options: list[Argument] = Field(default_factory=list, max_length=64)
     """Further arguments of mpirun."""
 
 
-class Horovod(Mpi):
+class HorovodDistribution(MpiDistribution):
     """Ranks are started by `mpirun` with what Horovod expects."""
 
 
-class Pipeline(ApiModel):
+class PipelineDistribution(ApiModel):
     """Ranks start as with `torch`; `everstep.pipeline` cuts the model into stages, in the program, as said here."""
 
     stages: Annotated[int, Field(ge=1, le=4096), Whole]
@@ -114,18 +114,18 @@ class Pipeline(ApiModel):
     """Where the plan is kept, in a volume that outlives the pods."""
 
 
-class Plain(ApiModel):
+class PlainDistribution(ApiModel):
     """One process per pod, which starts its own ranks, such as torchrun."""
 
 
 class Distribution(ApiModel):
     """Selects how ranks are started: exactly one of the fields."""
 
-    torch: Torch | None = None
-    horovod: Horovod | None = None
-    mpi: Mpi | None = None
-    pipeline: Pipeline | None = None
-    none: Plain | None = None
+    torch: TorchDistribution | None = None
+    horovod: HorovodDistribution | None = None
+    mpi: MpiDistribution | None = None
+    pipeline: PipelineDistribution | None = None
+    none: PlainDistribution | None = None
 
     rules: ClassVar = (
         Rule(
@@ -164,37 +164,37 @@ class PoolChoice(ApiModel):
 
     name: DnsName
     """Name of the TrainingPool."""
-    wait: Annotated[Duration, between("0s", "28d")] = timedelta(minutes=10)
+    wait: Annotated[Duration, limit_duration("0s", "28d")] = timedelta(minutes=10)
     """How long to wait for capacity here before the next pool is tried; without meaning on the last one."""
 
 
-class Restart(ApiModel):
+class RestartPolicy(ApiModel):
     """Limits how often the job may be restarted. Pre-emption is never charged."""
 
     application: Annotated[int, Field(ge=0, le=1000), Whole] = 3
     """Restarts within `window` that failures of the program may cost."""
     infrastructure: Annotated[int, Field(ge=0, le=1000), Whole] = 20
     """Restarts within `window` that lost pods and nodes may cost."""
-    window: Annotated[Duration, between("1s", "28d")] = timedelta(hours=1)
+    window: Annotated[Duration, limit_duration("1s", "28d")] = timedelta(hours=1)
     """The time over which restarts are counted."""
     fencing: Literal["checkpoint", "strict"] = "checkpoint"
     """What ranks lose when they are cut off from the leader: publishing checkpoints, or (strict) running at all."""
-    max_backoff: Annotated[Duration, between("0s", "1h")] = timedelta(minutes=1)
+    max_backoff: Annotated[Duration, limit_duration("0s", "1h")] = timedelta(minutes=1)
     """Longest pause before a restart after repeated failures of the program; `0s` switches pauses off."""
 
 
 class Timeouts(ApiModel):
     """Sets the times after which the operator gives up."""
 
-    pending: Annotated[Duration, between("1s", "28d")] = timedelta(hours=6)
+    pending: Annotated[Duration, limit_duration("1s", "28d")] = timedelta(hours=6)
     """Longest time without enough capacity for all pods."""
-    startup: Annotated[Duration, between("1s", "1d")] = timedelta(minutes=10)
+    startup: Annotated[Duration, limit_duration("1s", "1d")] = timedelta(minutes=10)
     """Longest time from pods on nodes until all ranks are started."""
-    runtime: Annotated[Duration, between("1s", "28d")] = timedelta(hours=24)
+    runtime: Annotated[Duration, limit_duration("1s", "28d")] = timedelta(hours=24)
     """Longest time since the first start, less the time spent pending or suspended."""
 
 
-_FIXED = (
+_FIXED_FIELDS = (
     "image", "imagePullPolicy", "command", "args", "env", "hyperparameters", "numNodes", "numProcPerNode", "resources",
     "distribution", "pools", "restart.fencing", "restart.maxBackoff", "securityProfile", "podTemplate",
 )  # fmt: skip
@@ -203,7 +203,7 @@ _IN_ANY_ORDER = frozenset({"containers", "volumes"})
 _ALWAYS_THERE = ("image", "numNodes", "distribution", "restart.fencing", "restart.maxBackoff", "securityProfile")
 
 
-def _same(field: str) -> str:
+def _unchanged_cel(field: str) -> str:
     # Optional field selection (`self.?x == oldSelf.?x`) would be shorter, but its cost is estimated as unlimited.
     equal = f"self.{field} == oldSelf.{field}"
     if field == "env":
@@ -214,20 +214,20 @@ def _same(field: str) -> str:
     return f"(has(self.{field}) ? has(oldSelf.{field}) && {equal} : !has(oldSelf.{field}))"
 
 
-FIXED = "cannot change while the job is active"
+FIXED_MESSAGE = "cannot change while the job is active"
 
 
-def _fixed(field: str) -> UpdateRule:
+def _make_fixed_rule(field: str) -> UpdateRule:
     value_of = attrgetter(".".join(to_snake(part) for part in field.split(".")))
     return UpdateRule(
-        f"self.suspend || oldSelf.suspend || {_same(field)}",
-        f"{field} {FIXED}: set spec.suspend to true, change it, then set suspend to false",
+        f"self.suspend || oldSelf.suspend || {_unchanged_cel(field)}",
+        f"{field} {FIXED_MESSAGE}: set spec.suspend to true, change it, then set suspend to false",
         lambda new, old: new.suspend or old.suspend or value_of(new) == value_of(old),
         f".{field}",
     )
 
 
-def _fits(pipeline: Pipeline | None, nodes: int, procs: int | None) -> bool:
+def _stages_fit_ranks(pipeline: PipelineDistribution | None, nodes: int, procs: int | None) -> bool:
     """Return whether the stages are divided evenly among the ranks. GPUs of a node are not known here."""
     if pipeline is None or procs is None:
         return True
@@ -265,9 +265,9 @@ class TrainingJobSpec(ApiModel):
     """Pods of the job."""
     num_proc_per_node: Annotated[int, Field(ge=1, le=64), Whole] | None = None
     """Ranks in each pod. Default: its GPUs, otherwise 1."""
-    resources: Resources = Field(default_factory=Resources)
+    resources: TrainerResources = Field(default_factory=TrainerResources)
     """Resources of each pod's trainer container."""
-    distribution: Distribution = Distribution(torch=Torch())
+    distribution: Distribution = Distribution(torch=TorchDistribution())
     """How ranks are started."""
     pools: Annotated[
         list[PoolChoice],
@@ -281,7 +281,7 @@ class TrainingJobSpec(ApiModel):
         Atomic(),
     ] = Field(default_factory=list)
     """TrainingPools in order of preference. Empty: any node that fits."""
-    restart: Restart = Restart()
+    restart: RestartPolicy = RestartPolicy()
     """Restart budgets and fencing."""
     timeouts: Timeouts = Timeouts()
     """When to give up."""
@@ -290,7 +290,7 @@ class TrainingJobSpec(ApiModel):
     Security's baseline."""
     suspend: bool = False
     """True stops the job with a grace period and keeps it; false starts it, or starts it again."""
-    ttl_after_finished: Annotated[Duration, between("0s", "365d")] | None = None
+    ttl_after_finished: Annotated[Duration, limit_duration("0s", "365d")] | None = None
     """Delete the job so long after its end. Absent: never; a GitOps controller would create and run it again."""
     managed_by: Annotated[str, Pattern(_DOMAIN_PATH, 63)] | None = None
     """The controller in charge. Absent or `everstep.dev/operator`: everstep; a job of any other is left alone."""
@@ -304,13 +304,13 @@ class TrainingJobSpec(ApiModel):
             "self.distribution.pipeline.stages % (self.numNodes * self.numProcPerNode) == 0",
             "distribution.pipeline.stages must divide the number of ranks, numNodes times numProcPerNode, or be a "
             "multiple of it",
-            lambda spec: _fits(spec.distribution.pipeline, spec.num_nodes, spec.num_proc_per_node),
+            lambda spec: _stages_fit_ranks(spec.distribution.pipeline, spec.num_nodes, spec.num_proc_per_node),
         ),
     )
     update_rules: ClassVar = (
-        *(_fixed(field) for field in _FIXED),
+        *(_make_fixed_rule(field) for field in _FIXED_FIELDS),
         UpdateRule(
-            _same("managedBy"),
+            _unchanged_cel("managedBy"),
             "managedBy cannot change: delete the job and create it again",
             lambda new, old: new.managed_by == old.managed_by,
             ".managedBy",
@@ -322,28 +322,30 @@ class TrainingJobSpec(ApiModel):
 
         A default counts as absent, so that fields of a later version change no job that does not use them.
         """
-        said = self._said()
+        said = self._explicit_fields()
         # The API server takes these lists for the same in any order, and so is nobody told of another one.
         over = said.get("podTemplate", {}).get("spec", {})
         for kind in _IN_ANY_ORDER & over.keys():
             if isinstance(over[kind], list):
                 over[kind] = sorted(over[kind], key=lambda item: str(item.get("name")))
-        return self._hash(said)
+        return self._hash_fields(said)
 
-    def former_pods_hash(self) -> str:
+    def legacy_pods_hash(self) -> str:
         """Return the hash of versions that took another order of containers or volumes for a change."""
-        return self._hash(self._said())
+        return self._hash_fields(self._explicit_fields())
 
-    def _said(self) -> dict[str, Any]:
+    def _explicit_fields(self) -> dict[str, Any]:
         said = self.model_dump(mode="json", by_alias=True, exclude_unset=True, exclude_defaults=True)
         said["restart"] = {
-            name: value for name, value in said.get("restart", {}).items() if f"restart.{name}" in _FIXED
+            name: value for name, value in said.get("restart", {}).items() if f"restart.{name}" in _FIXED_FIELDS
         }
         return said
 
     @staticmethod
-    def _hash(said: Mapping[str, Any]) -> str:
-        built_from = {name: said[name] for name in {field.partition(".")[0] for field in _FIXED} if said.get(name)}
+    def _hash_fields(said: Mapping[str, Any]) -> str:
+        built_from = {
+            name: said[name] for name in {field.partition(".")[0] for field in _FIXED_FIELDS} if said.get(name)
+        }
         return hashlib.sha256(json.dumps(built_from, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -358,7 +360,7 @@ class TrainingJob(ApiModel):
 
     rules: ClassVar = (
         Rule(
-            f"self.metadata.name.matches('{NAME}')",
+            f"self.metadata.name.matches('{JOB_NAME_PATTERN}')",
             "metadata.name must be at most 50 characters a-z, 0-9 and '-', start with a letter and end with a "
             "letter or digit: pods and the Service are named after it",
             lambda job: (
@@ -370,4 +372,4 @@ class TrainingJob(ApiModel):
     @property
     def managed_here(self) -> bool:
         """Return whether this operator is in charge of the job."""
-        return self.spec.managed_by in (None, OPERATOR)
+        return self.spec.managed_by in (None, OPERATOR_NAME)

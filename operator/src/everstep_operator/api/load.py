@@ -17,14 +17,14 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from everstep_operator.api.base import ApiModel
-from everstep_operator.api.crdgen import Schema, json_schema
+from everstep_operator.api.crdgen import Schema, build_schema
 from everstep_operator.api.meta import API_VERSION, GROUP
-from everstep_operator.api.resources import RESOURCES, Resource
+from everstep_operator.api.resources import RESOURCES, CustomResource
 from everstep_operator.api.rules import RULE_ERROR
 from everstep_operator.api.scalars import DURATION, QUANTITY
-from everstep_operator.api.yaml11 import Document, YamlError, documents
+from everstep_operator.api.yaml11 import YamlDocument, YamlError, load_documents
 
-Path_ = tuple[str | int, ...]
+FieldPath = tuple[str | int, ...]
 
 _EXPECTED = {
     "string_type": "string", "int_type": "integer", "int_from_float": "integer", "bool_type": "boolean",
@@ -35,10 +35,10 @@ _HINTS = {DURATION: "write it like 45s, 10m, 1h30m or 2d", QUANTITY: "write it l
 
 
 @dataclass(frozen=True)
-class Problem:
+class ValidationProblem:
     """One thing that is wrong with an object."""
 
-    path: Path_
+    path: FieldPath
     message: str
     hint: str = ""
     """What to do, where the message does not say it."""
@@ -46,20 +46,20 @@ class Problem:
     @property
     def field(self) -> str:
         """Return the path as the API server writes it: ``spec.pools[1].name``."""
-        return dotted(self.path)
+        return format_path(self.path)
 
     def __str__(self) -> str:
         return f"{self.field}: {self.message}" + (f" ({self.hint})" if self.hint else "")
 
 
 @dataclass(frozen=True)
-class Finding:
+class LocatedProblem:
     """A problem and where it is written."""
 
     file: str
     line: int
     document: int
-    problem: Problem
+    problem: ValidationProblem
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: document {self.document}: {self.problem}"
@@ -68,13 +68,13 @@ class Finding:
 class ManifestError(ValueError):
     """A file has mistakes; ``findings`` are all of them."""
 
-    def __init__(self, findings: Sequence[Finding]) -> None:
+    def __init__(self, findings: Sequence[LocatedProblem]) -> None:
         super().__init__("\n".join(str(finding) for finding in findings))
         self.findings = tuple(findings)
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedManifests:
     """The objects that a file of manifests holds, and the documents that were skipped."""
 
     objects: list[ApiModel] = field(default_factory=list)
@@ -83,37 +83,43 @@ class Loaded:
     """Kinds of other groups, which are not judged."""
 
 
-def load(path: Path) -> Loaded:
+def load_file(path: Path) -> LoadedManifests:
     """Read a file. Raises :class:`ManifestError` with every mistake in it, ``OSError`` if it cannot be read."""
     return load_text(path.read_text(encoding="utf-8"), str(path))
 
 
-def load_text(text: str, name: str) -> Loaded:
+def load_text(text: str, name: str) -> LoadedManifests:
     """Read manifests; ``name`` stands for the file in messages. Raises :class:`ManifestError`."""
-    loaded, findings, document = Loaded(), [], 0
+    loaded, findings, document = LoadedManifests(), [], 0
     try:
-        for found in documents(text):
+        for found in load_documents(text):
             document = found.number
-            made = [Finding(name, found.line(p.path), document, p) for p in _read(found, loaded)]
+            made = [LocatedProblem(name, found.line(p.path), document, p) for p in _parse_document(found, loaded)]
             findings += sorted(made, key=lambda finding: finding.line)
     except YamlError as error:
-        findings.append(Finding(name, error.line, document + 1, Problem((), f"no valid YAML: {error}")))
+        findings.append(
+            LocatedProblem(name, error.line, document + 1, ValidationProblem((), f"no valid YAML: {error}"))
+        )
     if not findings and not loaded.objects and not loaded.skipped:
-        findings.append(Finding(name, 1, 1, Problem((), "no object in the file")))
+        findings.append(LocatedProblem(name, 1, 1, ValidationProblem((), "no object in the file")))
     if findings:
         raise ManifestError(findings)
     return loaded
 
 
-def _read(document: Document, loaded: Loaded) -> Iterator[Problem]:
+def _parse_document(document: YamlDocument, loaded: LoadedManifests) -> Iterator[ValidationProblem]:
     data = document.data
     if not isinstance(data, dict):
-        yield Problem((), f'must be of type object: "{_type(data)}"', "a manifest starts with apiVersion and kind")
+        yield ValidationProblem(
+            (), f'must be of type object: "{_type_name(data)}"', "a manifest starts with apiVersion and kind"
+        )
         return
     version, kind = data.get("apiVersion"), data.get("kind")
     for name, value in (("apiVersion", version), ("kind", kind)):
         if not isinstance(value, str):
-            yield Problem((name,), "Required value", f"everstep's are {API_VERSION}, TrainingJob and TrainingPool")
+            yield ValidationProblem(
+                (name,), "Required value", f"everstep's are {API_VERSION}, TrainingJob and TrainingPool"
+            )
             return
     if str(version).partition("/")[0] != GROUP:
         loaded.skipped.append(str(kind))
@@ -121,71 +127,75 @@ def _read(document: Document, loaded: Loaded) -> Iterator[Problem]:
     resource = next((r for r in RESOURCES if r.kind == kind), None)
     if version != API_VERSION or resource is None:
         known = " and ".join(resource.kind for resource in RESOURCES)
-        yield Problem((), f'no matches for kind "{kind}" in version "{version}"', f"{API_VERSION} has {known}")
+        yield ValidationProblem(
+            (), f'no matches for kind "{kind}" in version "{version}"', f"{API_VERSION} has {known}"
+        )
         return
-    if not data.get("metadata", {}) or not isinstance(data["metadata"], dict) or not _named(data["metadata"]):
-        yield Problem(("metadata", "name"), "Required value", "name or generateName is required")
+    if not data.get("metadata", {}) or not isinstance(data["metadata"], dict) or not _has_name(data["metadata"]):
+        yield ValidationProblem(("metadata", "name"), "Required value", "name or generateName is required")
         return
     try:
         loaded.objects.append(resource.model.parse(data))
     except ValidationError as error:
-        yield from explain(error, resource)
+        yield from explain_errors(error, resource)
 
 
-def _named(metadata: dict[str, Any]) -> bool:
+def _has_name(metadata: dict[str, Any]) -> bool:
     return bool(metadata.get("name") or metadata.get("generateName"))
 
 
-def explain(error: ValidationError, resource: Resource) -> list[Problem]:
+def explain_errors(error: ValidationError, resource: CustomResource) -> list[ValidationProblem]:
     """Return what ``resource.model.parse`` found, in the API server's words.
 
     Args:
         error: The error that pydantic raised.
         resource: The kind of the object, whose schema has the descriptions of its fields.
     """
-    return [problem for details in error.errors(include_url=False) for problem in _explain(details, resource)]
+    return [problem for details in error.errors(include_url=False) for problem in _explain_error(details, resource)]
 
 
-def _explain(error: ErrorDetails, resource: Resource) -> Iterator[Problem]:
+def _explain_error(error: ErrorDetails, resource: CustomResource) -> Iterator[ValidationProblem]:
     path, given, context = tuple(error["loc"]), error["input"], error.get("ctx", {})
     match error["type"]:
         case "missing":
-            yield Problem(path, "Required value", _meaning(path, resource))
+            yield ValidationProblem(path, "Required value", _field_description(path, resource))
         case "extra_forbidden":
-            yield Problem(path, f'unknown field "{dotted(path)}"', _similar(path, resource))
+            yield ValidationProblem(path, f'unknown field "{format_path(path)}"', _suggest_fields(path, resource))
         case kind if kind in _EXPECTED:
-            yield Problem(path, f'must be of type {_EXPECTED[kind]}: "{_type(given)}"', _quote(kind, given))
+            yield ValidationProblem(
+                path, f'must be of type {_EXPECTED[kind]}: "{_type_name(given)}"', _quoting_hint(kind, given)
+            )
         case "literal_error" | "enum":
             known = ", ".join(json.dumps(value) for value in _schema_at(path, resource).get("enum", []))
-            yield Problem(path, f"Unsupported value: {json.dumps(given)}: supported values: {known}")
+            yield ValidationProblem(path, f"Unsupported value: {json.dumps(given)}: supported values: {known}")
         case "greater_than_equal":
-            yield Problem(path, f"should be greater than or equal to {_number(context['ge'])}")
+            yield ValidationProblem(path, f"should be greater than or equal to {_format_number(context['ge'])}")
         case "less_than_equal":
-            yield Problem(path, f"should be less than or equal to {_number(context['le'])}")
+            yield ValidationProblem(path, f"should be less than or equal to {_format_number(context['le'])}")
         case "string_too_long":
-            yield Problem(path, f"Too long: may not be more than {context['max_length']} bytes")
+            yield ValidationProblem(path, f"Too long: may not be more than {context['max_length']} bytes")
         case "string_too_short":
-            yield Problem(path, f"should be at least {context['min_length']} chars long")
+            yield ValidationProblem(path, f"should be at least {context['min_length']} chars long")
         case "too_long":
-            yield Problem(path, f"Too many: {len(given)}: must have at most {context['max_length']} items")
+            yield ValidationProblem(path, f"Too many: {len(given)}: must have at most {context['max_length']} items")
         case "too_short":
-            yield Problem(path, f"should have at least {context['min_length']} items")
+            yield ValidationProblem(path, f"should have at least {context['min_length']} items")
         case "pattern" | "string_pattern_mismatch":
-            yield Problem(path, f"should match '{context['pattern']}'", _HINTS.get(context["pattern"], ""))
+            yield ValidationProblem(path, f"should match '{context['pattern']}'", _HINTS.get(context["pattern"], ""))
         case kind if kind == RULE_ERROR:
             for below, message in context["failed"]:
-                yield Problem((*path, *below.split(".")[1:]), message)
+                yield ValidationProblem((*path, *below.split(".")[1:]), message)
         case _:
-            yield Problem(path, error["msg"])
+            yield ValidationProblem(path, error["msg"])
 
 
-def dotted(path: Path_) -> str:
+def format_path(path: FieldPath) -> str:
     """Return ``("spec", "pools", 1, "name")`` as ``spec.pools[1].name``."""
     text = "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in path)
     return text.removeprefix(".") or "<object>"
 
 
-def _type(value: Any) -> str:
+def _type_name(value: Any) -> str:
     match value:
         case None:
             return "null"
@@ -203,11 +213,11 @@ def _type(value: Any) -> str:
             return "object"
 
 
-def _number(value: Any) -> str:
+def _format_number(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _quote(kind: str, given: Any) -> str:
+def _quoting_hint(kind: str, given: Any) -> str:
     if kind == "string_type" and isinstance(given, bool | int | float):
         return f"put it in quotes: {json.dumps(json.dumps(given))}"
     if kind in ("int_type", "bool_type", "float_type") and isinstance(given, str):
@@ -216,24 +226,24 @@ def _quote(kind: str, given: Any) -> str:
 
 
 @cache
-def _schema(resource: Resource) -> Schema:
-    return json_schema(resource)
+def _cached_schema(resource: CustomResource) -> Schema:
+    return build_schema(resource)
 
 
-def _schema_at(path: Path_, resource: Resource) -> Schema:
-    schema = _schema(resource)
+def _schema_at(path: FieldPath, resource: CustomResource) -> Schema:
+    schema = _cached_schema(resource)
     for step in path:
         below = schema.get("items") if isinstance(step, int) else schema.get("properties", {}).get(step)
         schema = below or schema.get("additionalProperties") or {}
     return schema
 
 
-def _meaning(path: Path_, resource: Resource) -> str:
+def _field_description(path: FieldPath, resource: CustomResource) -> str:
     text: str = _schema_at(path, resource).get("description", "")
     return text.rstrip(".")
 
 
-def _similar(path: Path_, resource: Resource) -> str:
+def _suggest_fields(path: FieldPath, resource: CustomResource) -> str:
     known = list(_schema_at(path[:-1], resource).get("properties", {}))
     close = difflib.get_close_matches(str(path[-1]), known, n=1)
     return f"did you mean {close[0]}?" if close else f"known fields: {', '.join(sorted(known))}" if known else ""

@@ -9,32 +9,41 @@ from pydantic.alias_generators import to_snake
 
 from everstep_operator.api.base import ApiModel
 from everstep_operator.api.rules import Rule
-from everstep_operator.api.scalars import LABEL_KEY, Argument, DnsLabel, DropNulls, LabelValue, ListMap, Whole, keys
+from everstep_operator.api.scalars import (
+    LABEL_KEY,
+    Argument,
+    DnsLabel,
+    DropNulls,
+    LabelValue,
+    ListMap,
+    Whole,
+    limit_keys,
+)
 
-TRAINER = "trainer"
-RESERVED_VOLUMES = "everstep-"
+TRAINER_CONTAINER = "trainer"
+RESERVED_VOLUME_PREFIX = "everstep-"
 
 Annotation = Annotated[str, Field(max_length=262144)]
 """At most what Kubernetes allows all annotations together."""
-_LABEL_KEYS = keys(LABEL_KEY, 317, "keys must be label names, like example.com/team")
+_LABEL_KEYS = limit_keys(LABEL_KEY, 317, "keys must be label names, like example.com/team")
 
 
-def _refuse(field: str, message: str) -> Rule:
+def _forbid_field(field: str, message: str) -> Rule:
     attribute = to_snake(field)
     return Rule(f"!has(self.{field})", message, lambda value: getattr(value, attribute) is None, f".{field}")
 
 
-def _refuse_for_trainer(field: str, message: str) -> Rule:
+def _forbid_trainer_field(field: str, message: str) -> Rule:
     attribute = to_snake(field)
     return Rule(
-        f"self.name != '{TRAINER}' || !has(self.{field})",
+        f"self.name != '{TRAINER_CONTAINER}' || !has(self.{field})",
         message,
-        lambda value: value.name != TRAINER or getattr(value, attribute) is None,
+        lambda value: value.name != TRAINER_CONTAINER or getattr(value, attribute) is None,
         f".{field}",
     )
 
 
-def _ours(label: str) -> bool:
+def _is_reserved_label(label: str) -> bool:
     return label.startswith("everstep.dev/") or label == "app.kubernetes.io/managed-by"
 
 
@@ -53,7 +62,7 @@ class PodMetadata(ApiModel):
             "!has(self.labels) || "
             "self.labels.all(key, !key.startsWith('everstep.dev/') && key != 'app.kubernetes.io/managed-by')",
             "labels everstep.dev/* and app.kubernetes.io/managed-by are set by everstep: remove them",
-            lambda value: not any(_ours(key) for key in value.labels),
+            lambda value: not any(_is_reserved_label(key) for key in value.labels),
             ".labels",
         ),
     )
@@ -82,13 +91,13 @@ class ContainerOverlay(ApiModel):
     """For sidecars only: the trainer's is a field of the job."""
 
     rules: ClassVar = (
-        _refuse_for_trainer("image", "the trainer's image is spec.image: set it there"),
-        _refuse_for_trainer("command", "the trainer's command is spec.command: set it there"),
-        _refuse_for_trainer("args", "the trainer's arguments are spec.args: set them there"),
-        _refuse_for_trainer("env", "the trainer's environment is spec.env: set it there"),
-        _refuse_for_trainer("resources", "the trainer's resources are spec.resources: set them there"),
-        _refuse_for_trainer("imagePullPolicy", "the trainer's pull policy is spec.imagePullPolicy: set it there"),
-        _refuse_for_trainer("restartPolicy", "everstep restarts the trainer itself: remove restartPolicy"),
+        _forbid_trainer_field("image", "the trainer's image is spec.image: set it there"),
+        _forbid_trainer_field("command", "the trainer's command is spec.command: set it there"),
+        _forbid_trainer_field("args", "the trainer's arguments are spec.args: set them there"),
+        _forbid_trainer_field("env", "the trainer's environment is spec.env: set it there"),
+        _forbid_trainer_field("resources", "the trainer's resources are spec.resources: set them there"),
+        _forbid_trainer_field("imagePullPolicy", "the trainer's pull policy is spec.imagePullPolicy: set it there"),
+        _forbid_trainer_field("restartPolicy", "everstep restarts the trainer itself: remove restartPolicy"),
     )
 
 
@@ -102,9 +111,9 @@ class VolumeOverlay(ApiModel):
 
     rules: ClassVar = (
         Rule(
-            f"!self.name.startsWith('{RESERVED_VOLUMES}')",
-            f"volume names that start with {RESERVED_VOLUMES} belong to everstep: choose another name",
-            lambda value: not value.name.startswith(RESERVED_VOLUMES),
+            f"!self.name.startsWith('{RESERVED_VOLUME_PREFIX}')",
+            f"volume names that start with {RESERVED_VOLUME_PREFIX} belong to everstep: choose another name",
+            lambda value: not value.name.startswith(RESERVED_VOLUME_PREFIX),
             ".name",
         ),
     )
@@ -147,14 +156,16 @@ class PodSpecOverlay(ApiModel):
     """False only."""
 
     rules: ClassVar = (
-        _refuse("restartPolicy", "everstep restarts ranks and pods itself: remove restartPolicy, see spec.restart"),
-        _refuse("hostname", "the container contract names hosts algo-1, algo-2, ...: remove hostname"),
-        _refuse("subdomain", "the job's Service is the pods' subdomain: remove subdomain"),
-        _refuse(
+        _forbid_field(
+            "restartPolicy", "everstep restarts ranks and pods itself: remove restartPolicy, see spec.restart"
+        ),
+        _forbid_field("hostname", "the container contract names hosts algo-1, algo-2, ...: remove hostname"),
+        _forbid_field("subdomain", "the job's Service is the pods' subdomain: remove subdomain"),
+        _forbid_field(
             "setHostnameAsFQDN", "the container contract names hosts algo-1, algo-2, ...: remove setHostnameAsFQDN"
         ),
-        _refuse("nodeName", "nodeName goes past the scheduler: use a TrainingPool, nodeSelector or affinity"),
-        _refuse("activeDeadlineSeconds", "all pods of a job have one clock: use spec.timeouts.runtime"),
+        _forbid_field("nodeName", "nodeName goes past the scheduler: use a TrainingPool, nodeSelector or affinity"),
+        _forbid_field("activeDeadlineSeconds", "all pods of a job have one clock: use spec.timeouts.runtime"),
         Rule(
             "!has(self.shareProcessNamespace) || !self.shareProcessNamespace",
             "everstep's agent must be process 1 of its container: remove shareProcessNamespace",

@@ -11,7 +11,7 @@ from everstep_operator.api.meta import ObjectMeta
 from everstep_operator.api.rules import Rule
 from everstep_operator.api.scalars import DNS_LABEL, LABEL_KEY, LabelKey, LabelValue, NodeSelector, Pattern, Whole
 
-ALL = "*"
+ALL_NAMESPACES = "*"
 NamespaceChoice = Annotated[str, Pattern(rf"^\*$|{DNS_LABEL}", 63)]
 
 
@@ -64,7 +64,7 @@ class TrainingPoolSpec(ApiModel):
     """Whether the provider may take the nodes back. Pods have it as label `everstep.dev/capacity-type`."""
     instance_type: Annotated[str, Pattern("^[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$", 63)] | None = None
     """Name of the machine type that programs see (container contract). Default: the pool's name."""
-    allowed_namespaces: list[NamespaceChoice] = Field(default=[ALL], max_length=512)
+    allowed_namespaces: list[NamespaceChoice] = Field(default=[ALL_NAMESPACES], max_length=512)
     """Namespaces whose jobs may use the pool; `"*"` is all. No wall: a pod can select nodes without a pool."""
 
 
@@ -83,4 +83,4 @@ class TrainingPool(ApiModel):
 
     def allows(self, namespace: str) -> bool:
         """Return whether jobs of ``namespace`` may use the pool."""
-        return ALL in self.spec.allowed_namespaces or namespace in self.spec.allowed_namespaces
+        return ALL_NAMESPACES in self.spec.allowed_namespaces or namespace in self.spec.allowed_namespaces

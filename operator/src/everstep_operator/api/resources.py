@@ -11,7 +11,7 @@ from everstep_operator.api.pool import TrainingPool
 
 
 @dataclass(frozen=True)
-class Column:
+class PrinterColumn:
     """A column of ``kubectl get``; a wide one is shown by ``-o wide`` only."""
 
     name: str
@@ -22,7 +22,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Resource:
+class CustomResource:
     """One kind and how it is served."""
 
     model: type[ApiModel]
@@ -30,7 +30,7 @@ class Resource:
     plural: str
     short_name: str
     namespaced: bool
-    columns: tuple[Column, ...]
+    columns: tuple[PrinterColumn, ...]
     selectable: tuple[str, ...] = ()
     """Paths that ``--field-selector`` accepts."""
     has_status: bool = False
@@ -40,46 +40,48 @@ class Resource:
         return f"{self.plural}.{GROUP}"
 
 
-_AGE = Column("Age", ".metadata.creationTimestamp", "date")
+_AGE = PrinterColumn("Age", ".metadata.creationTimestamp", "date")
 
-TRAINING_JOBS = Resource(
+TRAINING_JOBS = CustomResource(
     model=TrainingJob,
     kind="TrainingJob",
     plural="trainingjobs",
     short_name="tj",
     namespaced=True,
     columns=(
-        Column("Phase", ".status.phase"),
-        Column("Ready", ".status.readyNodes", "integer", description="Pods whose trainer runs"),
-        Column("Nodes", ".spec.numNodes", "integer"),
-        Column("Step", ".status.progress.step", "integer"),
-        Column("Restarts", ".status.restarts.total", "integer"),
-        Column("Pool", ".status.template.pool"),
+        PrinterColumn("Phase", ".status.phase"),
+        PrinterColumn("Ready", ".status.readyNodes", "integer", description="Pods whose trainer runs"),
+        PrinterColumn("Nodes", ".spec.numNodes", "integer"),
+        PrinterColumn("Step", ".status.progress.step", "integer"),
+        PrinterColumn("Restarts", ".status.restarts.total", "integer"),
+        PrinterColumn("Pool", ".status.template.pool"),
         _AGE,
-        Column("Of", ".status.progress.totalSteps", "integer", wide=True, description="Steps in all"),
-        Column("Steps/s", ".status.progress.stepsPerSecond", "number", wide=True),
-        Column("Application", ".status.restarts.application", "integer", wide=True, description="Restarts"),
-        Column("Infrastructure", ".status.restarts.infrastructure", "integer", wide=True, description="Restarts"),
-        Column("Preemption", ".status.restarts.preemption", "integer", wide=True, description="Restarts"),
-        Column("Goodput", ".status.timings.goodput", "number", wide=True),
-        Column("Last-failure", ".status.lastFailure.reason", wide=True),
+        PrinterColumn("Of", ".status.progress.totalSteps", "integer", wide=True, description="Steps in all"),
+        PrinterColumn("Steps/s", ".status.progress.stepsPerSecond", "number", wide=True),
+        PrinterColumn("Application", ".status.restarts.application", "integer", wide=True, description="Restarts"),
+        PrinterColumn(
+            "Infrastructure", ".status.restarts.infrastructure", "integer", wide=True, description="Restarts"
+        ),
+        PrinterColumn("Preemption", ".status.restarts.preemption", "integer", wide=True, description="Restarts"),
+        PrinterColumn("Goodput", ".status.timings.goodput", "number", wide=True),
+        PrinterColumn("Last-failure", ".status.lastFailure.reason", wide=True),
     ),
     selectable=(".spec.managedBy", ".spec.suspend", ".status.phase"),
     has_status=True,
 )
 
-TRAINING_POOLS = Resource(
+TRAINING_POOLS = CustomResource(
     model=TrainingPool,
     kind="TrainingPool",
     plural="trainingpools",
     short_name="tpool",
     namespaced=False,
     columns=(
-        Column("Capacity", ".spec.capacityType"),
-        Column("Instance-type", ".spec.instanceType"),
-        Column("GPU", ".spec.gpuResource"),
+        PrinterColumn("Capacity", ".spec.capacityType"),
+        PrinterColumn("Instance-type", ".spec.instanceType"),
+        PrinterColumn("GPU", ".spec.gpuResource"),
         _AGE,
-        Column("Namespaces", ".spec.allowedNamespaces", wide=True),
+        PrinterColumn("Namespaces", ".spec.allowedNamespaces", wide=True),
     ),
 )
 

@@ -30,13 +30,13 @@ class Rule:
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         def judge(value: Any) -> Any:
-            raise_failed([self], value)
+            raise_broken_rules([self], value)
             return value
 
         return core_schema.no_info_after_validator_function(judge, handler(source))
 
     def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        return with_rules(handler(schema), [self])
+        return add_rules(handler(schema), [self])
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class UpdateRule:
     field: str = ""
 
 
-def raise_failed(rules: Iterable[Rule], value: Any) -> None:
+def raise_broken_rules(rules: Iterable[Rule], value: Any) -> None:
     """Raise one error that carries every rule that ``value`` breaks: pydantic keeps one error per place."""
     failed = [rule for rule in rules if not rule.check(value)]
     if failed:
@@ -59,14 +59,14 @@ def raise_failed(rules: Iterable[Rule], value: Any) -> None:
         )
 
 
-def with_rules(schema: JsonSchemaValue, rules: Sequence[Rule | UpdateRule]) -> JsonSchemaValue:
+def add_rules(schema: JsonSchemaValue, rules: Sequence[Rule | UpdateRule]) -> JsonSchemaValue:
     """Return ``schema`` with ``rules`` appended to its ``x-kubernetes-validations``."""
     if not rules:
         return schema
     known = schema.get("x-kubernetes-validations", [])
-    return {**schema, "x-kubernetes-validations": [*known, *(_validation(rule) for rule in rules)]}
+    return {**schema, "x-kubernetes-validations": [*known, *(_render_validation(rule) for rule in rules)]}
 
 
-def _validation(rule: Rule | UpdateRule) -> dict[str, str]:
+def _render_validation(rule: Rule | UpdateRule) -> dict[str, str]:
     shown = {"rule": rule.cel, "message": rule.message}
     return shown | ({"fieldPath": rule.field} if rule.field else {})

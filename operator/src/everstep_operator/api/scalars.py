@@ -99,7 +99,7 @@ def format_duration(value: timedelta) -> str:
     return text or "0s"
 
 
-def cel_seconds(expression: str) -> str:
+def duration_seconds_cel(expression: str) -> str:
     """Return CEL for the seconds in a duration string. CEL's own ``duration()`` knows no days and overflows."""
     part = "int('0' + {0}.find('[0-9]+{1}').replace('{1}', ''))"
     return " + ".join(f"{part.format(expression, unit)} * {seconds}" for unit, seconds in _UNITS.items())
@@ -125,10 +125,10 @@ Duration = Annotated[
 """A span of time with a resolution of one second; a ``timedelta`` in Python."""
 
 
-def between(least: str, most: str) -> Rule:
+def limit_duration(least: str, most: str) -> Rule:
     """Return the rule that limits a duration to at least ``least`` and at most ``most``."""
     low, high = parse_duration(least), parse_duration(most)
-    seconds = cel_seconds("self")
+    seconds = duration_seconds_cel("self")
     bounds = [f"{seconds} <= {int(high.total_seconds())}"]
     if low:
         bounds.insert(0, f"{seconds} >= {int(low.total_seconds())}")
@@ -229,7 +229,7 @@ class ListMap:
         return items
 
 
-def keys(pattern: str, most: int, hint: str) -> Rule:
+def limit_keys(pattern: str, most: int, hint: str) -> Rule:
     """Return the rule that the keys of a map match a pattern, which a schema cannot state.
 
     Args:
@@ -256,6 +256,6 @@ DropNulls = BeforeValidator(_drop_null_values)
 NodeSelector = Annotated[
     dict[str, LabelValue],
     Field(max_length=64),
-    keys(LABEL_KEY, 317, "keys must be label names, like example.com/zone"),
+    limit_keys(LABEL_KEY, 317, "keys must be label names, like example.com/zone"),
     DropNulls,
 ]

@@ -92,7 +92,7 @@ class TemplateStatus(StatusModel):
     """Of what the spec said about the pods then, apart from defaults; empty if an older operator resolved it."""
 
 
-class Progress(StatusModel):
+class TrainingProgress(StatusModel):
     """Reports how far the training is, as the trainer says; written at most every 30 s."""
 
     step: Count
@@ -154,14 +154,14 @@ class Restarts(StatusModel):
             return self
         field = charge.cause.value.lower()
         counts = {"total": self.total + charge.count, field: getattr(self, field) + charge.count}
-        return self.model_copy(update={**counts, "charges": _bounded([*self.charges, charge])})
+        return self.model_copy(update={**counts, "charges": _limit_charges([*self.charges, charge])})
 
     def within(self, cause: Cause, since: datetime) -> int:
         """Return how many restarts were charged to ``cause`` after ``since``."""
         return sum(charge.count for charge in self.charges if charge.cause == cause and charge.time > since)
 
 
-def _bounded(charges: list[Charge]) -> list[Charge]:
+def _limit_charges(charges: list[Charge]) -> list[Charge]:
     if len(charges) <= MAX_CHARGES:
         return charges
     # Pre-emptions are folded first: no budget asks when they happened. Then those of the cause whose two oldest are
@@ -251,7 +251,7 @@ class TrainingJobStatus(StatusModel):
     """Pods the job wants now."""
     ready_nodes: Count = 0
     """Pods whose trainer container runs."""
-    progress: Progress | None = None
+    progress: TrainingProgress | None = None
     restarts: Restarts = Restarts()
     start_failures: StartFailures | None = None
     last_failure: LastFailure | None = None

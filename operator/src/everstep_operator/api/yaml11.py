@@ -33,7 +33,7 @@ class YamlError(ValueError):
 
 
 @dataclass(frozen=True)
-class Document:
+class YamlDocument:
     """One document of a file."""
 
     number: int
@@ -45,7 +45,7 @@ class Document:
         """Return the line, from 1, of the value at ``path``, or of the nearest value around it that is written down."""
         node = self.node
         for step in path:
-            below = _child(node, step)
+            below = _child_node(node, step)
             if below is None:
                 break
             node = below
@@ -65,7 +65,7 @@ class _Loader(yaml.SafeLoader):
             seen.add(key.value)
         self.flatten_mapping(node)
         pairs = [(self.construct_object(key, True), self.construct_object(value, deep)) for key, value in node.value]
-        return {_key(key): value for key, value in pairs}
+        return {_key_text(key): value for key, value in pairs}
 
     def construct_yaml_bool(self, node: yaml.ScalarNode) -> bool:
         return bool(_TRUE.fullmatch(node.value))
@@ -87,7 +87,7 @@ for _kind in ("bool", "int", "float"):
     _Loader.add_constructor(f"tag:yaml.org,2002:{_kind}", getattr(_Loader, f"construct_yaml_{_kind}"))
 
 
-def documents(text: str) -> Iterator[Document]:
+def load_documents(text: str) -> Iterator[YamlDocument]:
     """Yield the documents that are not empty.
 
     Raises:
@@ -101,7 +101,7 @@ def documents(text: str) -> Iterator[Document]:
             node = loader.get_node()
             data = loader.construct_document(node)
             if node is not None and data is not None:
-                yield Document(number, data, node)
+                yield YamlDocument(number, data, node)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         raise YamlError(str(error.problem or error), mark.line + 1 if mark else 1) from None
@@ -111,11 +111,11 @@ def documents(text: str) -> Iterator[Document]:
         loader.dispose()
 
 
-def _key(key: Any) -> str:
+def _key_text(key: Any) -> str:
     return str(key).lower() if isinstance(key, bool) else str(key)
 
 
-def _child(node: yaml.Node, step: str | int) -> yaml.Node | None:
+def _child_node(node: yaml.Node, step: str | int) -> yaml.Node | None:
     if isinstance(node, yaml.MappingNode):
         return next((value for key, value in node.value if key.value == step), None)
     if isinstance(node, yaml.SequenceNode) and isinstance(step, int) and step < len(node.value):

@@ -18,30 +18,30 @@ import structlog
 from everstep.agent.auth import job_token
 from everstep_operator.cluster import agentcode, errors
 from everstep_operator.cluster.agentcode import AgentCode
-from everstep_operator.cluster.cache import Cache
-from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.cache import ClusterCache
+from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.fair_share import FairSemaphore
 from everstep_operator.cluster.frozen import FrozenTemplates
 from everstep_operator.cluster.leader import LeaderPoller
-from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, Resource
+from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, PODS, SECRETS, SERVICES, ApiResource
 from everstep_operator.plan import actions as act
-from everstep_operator.plan.keys import find_key, secret_name
+from everstep_operator.plan.keys import find_key, make_secret_name
 from everstep_operator.plan.labels import LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observed import Rejection
-from everstep_operator.plan.pods import pod_body
+from everstep_operator.plan.pods import build_pod
 
 log = structlog.get_logger(__name__)
 
-PUSH_AGAIN_SECONDS = 3.0
-PARALLEL_OF_ONE_JOB = 50
+PUSH_RETRY_SECONDS = 3.0
+MAX_REQUESTS_PER_JOB = 50
 
 
-class Leftover(Exception):
+class StaleObject(Exception):
     """An object of a former job of this name is still there. It is on its way out: try again."""
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class JobRef:
     """The job an action is for, as it was observed."""
 
     namespace: str
@@ -56,16 +56,16 @@ class Job:
 
 
 @dataclass
-class Actor:
+class ActionExecutor:
     client: Client
-    cache: Cache
+    cache: ClusterCache
     leaders: LeaderPoller
     agent: AgentCode
     frozen: FrozenTemplates
     operator_keys: tuple[bytes, ...] = field(repr=False)  # the current one first
     requests: FairSemaphore = field(default_factory=lambda: FairSemaphore(100))
 
-    async def carry_out(self, job: Job, actions: Sequence[act.Action]) -> tuple[Rejection | None, float | None]:
+    async def execute(self, job: JobRef, actions: Sequence[act.Action]) -> tuple[Rejection | None, float | None]:
         """Execute actions in order.
 
         Args:
@@ -80,8 +80,8 @@ class Actor:
         for action in actions:
             log.debug("acting", job=f"{job.namespace}/{job.name}", action=type(action).__name__)
             try:
-                if not await self._one(job, action):
-                    again = PUSH_AGAIN_SECONDS
+                if not await self._execute_action(job, action):
+                    again = PUSH_RETRY_SECONDS
             except errors.NotOurs as error:
                 return Rejection(action, "Conflict", str(error)), again
             except errors.QuotaExceeded as error:
@@ -92,7 +92,7 @@ class Actor:
                 return Rejection(action, "Forbidden", error.message), again
         return None, again
 
-    async def _one(self, job: Job, action: act.Action) -> bool:
+    async def _execute_action(self, job: JobRef, action: act.Action) -> bool:
         """Execute one action. Return False if it has to be tried again soon, though nothing is wrong."""
         match action:
             case act.EnsureService():
@@ -108,20 +108,20 @@ class Actor:
             case act.CreatePods():
                 await self._create_pods(job, action)
             case act.DeletePods():
-                await self._each(job, (self._delete_pod(job, pod) for pod in action.pods))
-            case act.DeleteStale():
+                await self._run_in_parallel(job, (self._delete_pod(job, pod) for pod in action.pods))
+            case act.DeleteStaleObjects():
                 await self._delete_stale(job, action)
             case act.PushPeers():
                 return self.leaders.push_peers(job.key, action.epoch, action.addresses)
             case act.StopLeader():
-                self.leaders.stop(job.key, action.reason)
+                self.leaders.send_stop(job.key, action.reason)
             case act.DeleteJob():
                 await self.client.delete(JOBS, job.namespace, job.name, uid=action.uid)
         return True
 
     # --- objects made once
 
-    async def _ensure(self, resource: Resource, job: Job, body: Any) -> tuple[Object, bool]:
+    async def _ensure(self, resource: ApiResource, job: JobRef, body: Any) -> tuple[ApiObject, bool]:
         """Create an object, or make sure that what has its name is this job's. Return what is stored, and whether it is
         new."""
         try:
@@ -133,10 +133,10 @@ class Actor:
                 raise
             log.info("the result of a create is unknown; reading", resource=resource.plural, error=str(error))
         found = await self.client.get(resource, job.namespace, body["metadata"]["name"])
-        must_be_ours(resource, job, found)
+        check_ownership(resource, job, found)
         return found, False
 
-    async def _ensure_template(self, job: Job, action: act.EnsureTemplate) -> None:
+    async def _ensure_template(self, job: JobRef, action: act.EnsureTemplate) -> None:
         made, _ = await self._ensure(CONFIG_MAPS, job, action.body)
         if self.frozen.put(job.namespace, job.uid, action.template, made) is not None:
             return
@@ -145,10 +145,10 @@ class Actor:
         await self.client.delete(CONFIG_MAPS, job.namespace, made["metadata"]["name"], uid=made["metadata"]["uid"])
         made, _ = await self._ensure(CONFIG_MAPS, job, action.body)
         if self.frozen.put(job.namespace, job.uid, action.template, made) is None:
-            raise Leftover(f"ConfigMap {job.namespace}/{made['metadata']['name']}")
+            raise StaleObject(f"ConfigMap {job.namespace}/{made['metadata']['name']}")
 
-    async def _ensure_secret(self, job: Job, action: act.EnsureSecret) -> None:
-        """We may not read Secrets, and need not: only this operator can know the name (`keys.secret_name`) before
+    async def _ensure_secret(self, job: JobRef, action: act.EnsureSecret) -> None:
+        """We may not read Secrets, and need not: only this operator can know the name (`keys.make_secret_name`) before
         the Secret is there. What has it was made by an attempt whose answer was lost, or whose process died."""
         key = find_key((action.name,), job.name, job.uid, action.template, self.operator_keys)
         token = job_token(key, job.uid, action.template)
@@ -160,69 +160,73 @@ class Actor:
         # Pods of a new template hang without the agent, and the namespace may have been deleted and made again.
         self.agent.forget(job.namespace)
 
-    async def _ensure_agent(self, job: Job, action: act.EnsureAgent) -> None:
+    async def _ensure_agent(self, job: JobRef, action: act.EnsureAgent) -> None:
         if action.name == self.agent.name:
             await self.agent.ensure(self.client, job.namespace)
             return
         # An older operator's agent, named by a frozen template. We have only our own code; theirs is there as long as
         # any job names it.
         try:
-            await agentcode.verify(self.client, job.namespace, action.name, action.digest)
+            await agentcode.verify_agent_config_map(self.client, job.namespace, action.name, action.digest)
         except errors.NotFound:
             # A pod without it would wait for its volume until the job has failed.
             raise errors.AgentGone(f"ConfigMap {job.namespace}/{action.name}") from None
 
-    async def _delete_stale(self, job: Job, action: act.DeleteStale) -> None:
+    async def _delete_stale(self, job: JobRef, action: act.DeleteStaleObjects) -> None:
         labels = f"{LABEL_JOB}={job.name},{LABEL_TEMPLATE}"
         async for page in self.client.list(CONFIG_MAPS, job.namespace, labels=labels):
             for item in page.items:
                 meta = item["metadata"]
                 template = str(meta["labels"][LABEL_TEMPLATE])
-                if owner(item).get("uid") != job.uid or not template.isdecimal() or int(template) >= action.template:
+                if (
+                    controller_reference(item).get("uid") != job.uid
+                    or not template.isdecimal()
+                    or int(template) >= action.template
+                ):
                     continue
                 # Never by a name that was read: who may write ConfigMaps would have us delete any Secret. And the
                 # Secret first: its ConfigMap is all that tells of it.
                 for key in self.operator_keys:
-                    secret = secret_name(job.name, job.uid, int(template), key)
+                    secret = make_secret_name(job.name, job.uid, int(template), key)
                     await self.client.delete(SECRETS, job.namespace, secret, uid=None)
                 await self.client.delete(CONFIG_MAPS, job.namespace, meta["name"], uid=meta["uid"])
 
     # --- pods
 
-    async def _dry_run(self, job: Job, action: act.DryRun) -> None:
+    async def _dry_run(self, job: JobRef, action: act.DryRun) -> None:
         # "Exists already" comes after admission and validation: the body has passed.
         with contextlib.suppress(errors.AlreadyExists):
             await self.client.create(PODS, job.namespace, dict(action.body), dry_run=True)
 
-    async def _create_pods(self, job: Job, action: act.CreatePods) -> None:
+    async def _create_pods(self, job: JobRef, action: act.CreatePods) -> None:
         if not job.confirmed:
             # From a cache that has missed a delete or a suspend we would start ranks that nobody wants any more.
             live = await self.client.get(JOBS, job.namespace, job.name)
             self.cache.jobs.put(live)
             if live["metadata"]["resourceVersion"] != job.version:
                 raise errors.Conflict(409, "Stale", "the job has changed since it was observed")
-        await self._each(job, (self._create_pod(job, action, index) for index in action.indices))
+        await self._run_in_parallel(job, (self._create_pod(job, action, index) for index in action.indices))
 
-    async def _create_pod(self, job: Job, action: act.CreatePods, index: int) -> None:
-        made, is_new = await self._ensure(PODS, job, pod_body(action.frozen, index, action.epoch, action.leader))
+    async def _create_pod(self, job: JobRef, action: act.CreatePods, index: int) -> None:
+        made, is_new = await self._ensure(PODS, job, build_pod(action.frozen, index, action.epoch, action.leader))
         self.cache.pods.put(made)  # the watch may be late: the next plan must not miss it
         name = made["metadata"]["name"]
         if not is_new and self.cache.pods.get((job.namespace, name)) is None:
             # Deleted a moment ago, or it never was. A plan that goes on not to see it would make it again at once.
-            raise Leftover(
+            raise StaleObject(
                 f"Pod {job.namespace}/{name} is there, and lists lack it: has it lost its label {LABEL_JOB}?"
             )
 
-    async def _delete_pod(self, job: Job, pod: act.PodRef) -> None:
+    async def _delete_pod(self, job: JobRef, pod: act.PodRef) -> None:
         there = await self.client.delete(PODS, job.namespace, pod.name, uid=pod.uid, grace=pod.grace_seconds)
         if not there:  # and if its event was missed, the plan would wait for it until the next resync
             self.cache.pods.remove((job.namespace, pod.name), pod.uid)
 
-    async def _each(self, job: Job, work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    async def _run_in_parallel(self, job: JobRef, work: Iterable[Coroutine[Any, Any, None]]) -> None:
         """Run all requests in parallel, within the operator's limit; after the first rejection no more are begun."""
         refused: BaseException | None = None
         # The operator's limit is handed out in turn: a job of 2,000 pods may not queue 2,000 requests before the next.
-        turn = asyncio.Semaphore(PARALLEL_OF_ONE_JOB)
+        turn = asyncio.Semaphore(MAX_REQUESTS_PER_JOB)
 
         async def one(item: Coroutine[Any, Any, None]) -> None:
             nonlocal refused
@@ -240,25 +244,25 @@ class Actor:
             raise refused
 
 
-def owner(item: Object) -> Object:
+def controller_reference(item: ApiObject) -> ApiObject:
     """Return the controller's owner reference of an object, or an empty one."""
     references = item["metadata"].get("ownerReferences") or ()
     return next((reference for reference in references if reference.get("controller")), {})
 
 
-def must_be_ours(resource: Resource, job: Job, found: Object) -> None:
+def check_ownership(resource: ApiResource, job: JobRef, found: ApiObject) -> None:
     """Check that the job controls an object that was found under a name that the job needs.
 
     Raises:
-        Leftover: It is a former job's, and will be collected.
+        StaleObject: It is a former job's, and will be collected.
         NotOurs: It belongs to something else.
     """
-    reference = owner(found)
+    reference = controller_reference(found)
     if reference.get("uid") == job.uid:
         return
     what = f"{resource.kind} {job.namespace}/{found['metadata']['name']}"
     if found["metadata"].get("deletionTimestamp"):
-        raise Leftover(what)
+        raise StaleObject(what)
     if reference.get("kind") == JOBS.kind and reference.get("name") == job.name:
-        raise Leftover(what)
+        raise StaleObject(what)
     raise errors.NotOurs(what, f"{reference['kind']} {reference['name']}" if reference else "nobody")

@@ -15,37 +15,37 @@ from dataclasses import dataclass, field
 import structlog
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.resources import CONFIG_MAPS
 
 log = structlog.get_logger(__name__)
 
-LABEL = "everstep.dev/agent"
+AGENT_LABEL = "everstep.dev/agent"
 KEEP_SECONDS = 3600.0
 _FILE = "agent.pyz"
 ALL = "*"  # among the names in use: nobody knows which, so all of them
 
 
-def digest_of(code: bytes) -> str:
+def compute_digest(code: bytes) -> str:
     return hashlib.sha256(code).hexdigest()
 
 
-def name_of(digest: str) -> str:
+def config_map_name(digest: str) -> str:
     return f"everstep-agent-{digest[:12]}"
 
 
-def stored_digest(config_map: Object) -> str:
+def stored_digest(config_map: ApiObject) -> str:
     """Return the digest of the code that a ConfigMap holds, or nothing if it does not hold just that."""
     data = config_map.get("binaryData")
     if not isinstance(data, dict) or set(data) != {_FILE}:
         return ""
     try:
-        return digest_of(base64.b64decode(data[_FILE], validate=True))
+        return compute_digest(base64.b64decode(data[_FILE], validate=True))
     except (TypeError, ValueError):
         return ""
 
 
-async def verify(client: Client, namespace: str, name: str, digest: str) -> None:
+async def verify_agent_config_map(client: Client, namespace: str, name: str, digest: str) -> None:
     """Make sure that an agent of an older operator is the code that a job was started with.
 
     Args:
@@ -59,11 +59,11 @@ async def verify(client: Client, namespace: str, name: str, digest: str) -> None
         errors.NotOurs: It holds other code, which would run as PID 1 of every pod.
     """
     stored = stored_digest(await client.get(CONFIG_MAPS, namespace, name))
-    if not stored or name != name_of(stored) or digest not in ("", stored):
-        raise other_code(namespace, name)
+    if not stored or name != config_map_name(stored) or digest not in ("", stored):
+        raise foreign_code_error(namespace, name)
 
 
-def other_code(namespace: str, name: str) -> errors.NotOurs:
+def foreign_code_error(namespace: str, name: str) -> errors.NotOurs:
     """Return the error for a ConfigMap that has an agent's name, and other content."""
     return errors.NotOurs(f"ConfigMap {namespace}/{name}", "whoever put other code into it")
 
@@ -78,19 +78,19 @@ class AgentCode:
 
     @property
     def digest(self) -> str:
-        return digest_of(self.code)
+        return compute_digest(self.code)
 
     @property
     def name(self) -> str:
-        return name_of(self.digest)
+        return config_map_name(self.digest)
 
-    def config_map(self) -> Object:
+    def config_map(self) -> ApiObject:
         return {
             "apiVersion": "v1",
             "kind": "ConfigMap",
             "metadata": {
                 "name": self.name,
-                "labels": {"app.kubernetes.io/managed-by": "everstep", LABEL: self.digest[:12]},
+                "labels": {"app.kubernetes.io/managed-by": "everstep", AGENT_LABEL: self.digest[:12]},
             },
             "immutable": True,
             "binaryData": {_FILE: base64.b64encode(self.code).decode()},
@@ -104,10 +104,10 @@ class AgentCode:
         # Its name is a hash of its content, but anybody may write the name: what runs as PID 1 is compared.
         if stored_digest(found) != self.digest:
             self._present.discard(namespace)
-            raise other_code(namespace, self.name)
+            raise foreign_code_error(namespace, self.name)
         self._present.add(namespace)
 
-    async def _stored(self, client: Client, namespace: str) -> Object:
+    async def _stored(self, client: Client, namespace: str) -> ApiObject:
         """Read the ConfigMap, or create it. In most namespaces it exists, and a used-up quota would reject even a
         create that changes nothing."""
         try:
@@ -123,8 +123,8 @@ class AgentCode:
         """Forget that a namespace has the ConfigMap: somebody may have deleted it, so the next need reads it again."""
         self._present.discard(namespace)
 
-    async def collect(
-        self, client: Client, found: list[Object], used: Mapping[str, Container[str]], now: float
+    async def collect_garbage(
+        self, client: Client, found: list[ApiObject], used: Mapping[str, Container[str]], now: float
     ) -> None:
         """Delete versions that nothing has named for an hour: a template about to be written may name one just listed.
 
@@ -139,7 +139,7 @@ class AgentCode:
             meta = item["metadata"]
             namespace, name, key = meta["namespace"], meta["name"], (meta["namespace"], meta["name"])
             stored = stored_digest(item)
-            if not stored or name != name_of(stored) or (name == self.name and stored != self.digest):
+            if not stored or name != config_map_name(stored) or (name == self.name and stored != self.digest):
                 continue  # anybody may set our label and write our name: this is no agent, and not ours to delete
             seen[namespace].add(name)
             names = used.get(namespace, ())
@@ -160,9 +160,9 @@ class AgentCode:
         self._present = {namespace for namespace in self._present if self.name in seen[namespace]}
         self._unused_since = {key: t for key, t in self._unused_since.items() if key[1] in seen[key[0]]}
 
-    async def restore(self, client: Client, used: Mapping[str, Container[str]]) -> None:
-        """Create the ConfigMap again where it is used and the last `collect` has not found it: new pods wait for it in
-        vain."""
+    async def restore_missing(self, client: Client, used: Mapping[str, Container[str]]) -> None:
+        """Create the ConfigMap again where it is used and the last `collect_garbage` has not found it: new pods wait
+        for it in vain."""
         for namespace in sorted(ns for ns, names in used.items() if self.name in names and ns not in self._present):
             log.warning("the agent of unfinished jobs was gone", namespace=namespace, config_map=self.name)
             try:

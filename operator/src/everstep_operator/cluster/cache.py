@@ -22,8 +22,8 @@ import structlog
 from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS
 from everstep_operator.cluster.tombstones import NEVER_AGAIN, Tombstones
 from everstep_operator.plan.labels import LABEL_JOB
-from everstep_operator.plan.node import NodeView, node_view
-from everstep_operator.plan.observed import PodView, pod_view
+from everstep_operator.plan.node import NodeView, parse_node
+from everstep_operator.plan.observed import PodView, parse_pod
 
 log = structlog.get_logger(__name__)
 
@@ -32,25 +32,25 @@ Key = tuple[str, str]  # namespace ("" for what has none), name
 
 
 @dataclass(frozen=True, slots=True)
-class Entry(Generic[T]):
+class CacheEntry(Generic[T]):
     uid: str
     version: int
     value: T
 
 
-def version_of(raw: Mapping[str, Any]) -> int:
+def resource_version(raw: Mapping[str, Any]) -> int:
     """Return the resourceVersion as a number. Kubernetes promises since 1.35 that they are numbers, and etcd has always
     made them so."""
     text = str((raw.get("metadata") or {}).get("resourceVersion") or "")
     return int(text) if text.isdecimal() and text.isascii() else 0
 
 
-def key_of(raw: Mapping[str, Any]) -> Key:
+def object_key(raw: Mapping[str, Any]) -> Key:
     meta = raw.get("metadata") or {}
     return str(meta.get("namespace") or ""), str(meta.get("name") or "")
 
 
-class Store(Generic[T]):
+class ObjectCache(Generic[T]):
     """A cache of one kind of object. `keep` makes the value from the raw object; `noticed` is called at each change."""
 
     def __init__(
@@ -64,7 +64,7 @@ class Store(Generic[T]):
         self.is_listed = is_listed  # whether a list would show it: else that it does not says nothing
         self._keep = keep
         self._noticed = noticed
-        self._entries: dict[Key, Entry[T]] = {}
+        self._entries: dict[Key, CacheEntry[T]] = {}
         self._tombstones = Tombstones()
         self.newest = 0
 
@@ -74,7 +74,7 @@ class Store(Generic[T]):
     def __iter__(self) -> Iterator[Key]:
         return iter(self._entries)
 
-    def get(self, key: Key) -> Entry[T] | None:
+    def get(self, key: Key) -> CacheEntry[T] | None:
         return self._entries.get(key)
 
     def items(self) -> Iterator[tuple[Key, T]]:
@@ -83,7 +83,7 @@ class Store(Generic[T]):
     def put(self, raw: Mapping[str, Any]) -> bool:
         """Store an object, unless a newer state of the name is known, or its deletion. Return True if anything
         changed."""
-        key, version = key_of(raw), version_of(raw)
+        key, version = object_key(raw), resource_version(raw)
         uid = str((raw.get("metadata") or {}).get("uid") or "")
         old = self._entries.get(key)
         if old is not None and 0 < version <= old.version:
@@ -94,7 +94,7 @@ class Store(Generic[T]):
         value = self._keep(raw)
         if old is not None and old.uid != uid:  # two objects never have one name at a time
             self._tombstones.add(old.uid)
-        self._entries[key] = Entry(uid, version, value)
+        self._entries[key] = CacheEntry(uid, version, value)
         self._noticed(key, old.value if old is not None else None, value)
         return True
 
@@ -136,7 +136,7 @@ class Store(Generic[T]):
         restored from a backup: versions have started over, and what we hold would shadow the truth for ever.
         """
         if version < known:
-            self._entries = {key: Entry(e.uid, 0, e.value) for key, e in self._entries.items()}
+            self._entries = {key: CacheEntry(e.uid, 0, e.value) for key, e in self._entries.items()}
             self._tombstones.clear()
             self.newest = version
         return Listing(self, version, within)
@@ -150,7 +150,7 @@ class Listing(Generic[T]):
     list because it was created since.
     """
 
-    def __init__(self, store: Store[T], version: int, within: str | None) -> None:
+    def __init__(self, store: ObjectCache[T], version: int, within: str | None) -> None:
         self._store = store
         self._version = version
         self._within = within
@@ -159,7 +159,7 @@ class Listing(Generic[T]):
 
     def add(self, raw: Mapping[str, Any]) -> None:
         """Store one object. One that cannot be read is passed over: it must not end the list, and with it all."""
-        key = key_of(raw)
+        key = object_key(raw)
         self._seen.add(key)
         try:
             self.missed += self._store.put(raw)
@@ -181,7 +181,7 @@ class Listing(Generic[T]):
 
 
 @dataclass
-class Cache:
+class ClusterCache:
     """A cache of the whole cluster. `touched` is called with jobs to reconcile again, `pool_changed` with pools."""
 
     touched: Callable[[Key], None]
@@ -192,10 +192,14 @@ class Cache:
     _pods_on: defaultdict[str, Counter[Key]] = field(default_factory=lambda: defaultdict(Counter))  # by node and job
 
     def __post_init__(self) -> None:
-        self.jobs: Store[Mapping[str, Any]] = Store(JOBS.kind, _slim, self._job_noticed)
-        self.pods: Store[tuple[str, PodView]] = Store(PODS.kind, _pod, self._pod_noticed, lambda pod: pod[1].listed)
-        self.pools: Store[Mapping[str, Any]] = Store(POOLS.kind, _slim, lambda key, old, new: self.pool_changed(key[1]))
-        self.nodes: Store[NodeView] = Store(NODES.kind, node_view, self._node_noticed)
+        self.jobs: ObjectCache[Mapping[str, Any]] = ObjectCache(JOBS.kind, _strip_managed_fields, self._job_noticed)
+        self.pods: ObjectCache[tuple[str, PodView]] = ObjectCache(
+            PODS.kind, _parse_pod, self._pod_noticed, lambda pod: pod[1].listed
+        )
+        self.pools: ObjectCache[Mapping[str, Any]] = ObjectCache(
+            POOLS.kind, _strip_managed_fields, lambda key, old, new: self.pool_changed(key[1])
+        )
+        self.nodes: ObjectCache[NodeView] = ObjectCache(NODES.kind, parse_node, self._node_noticed)
 
     def pods_of(self, job: Key) -> tuple[PodView, ...]:
         """Return every pod with this job's label, whoever owns it."""
@@ -220,7 +224,7 @@ class Cache:
             self.own_writes.discard(job)
 
     def _job_noticed(self, key: Key, old: Mapping[str, Any] | None, new: Mapping[str, Any] | None) -> None:
-        if key in self.own_writes and old is not None and new is not None and _asked(old) == _asked(new):
+        if key in self.own_writes and old is not None and new is not None and _strip_status(old) == _strip_status(new):
             return
         self.touched(key)
 
@@ -259,18 +263,18 @@ class Cache:
             self._pods_of.pop(job, None)
 
 
-def _slim(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+def _strip_managed_fields(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return an object without managedFields, which outweigh the rest."""
     return {**raw, "metadata": {k: v for k, v in (raw.get("metadata") or {}).items() if k != "managedFields"}}
 
 
-def _asked(job: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+def _strip_status(job: Mapping[str, Any]) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Return everything of a job but its status, and but the resourceVersion that each write changes."""
     rest = {key: value for key, value in job.items() if key not in ("status", "metadata")}
     return rest, {key: value for key, value in job["metadata"].items() if key != "resourceVersion"}
 
 
-def _pod(raw: Mapping[str, Any]) -> tuple[str, PodView]:
+def _parse_pod(raw: Mapping[str, Any]) -> tuple[str, PodView]:
     """Return the name of the pod's job, and what plans need to know of the pod.
 
     Tools and people change labels of running pods. The owner decides; a pod without one only has the label.
@@ -278,4 +282,4 @@ def _pod(raw: Mapping[str, Any]) -> tuple[str, PodView]:
     meta = raw.get("metadata") or {}
     owners = (each for each in meta.get("ownerReferences") or () if each.get("controller"))
     name = next((each.get("name") for each in owners if each.get("kind") == JOBS.kind), None)
-    return str(name or (meta.get("labels") or {}).get(LABEL_JOB) or ""), pod_view(raw)
+    return str(name or (meta.get("labels") or {}).get(LABEL_JOB) or ""), parse_pod(raw)

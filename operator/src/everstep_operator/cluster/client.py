@@ -27,15 +27,15 @@ from kubernetes.aio.client import ApiClient, Configuration
 from everstep_operator import metrics
 from everstep_operator.cluster import errors
 from everstep_operator.cluster.clock import ServerClock
-from everstep_operator.cluster.resources import LEASES, Resource
+from everstep_operator.cluster.resources import LEASES, ApiResource
 
 log = structlog.get_logger(__name__)
 
-Object = dict[str, Any]
+ApiObject = dict[str, Any]
 
 
-class Page(NamedTuple):
-    items: list[Object]
+class ListPage(NamedTuple):
+    items: list[ApiObject]
     version: int  # the state that all pages of this list show
 
 
@@ -44,7 +44,7 @@ _ATTEMPTS = 5
 _RETRY_AFTER_MAX = 30.0
 
 
-async def login(kubeconfig: str | None = None) -> Configuration:
+async def load_credentials(kubeconfig: str | None = None) -> Configuration:
     """Return credentials from the pod's service account, else from `kubeconfig` (default: $KUBECONFIG,
     ~/.kube/config)."""
     configuration = Configuration()
@@ -78,13 +78,17 @@ class Client:
         self._api: Any = ApiClient(configuration)
         self._api.user_agent = "everstep-operator"
         self.clock = ServerClock()
-        self.may_write: Callable[[], None] = lambda: None  # raises where another process may act: see `Lease.check`
-        self.used: set[tuple[str, str, str]] = set()  # (verb, group, resource[/subresource]), compared with rbac.USED
+        self.may_write: Callable[[], None] = lambda: (
+            None
+        )  # raises where another process may act: see `OperatorLease.check`
+        self.used: set[tuple[str, str, str]] = (
+            set()
+        )  # (verb, group, resource[/subresource]), compared with rbac.USED_PERMISSIONS
 
     @classmethod
     async def connect(cls, kubeconfig: str | None = None, **options: Any) -> Client:
         async def again() -> Configuration:
-            return await login(kubeconfig)
+            return await load_credentials(kubeconfig)
 
         return cls(await again(), relogin=again, **options)
 
@@ -93,18 +97,18 @@ class Client:
 
     # --- reading
 
-    async def get(self, resource: Resource, namespace: str | None, name: str) -> Object:
-        return await self._retried("get", resource, "GET", resource.path(namespace, name))
+    async def get(self, resource: ApiResource, namespace: str | None, name: str) -> ApiObject:
+        return await self._send_with_retries("get", resource, "GET", resource.path(namespace, name))
 
     async def list(
         self,
-        resource: Resource,
+        resource: ApiResource,
         namespace: str | None = None,
         *,
         labels: str | None = None,
         fields: str | None = None,
         page: int = 250,
-    ) -> AsyncIterator[Page]:
+    ) -> AsyncIterator[ListPage]:
         """Yield all objects, page by page.
 
         Args:
@@ -123,16 +127,18 @@ class Client:
             query += [("labelSelector", labels)] if labels else []
             query += [("fieldSelector", fields)] if fields else []
             query += [("continue", token)] if token else []
-            answer = await self._retried("list", resource, "GET", resource.path(namespace), query)
+            answer = await self._send_with_retries("list", resource, "GET", resource.path(namespace), query)
             meta = answer.get("metadata") or {}
-            yield Page(answer.get("items") or [], int(meta.get("resourceVersion") or 0))
+            yield ListPage(answer.get("items") or [], int(meta.get("resourceVersion") or 0))
             token = meta.get("continue") or ""
             if not token:
                 return
 
     # --- writing
 
-    async def create(self, resource: Resource, namespace: str | None, body: Object, *, dry_run: bool = False) -> Object:
+    async def create(
+        self, resource: ApiResource, namespace: str | None, body: ApiObject, *, dry_run: bool = False
+    ) -> ApiObject:
         """Create an object, and return what the server made of it. Raises `AlreadyExists`, or `Unreachable` with `sent`
         set when nobody knows.
 
@@ -142,57 +148,59 @@ class Client:
         query = [("fieldManager", self._field_manager), ("fieldValidation", "Strict" if dry_run else "Ignore")]
         if dry_run:
             query.append(("dryRun", "All"))
-        return await self._retried("create", resource, "POST", resource.path(namespace), query, body, blind=dry_run)
+        return await self._send_with_retries(
+            "create", resource, "POST", resource.path(namespace), query, body, blind=dry_run
+        )
 
     async def delete(
-        self, resource: Resource, namespace: str | None, name: str, *, uid: str | None, grace: int | None = None
+        self, resource: ApiResource, namespace: str | None, name: str, *, uid: str | None, grace: int | None = None
     ) -> bool:
         """Delete exactly the object with this UID. It is success, too, if it is gone or replaced by another of the
         name. Return whether it was there.
 
         Only a Secret is deleted without: we may not read one, so we cannot know its UID.
         """
-        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        body: ApiObject = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
         if uid is not None:
             body["preconditions"] = {"uid": uid}
         if grace is not None:
             body["gracePeriodSeconds"] = grace
         try:
-            await self._retried("delete", resource, "DELETE", resource.path(namespace, name), (), body)
+            await self._send_with_retries("delete", resource, "DELETE", resource.path(namespace, name), (), body)
         except errors.NotFound:
             return False
         except errors.Conflict:
             pass
         return True
 
-    async def apply_status(self, resource: Resource, namespace: str | None, body: Object) -> Object:
+    async def apply_status(self, resource: ApiResource, namespace: str | None, body: ApiObject) -> ApiObject:
         """Server-side apply of `status`. `body` carries name, UID and the observed resourceVersion: a stale one is
         `Conflict`, so two writers (an operator that lost its Lease unawares) cannot both win."""
         name = body["metadata"]["name"]
         path = resource.path(namespace, name, "status")
         query = [("fieldManager", self._field_manager), ("force", "true")]
-        return await self._retried("patch", resource, "PATCH", path, query, body, sub="status", kind=_APPLY)
+        return await self._send_with_retries("patch", resource, "PATCH", path, query, body, sub="status", kind=_APPLY)
 
-    async def replace(self, resource: Resource, namespace: str | None, body: Object) -> Object:
+    async def replace(self, resource: ApiResource, namespace: str | None, body: ApiObject) -> ApiObject:
         """Send a PUT with the body's resourceVersion (the Lease)."""
         path = resource.path(namespace, body["metadata"]["name"])
-        return await self._once("update", resource, "PUT", path, (), body)
+        return await self._send_once("update", resource, "PUT", path, (), body)
 
     # --- how
 
-    async def _retried(
+    async def _send_with_retries(
         self,
         verb: str,
-        resource: Resource,
+        resource: ApiResource,
         method: str,
         path: str,
         query: Any = (),
-        body: Object | None = None,
+        body: ApiObject | None = None,
         *,
         sub: str = "",
         kind: str = "application/json",
         blind: bool = True,
-    ) -> Object:
+    ) -> ApiObject:
         """Send a request, again while that can help. `blind`: it may be repeated although it may have been
         processed."""
 
@@ -206,26 +214,26 @@ class Client:
         retrying = tenacity.AsyncRetrying(
             retry=tenacity.retry_if_exception(again),
             stop=tenacity.stop_after_attempt(self._attempts) | tenacity.stop_after_delay(3 * self._timeout),
-            wait=_pause,
+            wait=_retry_delay,
             reraise=True,
         )
         async for attempt in retrying:
             with attempt:
-                return await self._once(verb, resource, method, path, query, body, sub=sub, kind=kind)
+                return await self._send_once(verb, resource, method, path, query, body, sub=sub, kind=kind)
         raise AssertionError("tenacity re-raises")
 
-    async def _once(
+    async def _send_once(
         self,
         verb: str,
-        resource: Resource,
+        resource: ApiResource,
         method: str,
         path: str,
         query: Any = (),
-        body: Object | None = None,
+        body: ApiObject | None = None,
         *,
         sub: str = "",
         kind: str = "application/json",
-    ) -> Object:
+    ) -> ApiObject:
         what = f"{resource.plural}/{sub}" if sub else resource.plural
         if method != "GET" and resource != LEASES:
             self.may_write()
@@ -238,8 +246,8 @@ class Client:
             return await self._send(verb, what, method, path, query, body, kind)
 
     async def _send(
-        self, verb: str, what: str, method: str, path: str, query: Any, body: Object | None, kind: str
-    ) -> Object:
+        self, verb: str, what: str, method: str, path: str, query: Any, body: ApiObject | None, kind: str
+    ) -> ApiObject:
         started, asked_at = time.monotonic(), self.clock.steady()
         code = "error"
         try:
@@ -264,7 +272,7 @@ class Client:
         finally:
             metrics.api_requests.labels(verb, what, code).inc()
             metrics.api_seconds.labels(verb).observe(time.monotonic() - started)
-        return _answer(response, data)
+        return _parse_response(response, data)
 
     async def _login_again(self) -> bool:
         """Log in again once a kubeconfig's token has run out, at most every 10 s (in a pod the client re-reads its own
@@ -282,7 +290,7 @@ class Client:
 _APPLY = "application/apply-patch+yaml"  # JSON is YAML, and every server with server-side apply knows this type
 
 
-def _pause(state: tenacity.RetryCallState) -> float:
+def _retry_delay(state: tenacity.RetryCallState) -> float:
     """Return the seconds that the server asked for (Retry-After), else 0.1 s doubling; jittered, or 50 rejected creates
     return as one."""
     error = state.outcome.exception() if state.outcome else None
@@ -291,7 +299,7 @@ def _pause(state: tenacity.RetryCallState) -> float:
     return float(min(5.0, 0.1 * 2.0**state.attempt_number) * (0.5 + random.random() / 2))  # noqa: S311
 
 
-def _answer(response: aiohttp.ClientResponse, data: bytes) -> Object:
+def _parse_response(response: aiohttp.ClientResponse, data: bytes) -> ApiObject:
     try:
         parsed = json.loads(data) if data else {}
     except ValueError:

@@ -13,7 +13,7 @@ from email.utils import parsedate_to_datetime
 
 import structlog
 
-from everstep.agent.clock import boottime
+from everstep.agent.clock import read_boottime
 
 log = structlog.get_logger(__name__)
 
@@ -29,7 +29,9 @@ class ServerClock:
         wall: This machine's time of day, for as long as no answer has told a better one.
     """
 
-    def __init__(self, steady: Callable[[], float] = boottime, wall: Callable[[], float] = lambda: time.time()) -> None:
+    def __init__(
+        self, steady: Callable[[], float] = read_boottime, wall: Callable[[], float] = lambda: time.time()
+    ) -> None:
         self.steady = steady
         self._offset = wall() - steady()
         self._told = False
@@ -52,12 +54,12 @@ class ServerClock:
             return
         received = self.steady()
         low, high = told - received, told + 1.0 - asked_at  # the offset lies between these
-        nearest = _clamp(self._offset, low, high)
+        nearest = _clamp_value(self._offset, low, high)
         if not self._told or abs(nearest - self._offset) <= JUMP_SECONDS:
             if not self._told and abs(nearest - self._offset) > JUMP_SECONDS:
                 log.warning("this machine's clock is wrong, by the API server's", seconds=self._offset - nearest)
             self._offset, self._told, self._doubted = nearest, True, None
-        elif self._doubted is None or abs(_clamp(self._doubted[1], low, high) - self._doubted[1]) > JUMP_SECONDS:
+        elif self._doubted is None or abs(_clamp_value(self._doubted[1], low, high) - self._doubted[1]) > JUMP_SECONDS:
             log.warning("the API server's clock has jumped; not believed yet", seconds=nearest - self._offset)
             self._doubted = (received, nearest)
         elif received - self._doubted[0] >= CONFIRM_SECONDS:
@@ -65,5 +67,5 @@ class ServerClock:
             self._offset, self._doubted = nearest, None
 
 
-def _clamp(value: float, low: float, high: float) -> float:
+def _clamp_value(value: float, low: float, high: float) -> float:
     return min(max(value, low), high)

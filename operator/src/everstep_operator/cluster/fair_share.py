@@ -29,7 +29,7 @@ FORGET_ABOVE = 10_000  # namespaces
 
 
 @dataclass(eq=False, slots=True)
-class Slot:
+class WorkerSlot:
     """One that is held, or was."""
 
     namespace: str
@@ -49,7 +49,9 @@ class FairShare:
     _all_held: int = 0
     _all_quick: int = 0
     _quick_not_trusted: int = 0
-    _in_order: deque[Slot] = field(default_factory=deque)  # those that count, the oldest first; given back ones between
+    _in_order: deque[WorkerSlot] = field(
+        default_factory=deque
+    )  # those that count, the oldest first; given back ones between
     _trusted: dict[str, None] = field(default_factory=dict)  # in the order in which trust was last earned
 
     @property
@@ -73,16 +75,16 @@ class FairShare:
         few = own_held < max(1, self.limit // 8) and self._quick_not_trusted < max(1, self.limit // 2)
         return few and held < self.most - self.limit
 
-    def take(self, namespace: str) -> Slot:
+    def take(self, namespace: str) -> WorkerSlot:
         """Give a namespace one more slot."""
-        slot = Slot(namespace, self.clock())
+        slot = WorkerSlot(namespace, self.clock())
         self._in_order.append(slot)
         self._held[namespace] += 1
         self._all_held += 1
         self._count_quick(namespace, 1)
         return slot
 
-    def give_back(self, slot: Slot) -> None:
+    def give_back(self, slot: WorkerSlot) -> None:
         """Note that a slot is no longer held."""
         self._find_slow()
         namespace = slot.namespace
@@ -133,7 +135,7 @@ class FairSemaphore:
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._share = FairShare(limit, clock)
-        self._waiting: dict[str, deque[asyncio.Future[Slot]]] = {}
+        self._waiting: dict[str, deque[asyncio.Future[WorkerSlot]]] = {}
         self._timer: asyncio.TimerHandle | None = None
 
     @contextlib.asynccontextmanager
@@ -146,8 +148,8 @@ class FairSemaphore:
             self._share.give_back(slot)
             self._serve()
 
-    async def _acquire(self, namespace: str) -> Slot:
-        turn: asyncio.Future[Slot] = asyncio.get_running_loop().create_future()
+    async def _acquire(self, namespace: str) -> WorkerSlot:
+        turn: asyncio.Future[WorkerSlot] = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(namespace, deque()).append(turn)
         self._serve()
         try:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import structlog
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.resources import CONFIG_MAPS
-from everstep_operator.plan.observed import Frozen
-from everstep_operator.plan.template import frozen_view
+from everstep_operator.plan.observed import FrozenTemplate
+from everstep_operator.plan.template import read_frozen_template
 
 log = structlog.get_logger(__name__)
 
@@ -19,11 +19,11 @@ class FrozenTemplates:
     def __init__(self, client: Client, operator_keys: tuple[bytes, ...]) -> None:
         self._client = client
         self._keys = operator_keys  # the current one first
-        self._known: dict[str, Frozen] = {}  # by job UID; a job has one current template
+        self._known: dict[str, FrozenTemplate] = {}  # by job UID; a job has one current template
         self.of_previous_keys: set[str] = set()  # UIDs of the jobs whose template a previous key has signed
         self._damaged: dict[str, int] = {}  # the epoch whose ConfigMap cannot be verified: it stays so until replaced
 
-    async def get(self, namespace: str, job: str, uid: str, template: int) -> Frozen | None:
+    async def get(self, namespace: str, job: str, uid: str, template: int) -> FrozenTemplate | None:
         """Return the template of this epoch, or None if there is none, or none that the operator has signed."""
         known = self._known.get(uid)
         if known is not None and known.epoch == template:
@@ -36,7 +36,7 @@ class FrozenTemplates:
             return None
         return self.put(namespace, uid, template, found)
 
-    def put(self, namespace: str, uid: str, template: int, config_map: Object) -> Frozen | None:
+    def put(self, namespace: str, uid: str, template: int, config_map: ApiObject) -> FrozenTemplate | None:
         """Keep what a ConfigMap holds for the job of this UID.
 
         Args:
@@ -48,7 +48,7 @@ class FrozenTemplates:
         Returns:
             The template, or None if it does not verify: the job is resolved again when it next needs a pod.
         """
-        frozen = frozen_view(config_map, namespace=namespace, uid=uid, epoch=template, keys=self._keys)
+        frozen = read_frozen_template(config_map, namespace=namespace, uid=uid, epoch=template, keys=self._keys)
         if frozen is None:
             if self._damaged.get(uid) != template:
                 log.warning(
@@ -63,12 +63,12 @@ class FrozenTemplates:
         current = self._keys[:1]
         if (
             current != self._keys
-            and frozen_view(config_map, namespace=namespace, uid=uid, epoch=template, keys=current) is None
+            and read_frozen_template(config_map, namespace=namespace, uid=uid, epoch=template, keys=current) is None
         ):
             self.of_previous_keys.add(uid)
         return frozen
 
-    def known(self, uid: str) -> Frozen | None:
+    def known(self, uid: str) -> FrozenTemplate | None:
         return self._known.get(uid)
 
     def forget(self, uid: str) -> None:

@@ -32,7 +32,7 @@ class KeyUnavailable(Exception):
     """Another process made the key and the kubelet never showed it to us."""
 
 
-def read(file: Path) -> bytes:
+def read_key(file: Path) -> bytes:
     """Return the key in a file.
 
     Raises:
@@ -48,14 +48,14 @@ def read(file: Path) -> bytes:
     return key
 
 
-def read_previous(folder: Path) -> tuple[bytes, ...]:
+def read_previous_keys(folder: Path) -> tuple[bytes, ...]:
     """Return the previous keys: the files of a folder, which does not exist where there are none."""
     # A kubelet's own files, among them the link to the present version of the folder, begin with two dots.
     files = sorted(file for file in folder.glob("*") if not file.name.startswith(".."))
-    return tuple(read(file) for file in files)
+    return tuple(read_key(file) for file in files)
 
 
-async def load_or_create(
+async def load_or_create_key(
     client: Client, namespace: str, folder: Path, secret: str, *, patience: float = 180.0
 ) -> bytes:
     """Return the current key, and make it if there is none.
@@ -73,7 +73,7 @@ async def load_or_create(
     """
     file = folder / _FILE
     with contextlib.suppress(FileNotFoundError):
-        return read(file)
+        return read_key(file)
     key = secrets.token_bytes(KEY_BYTES)
     body = {
         "apiVersion": "v1",
@@ -93,15 +93,15 @@ async def load_or_create(
     else:
         log.info("created the operator key", secret=secret, namespace=namespace)
         return key
-    return await _mounted(file, secret, patience)
+    return await _wait_until_mounted(file, secret, patience)
 
 
-async def _mounted(file: Path, secret: str, patience: float) -> bytes:
+async def _wait_until_mounted(file: Path, secret: str, patience: float) -> bytes:
     loop = asyncio.get_running_loop()
     deadline = loop.time() + patience
     while loop.time() < deadline:
         with contextlib.suppress(FileNotFoundError):
-            return read(file)
+            return read_key(file)
         await asyncio.sleep(min(1.0, patience / 10))
     raise KeyUnavailable(
         f"Secret {secret} exists but was not mounted as {file} within {patience:.0f} s: mount it as an optional volume "

@@ -23,10 +23,10 @@ from yarl import URL
 
 from everstep.agent import auth
 from everstep_operator import metrics
-from everstep_operator.cluster.leader_answer import OddAnswer, max_bytes, parse_answer
+from everstep_operator.cluster.leader_answer import ImplausibleAnswer, max_bytes, parse_answer
 from everstep_operator.cluster.processor_budget import PAUSE_MAX, ProcessorBudget
-from everstep_operator.plan.actions import Poll
-from everstep_operator.plan.leader import LeaderView, leader_view
+from everstep_operator.plan.actions import LeaderPoll
+from everstep_operator.plan.leader import LeaderView, parse_leader_state
 
 log = structlog.get_logger(__name__)
 
@@ -40,19 +40,19 @@ BACKOFF_FIRST = 0.1  # before the first answer: its pod's container runs, but th
 BACKOFF_MAX = 30.0
 CHEAP_SECONDS = 0.002  # of processor time: a connection that fails costs less than this
 SECONDS_A_BYTE = 2e-9  # of processor time, to receive it
-LOST_AFTER = 2  # failed attempts in a row before the view says so: one is a restart or a lost packet
+MAX_LOST_POLLS = 2  # failed attempts in a row before the view says so: one is a restart or a lost packet
 PROGRESS_SECONDS = 10.0  # steps alone wake the planner this often; it writes them every 30 s at most
 MIN_PAUSE = 0.2
 COMMAND_AGAIN_SECONDS = 3.0  # after one that failed
 
 
-class LeaderError(Exception):
+class LeaderAnswerError(Exception):
     """No usable answer: nobody there, not our leader, too large, or not signed by it."""
 
 
 @dataclass(eq=False)
-class _Polled:
-    poll: Poll
+class _PolledLeader:
+    poll: LeaderPoll
     token: bytes
     view: LeaderView
     task: asyncio.Task[None] | None = None
@@ -91,7 +91,7 @@ class LeaderPoller:
         self._wait = max(1, min(30, int(fence_timeout / 3)))
         self._limit = limit
         self._clock = clock
-        self._jobs: dict[Key, _Polled] = {}
+        self._jobs: dict[Key, _PolledLeader] = {}
         self._budget = ProcessorBudget(time.monotonic)
         self._commands: set[asyncio.Task[None]] = set()  # also of leaders that were dropped since
         self._session: aiohttp.ClientSession | None = None
@@ -102,16 +102,16 @@ class LeaderPoller:
         polled = self._jobs.get(key)
         return polled.view if polled is not None and polled.poll.pod_uid == pod_uid else None
 
-    def want(self, key: Key, poll: Poll, token: bytes) -> None:
+    def ensure_polled(self, key: Key, poll: LeaderPoll, token: bytes) -> None:
         """Poll this leader from now on. Another pod, epoch or address is another leader: the last one is forgotten."""
         polled = self._jobs.get(key)
-        if polled is not None and _who(polled.poll) == _who(poll) and polled.token == token:
+        if polled is not None and _leader_identity(polled.poll) == _leader_identity(poll) and polled.token == token:
             polled.poll = poll  # the next request carries the new ledger id and allowance
             if polled.task is None or polled.task.done():  # it never ends of itself: a bug, but not the job's end
                 polled.task = self._start(key, polled)
             return
-        self.drop(key)
-        polled = self._jobs[key] = _Polled(poll, token, LeaderView(reachable=False, asked_since=self._clock()))
+        self.stop_polling(key)
+        polled = self._jobs[key] = _PolledLeader(poll, token, LeaderView(reachable=False, asked_since=self._clock()))
         polled.task = self._start(key, polled)
         metrics.leaders_polled.set(len(self._jobs))
         if len(self._jobs) > self._limit and not self._told_of_turns:
@@ -122,10 +122,10 @@ class LeaderPoller:
             )
         self._told_of_turns = len(self._jobs) > self._limit
 
-    def _start(self, key: Key, polled: _Polled) -> asyncio.Task[None]:
-        return asyncio.create_task(self._run(key, polled), name=f"leader of {'/'.join(key)}")
+    def _start(self, key: Key, polled: _PolledLeader) -> asyncio.Task[None]:
+        return asyncio.create_task(self._poll_forever(key, polled), name=f"leader of {'/'.join(key)}")
 
-    def drop(self, key: Key) -> None:
+    def stop_polling(self, key: Key) -> None:
         polled = self._jobs.pop(key, None)
         if polled is not None and polled.task is not None:
             polled.task.cancel()
@@ -136,7 +136,7 @@ class LeaderPoller:
         for command in self._commands:
             command.cancel()
         for key in list(self._jobs):
-            self.drop(key)
+            self.stop_polling(key)
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._session is not None:
             await self._session.close()
@@ -166,16 +166,16 @@ class LeaderPoller:
             return polled.pushing == table
         body = {"epoch": epoch, "addresses": {str(index): address for index, address in addresses.items()}}
         polled.pushing = table
-        self._begin(polled, "/v1/peers", lambda: self._push(key, polled, body))
+        self._start_command(polled, "/v1/peers", lambda: self._push(key, polled, body))
         return True
 
-    def stop(self, key: Key, reason: str) -> None:
+    def send_stop(self, key: Key, reason: str) -> None:
         """Begin `POST /v1/stop`, unless it is on its way. If it fails, the planner is woken."""
         polled = self._jobs.get(key)
         if polled is not None and "/v1/stop" not in polled.commands:
-            self._begin(polled, "/v1/stop", lambda: self._ask_to_stop(key, polled, reason))
+            self._start_command(polled, "/v1/stop", lambda: self._ask_to_stop(key, polled, reason))
 
-    def _begin(self, polled: _Polled, path: str, send: Callable[[], Awaitable[object]]) -> None:
+    def _start_command(self, polled: _PolledLeader, path: str, send: Callable[[], Awaitable[object]]) -> None:
         async def run() -> None:
             try:
                 await send()
@@ -188,48 +188,48 @@ class LeaderPoller:
         self._commands.add(task)
         task.add_done_callback(self._commands.discard)
 
-    async def _push(self, key: Key, polled: _Polled, body: Mapping[str, Any]) -> None:
+    async def _push(self, key: Key, polled: _PolledLeader, body: Mapping[str, Any]) -> None:
         table = polled.pushing
-        if await self._command(polled, "/v1/peers", body):
+        if await self._send_command(polled, "/v1/peers", body):
             polled.pushed = table
         else:
             self._wake_planner(key, polled)
 
-    async def _ask_to_stop(self, key: Key, polled: _Polled, reason: str) -> None:
-        if not await self._command(polled, "/v1/stop", {"reason": reason}):
+    async def _ask_to_stop(self, key: Key, polled: _PolledLeader, reason: str) -> None:
+        if not await self._send_command(polled, "/v1/stop", {"reason": reason}):
             self._wake_planner(key, polled)
 
-    def _wake_planner(self, key: Key, polled: _Polled) -> None:
+    def _wake_planner(self, key: Key, polled: _PolledLeader) -> None:
         """Wake the planner after a command has failed; the next plan gives it again if it is still wanted."""
         if self._jobs.get(key) is polled:
             self._changed(key, COMMAND_AGAIN_SECONDS)
 
-    async def _command(self, polled: _Polled, path: str, body: Mapping[str, Any]) -> bool:
+    async def _send_command(self, polled: _PolledLeader, path: str, body: Mapping[str, Any]) -> bool:
         try:
             await self._request(polled, "POST", path, json.dumps(body).encode(), hold=0, own_nonce=True)
-        except LeaderError as error:
+        except LeaderAnswerError as error:
             log.info("a command did not reach the leader", path=path, address=polled.poll.address, error=str(error))
             return False
         return True
 
     # --- the poll
 
-    async def _run(self, key: Key, polled: _Polled) -> None:
+    async def _poll_forever(self, key: Key, polled: _PolledLeader) -> None:
         failures = 0
         while True:
             started = time.monotonic()
             try:
-                data = await self._state(polled)
+                data = await self._fetch_state(polled)
                 with polled.spending():
                     answer = parse_answer(data, polled.poll.num_nodes)
-                    view = leader_view(answer, answered_at=self._clock(), before=polled.view)
+                    view = parse_leader_state(answer, answered_at=self._clock(), before=polled.view)
                     only_progress = self._update(key, polled, view)
             except Exception as error:
                 failures += 1
                 metrics.leader_polls.labels("failed").inc()
-                if failures == 1 and not isinstance(error, (LeaderError, OddAnswer)):
+                if failures == 1 and not isinstance(error, (LeaderAnswerError, ImplausibleAnswer)):
                     log.exception("a bug or a surprise", job="/".join(key), address=polled.poll.address)
-                if failures == LOST_AFTER:
+                if failures == MAX_LOST_POLLS:
                     log.info("leader unreachable", job="/".join(key), address=polled.poll.address, error=str(error))
                     self._update(key, polled, replace(polled.view, reachable=False))
                 least = BACKOFF_FIRST if polled.view.answered_at is None else BACKOFF
@@ -249,13 +249,13 @@ class LeaderPoller:
                 pause = self._wait
             await asyncio.sleep(max(0.0, pause - (time.monotonic() - started)))
 
-    def _charge(self, key: Key, polled: _Polled) -> float:
+    def _charge(self, key: Key, polled: _PolledLeader) -> float:
         """Charge what the last answer has cost, and return the seconds until the next one may cost as much."""
         seconds, polled.spent = polled.spent, 0.0
         self._budget.charge(key[0], seconds)
         return self._budget.pause(key[0], seconds)
 
-    async def _state(self, polled: _Polled) -> bytes:
+    async def _fetch_state(self, polled: _PolledLeader) -> bytes:
         view, poll = polled.view, polled.poll
         # More leaders than connections: nobody may hold one open, all are asked in turn.
         hold = self._wait if len(self._jobs) <= self._limit else 0
@@ -263,12 +263,12 @@ class LeaderPoller:
         target = f"/v1/state?after={after}&wait={hold}&charged={poll.charged}&allowance={poll.allowance}"
         return await self._request(polled, "GET", target, b"", hold=hold)
 
-    def _update(self, key: Key, polled: _Polled, view: LeaderView) -> bool:
+    def _update(self, key: Key, polled: _PolledLeader, view: LeaderView) -> bool:
         """Store the view and wake the planner if it matters; True if only steps have changed."""
         old, polled.view = polled.view, view
         if self._jobs.get(key) is not polled:
             return True
-        same = _material(old) == _material(view)
+        same = _strip_progress(old) == _strip_progress(view)
         if not same:
             self._changed(key, 0.0)
         elif view.progress != old.progress:
@@ -278,7 +278,7 @@ class LeaderPoller:
     # --- one request
 
     async def _request(
-        self, polled: _Polled, method: str, target: str, body: bytes, *, hold: float, own_nonce: bool = False
+        self, polled: _PolledLeader, method: str, target: str, body: bytes, *, hold: float, own_nonce: bool = False
     ) -> bytes:
         """Send one signed request; the nonce of the last answer saves the challenge. Commands fetch their own nonce."""
         nonce = ""
@@ -287,31 +287,31 @@ class LeaderPoller:
         status, data, fresh = 401, b"", ""
         try:
             if nonce:
-                status, data, fresh = await self._signed(polled, method, target, body, nonce, hold)
+                status, data, fresh = await self._send_signed(polled, method, target, body, nonce, hold)
             if status == 401:  # no nonce; or it has expired; or the leader has restarted
-                nonce = await self._challenge(polled)
-                status, data, fresh = await self._signed(polled, method, target, body, nonce, hold)
+                nonce = await self._fetch_challenge(polled)
+                status, data, fresh = await self._send_signed(polled, method, target, body, nonce, hold)
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            raise LeaderError(f"{type(error).__name__}: {error}") from error
+            raise LeaderAnswerError(f"{type(error).__name__}: {error}") from error
         if status != 200:
-            raise LeaderError(f"{method} {target.partition('?')[0]}: {status}")
+            raise LeaderAnswerError(f"{method} {target.partition('?')[0]}: {status}")
         if not own_nonce:
             polled.nonce = fresh
         return data
 
-    async def _challenge(self, polled: _Polled) -> str:
+    async def _fetch_challenge(self, polled: _PolledLeader) -> str:
         async with self._http().get(f"http://{polled.poll.address}/v1/challenge", allow_redirects=False) as response:
-            data = await _bounded(polled, response, MAX_CHALLENGE)
+            data = await _read_bounded(polled, response, MAX_CHALLENGE)
         if response.status != 200:
-            raise LeaderError(f"challenge: {response.status}")
+            raise LeaderAnswerError(f"challenge: {response.status}")
         answer = json.loads(data)
         nonce = answer.get("nonce") if isinstance(answer, dict) else None
         if not isinstance(nonce, str) or not auth.is_nonce(nonce):
-            raise LeaderError("challenge: no nonce in it")
+            raise LeaderAnswerError("challenge: no nonce in it")
         return nonce
 
-    async def _signed(
-        self, polled: _Polled, method: str, target: str, body: bytes, nonce: str, hold: float
+    async def _send_signed(
+        self, polled: _PolledLeader, method: str, target: str, body: bytes, nonce: str, hold: float
     ) -> tuple[int, bytes, str]:
         client = auth.new_nonce()
         headers = auth.request_headers(polled.token, method, target, nonce, client, body)
@@ -321,14 +321,14 @@ class LeaderPoller:
         async with self._http().request(
             method, url, data=body or None, headers=headers, timeout=timeout, allow_redirects=False
         ) as response:
-            data = await _bounded(polled, response, max_bytes(polled.poll.num_nodes))
+            data = await _read_bounded(polled, response, max_bytes(polled.poll.num_nodes))
         if response.status == 401:
             return 401, b"", ""
         mac = response.headers.get(auth.MAC_HEADER, "")
         with polled.spending():
-            signed = auth.same(auth.response_mac(polled.token, response.status, client, data), mac)
+            signed = auth.macs_equal(auth.response_mac(polled.token, response.status, client, data), mac)
         if not signed:
-            raise LeaderError("the answer is not signed with the job's token")
+            raise LeaderAnswerError("the answer is not signed with the job's token")
         fresh = response.headers.get(auth.NEXT_NONCE_HEADER, "")
         return response.status, data, fresh if auth.is_nonce(fresh) else ""
 
@@ -344,7 +344,7 @@ class LeaderPoller:
         return self._session
 
 
-async def _bounded(polled: _Polled, response: aiohttp.ClientResponse, limit: int) -> bytes:
+async def _read_bounded(polled: _PolledLeader, response: aiohttp.ClientResponse, limit: int) -> bytes:
     """Return the body, or raise once it is longer than `limit`: the other end runs the user's code."""
     data = bytearray()
     async for chunk in response.content.iter_chunked(1 << 16):
@@ -352,14 +352,14 @@ async def _bounded(polled: _Polled, response: aiohttp.ClientResponse, limit: int
         polled.spent += len(chunk) * SECONDS_A_BYTE
         if len(data) > limit:
             response.close()
-            raise LeaderError(f"an answer of more than {limit} bytes")
+            raise LeaderAnswerError(f"an answer of more than {limit} bytes")
     return bytes(data)
 
 
-def _who(poll: Poll) -> tuple[str, str, int, int]:
+def _leader_identity(poll: LeaderPoll) -> tuple[str, str, int, int]:
     return poll.address, poll.pod_uid, poll.epoch, poll.template
 
 
-def _material(view: LeaderView) -> LeaderView:
+def _strip_progress(view: LeaderView) -> LeaderView:
     """Return a view without how far the training is."""
     return replace(view, version=0, answered_at=None, progress=None)

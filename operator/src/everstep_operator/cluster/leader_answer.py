@@ -20,7 +20,7 @@ BYTES_OF_A_TOKEN = 32  # outside of strings: numbers, and the spaces of an encod
 MAX_DEPTH = 6  # state, history, entry, log tail; and two for what comes later
 
 
-class OddAnswer(Exception):
+class ImplausibleAnswer(Exception):
     """An answer that no leader of so many nodes sends."""
 
 
@@ -37,24 +37,26 @@ def parse_answer(data: bytes, num_nodes: int) -> Any:
         num_nodes: Number of nodes of the job.
 
     Raises:
-        OddAnswer: If it is larger, has more parts, or is nested deeper than an honest answer; then nothing of it was
-            parsed. Or if it is not JSON.
+        ImplausibleAnswer: If it is larger, has more parts, or is nested deeper than an honest answer; then nothing of
+            it was parsed. Or if it is not JSON.
     """
     if len(data) > max_bytes(num_nodes):
-        raise OddAnswer(f"{len(data)} bytes; a leader of {num_nodes} nodes sends at most {max_bytes(num_nodes)}")
+        raise ImplausibleAnswer(
+            f"{len(data)} bytes; a leader of {num_nodes} nodes sends at most {max_bytes(num_nodes)}"
+        )
     most = BASE_TOKENS + TOKENS_OF_A_NODE * num_nodes
     # Without escaped quotes, every second part between quotes is a string. No string is copied once there are too many.
     parts = data.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"', 2 * most + 1)
     outside = b"".join(parts[::2])
     tokens = len(parts) // 2 + sum(map(outside.count, (b",", b"[", b"{")))
     if tokens > most or len(outside) > BYTES_OF_A_TOKEN * most:
-        raise OddAnswer(f"more than {most} values, the most that a leader of {num_nodes} nodes sends")
+        raise ImplausibleAnswer(f"more than {most} values, the most that a leader of {num_nodes} nodes sends")
     if _is_deeper(outside, MAX_DEPTH):
-        raise OddAnswer(f"values nested more than {MAX_DEPTH} deep, or brackets that do not match")
+        raise ImplausibleAnswer(f"values nested more than {MAX_DEPTH} deep, or brackets that do not match")
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise OddAnswer(f"not JSON: {error}") from error
+        raise ImplausibleAnswer(f"not JSON: {error}") from error
 
 
 _ALL_BUT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))

@@ -17,9 +17,9 @@ from typing import Any
 
 import structlog
 
-from everstep.agent.clock import boottime
+from everstep.agent.clock import read_boottime
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.resources import LEASES
 
 log = structlog.get_logger(__name__)
@@ -30,7 +30,7 @@ class LeaseLost(Exception):
 
 
 @dataclass
-class Lease:
+class OperatorLease:
     client: Client
     namespace: str
     name: str
@@ -38,10 +38,10 @@ class Lease:
     duration: float = 15.0
     renew_deadline: float = 10.0
     period: float = 2.0
-    clock: Callable[[], float] = boottime
+    clock: Callable[[], float] = read_boottime
     _seen: tuple[str, str] = ("", "")  # resourceVersion and holder as last seen …
     _seen_at: float = field(default=0.0)  # … and since when on our clock
-    _held: Object | None = None
+    _held: ApiObject | None = None
     _renewed_at: float = 0.0
     _answered_at: float | None = None  # when the API server last said that another one holds it
 
@@ -68,7 +68,7 @@ class Lease:
         waiting = False
         while True:
             try:
-                if await self._try():
+                if await self._renew_or_take():
                     log.info("holding the lease", lease=self.name, identity=self.identity)
                     return
                 self._answered_at = self.clock()
@@ -87,7 +87,7 @@ class Lease:
             try:
                 self.check()
                 async with asyncio.timeout(self.renew_deadline - (self.clock() - self._renewed_at)):
-                    if not await self._try():
+                    if not await self._renew_or_take():
                         raise LeaseLost(f"lease {self.name} was taken by {self._seen[1]}")
             except (errors.ApiError, errors.Unreachable, TimeoutError) as error:
                 self.check()
@@ -105,12 +105,12 @@ class Lease:
         except (errors.ApiError, errors.Unreachable) as error:
             log.info("could not release the lease; it runs out by itself", error=str(error))
 
-    async def _try(self) -> bool:
+    async def _renew_or_take(self) -> bool:
         """Renew or take. `_renewed_at` is the time *before* the write, so that we never believe longer than others."""
         before = self.clock()
         lease = self._held or await self._read()
         if lease is None:
-            body: Object = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": {"name": self.name}}
+            body: ApiObject = {"apiVersion": LEASES.api_version, "kind": "Lease", "metadata": {"name": self.name}}
             body["spec"] = self._spec(transitions=0, acquired=_micro_time())
             try:
                 self._held = await self.client.create(LEASES, self.namespace, body)
@@ -139,13 +139,13 @@ class Lease:
         self._renewed_at = before
         return True
 
-    async def _read(self) -> Object | None:
+    async def _read(self) -> ApiObject | None:
         try:
             return await self.client.get(LEASES, self.namespace, self.name)
         except errors.NotFound:
             return None
 
-    def _spec(self, *, transitions: int, acquired: Any) -> Object:
+    def _spec(self, *, transitions: int, acquired: Any) -> ApiObject:
         return {
             "holderIdentity": self.identity,
             "leaseDurationSeconds": int(self.duration),

@@ -11,7 +11,7 @@ FORGET_ABOVE = 1000  # keys
 
 
 @dataclass
-class LogLimit:
+class LogRateLimiter:
     """Decides which lines are written. `clock` is in seconds, and only its differences count."""
 
     clock: Callable[[], float] = time.monotonic

@@ -13,12 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.cache import Cache, Key
+from everstep_operator.cluster.cache import ClusterCache, Key
 from everstep_operator.cluster.client import Client
 from everstep_operator.cluster.resources import NODES
 from everstep_operator.plan.node import NodeView
 from everstep_operator.plan.observed import PodView
-from everstep_operator.plan.pods import shared_labels
+from everstep_operator.plan.pods import build_shared_labels
 from everstep_operator.plan.room import NodeRoom, count_places
 
 NODES_A_SECOND = 5000  # a tenth of a core, or less
@@ -29,9 +29,9 @@ MAX_WAIT_FACTOR = 10.0
 
 
 @dataclass
-class Nodes:
+class NodeDirectory:
     client: Client
-    cache: Cache
+    cache: ClusterCache
     clock: Callable[[], float]
     timer: Callable[[], float] = time.monotonic
     examined: int = 0  # nodes, in all counts
@@ -73,7 +73,7 @@ class Nodes:
         if known is not None and known[0][1:] == made_from[1:] and not self._may_count(known[2]):
             return known[1]
         before = self.examined
-        labels = shared_labels(pod, job[1], template)
+        labels = build_shared_labels(pod, job[1], template)
         places = count_places(pod, self._rooms(), enough=wanted, labels=labels, namespace=job[0])
         now = self.timer()
         self._paid_until = max(self._paid_until, now - BURST_SECONDS) + (self.examined - before) / NODES_A_SECOND

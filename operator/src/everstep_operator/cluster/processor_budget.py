@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-SHARE = 0.05  # of one core, for each namespace
+NAMESPACE_SHARE = 0.05  # of one core, for each namespace
 BURST_SECONDS = 0.25  # that a namespace may be ahead of its share: all of its jobs may start at once
 JOB_SHARE = 0.02  # of one core, for each job
 PAUSE_MAX = 300.0  # seconds: what is owed beyond them is forgiven, or a day of debts would take hours to work off
@@ -27,7 +27,7 @@ class ProcessorBudget:
     def charge(self, namespace: str, seconds: float) -> None:
         """Add what an answer has cost to the debt of its namespace."""
         now = self.clock()
-        most = BURST_SECONDS + PAUSE_MAX * SHARE
+        most = BURST_SECONDS + PAUSE_MAX * NAMESPACE_SHARE
         self._debts[namespace] = (min(most, self._debt(namespace, now) + seconds), now)
         if len(self._debts) > FORGET_ABOVE:
             self._debts = {name: entry for name, entry in self._debts.items() if self._debt(name, now) > 0}
@@ -35,8 +35,8 @@ class ProcessorBudget:
     def pause(self, namespace: str, seconds: float) -> float:
         """Return for how many seconds to leave a job alone whose last answer has cost `seconds` of processor time."""
         ahead = self._debt(namespace, self.clock()) - BURST_SECONDS
-        return min(PAUSE_MAX, max(seconds / JOB_SHARE, ahead / SHARE, 0.0))
+        return min(PAUSE_MAX, max(seconds / JOB_SHARE, ahead / NAMESPACE_SHARE, 0.0))
 
     def _debt(self, namespace: str, now: float) -> float:
         debt, at = self._debts.get(namespace, (0.0, now))
-        return max(0.0, debt - (now - at) * SHARE)
+        return max(0.0, debt - (now - at) * NAMESPACE_SHARE)

@@ -4,7 +4,7 @@ Events only say *which* job changed; the reconcile looks at the whole of it. So 
 further events, and a key in work is noted and comes back once when the work is done: nothing is lost, nothing is done
 twice at the same time. Workers are given out fairly: namespaces whose looks hang hold a part of them, not all.
 
-`Schedule` is the queue without waiting (clock injected, tested with a fake one); `WorkQueue` adds the waiting.
+`DelayQueue` is the queue without waiting (clock injected, tested with a fake one); `WorkQueue` adds the waiting.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from everstep_operator.cluster.fair_share import FairShare, Slot
+from everstep_operator.cluster.fair_share import FairShare, WorkerSlot
 
 K = TypeVar("K", bound=Hashable)
 
 
 @dataclass
-class Schedule(Generic[K]):
+class DelayQueue(Generic[K]):
     """A queue that knows which key is due. All times are of `clock`, in seconds."""
 
     clock: Callable[[], float]
@@ -34,7 +34,7 @@ class Schedule(Generic[K]):
     # By namespace, insertion-ordered: first in, first out; value = since when.
     _ready: dict[str, dict[K, float]] = field(default_factory=dict)
     _working: dict[K, float] = field(default_factory=dict)
-    _slots: dict[K, Slot] = field(default_factory=dict)  # of those in work
+    _slots: dict[K, WorkerSlot] = field(default_factory=dict)  # of those in work
     _again: dict[K, float] = field(default_factory=dict)  # touched while in work
     _due: dict[K, float] = field(default_factory=dict)  # the only truth about delays; the heap may hold stale entries
     _heap: list[tuple[float, int, K]] = field(default_factory=list)
@@ -179,8 +179,8 @@ class Schedule(Generic[K]):
         return self.clock() - min(self._working.values()) if self._working else 0.0
 
 
-class WorkQueue(Schedule[K]):
-    """A `Schedule` whose workers can wait. Belongs to one event loop."""
+class WorkQueue(DelayQueue[K]):
+    """A `DelayQueue` whose workers can wait. Belongs to one event loop."""
 
     def __init__(
         self,
@@ -216,7 +216,7 @@ class WorkQueue(Schedule[K]):
         # One waiter is enough: whoever wakes takes what is ready and, if more is, wakes the next.
         for waker in self._wakers:
             if not waker.done():
-                _ring(waker)
+                _wake_waiter(waker)
                 return
 
     def _set_timer(self) -> None:
@@ -257,6 +257,6 @@ class WorkQueue(Schedule[K]):
                 self._wakers.discard(waker)
 
 
-def _ring(waker: asyncio.Future[None]) -> None:
+def _wake_waiter(waker: asyncio.Future[None]) -> None:
     if not waker.done():
         waker.set_result(None)

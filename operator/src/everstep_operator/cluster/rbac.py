@@ -9,33 +9,35 @@ from typing import Literal, NamedTuple
 Scope = Literal["jobs", "cluster", "own"]
 
 
-class Right(NamedTuple):
+class Permission(NamedTuple):
     verb: str
     group: str
     resource: str
     scope: Scope  # where jobs are (all namespaces, or the watched ones) | without a namespace | the operator's own
 
 
-def _rights(scope: Scope, group: str, resource: str, *verbs: str) -> list[Right]:
-    return [Right(verb, group, resource, scope) for verb in verbs]
+def _make_permissions(scope: Scope, group: str, resource: str, *verbs: str) -> list[Permission]:
+    return [Permission(verb, group, resource, scope) for verb in verbs]
 
 
-USED: frozenset[Right] = frozenset(
+USED_PERMISSIONS: frozenset[Permission] = frozenset(
     [
-        *_rights("jobs", "everstep.dev", "trainingjobs", "get", "list", "watch", "delete"),
-        *_rights("jobs", "everstep.dev", "trainingjobs/status", "patch"),
-        *_rights("jobs", "", "pods", "create", "get", "list", "watch", "delete"),
-        *_rights("jobs", "", "services", "create", "get"),
-        *_rights("jobs", "", "secrets", "create", "delete"),  # never get: a token is derived, not read
-        *_rights("jobs", "", "configmaps", "create", "get", "list", "delete"),
-        *_rights("jobs", "", "events", "create", "list"),
-        *_rights("cluster", "everstep.dev", "trainingpools", "list", "watch"),
-        *_rights("cluster", "", "nodes", "get", "list", "watch"),
-        *_rights("own", "coordination.k8s.io", "leases", "create", "get", "update"),
-        *_rights("own", "", "secrets", "create"),
+        *_make_permissions("jobs", "everstep.dev", "trainingjobs", "get", "list", "watch", "delete"),
+        *_make_permissions("jobs", "everstep.dev", "trainingjobs/status", "patch"),
+        *_make_permissions("jobs", "", "pods", "create", "get", "list", "watch", "delete"),
+        *_make_permissions("jobs", "", "services", "create", "get"),
+        *_make_permissions("jobs", "", "secrets", "create", "delete"),  # never get: a token is derived, not read
+        *_make_permissions("jobs", "", "configmaps", "create", "get", "list", "delete"),
+        *_make_permissions("jobs", "", "events", "create", "list"),
+        *_make_permissions("cluster", "everstep.dev", "trainingpools", "list", "watch"),
+        *_make_permissions("cluster", "", "nodes", "get", "list", "watch"),
+        *_make_permissions("own", "coordination.k8s.io", "leases", "create", "get", "update"),
+        *_make_permissions("own", "", "secrets", "create"),
     ]
 )
 
 # No request of ours: the admission plug-in OwnerReferencesPermissionEnforcement (on by default in OpenShift) asks
 # whether whoever sets `blockOwnerDeletion` may update the owner's finalizers.
-CHECKED_BY_ADMISSION: frozenset[Right] = frozenset(_rights("jobs", "everstep.dev", "trainingjobs/finalizers", "update"))
+CHECKED_BY_ADMISSION: frozenset[Permission] = frozenset(
+    _make_permissions("jobs", "everstep.dev", "trainingjobs/finalizers", "update")
+)

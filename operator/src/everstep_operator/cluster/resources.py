@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 
 @dataclass(frozen=True, slots=True)
-class Resource:
+class ApiResource:
     """A resource type as the API server addresses it."""
 
     group: str
@@ -36,14 +36,14 @@ class Resource:
 
 GROUP = "everstep.dev"
 
-JOBS = Resource(GROUP, "v1alpha1", "trainingjobs", "TrainingJob")
-POOLS = Resource(GROUP, "v1alpha1", "trainingpools", "TrainingPool", namespaced=False)
-PODS = Resource("", "v1", "pods", "Pod")
-NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
-SERVICES = Resource("", "v1", "services", "Service")
-SECRETS = Resource("", "v1", "secrets", "Secret")
-CONFIG_MAPS = Resource("", "v1", "configmaps", "ConfigMap")
-EVENTS = Resource("", "v1", "events", "Event")
-LEASES = Resource("coordination.k8s.io", "v1", "leases", "Lease")
+JOBS = ApiResource(GROUP, "v1alpha1", "trainingjobs", "TrainingJob")
+POOLS = ApiResource(GROUP, "v1alpha1", "trainingpools", "TrainingPool", namespaced=False)
+PODS = ApiResource("", "v1", "pods", "Pod")
+NODES = ApiResource("", "v1", "nodes", "Node", namespaced=False)
+SERVICES = ApiResource("", "v1", "services", "Service")
+SECRETS = ApiResource("", "v1", "secrets", "Secret")
+CONFIG_MAPS = ApiResource("", "v1", "configmaps", "ConfigMap")
+EVENTS = ApiResource("", "v1", "events", "Event")
+LEASES = ApiResource("coordination.k8s.io", "v1", "leases", "Lease")
 
 BY_KIND = {r.kind: r for r in (JOBS, POOLS, PODS, NODES, SERVICES, SECRETS, CONFIG_MAPS, EVENTS, LEASES)}

@@ -21,24 +21,24 @@ import structlog
 from everstep_operator import metrics
 from everstep_operator.cluster import agentcode, errors
 from everstep_operator.cluster.agentcode import ALL, AgentCode
-from everstep_operator.cluster.cache import Cache, Store
-from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.cache import ClusterCache, ObjectCache
+from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.frozen import FrozenTemplates
-from everstep_operator.cluster.log_limit import LogLimit
-from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS, POOLS, Resource
+from everstep_operator.cluster.log_limit import LogRateLimiter
+from everstep_operator.cluster.resources import CONFIG_MAPS, JOBS, NODES, PODS, POOLS, ApiResource
 from everstep_operator.cluster.watch import POD_SELECTOR
 
 log = structlog.get_logger(__name__)
 
-FINISHED = ("Succeeded", "Failed")
-TRIES = 3
-ON_ITS_WAY = 1.0  # seconds that an event may take: the watch gathers what comes within a tenth of a second
+FINISHED_PHASES = ("Succeeded", "Failed")
+MAX_TRIES = 3
+EVENT_DELAY_SECONDS = 1.0  # seconds that an event may take: the watch gathers what comes within a tenth of a second
 
 
 @dataclass
 class Resync:
     client: Client
-    cache: Cache
+    cache: ClusterCache
     frozen: FrozenTemplates
     agent: AgentCode
     namespaces: tuple[str, ...]
@@ -49,16 +49,16 @@ class Resync:
     tried_at: float = field(default_factory=time.monotonic)
     done_at: float | None = None
     forbidden: set[str] = field(default_factory=set)  # watched namespaces that the last turn could not read
-    _events: Counter[Resource] = field(default_factory=Counter)
+    _events: Counter[ApiResource] = field(default_factory=Counter)
     _soon: asyncio.Event = field(default_factory=asyncio.Event)
-    _logs: LogLimit = field(default_factory=LogLimit)
+    _logs: LogRateLimiter = field(default_factory=LogRateLimiter)
 
-    def heard(self, resource: Resource) -> None:
+    def note_event(self, resource: ApiResource) -> None:
         """Note that the watch told something of this kind. Each kind has a stream of its own, and one goes deaf
         alone."""
         self._events[resource] += 1
 
-    def soon(self) -> None:
+    def request_soon(self) -> None:
         """Do not wait for the next turn: events may have been missed."""
         self._soon.set()
 
@@ -74,19 +74,19 @@ class Resync:
                 pass
             self._soon.clear()
             try:
-                await self.once(wished=wished)
+                await self.run_once(wished=wished)
             except (errors.ApiError, errors.Unreachable) as error:
                 if (left_out := self._logs.left_out(type(error).__name__)) is not None:
                     log.warning("resync failed", error=str(error), times_before=left_out)
                 self._soon.set()
                 await asyncio.sleep(min(5.0, self.period))
 
-    async def once(self, *, wished: bool = False) -> None:
+    async def run_once(self, *, wished: bool = False) -> None:
         """Compare everything once; `done_at` tells when the last comparison ended. `wished`: the watch has missed
         something, as far as is known, and is not deaf for that."""
         self.tried_at = time.monotonic()
         before, first = self._events.copy(), self.done_at is None
-        repaired: Counter[Resource] = Counter()
+        repaired: Counter[ApiResource] = Counter()
         forbidden: set[str] = set()
         for resource, store, labels in (
             (POOLS, self.cache.pools, None),
@@ -94,24 +94,24 @@ class Resync:
             (JOBS, self.cache.jobs, None),
             (NODES, self.cache.nodes, None),
         ):
-            repaired[resource] += await self._compare(resource, store, labels, forbidden)
+            repaired[resource] += await self._compare_all(resource, store, labels, forbidden)
         if forbidden - self.forbidden:
             log.warning("cannot read watched namespaces; going on with the others", namespaces=sorted(forbidden))
         if back := self.forbidden - forbidden:
             self.readable(back)
         self.forbidden = forbidden
         if not (first or wished):
-            await self._suspect(repaired, before)
-        active = {uid for key in self.cache.jobs if (uid := self._active(key)) is not None}
+            await self._restart_silent_streams(repaired, before)
+        active = {uid for key in self.cache.jobs if (uid := self._active_uid(key)) is not None}
         self.frozen.keep_only(active)
         await self._collect_agents()
         self.done_at = time.monotonic()
-        _trim()
+        _trim_heap()
         for key in list(self.cache.jobs):
-            if self._active(key) is not None:
+            if self._active_uid(key) is not None:
                 self.wake(key)
 
-    async def _suspect(self, repaired: Counter[Resource], before: Counter[Resource]) -> None:
+    async def _restart_silent_streams(self, repaired: Counter[ApiResource], before: Counter[ApiResource]) -> None:
         """Restart the watch if a stream has missed something and is silent still: a list may be faster than an
         event."""
 
@@ -119,19 +119,21 @@ class Resync:
             return [r.plural for r, count in repaired.items() if count and self._events[r] == before[r]]
 
         if silent():
-            await asyncio.sleep(ON_ITS_WAY)
+            await asyncio.sleep(EVENT_DELAY_SECONDS)
         if streams := silent():
             log.warning("the watch had missed changes", streams=streams)
             self.deaf()
 
-    def _active(self, key: tuple[str, str]) -> str | None:
+    def _active_uid(self, key: tuple[str, str]) -> str | None:
         """Return the UID of a job that is not finished, or None."""
         entry = self.cache.jobs.get(key)
-        if entry is None or (entry.value.get("status") or {}).get("phase") in FINISHED:
+        if entry is None or (entry.value.get("status") or {}).get("phase") in FINISHED_PHASES:
             return None
         return entry.uid
 
-    async def _compare(self, resource: Resource, store: Store[Any], labels: str | None, forbidden: set[str]) -> int:
+    async def _compare_all(
+        self, resource: ApiResource, store: ObjectCache[Any], labels: str | None, forbidden: set[str]
+    ) -> int:
         """Compare one kind in all namespaces. A watched namespace that was deleted took its Role with it: it joins
         `forbidden`."""
         repaired = 0
@@ -139,12 +141,12 @@ class Resync:
         for place in places:
             if place in forbidden:
                 continue
-            for attempt in range(TRIES):
+            for attempt in range(MAX_TRIES):
                 try:
                     repaired += await self._compare_in(place, resource, store, labels)
                     break
                 except errors.Gone:  # the pages were compacted away between two requests: from the start again
-                    if attempt == TRIES - 1:
+                    if attempt == MAX_TRIES - 1:
                         raise
                 except errors.NotAuthorized:
                     if place is None or len(forbidden) + 1 == len(self.namespaces):
@@ -153,7 +155,9 @@ class Resync:
                     break
         return repaired
 
-    async def _compare_in(self, place: str | None, resource: Resource, store: Store[Any], labels: str | None) -> int:
+    async def _compare_in(
+        self, place: str | None, resource: ApiResource, store: ObjectCache[Any], labels: str | None
+    ) -> int:
         known = store.newest
         listing = None
         async for page in self.client.list(resource, place, labels=labels):
@@ -170,22 +174,22 @@ class Resync:
         return deleted + listing.missed
 
     async def _collect_agents(self) -> None:
-        found: list[Object] = []
+        found: list[ApiObject] = []
         for place in self.namespaces or (None,):
             if place in self.forbidden:
                 continue
-            async for page in self.client.list(CONFIG_MAPS, place, labels=agentcode.LABEL):
+            async for page in self.client.list(CONFIG_MAPS, place, labels=agentcode.AGENT_LABEL):
                 found += page.items
         used = self._agents_in_use()
-        await self.agent.collect(self.client, found, used, time.monotonic())
-        await self.agent.restore(self.client, used)
+        await self.agent.collect_garbage(self.client, found, used, time.monotonic())
+        await self.agent.restore_missing(self.client, used)
 
     def _agents_in_use(self) -> dict[str, set[str]]:
         """Return the names in use by namespace, of every job that is not finished. A job whose template is unknown
         keeps all of them."""
         used: dict[str, set[str]] = {}
         for key in self.cache.jobs:
-            uid = self._active(key)
+            uid = self._active_uid(key)
             if uid is None:
                 continue
             frozen = self.frozen.known(uid)
@@ -198,7 +202,7 @@ class Resync:
         return used
 
 
-def _trim() -> None:
+def _trim_heap() -> None:
     """Give the pages of the list back to the system: glibc keeps what 5,000 parsed pods once needed for ever."""
     with contextlib.suppress(OSError, AttributeError):  # another C library
         ctypes.CDLL(None).malloc_trim(0)

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from everstep_operator.cluster import errors
-from everstep_operator.cluster.act import Job, must_be_ours
-from everstep_operator.cluster.cache import Cache, Key
-from everstep_operator.cluster.client import Client, Object
+from everstep_operator.cluster.act import JobRef, check_ownership
+from everstep_operator.cluster.cache import ClusterCache, Key
+from everstep_operator.cluster.client import ApiObject, Client
 from everstep_operator.cluster.resources import PODS
 from everstep_operator.plan.pods import pod_name
 
@@ -28,7 +28,7 @@ class UnlistedPods:
     """Reads pods by their names."""
 
     client: Client
-    cache: Cache
+    cache: ClusterCache
 
     async def refresh(self, job: Key) -> None:
         """Read again what is known of the unlisted pods of a job."""
@@ -41,9 +41,9 @@ class UnlistedPods:
             else:
                 self.cache.pods.remove((namespace, name), uid)
 
-        await _each(read(*pod) for pod in known)
+        await _run_limited(read(*pod) for pod in known)
 
-    async def find(self, job: Job, indices: Iterable[int]) -> bool:
+    async def find(self, job: JobRef, indices: Iterable[int]) -> bool:
         """Ask for pods that the cache lacks.
 
         Args:
@@ -57,14 +57,14 @@ class UnlistedPods:
             Leftover: A pod of a former job has the name, or one that is going.
             NotOurs: A pod of somebody else has the name.
         """
-        found = await _each([self._find(job, (job.namespace, pod_name(job.name, index))) for index in indices])
+        found = await _run_limited([self._find(job, (job.namespace, pod_name(job.name, index))) for index in indices])
         return any(found)
 
-    async def _find(self, job: Job, name: Key) -> bool:
+    async def _find(self, job: JobRef, name: Key) -> bool:
         found = await self._get(name)
         if found is None:
             return False
-        must_be_ours(PODS, job, found)
+        check_ownership(PODS, job, found)
         self.cache.pods.put(found)
         if self.cache.pods.get(name) is None:
             # A list that lacks it has made it count as deleted; or it was, while the answer was on its way.
@@ -74,14 +74,14 @@ class UnlistedPods:
             self.cache.pods.revive(again)
         return True
 
-    async def _get(self, name: Key) -> Object | None:
+    async def _get(self, name: Key) -> ApiObject | None:
         try:
             return await self.client.get(PODS, *name)
         except errors.NotFound:
             return None
 
 
-async def _each(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def _run_limited(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     turn = asyncio.Semaphore(PARALLEL)
 
     async def one(item: Coroutine[Any, Any, T]) -> T:

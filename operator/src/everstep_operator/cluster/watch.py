@@ -24,8 +24,8 @@ import structlog
 from kubernetes.aio.client import Configuration
 
 from everstep_operator import metrics
-from everstep_operator.cluster.log_limit import LogLimit
-from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, Resource
+from everstep_operator.cluster.log_limit import LogRateLimiter
+from everstep_operator.cluster.resources import JOBS, NODES, PODS, POOLS, ApiResource
 from everstep_operator.plan.labels import LABEL_JOB
 
 log = structlog.get_logger(__name__)
@@ -38,17 +38,17 @@ STEADY_SECONDS = 60.0
 GRACE_SECONDS = 3.0
 TRY_AGAIN_SECONDS, TRY_AGAIN_MAX = 30.0, 1800.0  # with a namespace that could not be watched: it costs a list of all
 
-Raw = Mapping[str, Any]
-Receive = Callable[[Resource, str | None, Raw], None]
+RawObject = Mapping[str, Any]
+EventHandler = Callable[[ApiResource, str | None, RawObject], None]
 
 
-class Watch:
+class KopfWatch:
     """Calls `receive(resource, type, object)` in the caller's loop for every event; type None = from a list."""
 
     def __init__(
         self,
         login: Callable[[], Awaitable[Configuration]],
-        receive: Receive,
+        receive: EventHandler,
         *,
         namespaces: tuple[str, ...] = (),
         ready: Callable[[], Awaitable[None]],
@@ -59,7 +59,7 @@ class Watch:
         self._ready = ready
         self._stop: Callable[[], None] | None = None
         self._over = False  # nobody wants a life that has not begun yet
-        self._logs = LogLimit()
+        self._logs = LogRateLimiter()
         self._tries: Counter[str] = Counter()  # by namespace, how often in a row it could not be watched
         self._tried_at: dict[str, float] = {}  # … and when it was tried again after the last time
         self.left_out: dict[str, float] = {}  # namespaces that cannot be watched, and until when nobody tries again
@@ -74,7 +74,7 @@ class Watch:
             started = loop.time()
             begins()
             try:
-                await self._thread(loop)
+                await self._run_in_thread(loop)
                 if (left_out := self._logs.left_out("ended")) is not None:
                     log.warning("the watch ended", times_before=left_out)
             except Exception as error:
@@ -92,7 +92,7 @@ class Watch:
         if self._stop is not None:
             self._stop()
 
-    def come_back(self, namespaces: Iterable[str]) -> None:
+    def readmit(self, namespaces: Iterable[str]) -> None:
         """Watch these namespaces again: they can be read again, as far as is known."""
         if back := self.left_out.keys() & set(namespaces):
             for namespace in back:
@@ -128,9 +128,9 @@ class Watch:
         loop.call_at(until, try_again)
         return True
 
-    async def _thread(self, main: asyncio.AbstractEventLoop) -> None:
+    async def _run_in_thread(self, main: asyncio.AbstractEventLoop) -> None:
         """Run kopf once in a thread; return or raise when it is over. When cancelled, it is over at once."""
-        running = asyncio.create_task(asyncio.to_thread(self._live, main))
+        running = asyncio.create_task(asyncio.to_thread(self._run_loop, main))
         try:
             await asyncio.shield(running)
         except asyncio.CancelledError:
@@ -139,29 +139,29 @@ class Watch:
             await asyncio.wait((running,), timeout=GRACE_SECONDS + 1)
             raise
 
-    def _live(self, main: asyncio.AbstractEventLoop) -> None:
+    def _run_loop(self, main: asyncio.AbstractEventLoop) -> None:
         loop = asyncio.new_event_loop()
         try:
-            loop.run_until_complete(self._kopf(main))
+            loop.run_until_complete(self._run_kopf(main))
         finally:
             # Not `asyncio.run`: it would wait for every task, and kopf's watchers can swallow their cancellation until
             # their stream says something, a minute or more. On a closed loop nobody takes another step.
             loop.set_exception_handler(lambda *_: None)
             loop.close()
 
-    async def _kopf(self, main: asyncio.AbstractEventLoop) -> None:
+    async def _run_kopf(self, main: asyncio.AbstractEventLoop) -> None:
         """Run kopf until its first task ends: `kopf.operator()` would go on to wait for all others."""
         mine = asyncio.get_running_loop()
         stop = asyncio.Event()
-        self._stop = lambda: _soon(mine, stop.set)
+        self._stop = lambda: _call_in_loop(mine, stop.set)
         configuration = await self._login()
         if self._over:
             return
-        session = _session(configuration)
+        session = _make_session(configuration)
         try:
             tasks = await kopf.spawn_tasks(
                 registry=self._registry(main, kopf.AiohttpSession(server=configuration.host, aiohttp_session=session)),
-                settings=_settings(),
+                settings=_make_settings(),
                 standalone=True,
                 clusterwide=not self._namespaces,
                 namespaces=[namespace for namespace in self._namespaces if namespace not in self.left_out],
@@ -189,9 +189,9 @@ class Watch:
             on_event(self._handler(main, resource))
         return registry
 
-    def _handler(self, main: asyncio.AbstractEventLoop, mine: Resource) -> Callable[..., Awaitable[None]]:
+    def _handler(self, main: asyncio.AbstractEventLoop, mine: ApiResource) -> Callable[..., Awaitable[None]]:
         async def handle(event: Any, **_: Any) -> None:
-            _soon(main, self._receive, mine, event["type"], event["object"])
+            _call_in_loop(main, self._receive, mine, event["type"], event["object"])
 
         return handle
 
@@ -216,12 +216,12 @@ async def _cancel_all() -> None:
             return
 
 
-def _soon(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:
+def _call_in_loop(loop: asyncio.AbstractEventLoop, call: Callable[..., None], *args: Any) -> None:
     with contextlib.suppress(RuntimeError):  # that loop has ended
         loop.call_soon_threadsafe(call, *args)
 
 
-def _settings() -> kopf.OperatorSettings:
+def _make_settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
     settings.posting.enabled = False
     settings.scanning.disabled = True
@@ -251,7 +251,7 @@ class _NoDiff(kopf.DiffBaseStorage):
         return None
 
 
-def _session(configuration: Configuration) -> aiohttp.ClientSession:
+def _make_session(configuration: Configuration) -> aiohttp.ClientSession:
     """Return a session with our login for kopf to use. Each request asks for the token anew: tokens expire."""
 
     async def authorize(request: aiohttp.ClientRequest, send: aiohttp.ClientHandlerType) -> aiohttp.ClientResponse:

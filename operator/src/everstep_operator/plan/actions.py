@@ -2,12 +2,12 @@
 
 The contract (001, "Order in a reconcile"):
 
-1. `Plan.status` is written first if it differs from what was observed, with the observed resourceVersion. If that
+1. `JobPlan.status` is written first if it differs from what was observed, with the observed resourceVersion. If that
    fails, nothing of the plan happens. So an epoch or a charge is on record before anything follows from it.
 2. The actions run in order; those next to each other that are alike (pods of one `CreatePods`) may run in parallel.
    Each is idempotent: to find its work done already is success.
-3. An action that the API server refuses stops the list; the plan is made again with `Observed.rejection`, once.
-4. `Plan.events` are sent last: no event tells what did not happen.
+3. An action that the API server refuses stops the list; the plan is made again with `Observation.rejection`, once.
+4. `JobPlan.events` are sent last: no event tells what did not happen.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from everstep_operator.api.status import TrainingJobStatus
-    from everstep_operator.plan.observed import Frozen
+    from everstep_operator.plan.observed import FrozenTemplate
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class DryRun:
 
 @dataclass(frozen=True, slots=True)
 class CreatePods:
-    """Create these pods in parallel. `frozen` is the template they come from; `pods.pod_body(frozen, index, epoch,
+    """Create these pods in parallel. `frozen` is the template they come from; `pods.build_pod(frozen, index, epoch,
     leader)` makes one body at a time, so that thousands of them never exist together.
 
     AlreadyExists: success if the object's controller is this job, else a `Conflict` rejection.
@@ -73,7 +73,7 @@ class CreatePods:
 
     indices: tuple[int, ...]
     epoch: int
-    frozen: Frozen
+    frozen: FrozenTemplate
     leader: str = ""  # ip:port of the leader that already runs, for them to announce themselves to
 
 
@@ -93,7 +93,7 @@ class DeletePods:
 
 
 @dataclass(frozen=True, slots=True)
-class DeleteStale:
+class DeleteStaleObjects:
     """Delete the job's Secrets and ConfigMaps of template epochs below `template`: no pod uses them any more."""
 
     template: int
@@ -129,7 +129,7 @@ Action = (
     | DryRun
     | CreatePods
     | DeletePods
-    | DeleteStale
+    | DeleteStaleObjects
     | PushPeers
     | StopLeader
     | DeleteJob
@@ -137,7 +137,7 @@ Action = (
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class JobEvent:
     """A Kubernetes Event about the job."""
 
     type: str  # Normal | Warning
@@ -146,7 +146,7 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
-class Poll:
+class LeaderPoll:
     """Keep a long poll to this leader going: `GET /v1/state?…&charged=<charged>&allowance=<allowance>`."""
 
     address: str  # ip:port
@@ -160,12 +160,12 @@ class Poll:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class JobPlan:
     """`status` None: the job is none of our business (managed by another controller, or being deleted)."""
 
     status: TrainingJobStatus | None = None
     changed: bool = False  # status differs from the observed one and is to be written
     actions: tuple[Action, ...] = ()
-    events: tuple[Event, ...] = ()
+    events: tuple[JobEvent, ...] = ()
     requeue_at: float | None = None  # look again at this time at the latest, though nothing happens
-    poll: Poll | None = None
+    poll: LeaderPoll | None = None

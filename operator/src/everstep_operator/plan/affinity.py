@@ -17,11 +17,11 @@ from typing import Any
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB
 
 # Pods of a set differ in these, so a selector with one of them may match some of them only.
-_DIFFERENT = frozenset({LABEL_INDEX, LABEL_EPOCH, "apps.kubernetes.io/pod-index"})
+_DISTINCT_LABELS = frozenset({LABEL_INDEX, LABEL_EPOCH, "apps.kubernetes.io/pod-index"})
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class CandidateNode:
     """A node of the cluster, and how many pods of the set it could hold by itself."""
 
     labels: Mapping[str, str]
@@ -30,14 +30,14 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class PlacementRule:
     """How many pods of the set nodes could hold under one rule."""
 
-    count: Callable[[Sequence[Candidate]], int]
+    count: Callable[[Sequence[CandidateNode]], int]
     only_grows: bool = True  # more nodes are never fewer places
 
 
-def node_allowed(spec: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> bool:
+def is_node_allowed(spec: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> bool:
     """Tell whether the required node affinity of a pod admits a node.
 
     Args:
@@ -45,14 +45,14 @@ def node_allowed(spec: Mapping[str, Any], name: str, labels: Mapping[str, str]) 
         name: Name of the node; empty if it is unknown.
         labels: Labels of the node.
     """
-    required = _mapping(
-        _mapping(_affinity(spec).get("nodeAffinity")).get("requiredDuringSchedulingIgnoredDuringExecution")
+    required = _as_mapping(
+        _as_mapping(_get_affinity(spec).get("nodeAffinity")).get("requiredDuringSchedulingIgnoredDuringExecution")
     )
-    terms = _mappings(required.get("nodeSelectorTerms"))
+    terms = _as_mappings(required.get("nodeSelectorTerms"))
     return not terms or any(_term_matches(term, name, labels) for term in terms)
 
 
-def rules_between(spec: Mapping[str, Any], labels: Mapping[str, str], namespace: str) -> list[Rule]:
+def list_placement_rules(spec: Mapping[str, Any], labels: Mapping[str, str], namespace: str) -> list[PlacementRule]:
     """Return the rules by which pods of a set keep each other away from nodes, or want to be together.
 
     Args:
@@ -63,23 +63,23 @@ def rules_between(spec: Mapping[str, Any], labels: Mapping[str, str], namespace:
     Returns:
         Each tells of all nodes of the cluster how many pods of the set they could hold.
     """
-    rules: list[Rule] = []
-    for term in _required(spec, "podAntiAffinity"):
-        if _is_of_namespace(term, namespace) and _selects(term, labels):
-            rules.append(_one_in_each(str(term.get("topologyKey"))))
-    rules += [_in_one(term, labels, namespace) for term in _required(spec, "podAffinity")]
-    constraints = _mappings(spec.get("topologySpreadConstraints"))
+    rules: list[PlacementRule] = []
+    for term in _list_required_terms(spec, "podAntiAffinity"):
+        if _is_of_namespace(term, namespace) and _selects_own_pods(term, labels):
+            rules.append(_make_exclusion_rule(str(term.get("topologyKey"))))
+    rules += [_in_one(term, labels, namespace) for term in _list_required_terms(spec, "podAffinity")]
+    constraints = _as_mappings(spec.get("topologySpreadConstraints"))
     hard = [each for each in constraints if each.get("whenUnsatisfiable") in (None, "DoNotSchedule")]
     keys = frozenset(str(each.get("topologyKey")) for each in hard)
-    rules += [_spread(each, keys, labels) for each in hard]
+    rules += [_make_spread_rule(each, keys, labels) for each in hard]
     return rules
 
 
 # --- pods that keep each other away
 
 
-def _one_in_each(key: str) -> Rule:
-    def count(nodes: Sequence[Candidate]) -> int:
+def _make_exclusion_rule(key: str) -> PlacementRule:
+    def count(nodes: Sequence[CandidateNode]) -> int:
         taken: set[str] = set()
         places = 0
         for node in nodes:
@@ -91,40 +91,45 @@ def _one_in_each(key: str) -> Rule:
                 places += 1
         return places
 
-    return Rule(count)
+    return PlacementRule(count)
 
 
 # --- pods that want to be together
 
 
-def _in_one(term: Mapping[str, Any], labels: Mapping[str, str], namespace: str) -> Rule:
+def _in_one(term: Mapping[str, Any], labels: Mapping[str, str], namespace: str) -> PlacementRule:
     key = str(term.get("topologyKey"))
     # Else pods of others, in any domain, may be those that are wanted nearby. A name is used again elsewhere.
-    alone = _is_of_namespace(term, namespace) and set(_strings(term.get("namespaces"))) <= {namespace}
-    alone = alone and term.get("namespaceSelector") is None and _selects(term, labels) and _is_of_one_job(term, labels)
+    alone = _is_of_namespace(term, namespace) and set(_as_strings(term.get("namespaces"))) <= {namespace}
+    alone = (
+        alone
+        and term.get("namespaceSelector") is None
+        and _selects_own_pods(term, labels)
+        and _is_of_one_job(term, labels)
+    )
 
-    def count(nodes: Sequence[Candidate]) -> int:
+    def count(nodes: Sequence[CandidateNode]) -> int:
         domains: defaultdict[str, int] = defaultdict(int)
         for node in nodes:
             if key in node.labels:  # a node without the label takes no pods, whoever is wanted
                 domains[node.labels[key]] += node.places
         return max(domains.values(), default=0) if alone else sum(domains.values())
 
-    return Rule(count)
+    return PlacementRule(count)
 
 
 # --- pods that are spread
 
 
-def _spread(constraint: Mapping[str, Any], keys: frozenset[str], labels: Mapping[str, str]) -> Rule:
-    key, skew = str(constraint.get("topologyKey")), _positive(constraint.get("maxSkew"))
-    least_domains = _positive(constraint.get("minDomains"))
+def _make_spread_rule(constraint: Mapping[str, Any], keys: frozenset[str], labels: Mapping[str, str]) -> PlacementRule:
+    key, skew = str(constraint.get("topologyKey")), _as_positive(constraint.get("maxSkew"))
+    least_domains = _as_positive(constraint.get("minDomains"))
     by_affinity = constraint.get("nodeAffinityPolicy") != "Ignore"
-    judged = skew is not None and bool(_selects(constraint, labels))
+    judged = skew is not None and bool(_selects_own_pods(constraint, labels))
     # Pods of others may raise the smallest count, unless they cannot be meant. And with this policy nodes come and go.
     alone = _is_of_one_job(constraint, labels) and constraint.get("nodeTaintsPolicy") != "Honor"
 
-    def count(nodes: Sequence[Candidate]) -> int:
+    def count(nodes: Sequence[CandidateNode]) -> int:
         domains: defaultdict[str, int] = defaultdict(int)
         for node in nodes:
             # One that lacks a key of any constraint takes no pods, and does not count as a domain.
@@ -140,24 +145,28 @@ def _spread(constraint: Mapping[str, Any], keys: frozenset[str], labels: Mapping
         most = min(domains.values(), default=0) + skew
         return sum(min(places, most) for places in domains.values())
 
-    return Rule(count, only_grows=False)  # a new domain is the emptiest
+    return PlacementRule(count, only_grows=False)  # a new domain is the emptiest
 
 
 def _is_of_namespace(term: Mapping[str, Any], namespace: str) -> bool:
     """Tell whether a term certainly looks at the pods' own namespace."""
-    names, selector = _strings(term.get("namespaces")), term.get("namespaceSelector")
+    names, selector = _as_strings(term.get("namespaces")), term.get("namespaceSelector")
     return namespace in names or (selector is None and not names) or selector == {}
 
 
-def _selects(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+def _selects_own_pods(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     """Tell whether the selector of a rule certainly matches all pods of the set."""
     selector = rule.get("labelSelector")
     if not isinstance(selector, Mapping):
         return False
     expressions = _expressions_of(selector)
-    same = [key for key in _strings(rule.get("matchLabelKeys")) if key in labels or key in _DIFFERENT]
-    others = [key for key in _strings(rule.get("mismatchLabelKeys")) if key in labels or key in _DIFFERENT]
-    if others or any(str(each.get("key")) in _DIFFERENT for each in expressions) or _DIFFERENT.intersection(same):
+    same = [key for key in _as_strings(rule.get("matchLabelKeys")) if key in labels or key in _DISTINCT_LABELS]
+    others = [key for key in _as_strings(rule.get("mismatchLabelKeys")) if key in labels or key in _DISTINCT_LABELS]
+    if (
+        others
+        or any(str(each.get("key")) in _DISTINCT_LABELS for each in expressions)
+        or _DISTINCT_LABELS.intersection(same)
+    ):
         return False
     return all(_expression_matches(each, labels, unknown=False) for each in expressions)
 
@@ -167,24 +176,24 @@ def _is_of_one_job(rule: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
     if LABEL_JOB not in labels:
         return False
     own = {"key": LABEL_JOB, "operator": "In", "values": [labels[LABEL_JOB]]}
-    expressions = _expressions_of(_mapping(rule.get("labelSelector")))
-    return own in expressions or LABEL_JOB in _strings(rule.get("matchLabelKeys"))
+    expressions = _expressions_of(_as_mapping(rule.get("labelSelector")))
+    return own in expressions or LABEL_JOB in _as_strings(rule.get("matchLabelKeys"))
 
 
 def _expressions_of(selector: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     """Return the requirements of a label selector, all of one form."""
     equal = [
         {"key": key, "operator": "In", "values": [value]}
-        for key, value in _mapping(selector.get("matchLabels")).items()
+        for key, value in _as_mapping(selector.get("matchLabels")).items()
     ]
-    return [*equal, *_mappings(selector.get("matchExpressions"))]
+    return [*equal, *_as_mappings(selector.get("matchExpressions"))]
 
 
 # --- nodes
 
 
 def _term_matches(term: Mapping[str, Any], name: str, labels: Mapping[str, str]) -> bool:
-    expressions, fields = _mappings(term.get("matchExpressions")), _mappings(term.get("matchFields"))
+    expressions, fields = _as_mappings(term.get("matchExpressions")), _as_mappings(term.get("matchFields"))
     if not expressions and not fields:
         return False  # an empty term matches no node
     own = {"metadata.name": name} if name else {}
@@ -196,7 +205,7 @@ def _term_matches(term: Mapping[str, Any], name: str, labels: Mapping[str, str])
 def _expression_matches(requirement: Mapping[str, Any], labels: Mapping[str, str], *, unknown: bool) -> bool:
     """Evaluate one requirement of a selector. `unknown` is the answer for an operator that nobody knows here."""
     value = labels.get(str(requirement.get("key")))
-    values = _strings(requirement.get("values"))
+    values = _as_strings(requirement.get("values"))
     match requirement.get("operator"):
         case "In":
             return value in values
@@ -207,7 +216,7 @@ def _expression_matches(requirement: Mapping[str, Any], labels: Mapping[str, str
         case "DoesNotExist":
             return value is None
         case "Gt" | "Lt" as operator:
-            here, limit = _integer(value), _integer(values[0] if len(values) == 1 else None)
+            here, limit = _parse_label_integer(value), _parse_label_integer(values[0] if len(values) == 1 else None)
             if here is None or limit is None:
                 return False
             return here > limit if operator == "Gt" else here < limit
@@ -217,35 +226,37 @@ def _expression_matches(requirement: Mapping[str, Any], labels: Mapping[str, str
 # --- what users write is looked at with suspicion: the API server has checked it, but of another version maybe
 
 
-def _affinity(spec: Mapping[str, Any]) -> Mapping[str, Any]:
-    return _mapping(spec.get("affinity"))
+def _get_affinity(spec: Mapping[str, Any]) -> Mapping[str, Any]:
+    return _as_mapping(spec.get("affinity"))
 
 
-def _required(spec: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
-    return _mappings(_mapping(_affinity(spec).get(kind)).get("requiredDuringSchedulingIgnoredDuringExecution"))
+def _list_required_terms(spec: Mapping[str, Any], kind: str) -> list[Mapping[str, Any]]:
+    return _as_mappings(
+        _as_mapping(_get_affinity(spec).get(kind)).get("requiredDuringSchedulingIgnoredDuringExecution")
+    )
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _as_mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, Mapping) else {}
 
 
-def _mappings(value: Any) -> list[Mapping[str, Any]]:
-    return [each for each in _list(value) if isinstance(each, Mapping)]
+def _as_mappings(value: Any) -> list[Mapping[str, Any]]:
+    return [each for each in _as_list(value) if isinstance(each, Mapping)]
 
 
-def _strings(value: Any) -> list[str]:
-    return [str(each) for each in _list(value)]
+def _as_strings(value: Any) -> list[str]:
+    return [str(each) for each in _as_list(value)]
 
 
-def _list(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _positive(value: Any) -> int | None:
+def _as_positive(value: Any) -> int | None:
     return value if type(value) is int and value > 0 else None
 
 
-def _integer(text: str | None) -> int | None:
+def _parse_label_integer(text: str | None) -> int | None:
     """Return a label's value as an integer of 64 bits, as the scheduler reads it."""
     digits = (text or "").lstrip("+-")
     if text is None or len(text) - len(digits) > 1 or not (digits.isascii() and digits.isdecimal()) or len(digits) > 19:

@@ -9,17 +9,17 @@ from typing import Any
 from everstep_operator.api.job import TrainingJob
 from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.scalars import parse_quantity
-from everstep_operator.plan.observed import Settings
+from everstep_operator.plan.observed import PlanSettings
 
 PROTOCOL = 1
 RESTART_GRACE = 5.0
-LEAVE = 10  # seconds an agent keeps for its own last word after the ranks' grace
-NO_POOL = "local"  # what SageMaker's toolkits call a machine that is no instance type
-GPU = "nvidia.com/gpu"
+LEAVE_SECONDS = 10  # seconds an agent keeps for its own last word after the ranks' grace
+LOCAL_INSTANCE_TYPE = "local"  # what SageMaker's toolkits call a machine that is no instance type
+DEFAULT_GPU_RESOURCE = "nvidia.com/gpu"
 
 
-def job_config(
-    job: TrainingJob, *, template_epoch: int, pool: TrainingPool | None, settings: Settings, plain: bool = False
+def build_job_config(
+    job: TrainingJob, *, template_epoch: int, pool: TrainingPool | None, settings: PlanSettings, plain: bool = False
 ) -> dict[str, Any]:
     """Return the content of job.json. `plain`, `agentDigest` and the counts of CPUs and GPUs are the operator's own;
     agents ignore them."""
@@ -41,20 +41,20 @@ def job_config(
             "maxBackoffSeconds": int(spec.restart.max_backoff.total_seconds()),
         },
         "fencing": spec.restart.fencing,
-        "fenceTimeoutSeconds": fence_timeout(spec.num_nodes, settings),
-        "stopGraceSeconds": max(5, grace - LEAVE),
+        "fenceTimeoutSeconds": compute_fence_timeout(spec.num_nodes, settings),
+        "stopGraceSeconds": max(5, grace - LEAVE_SECONDS),
         "restartGraceSeconds": RESTART_GRACE,
-        "instanceType": pool.instance_type if pool is not None else NO_POOL,
+        "instanceType": pool.instance_type if pool is not None else LOCAL_INSTANCE_TYPE,
         "service": service_name(job) if spec.num_nodes > 1 else "",
         "port": settings.agent_port,
         "plain": plain,
         "agentDigest": "" if plain else settings.agent_digest,
-        "cpus": _cpus(spec.resources.limits or spec.resources.requests),
+        "cpus": _count_cpus(spec.resources.limits or spec.resources.requests),
         "gpus": gpus,
     }
 
 
-def fence_timeout(num_nodes: int, settings: Settings) -> float:
+def compute_fence_timeout(num_nodes: int, settings: PlanSettings) -> float:
     """Return the fence timeout of a job, in seconds: the configured one, or longer where the job is large.
 
     Nodes hear of their leader's lease by its heartbeats, at most 200 a second for all of them. Four intervals have to
@@ -68,15 +68,15 @@ def service_name(job: TrainingJob) -> str:
 
 
 def gpu_resource(pool: TrainingPool | None) -> str:
-    return pool.spec.gpu_resource if pool is not None else GPU
+    return pool.spec.gpu_resource if pool is not None else DEFAULT_GPU_RESOURCE
 
 
 def gpu_count(job: TrainingJob, pool: TrainingPool | None) -> int:
     """Return the GPUs of one pod, asked for by the pool's resource name or by the usual one."""
     limits = job.spec.resources.limits
-    amount = limits.get(gpu_resource(pool)) or limits.get(GPU)
+    amount = limits.get(gpu_resource(pool)) or limits.get(DEFAULT_GPU_RESOURCE)
     return int(parse_quantity(amount)) if amount else 0
 
 
-def _cpus(resources: Mapping[str, str]) -> int:
+def _count_cpus(resources: Mapping[str, str]) -> int:
     return max(1, math.ceil(parse_quantity(resources.get("cpu", "1"))))

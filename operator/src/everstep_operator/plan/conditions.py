@@ -7,15 +7,15 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Condition, ConditionType, Phase
 from everstep_operator.plan import node_trouble
 from everstep_operator.plan.decision import Decision
-from everstep_operator.plan.situation import Situation, utc
+from everstep_operator.plan.situation import PlanContext, to_utc
 
 _MAX = 4096
-_Wish = tuple[bool, Reason, str]
+_WantedCondition = tuple[bool, Reason, str]
 
 
-def conditions(s: Situation, decision: Decision) -> list[Condition]:
+def build_conditions(s: PlanContext, decision: Decision) -> list[Condition]:
     """Return all conditions after the decision, in a fixed order."""
-    wishes = _wishes(s, decision)
+    wishes = _wanted_conditions(s, decision)
     generation = s.job.metadata.generation
     made = []
     for kind in ConditionType:
@@ -34,20 +34,20 @@ def conditions(s: Situation, decision: Decision) -> list[Condition]:
                 status=status,
                 reason=wish[1].value,
                 message=wish[2][:_MAX],
-                last_transition_time=old.last_transition_time if same and old is not None else utc(s.now),
+                last_transition_time=old.last_transition_time if same and old is not None else to_utc(s.now),
                 observed_generation=generation,
             )
         )
     return made
 
 
-def _wishes(s: Situation, decision: Decision) -> dict[ConditionType, _Wish]:
+def _wanted_conditions(s: PlanContext, decision: Decision) -> dict[ConditionType, _WantedCondition]:
     phase, reason, message = decision.phase, decision.reason, decision.message
     failed, finished = phase is Phase.FAILED, phase.finished
     ready = phase in (Phase.RUNNING, Phase.SUCCEEDED)
     stalled = failed or decision.stalled
     waits = finished or phase in (Phase.RUNNING, Phase.SUSPENDED)
-    wishes: dict[ConditionType, _Wish] = {
+    wishes: dict[ConditionType, _WantedCondition] = {
         ConditionType.READY: (ready, reason, message),
         ConditionType.RECONCILING: (not waits, Reason.UP_TO_DATE if waits else reason, "" if waits else message),
         ConditionType.STALLED: (stalled, reason if stalled else Reason.IN_PROGRESS, message if stalled else ""),
@@ -75,7 +75,7 @@ def _wishes(s: Situation, decision: Decision) -> dict[ConditionType, _Wish]:
     ):
         wishes[ConditionType.DEGRADED] = (False, Reason.AGENT_REACHABLE, "")
     old = s.status.condition(ConditionType.NODES_HEALTHY)
-    if not finished and (wrong := node_trouble.trouble(s)) is not None:
+    if not finished and (wrong := node_trouble.find_node_trouble(s)) is not None:
         wishes[ConditionType.NODES_HEALTHY] = (False, *wrong)
     elif not finished and old is not None and old.status == "False":
         wishes[ConditionType.NODES_HEALTHY] = (True, Reason.NODES_HEALTHY, "")

@@ -12,7 +12,7 @@ from everstep_operator.plan.actions import Action
 _BY_NAME = {reason.value: reason for reason in Reason}
 
 
-def reason_of(name: str) -> Reason:
+def parse_reason(name: str) -> Reason:
     """Return a reason that was read back. One that only a newer operator knows is as good as none."""
     return _BY_NAME.get(name, Reason.IN_PROGRESS)
 
@@ -37,11 +37,11 @@ class Decision:
     start_failures: StartFailures | None = None  # this one is none, not "as it was"
     requeue: tuple[float, ...] = field(default=())
 
-    def but(self, **fields: Any) -> Decision:
+    def with_fields(self, **fields: Any) -> Decision:
         return replace(self, **fields)
 
-    def look_again(self, *times: float | None) -> Decision:
+    def requeue_at(self, *times: float | None) -> Decision:
         return replace(self, requeue=(*self.requeue, *(t for t in times if t is not None)))
 
-    def do(self, *actions: Action | None) -> Decision:
+    def with_actions(self, *actions: Action | None) -> Decision:
         return replace(self, actions=(*self.actions, *(a for a in actions if a is not None)))

@@ -42,35 +42,37 @@ from everstep_operator.api.status import ConditionType, Phase
 from everstep_operator.plan.observed import GangView, PodView
 from everstep_operator.plan.quota import admitted_at_most
 
-PATIENCE = 30.0  # seconds without a new bound pod before a younger gang counts as stalled
-PATIENCE_RECOVERING = 300.0  # survivors hold images, data and page cache: starting over costs far more than waiting
+STALL_SECONDS = 30.0  # seconds without a new bound pod before a younger gang counts as stalled
+STALL_SECONDS_RECOVERING = (
+    300.0  # survivors hold images, data and page cache: starting over costs far more than waiting
+)
 PATIENCE_BLOCKED = 90.0  # of the oldest: a younger gang gives back after 30 s, and 30 s later a quota is tried again
-PATIENCE_ALONE = 600.0  # nobody of ours is waiting for these nodes; as long as node autoscalers take to give up
-SCALE_UP = 600.0  # for so long after an autoscaler promised a node, a gang is not stalled
-BACKOFF = 300.0
-BACKOFF_ALONE = 60.0
-BACKOFF_SPREAD = 60.0
+STALL_SECONDS_ALONE = 600.0  # nobody of ours is waiting for these nodes; as long as node autoscalers take to give up
+SCALE_UP_SECONDS = 600.0  # for so long after an autoscaler promised a node, a gang is not stalled
+BACKOFF_SECONDS = 300.0
+BACKOFF_SECONDS_ALONE = 60.0
+BACKOFF_JITTER_SECONDS = 60.0
 # A quota ends by waiting; the others need somebody to act.
-STALLING = frozenset({Reason.NAME_CONFLICT.value, Reason.NOT_PERMITTED.value, Reason.ADMISSION_REJECTED.value})
-BLOCKED = STALLING | {Reason.QUOTA_EXCEEDED.value}
+STALLING_REASONS = frozenset({Reason.NAME_CONFLICT.value, Reason.NOT_PERMITTED.value, Reason.ADMISSION_REJECTED.value})
+BLOCKED_REASONS = STALLING_REASONS | {Reason.QUOTA_EXCEEDED.value}
 _WAITING = frozenset({Reason.GANG_RELEASED.value, Reason.QUOTA_EXCEEDED.value})  # phase Pending
-LOOK_EVERY = 300.0  # nodes come and go without an event for the job that holds others up
+RECHECK_SECONDS = 300.0  # nodes come and go without an event for the job that holds others up
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class GangVerdict:
     """`release`: give back what is held. `retry_at`: ask again then at the latest (None: when something changes)."""
 
     release: bool = False
     retry_at: float | None = None
 
 
-def rank(gang: GangView) -> tuple[bool, float, str]:
+def gang_precedence(gang: GangView) -> tuple[bool, float, str]:
     """Return the key by which gangs are ordered for their nodes."""
     return not gang.possible, gang.created, gang.uid
 
 
-def rivals(me: GangView, gangs: Iterable[GangView]) -> list[GangView]:
+def list_rivals(me: GangView, gangs: Iterable[GangView]) -> list[GangView]:
     """Return other gangs without their full set that want a pool of mine, or my quota. No pool means the whole
     cluster."""
 
@@ -82,7 +84,9 @@ def rivals(me: GangView, gangs: Iterable[GangView]) -> list[GangView]:
     return [g for g in gangs if g.uid != me.uid and g.scheduled < g.wanted and want_the_same(g)]
 
 
-def hold(me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at: float | None, now: float) -> Verdict:
+def judge_hold(
+    me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at: float | None, now: float
+) -> GangVerdict:
     """Decide whether a partly placed gang goes on holding its nodes.
 
     Args:
@@ -93,71 +97,71 @@ def hold(me: GangView, gangs: Iterable[GangView], *, grew_at: float, scale_up_at
         now: Unix seconds.
     """
     if me.scheduled == 0 or me.scheduled >= me.wanted:
-        return Verdict()  # pods without a node cost nothing and keep their place in the scheduler's queue
-    others = rivals(me, gangs)
-    if others and rank(me) < min(map(rank, others)):
+        return GangVerdict()  # pods without a node cost nothing and keep their place in the scheduler's queue
+    others = list_rivals(me, gangs)
+    if others and gang_precedence(me) < min(map(gang_precedence, others)):
         return _hold_as_oldest(me, others, grew_at, now)
-    patience = PATIENCE_RECOVERING if me.recovering else PATIENCE
+    patience = STALL_SECONDS_RECOVERING if me.recovering else STALL_SECONDS
     since = grew_at
     if scale_up_at is not None:
-        since = max(since, scale_up_at + SCALE_UP - patience)
+        since = max(since, scale_up_at + SCALE_UP_SECONDS - patience)
     if not others:
-        return _after(since + PATIENCE_ALONE, now)
-    if _fits(me, others):
-        younger = [g for g in others if rank(g) > rank(me)]
+        return _release_after(since + STALL_SECONDS_ALONE, now)
+    if _would_fit(me, others):
+        younger = [g for g in others if gang_precedence(g) > gang_precedence(me)]
         if any(g.scheduled for g in younger):
-            return Verdict()  # theirs first; their release is an event that brings us back here
+            return GangVerdict()  # theirs first; their release is an event that brings us back here
         # What a younger one has just given back needs the time to be bound.
         since = max([since, *(g.released_at for g in younger if g.released_at is not None)])
-    return _after(since + patience, now)
+    return _release_after(since + patience, now)
 
 
-def _hold_as_oldest(me: GangView, others: Sequence[GangView], grew_at: float, now: float) -> Verdict:
+def _hold_as_oldest(me: GangView, others: Sequence[GangView], grew_at: float, now: float) -> GangVerdict:
     if not me.blocked:
-        return Verdict(retry_at=now + LOOK_EVERY)
+        return GangVerdict(retry_at=now + RECHECK_SECONDS)
     wanted = not me.recovering and not all(g.quota for g in others)  # nodes are
-    patience = PATIENCE_BLOCKED if wanted else PATIENCE_ALONE
+    patience = PATIENCE_BLOCKED if wanted else STALL_SECONDS_ALONE
     since = max([grew_at, *(g.released_at for g in others if g.released_at is not None)])
     # What others give back again and again may be of no use to this one.
-    return _after(min(since + patience, grew_at + PATIENCE_ALONE), now)
+    return _release_after(min(since + patience, grew_at + STALL_SECONDS_ALONE), now)
 
 
-def may_try(me: GangView, gangs: Iterable[GangView], *, now: float) -> Verdict:
+def judge_retry(me: GangView, gangs: Iterable[GangView], *, now: float) -> GangVerdict:
     """Decide whether a gang that gave its nodes back (at `me.released_at`) may create its pods again: yes if the
     verdict has neither `release` nor `retry_at`."""
     if me.released_at is None:
-        return Verdict()
-    older = [g for g in rivals(me, gangs) if rank(g) < rank(me)]
+        return GangVerdict()
+    older = [g for g in list_rivals(me, gangs) if gang_precedence(g) < gang_precedence(me)]
     if not older:
         # Those who made it give way may have just got their nodes; whoever was alone lets others have a go first.
-        alone = me.released_at + (BACKOFF_ALONE if me.blocked or not rivals(me, gangs) else 0.0)
-        return Verdict(retry_at=alone) if now < alone else Verdict()
-    until = me.released_at + BACKOFF + _spread(me.uid)
-    return Verdict(retry_at=until) if now < until else Verdict()
+        alone = me.released_at + (BACKOFF_SECONDS_ALONE if me.blocked or not list_rivals(me, gangs) else 0.0)
+        return GangVerdict(retry_at=alone) if now < alone else GangVerdict()
+    until = me.released_at + BACKOFF_SECONDS + _compute_jitter(me.uid)
+    return GangVerdict(retry_at=until) if now < until else GangVerdict()
 
 
-def _fits(me: GangView, others: Sequence[GangView]) -> bool:
+def _would_fit(me: GangView, others: Sequence[GangView]) -> bool:
     """Return whether the nodes that all gangs hold now would be enough for this one, dealt out oldest first."""
     held = me.scheduled + sum(g.scheduled for g in others)
-    return me.wanted + sum(g.wanted for g in others if rank(g) < rank(me)) <= held
+    return me.wanted + sum(g.wanted for g in others if gang_precedence(g) < gang_precedence(me)) <= held
 
 
-def _after(at: float, now: float) -> Verdict:
-    return Verdict(release=True) if now >= at else Verdict(retry_at=at)
+def _release_after(at: float, now: float) -> GangVerdict:
+    return GangVerdict(release=True) if now >= at else GangVerdict(retry_at=at)
 
 
-def _spread(uid: str) -> float:
+def _compute_jitter(uid: str) -> float:
     """Return a delay in seconds, so that gangs released together do not come back together. It is not random: the same
     inputs make the same plan."""
-    return zlib.crc32(uid.encode()) % 1024 / 1024 * BACKOFF_SPREAD
+    return zlib.crc32(uid.encode()) % 1024 / 1024 * BACKOFF_JITTER_SECONDS
 
 
-def bound(pods: Iterable[PodView]) -> int:
+def count_bound_pods(pods: Iterable[PodView]) -> int:
     return sum(1 for p in pods if p.live and p.scheduled)
 
 
-def view(job: TrainingJob, pods: Iterable[PodView], places: int | None = None) -> GangView:
-    """Return a job as others see it in the queue. `waits` tells whether it is in it at all."""
+def make_gang_view(job: TrainingJob, pods: Iterable[PodView], places: int | None = None) -> GangView:
+    """Return a job as others see it in the queue. `is_waiting` tells whether it is in it at all."""
     status, meta = job.status, job.metadata
     template = status.template.epoch if status.template else 0
     released = [t.start.timestamp() for t in status.transitions if t.reason == Reason.GANG_RELEASED]
@@ -174,7 +178,7 @@ def view(job: TrainingJob, pods: Iterable[PodView], places: int | None = None) -
         created=meta.creation_timestamp.timestamp() if meta.creation_timestamp else 0.0,
         pools=frozenset({status.template.pool} if status.template and status.template.pool else ()),
         wanted=job.spec.num_nodes,
-        scheduled=sum(p.live for p in mine) if quota else bound(mine),
+        scheduled=sum(p.live for p in mine) if quota else count_bound_pods(mine),
         released_at=max(released, default=None),
         recovering=status.phase is Phase.RESTARTING,
         places=places,
@@ -189,16 +193,20 @@ def blocked_by(job: TrainingJob) -> str | None:
     phase, reasons = job.status.phase, [t.reason for t in job.status.transitions[-2:]]
     if phase is Phase.PENDING and reasons[-1:] == [Reason.GANG_RELEASED]:
         del reasons[-1]
-    return reasons[-1] if phase in (Phase.PENDING, Phase.RESTARTING) and reasons and reasons[-1] in BLOCKED else None
+    return (
+        reasons[-1]
+        if phase in (Phase.PENDING, Phase.RESTARTING) and reasons and reasons[-1] in BLOCKED_REASONS
+        else None
+    )
 
 
-def waits(job: TrainingJob) -> bool:
+def is_waiting(job: TrainingJob) -> bool:
     """Return whether the job is a gang that wants nodes, or a quota, now, and not one that waits for something else: a
     pool, a human."""
     status = job.status
     if job.spec.suspend or not job.managed_here or job.metadata.deletion_timestamp is not None:
         return False
-    if blocked_by(job) in STALLING:
+    if blocked_by(job) in STALLING_REASONS:
         return False
     if status.phase is Phase.PENDING:
         return bool(status.transitions) and status.transitions[-1].reason in _WAITING

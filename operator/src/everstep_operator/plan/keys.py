@@ -12,7 +12,7 @@ import hmac
 from collections.abc import Iterable, Sequence
 
 
-def secret_name(job: str, uid: str, epoch: int, key: bytes) -> str:
+def make_secret_name(job: str, uid: str, epoch: int, key: bytes) -> str:
     """Return the name of the Secret of a template epoch, which nobody without the operator's key can guess.
 
     The operator may not read Secrets, so a name is all that tells whose one is. With this one, "already exists" means
@@ -46,4 +46,4 @@ def find_key(secrets: Iterable[str], job: str, uid: str, epoch: int, keys: Seque
         The key that gives one of these names; the current key if none does.
     """
     names = frozenset(secrets)
-    return next((key for key in keys if secret_name(job, uid, epoch, key) in names), keys[0])
+    return next((key for key in keys if make_secret_name(job, uid, epoch, key) in names), keys[0])

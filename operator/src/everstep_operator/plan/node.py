@@ -1,4 +1,4 @@
-"""A Node as plans see it. `node_view` is the only place that looks at a raw one.
+"""A Node as plans see it. `parse_node` is the only place that looks at a raw one.
 
 Kubelets write the status of their nodes again and again, with images, addresses and times of no interest here: what
 is kept must change only when a plan could.
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from everstep_operator.plan.room import NodeRoom, node_room
-from everstep_operator.plan.taints import LEAVING
+from everstep_operator.plan.room import NodeRoom, parse_node_room
+from everstep_operator.plan.taints import DRAIN_TAINTS
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,14 +28,14 @@ class NodeView:
     room: NodeRoom | None = field(default=None, compare=False)  # no concern of the jobs that are on it already
 
 
-def node_view(raw: Mapping[str, Any]) -> NodeView:
+def parse_node(raw: Mapping[str, Any]) -> NodeView:
     """Sort out one Node as the API server gives it. Never raises on odd values."""
     meta: Mapping[str, Any] = raw.get("metadata") or {}
     spec: Mapping[str, Any] = raw.get("spec") or {}
     conditions = (raw.get("status") or {}).get("conditions") or ()
     condition: Mapping[str, Any] = next((c for c in conditions if c.get("type") == "Ready"), {})
     ready = condition.get("status") == "True"
-    taints = sorted(str(t.get("key")) for t in spec.get("taints") or () if t.get("key") in LEAVING)
+    taints = sorted(str(t.get("key")) for t in spec.get("taints") or () if t.get("key") in DRAIN_TAINTS)
     return NodeView(
         name=str(meta.get("name") or ""),
         ready=ready,
@@ -43,5 +43,5 @@ def node_view(raw: Mapping[str, Any]) -> NodeView:
         cordoned=bool(spec.get("unschedulable")),
         leaving=taints[0] if taints else "",
         deleting=meta.get("deletionTimestamp") is not None,
-        room=node_room(raw),
+        room=parse_node_room(raw),
     )

@@ -9,20 +9,20 @@ from __future__ import annotations
 
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan.actions import DeletePods, PodRef
-from everstep_operator.plan.agent_config import RESTART_GRACE, fence_timeout
+from everstep_operator.plan.agent_config import RESTART_GRACE, compute_fence_timeout
 from everstep_operator.plan.node import NodeView
-from everstep_operator.plan.situation import Situation
+from everstep_operator.plan.situation import PlanContext
 
 # After an agent has fenced itself: its ranks have `RESTART_GRACE` to end, and the agent some seconds to kill the rest.
 _DYING = RESTART_GRACE + 5.0
 
 
-def trouble(s: Situation) -> tuple[Reason, str] | None:
+def find_node_trouble(s: PlanContext) -> tuple[Reason, str] | None:
     """Return (reason, message) of the worst that is wrong with a node under a pod that may still run, or None."""
     found = []
     for pod in s.current.values():
         node = s.observed.nodes.get(pod.node) if pod.node and pod.ended is None else None
-        if node is not None and (wrong := _wrong(node)) is not None:
+        if node is not None and (wrong := _judge_node(node)) is not None:
             found.append((*wrong, pod.index, f"{pod.name} is on {node.name}"))
     if not found:
         return None
@@ -32,14 +32,14 @@ def trouble(s: Situation) -> tuple[Reason, str] | None:
     return reason, f"{where}, {what}{more}"
 
 
-def bury(s: Situation) -> tuple[DeletePods | None, float | None]:
+def force_delete_lost_pods(s: PlanContext) -> tuple[DeletePods | None, float | None]:
     """Return the pods to force-delete now, and when to look again at those that may not go yet.
 
     With `fencing: strict` no rank of a lost pod may run beside its replacement: its machine may be up, only cut off,
     and its agent takes one fence timeout to stop them. Otherwise the fencing token keeps such ranks from publishing.
     """
     strict = s.spec.restart.fencing == "strict" and not s.plain
-    wait = _fence_timeout(s) + _DYING if strict else 0.0
+    wait = _frozen_fence_timeout(s) + _DYING if strict else 0.0
     due = [
         (pod.gone_since + wait, pod)
         for pod in s.observed.ours
@@ -50,15 +50,15 @@ def bury(s: Situation) -> tuple[DeletePods | None, float | None]:
     return (DeletePods(now_, Reason.NODE_LOST.value) if now_ else None), later
 
 
-def _fence_timeout(s: Situation) -> float:
+def _frozen_fence_timeout(s: PlanContext) -> float:
     """Return the agents' fence timeout, as frozen in their template: the operator's setting may have been lowered
     since."""
     told = s.observed.frozen.job.get("fenceTimeoutSeconds") if s.observed.frozen is not None else None
-    at_least = fence_timeout(s.wanted, s.observed.settings)
+    at_least = compute_fence_timeout(s.wanted, s.observed.settings)
     return max(at_least, float(told)) if isinstance(told, (int, float)) else at_least
 
 
-def _wrong(node: NodeView) -> tuple[int, Reason, str] | None:
+def _judge_node(node: NodeView) -> tuple[int, Reason, str] | None:
     if node.gone_since is not None:
         return 0, Reason.NODE_LOST, "which is no longer in the cluster"
     if not node.ready:

@@ -1,8 +1,8 @@
 """The observation that a plan is made from: everything that was read, sorted once into small frozen values.
 
-`pod_view` is the only place that looks at a raw pod, `leader_view` (leader.py) the only one that looks at an agent's
-JSON. All strings that come from outside are bounded here, so that nothing downstream has to think about it. Times are
-Unix seconds (UTC); None means "has not happened, as far as is known".
+`parse_pod` is the only place that looks at a raw pod, `parse_leader_state` (leader.py) the only one that looks at an
+agent's JSON. All strings that come from outside are bounded here, so that nothing downstream has to think about it.
+Times are Unix seconds (UTC); None means "has not happened, as far as is known".
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
-from everstep_operator.plan.leader import Entry, LeaderView, Progress, entries_in_words, ordinal, progress_in
+from everstep_operator.plan.leader import (
+    LeaderProgress,
+    LeaderView,
+    ReportedGeneration,
+    parse_history_words,
+    parse_ordinal,
+    parse_progress,
+)
 from everstep_operator.plan.node import NodeView
 
 if TYPE_CHECKING:
@@ -23,7 +30,7 @@ if TYPE_CHECKING:
     from everstep_operator.api.pool import TrainingPool
     from everstep_operator.plan.actions import Action
 
-TRAINER = "trainer"
+TRAINER_CONTAINER = "trainer"
 TOKEN_VOLUME = "everstep-token"  # noqa: S105 (a name)
 _TEMPLATE_VOLUMES = ("everstep-job", "everstep-config")  # of pods with an agent, and in plain mode
 
@@ -32,7 +39,7 @@ MAX_TERMINATION_LOG = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class LastWord:
+class TerminationMessage:
     """A message that an agent left in its termination log (001, "Ends")."""
 
     result: str  # succeeded | failed | stopped | fenced | unclean | unusable
@@ -42,8 +49,8 @@ class LastWord:
     exit_code: int | None = None
     message: str = ""
     log_tail: tuple[str, ...] = ()
-    ledger: tuple[Entry, ...] = ()  # agent 0's: id and cause only
-    progress: Progress | None = None  # agent 0's
+    ledger: tuple[ReportedGeneration, ...] = ()  # agent 0's: id and cause only
+    progress: LeaderProgress | None = None  # agent 0's
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ class ContainerEnd:
     reason: str  # Completed, Error, OOMKilled, StartError, Evicted, UnexpectedAdmissionError …
     message: str  # the text of the termination log, or the kubelet's
     finished_at: float | None
-    word: LastWord | None = None
+    word: TerminationMessage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +87,7 @@ class PodView:
     waiting_reason: str = ""  # of the container: ImagePullBackOff, CreateContainerConfigError …
     waiting_message: str = ""
     disruption: str | None = None  # reason of a true DisruptionTarget condition
-    gone_since: float | None = None  # when its node was found to be removed from the cluster (`Observed.ours`)
+    gone_since: float | None = None  # when its node was found to be removed from the cluster (`Observation.ours`)
     token_secret: str = ""  # name of the Secret that it mounts as its token
     listed: bool = True  # it has the label by which pods are listed and watched
 
@@ -132,7 +139,7 @@ class GangView:
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class FrozenTemplate:
     """The immutable ConfigMap `<job>-<t>` of the current template epoch, as it was read, its signature verified."""
 
     epoch: int
@@ -141,7 +148,7 @@ class Frozen:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class PlanSettings:
     """The operator's own configuration, as far as plans depend on it. Allow-lists are exact names; "*" allows all."""
 
     agent_digest: str = "0" * 64  # SHA-256 of agent.pyz
@@ -185,7 +192,7 @@ class Rejection:
 
 
 @dataclass(frozen=True)
-class Observed:
+class Observation:
     """All that one plan may know. `pods` holds every pod with the job's label, also foreign and ended ones, and must
     include the caller's own earlier writes (a cache that has not seen a create yet makes a plan create again, which
     the pod's name then refuses)."""
@@ -195,8 +202,8 @@ class Observed:
     pools: Mapping[str, TrainingPool] = field(default_factory=dict)  # those that the job names and that exist
     leader: LeaderView | None = None  # of the current pod 0; None: never asked
     gangs: tuple[GangView, ...] = ()  # other jobs, any namespace
-    frozen: Frozen | None = None  # of status.template.epoch; None: not there
-    settings: Settings = field(default_factory=Settings)
+    frozen: FrozenTemplate | None = None  # of status.template.epoch; None: not there
+    settings: PlanSettings = field(default_factory=PlanSettings)
     rejection: Rejection | None = None
     status_written_at: float | None = None  # of the observed status; None: unknown, long ago
     nodes: Mapping[str, NodeView] = field(default_factory=dict)  # those under the pods, as far as they are known
@@ -221,7 +228,7 @@ class Observed:
         return pod if node is None or node.gone_since is None else replace(pod, gone_since=node.gone_since)
 
 
-def pod_view(raw: Mapping[str, Any]) -> PodView:
+def parse_pod(raw: Mapping[str, Any]) -> PodView:
     """Sort out one pod as the API server gives it. Never raises on odd values: a pod is then of index or epoch -1."""
     meta: Mapping[str, Any] = raw.get("metadata") or {}
     spec: Mapping[str, Any] = raw.get("spec") or {}
@@ -230,13 +237,13 @@ def pod_view(raw: Mapping[str, Any]) -> PodView:
     conditions = {c.get("type"): c for c in status.get("conditions") or ()}
     bound = conditions.get("PodScheduled") or {}
     disruption = conditions.get("DisruptionTarget") or {}
-    created = timestamp(meta.get("creationTimestamp")) or 0.0
+    created = parse_timestamp(meta.get("creationTimestamp")) or 0.0
     scheduled_at = None
     if spec.get("nodeName"):
-        bound_at = timestamp(bound.get("lastTransitionTime")) if bound.get("status") == "True" else None
+        bound_at = parse_timestamp(bound.get("lastTransitionTime")) if bound.get("status") == "True" else None
         scheduled_at = bound_at or created
     container: Mapping[str, Any] = next(
-        (c for c in status.get("containerStatuses") or () if c.get("name") == TRAINER), {}
+        (c for c in status.get("containerStatuses") or () if c.get("name") == TRAINER_CONTAINER), {}
     )
     state: Mapping[str, Any] = container.get("state") or {}
     waiting: Mapping[str, Any] = state.get("waiting") or {}
@@ -245,47 +252,47 @@ def pod_view(raw: Mapping[str, Any]) -> PodView:
     owner: Mapping[str, Any] = next((o for o in meta.get("ownerReferences") or () if o.get("controller")), {})
     job = str(owner.get("name") or "")
     return PodView(
-        index=_index(str(meta.get("name") or ""), job, labels),
+        index=_parse_index(str(meta.get("name") or ""), job, labels),
         name=str(meta.get("name") or ""),
         uid=str(meta.get("uid") or ""),
-        epoch=ordinal(labels.get(LABEL_EPOCH), -1),
-        template=_template(spec, job, labels),
+        epoch=parse_ordinal(labels.get(LABEL_EPOCH), -1),
+        template=_parse_template_epoch(spec, job, labels),
         created=created,
         owner=str(owner.get("uid") or ""),
         phase=str(status.get("phase") or "Pending"),
         node=spec.get("nodeName") or None,
         ip=status.get("podIP") or None,
         scheduled_at=scheduled_at,
-        unschedulable="" if scheduled_at is not None else clip(bound.get("message")),
-        started_at=timestamp(current.get("startedAt")),
-        ended=_container_end(over) if over else _pod_end(status),
+        unschedulable="" if scheduled_at is not None else clip_text(bound.get("message")),
+        started_at=parse_timestamp(current.get("startedAt")),
+        ended=_parse_container_end(over) if over else _parse_pod_end(status),
         deleting_since=_deleting_since(meta),
-        waiting_reason=clip(waiting.get("reason"), 128),
-        waiting_message=clip(waiting.get("message")),
-        disruption=clip(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
-        token_secret=token_secret(spec),
+        waiting_reason=clip_text(waiting.get("reason"), 128),
+        waiting_message=clip_text(waiting.get("message")),
+        disruption=clip_text(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
+        token_secret=token_secret_name(spec),
         listed=LABEL_JOB in labels,
     )
 
 
-def _index(name: str, job: str, labels: Mapping[str, Any]) -> int:
+def _parse_index(name: str, job: str, labels: Mapping[str, Any]) -> int:
     """Return the replica index. Anybody who may change pods may change their labels; a name stays as it is."""
     prefix, _, suffix = name.rpartition("-")
-    return ordinal(suffix if job and prefix == job else labels.get(LABEL_INDEX), -1)
+    return parse_ordinal(suffix if job and prefix == job else labels.get(LABEL_INDEX), -1)
 
 
-def _template(spec: Mapping[str, Any], job: str, labels: Mapping[str, Any]) -> int:
+def _parse_template_epoch(spec: Mapping[str, Any], job: str, labels: Mapping[str, Any]) -> int:
     """Return the epoch of the template: its ConfigMap is `<job>-<t>`, and volumes stay as they are."""
     for volume in spec.get("volumes") or ():
         if volume.get("name") in _TEMPLATE_VOLUMES:
             sources = [volume, *((volume.get("projected") or {}).get("sources") or ())]
             names = [str((source.get("configMap") or {}).get("name") or "").rpartition("-") for source in sources]
             if (found := next((epoch for name, _, epoch in names if job and name == job), None)) is not None:
-                return ordinal(found, -1)
-    return ordinal(labels.get(LABEL_TEMPLATE), -1)
+                return parse_ordinal(found, -1)
+    return parse_ordinal(labels.get(LABEL_TEMPLATE), -1)
 
 
-def token_secret(spec: Mapping[str, Any]) -> str:
+def token_secret_name(spec: Mapping[str, Any]) -> str:
     """Return the name of the Secret that a pod mounts as its token, or nothing if it mounts none."""
     volume: Mapping[str, Any] = next((v for v in spec.get("volumes") or () if v.get("name") == TOKEN_VOLUME), {})
     return str((volume.get("secret") or {}).get("secretName") or "")
@@ -293,28 +300,32 @@ def token_secret(spec: Mapping[str, Any]) -> str:
 
 def _deleting_since(meta: Mapping[str, Any]) -> float | None:
     """Return when the delete was asked for: `deletionTimestamp` is when the grace ends."""
-    at = timestamp(meta.get("deletionTimestamp"))
-    return None if at is None else at - max(0, _integer(meta.get("deletionGracePeriodSeconds"), 0))
+    at = parse_timestamp(meta.get("deletionTimestamp"))
+    return None if at is None else at - max(0, _as_integer(meta.get("deletionGracePeriodSeconds"), 0))
 
 
-def _container_end(over: Mapping[str, Any]) -> ContainerEnd:
-    message = clip(over.get("message"), MAX_TERMINATION_LOG)
+def _parse_container_end(over: Mapping[str, Any]) -> ContainerEnd:
+    message = clip_text(over.get("message"), MAX_TERMINATION_LOG)
     code = over.get("exitCode")
-    exit_code = _int32(code)
+    exit_code = _as_int32(code)
     # Container runtimes report a death by signal as 128 + signal and leave the field `signal` empty.
     signal = over.get("signal") or (exit_code - 128 if exit_code is not None and 128 < exit_code < 160 else None)
-    reason = clip(over.get("reason"), 128)
-    return ContainerEnd(exit_code, signal, reason, message, timestamp(over.get("finishedAt")), last_word(message))
+    reason = clip_text(over.get("reason"), 128)
+    return ContainerEnd(
+        exit_code, signal, reason, message, parse_timestamp(over.get("finishedAt")), parse_termination_message(message)
+    )
 
 
-def _pod_end(status: Mapping[str, Any]) -> ContainerEnd | None:
+def _parse_pod_end(status: Mapping[str, Any]) -> ContainerEnd | None:
     """Return the end of a pod without its container having a say: rejected by the kubelet, evicted, node shut down."""
     if status.get("phase") not in ("Failed", "Succeeded"):
         return None
-    return ContainerEnd(None, None, clip(status.get("reason"), 128) or "PodFailed", clip(status.get("message")), None)
+    return ContainerEnd(
+        None, None, clip_text(status.get("reason"), 128) or "PodFailed", clip_text(status.get("message")), None
+    )
 
 
-def last_word(text: str) -> LastWord | None:
+def parse_termination_message(text: str) -> TerminationMessage | None:
     """Return the agent's JSON in a termination log, or None: the user's program may have written there too."""
     try:
         data = json.loads(text) if text.startswith("{") else None
@@ -323,27 +334,27 @@ def last_word(text: str) -> LastWord | None:
     if not isinstance(data, dict) or not isinstance(data.get("result"), str):
         return None
     tail = data.get("logTail")
-    return LastWord(
-        result=clip(data["result"], 32),
-        epoch=ordinal(data.get("epoch")),
-        generation=ordinal(data.get("generation")),
-        rank=_int32(data.get("rank"), least=0),
-        exit_code=_int32(data.get("exitCode")),
-        message=clip(data.get("message")),
-        log_tail=tuple(clip(line, 512) for line in tail[-20:]) if isinstance(tail, list) else (),
-        ledger=entries_in_words(data.get("ledger")),
-        progress=progress_in(data.get("progress")),
+    return TerminationMessage(
+        result=clip_text(data["result"], 32),
+        epoch=parse_ordinal(data.get("epoch")),
+        generation=parse_ordinal(data.get("generation")),
+        rank=_as_int32(data.get("rank"), least=0),
+        exit_code=_as_int32(data.get("exitCode")),
+        message=clip_text(data.get("message")),
+        log_tail=tuple(clip_text(line, 512) for line in tail[-20:]) if isinstance(tail, list) else (),
+        ledger=parse_history_words(data.get("ledger")),
+        progress=parse_progress(data.get("progress")),
     )
 
 
-def clip(value: Any, limit: int = MAX_MESSAGE) -> str:
+def clip_text(value: Any, limit: int = MAX_MESSAGE) -> str:
     """Return the value as text of at most `limit` characters; nothing for None."""
     # JSON can spell half of a surrogate pair; such text is not UTF-8, and no status can hold it.
     text = "" if value is None else str(value).encode(errors="replace").decode()
     return text if len(text) <= limit else text[: limit - 1] + "…"
 
 
-def timestamp(value: Any) -> float | None:
+def parse_timestamp(value: Any) -> float | None:
     """Return the Unix seconds of an RFC 3339 time as Kubernetes writes them, or None."""
     if isinstance(value, datetime):
         return value.timestamp()
@@ -355,14 +366,14 @@ def timestamp(value: Any) -> float | None:
         return None
 
 
-def _integer(value: Any, default: int = -1) -> int:
+def _as_integer(value: Any, default: int = -1) -> int:
     try:
         return int(value)
     except (TypeError, ValueError, OverflowError):  # the last one for Infinity, which JSON spells 1e999
         return default
 
 
-def _int32(value: Any, least: int = -(2**31)) -> int | None:
+def _as_int32(value: Any, least: int = -(2**31)) -> int | None:
     """Return a 32-bit integer, or None: others are made up, and the API server would reject the status that tells of
     them."""
     return value if type(value) is int and least <= value < 2**31 else None  # True is none

@@ -31,7 +31,7 @@ _APPENDED = frozenset({"tolerations", "searches", "nameservers", "options", "sup
 _REPLACED = frozenset({"volumes", "env"})
 
 
-def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+def merge_overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     """Return a new object: `base` with `over` laid on top. A null in `over` removes the field. Neither input is
     changed."""
     merged = dict(base)
@@ -40,32 +40,32 @@ def overlay(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
             merged.pop(name, None)
         elif isinstance(value, Mapping):
             below = merged.get(name)
-            merged[name] = overlay(below if isinstance(below, Mapping) else {}, value)
+            merged[name] = merge_overlay(below if isinstance(below, Mapping) else {}, value)
         elif isinstance(value, list):
             below = merged.get(name)
-            merged[name] = _lists(name, below if isinstance(below, list) else [], value)
+            merged[name] = _merge_lists(name, below if isinstance(below, list) else [], value)
         else:
             merged[name] = value
     return merged
 
 
-def _lists(name: str, base: list[Any], over: list[Any]) -> list[Any]:
+def _merge_lists(name: str, base: list[Any], over: list[Any]) -> list[Any]:
     if name in _APPENDED:
         return base + [item for item in over if item not in base]
     key = _KEYS.get(name)
     if key is None:
         return list(over)
-    merged: dict[Any, Any] = {_named(item, key, number): item for number, item in enumerate(base)}
+    merged: dict[Any, Any] = {_merge_key(item, key, number): item for number, item in enumerate(base)}
     for number, item in enumerate(over, len(base)):
-        at = _named(item, key, number)
+        at = _merge_key(item, key, number)
         if name in _REPLACED or at not in merged:
             merged[at] = item
         else:
-            merged[at] = overlay(merged[at], item)
+            merged[at] = merge_overlay(merged[at], item)
     return list(merged.values())
 
 
-def _named(item: Any, key: str, number: int) -> Any:
+def _merge_key(item: Any, key: str, number: int) -> Any:
     """Return the key by which an item merges. One without a name stands alone: the API server will say what is wrong
     with it."""
     name = item.get(key) if isinstance(item, Mapping) else None

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from everstep_operator.plan.overlay import overlay
+from everstep_operator.plan.overlay import merge_overlay
 
 Profile = Literal["restricted", "image"]  # `image`: the standard's baseline
 
-_KINDS = ("containers", "initContainers", "ephemeralContainers")
+_CONTAINER_LISTS = ("containers", "initContainers", "ephemeralContainers")
 _CONFINED_CONTAINER = {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
-_HOST = ("hostNetwork", "hostPID", "hostIPC")
+_HOST_FIELDS = ("hostNetwork", "hostPID", "hostIPC")
 _BASELINE_CAPABILITIES = frozenset(
     {
         "AUDIT_WRITE",
@@ -87,11 +87,11 @@ def confine_containers(spec: Mapping[str, Any]) -> None:
     Args:
         spec: A pod's own copy; its containers are changed.
     """
-    for kind in _KINDS:
+    for kind in _CONTAINER_LISTS:
         for container in spec.get(kind) or ():
-            said = _below(container, "securityContext")
+            said = _get_mapping(container, "securityContext")
             if not said.get("privileged"):
-                container["securityContext"] = overlay(_CONFINED_CONTAINER, said)
+                container["securityContext"] = merge_overlay(_CONFINED_CONTAINER, said)
 
 
 def list_violations(spec: Mapping[str, Any], annotations: Mapping[str, str], profile: Profile) -> list[Violation]:
@@ -102,53 +102,53 @@ def list_violations(spec: Mapping[str, Any], annotations: Mapping[str, str], pro
         annotations: The pod's: AppArmor was chosen by them once.
         profile: `restricted`, or `image` for the baseline.
     """
-    found = [*_baseline(spec, annotations)]
+    found = [*_check_baseline(spec, annotations)]
     if profile == "restricted":
-        found += _restricted(spec)
+        found += _check_restricted(spec)
     return found
 
 
-def _baseline(spec: Mapping[str, Any], annotations: Mapping[str, str]) -> Iterator[Violation]:
-    for name in _HOST:
+def _check_baseline(spec: Mapping[str, Any], annotations: Mapping[str, str]) -> Iterator[Violation]:
+    for name in _HOST_FIELDS:
         if spec.get(name):
             yield Violation(name, name, True, "false")
     for volume in spec.get("volumes") or ():
         if "hostPath" in volume:
             yield Violation("hostPath", f"volumes[{volume.get('name')}]", "hostPath", "other kinds of volumes")
-    for sysctl in _items(_below(spec, "securityContext").get("sysctls")):
-        wanted = _below({"": sysctl}, "").get("name")
+    for sysctl in _as_items(_get_mapping(spec, "securityContext").get("sysctls")):
+        wanted = _get_mapping({"": sysctl}, "").get("name")
         if wanted not in _SYSCTLS:
             yield Violation("sysctls", "securityContext.sysctls", wanted, ", ".join(sorted(_SYSCTLS)))
     for name, value in annotations.items():
         if name.startswith("container.apparmor.security.beta.kubernetes.io/") and value == "unconfined":
             yield Violation("appArmorProfile", f"annotations[{name}]", value, "runtime/default or localhost/…")
-    yield from _confinement("", _below(spec, "securityContext"))
-    for path, container in _containers(spec):
-        security = _below(container, "securityContext")
+    yield from _check_confinement("", _get_mapping(spec, "securityContext"))
+    for path, container in _list_containers(spec):
+        security = _get_mapping(container, "securityContext")
         if security.get("privileged"):
             yield Violation("privileged", f"{path}.securityContext.privileged", True, "false")
             continue  # all the others are nothing beside it
-        yield from _confinement(f"{path}.", security)
+        yield from _check_confinement(f"{path}.", security)
         mount = security.get("procMount")
         if mount not in (None, "Default"):
             yield Violation("procMount", f"{path}.securityContext.procMount", mount, "Default")
-        yield from _capabilities(path, security, _BASELINE_CAPABILITIES)
-        yield from _handlers(path, container)
+        yield from _check_capabilities(path, security, _BASELINE_CAPABILITIES)
+        yield from _check_handlers(path, container)
         for port in container.get("ports") or ():
             if port.get("hostPort"):
                 yield Violation("hostPort", f"{path}.ports.hostPort", port["hostPort"], "none")
 
 
-def _restricted(spec: Mapping[str, Any]) -> Iterator[Violation]:
+def _check_restricted(spec: Mapping[str, Any]) -> Iterator[Violation]:
     for volume in spec.get("volumes") or ():
         kinds = set(volume) - {"name"} - _VOLUMES - {"hostPath"}
         for kind in sorted(kinds):
             yield Violation("volumes", f"volumes[{volume.get('name')}]", kind, ", ".join(sorted(_VOLUMES)))
-    pod = _below(spec, "securityContext")
+    pod = _get_mapping(spec, "securityContext")
     if pod.get("runAsUser") == 0:
         yield Violation("runAsUser", "securityContext.runAsUser", 0, "any but 0")
-    for path, container in _containers(spec):
-        security = _below(container, "securityContext")
+    for path, container in _list_containers(spec):
+        security = _get_mapping(container, "securityContext")
         if security.get("privileged"):
             continue  # forbidden, or granted with all that it implies
         root = security.get("runAsNonRoot", pod.get("runAsNonRoot"))
@@ -159,25 +159,25 @@ def _restricted(spec: Mapping[str, Any]) -> Iterator[Violation]:
         if (escalates := security.get("allowPrivilegeEscalation")) is not False:
             where = f"{path}.securityContext.allowPrivilegeEscalation"
             yield Violation("allowPrivilegeEscalation", where, escalates, "false")
-        yield from _capabilities(path, security, _RESTRICTED_CAPABILITIES)
-        dropped = _items(_below(security, "capabilities").get("drop"))
+        yield from _check_capabilities(path, security, _RESTRICTED_CAPABILITIES)
+        dropped = _as_items(_get_mapping(security, "capabilities").get("drop"))
         if "ALL" not in dropped:
             yield Violation("capabilities", f"{path}.securityContext.capabilities.drop", dropped, "[ALL]")
-        profile = _below(security, "seccompProfile") or _below(pod, "seccompProfile")
+        profile = _get_mapping(security, "seccompProfile") or _get_mapping(pod, "seccompProfile")
         if profile.get("type") not in _CONFINED:
             where = f"{path}.securityContext.seccompProfile.type"
             yield Violation("seccompProfile", where, profile.get("type"), "RuntimeDefault, Localhost")
 
 
-def _confinement(path: str, security: Mapping[str, Any]) -> Iterator[Violation]:
+def _check_confinement(path: str, security: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield what is forbidden of the fields that a pod and a container have alike."""
-    if _below(security, "windowsOptions").get("hostProcess"):
+    if _get_mapping(security, "windowsOptions").get("hostProcess"):
         yield Violation("hostProcess", f"{path}securityContext.windowsOptions.hostProcess", True, "false")
     for field in ("seccompProfile", "appArmorProfile"):
-        kind = _below(security, field).get("type")
+        kind = _get_mapping(security, field).get("type")
         if kind is not None and kind not in _CONFINED:
             yield Violation(field, f"{path}securityContext.{field}.type", kind, "RuntimeDefault, Localhost")
-    labels = _below(security, "seLinuxOptions")
+    labels = _get_mapping(security, "seLinuxOptions")
     if (kind := labels.get("type") or "") not in _SELINUX_TYPES:
         where = f"{path}securityContext.seLinuxOptions.type"
         yield Violation("seLinuxOptions", where, kind, ", ".join(sorted(_SELINUX_TYPES - {""})))
@@ -186,35 +186,35 @@ def _confinement(path: str, security: Mapping[str, Any]) -> Iterator[Violation]:
             yield Violation("seLinuxOptions", f"{path}securityContext.seLinuxOptions.{field}", labels[field], "none")
 
 
-def _handlers(path: str, container: Mapping[str, Any]) -> Iterator[Violation]:
+def _check_handlers(path: str, container: Mapping[str, Any]) -> Iterator[Violation]:
     """Yield the probes and hooks that ask another host: they let the kubelet speak to what the pod may not reach."""
-    hooks = _below(container, "lifecycle")
-    places = [(name, _below(container, name)) for name in ("livenessProbe", "readinessProbe", "startupProbe")]
-    places += [(f"lifecycle.{name}", _below(hooks, name)) for name in ("postStart", "preStop")]
+    hooks = _get_mapping(container, "lifecycle")
+    places = [(name, _get_mapping(container, name)) for name in ("livenessProbe", "readinessProbe", "startupProbe")]
+    places += [(f"lifecycle.{name}", _get_mapping(hooks, name)) for name in ("postStart", "preStop")]
     for where, handler in places:
         for kind in ("httpGet", "tcpSocket"):
-            if host := _below(handler, kind).get("host"):
+            if host := _get_mapping(handler, kind).get("host"):
                 yield Violation("hostProbes", f"{path}.{where}.{kind}.host", host, "none: the pod itself")
 
 
-def _capabilities(path: str, security: Mapping[str, Any], allowed: frozenset[str]) -> Iterator[Violation]:
-    for name in _items(_below(security, "capabilities").get("add")):
+def _check_capabilities(path: str, security: Mapping[str, Any], allowed: frozenset[str]) -> Iterator[Violation]:
+    for name in _as_items(_get_mapping(security, "capabilities").get("add")):
         if name not in allowed:
             where = f"{path}.securityContext.capabilities.add"
             yield Violation("capabilities", where, name, ", ".join(sorted(allowed)))
 
 
-def _containers(spec: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    for kind in _KINDS:
+def _list_containers(spec: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    for kind in _CONTAINER_LISTS:
         for number, container in enumerate(spec.get(kind) or ()):
             yield f"{kind}[{container.get('name', number)}]", container
 
 
-def _below(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _get_mapping(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     found = fields.get(name)
     return found if isinstance(found, Mapping) else {}
 
 
-def _items(value: Any) -> list[Any]:
+def _as_items(value: Any) -> list[Any]:
     """Return the items of a field that the API server has not looked at yet: what is no list is one odd item."""
     return value if isinstance(value, list) else [] if value is None else [value]

@@ -11,12 +11,12 @@ from typing import Any
 
 from everstep_operator.plan import plain
 from everstep_operator.plan.labels import LABEL_EPOCH, LABEL_GROUP, LABEL_INDEX, LABEL_JOB, LABEL_TEMPLATE
-from everstep_operator.plan.observed import TRAINER, Frozen
+from everstep_operator.plan.observed import TRAINER_CONTAINER, FrozenTemplate
 
-LEADER = "EVERSTEP_LEADER"
-MANAGED_BY = {"app.kubernetes.io/managed-by": "everstep"}
+LEADER_VARIABLE = "EVERSTEP_LEADER"
+MANAGED_BY_LABEL = {"app.kubernetes.io/managed-by": "everstep"}
 
-Environment = list[Mapping[str, Any]]  # of a container, as manifests have it
+ContainerEnvironment = list[Mapping[str, Any]]  # of a container, as manifests have it
 
 
 def pod_name(job: str, index: int) -> str:
@@ -29,7 +29,7 @@ def template_name(job: str, epoch: int) -> str:
     return f"{job}-{epoch}"
 
 
-def pod_body(frozen: Frozen, index: int, epoch: int, leader: str = "") -> dict[str, Any]:
+def build_pod(frozen: FrozenTemplate, index: int, epoch: int, leader: str = "") -> dict[str, Any]:
     """Return the pod to POST. It shares objects with `frozen`: read it, do not change it.
 
     `leader`: ip:port of the leader to which the pod's agent shall announce itself; empty where there is none yet.
@@ -44,29 +44,31 @@ def pod_body(frozen: Frozen, index: int, epoch: int, leader: str = "") -> dict[s
             "name": pod_name(name, index),
             "namespace": about["namespace"],
             "labels": {
-                **shared_labels(frozen.pod, name, frozen.epoch),
+                **build_shared_labels(frozen.pod, name, frozen.epoch),
                 LABEL_INDEX: str(index),
                 LABEL_EPOCH: str(epoch),
             },
-            "ownerReferences": [owner_reference(name, about["uid"])],
+            "ownerReferences": [build_owner_reference(name, about["uid"])],
         },
         "spec": {**frozen.pod["spec"], "hostname": f"algo-{index + 1}"},
     }
     annotations = dict(metadata.get("annotations") or {})
     if frozen.job.get("plain"):
-        annotations |= plain.pod_annotations(frozen.job, index)
+        annotations |= plain.build_pod_annotations(frozen.job, index)
         config_map = template_name(name, frozen.epoch)
-        body["spec"]["containers"] = _with_env(
-            frozen, lambda env: plain.environment(frozen.job, index, config_map, env)
+        body["spec"]["containers"] = _replace_environment(
+            frozen, lambda env: plain.build_environment(frozen.job, index, config_map, env)
         )
     elif leader:
-        body["spec"]["containers"] = _with_env(frozen, lambda env: [*env, {"name": LEADER, "value": leader}])
+        body["spec"]["containers"] = _replace_environment(
+            frozen, lambda env: [*env, {"name": LEADER_VARIABLE, "value": leader}]
+        )
     if annotations:
         body["metadata"]["annotations"] = annotations
     return body
 
 
-def shared_labels(pod: Mapping[str, Any], job: str, template: int) -> dict[str, str]:
+def build_shared_labels(pod: Mapping[str, Any], job: str, template: int) -> dict[str, str]:
     """Return the labels that all pods of a set have.
 
     Args:
@@ -75,16 +77,18 @@ def shared_labels(pod: Mapping[str, Any], job: str, template: int) -> dict[str, 
         template: The epoch of the template.
     """
     given = (pod.get("metadata") or {}).get("labels") or {}
-    return {**given, **MANAGED_BY, LABEL_JOB: job, LABEL_GROUP: "", LABEL_TEMPLATE: str(template)}
+    return {**given, **MANAGED_BY_LABEL, LABEL_JOB: job, LABEL_GROUP: "", LABEL_TEMPLATE: str(template)}
 
 
-def _with_env(frozen: Frozen, change: Callable[[Environment], Sequence[Mapping[str, Any]]]) -> list[dict[str, Any]]:
+def _replace_environment(
+    frozen: FrozenTemplate, change: Callable[[ContainerEnvironment], Sequence[Mapping[str, Any]]]
+) -> list[dict[str, Any]]:
     """Return the containers, with another environment for the trainer."""
     containers = frozen.pod["spec"]["containers"]
-    return [{**c, "env": change(c.get("env") or [])} if c["name"] == TRAINER else c for c in containers]
+    return [{**c, "env": change(c.get("env") or [])} if c["name"] == TRAINER_CONTAINER else c for c in containers]
 
 
-def owner_reference(name: str, uid: str) -> dict[str, Any]:
+def build_owner_reference(name: str, uid: str) -> dict[str, Any]:
     return {
         "apiVersion": "everstep.dev/v1alpha1",
         "kind": "TrainingJob",

@@ -26,12 +26,12 @@ def admitted_at_most(message: str) -> int | None:
     found = _EXCEEDED.search(message)
     if found is None:
         return None
-    requested, limited = map(_amounts, found.groups())
+    requested, limited = map(_parse_amounts, found.groups())
     counts = [int(limited[name] / amount) for name, amount in requested.items() if amount > 0 and name in limited]
     return min(counts, default=None)
 
 
-def _amounts(text: str) -> dict[str, Decimal]:
+def _parse_amounts(text: str) -> dict[str, Decimal]:
     """Parse "pods=1,requests.cpu=2"."""
     pairs = (item.partition("=") for item in text.split(","))
     return {name: amount for name, _, value in pairs if (amount := read_quantity(value)) is not None}

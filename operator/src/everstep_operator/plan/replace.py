@@ -13,35 +13,36 @@ from everstep_operator.api.reasons import Reason
 from everstep_operator.plan import starts
 from everstep_operator.plan.actions import DeletePods, PodRef
 from everstep_operator.plan.observed import PodView
-from everstep_operator.plan.situation import Situation
+from everstep_operator.plan.situation import PlanContext
 
 # A pod that the kubelet refuses ends at once; made again at once it would do so thousands of times an hour.
-RETRY_REFUSED = 10.0
+REFUSED_RETRY_SECONDS = 10.0
 # A leader learns of a lost pod by its closed connections. So long the pod stays, as evidence of why it was lost.
-EVIDENCE = 5.0
+EVIDENCE_SECONDS = 5.0
 
 
-def missing(s: Situation) -> tuple[int, ...]:
+def list_missing_indices(s: PlanContext) -> tuple[int, ...]:
     """Return the indices without any object. A deleting pod is not missing: its processes may still run."""
     taken = {p.index for p in s.stale} | s.current.keys()
     return tuple(i for i in range(s.wanted) if i not in taken)
 
 
-def lost(s: Situation) -> list[PodView]:
+def list_lost_pods(s: PlanContext) -> list[PodView]:
     """Return the pods of the set in which nothing will ever run again (agent mode; the job has no outcome)."""
-    unclean = _unclean(s)
+    unclean = _list_unclean_uids(s)
     return [p for p in s.current.values() if not p.live or p.uid in unclean]
 
 
-def to_delete(s: Situation) -> tuple[list[PodView], float | None]:
+def list_deletable_pods(s: PlanContext) -> tuple[list[PodView], float | None]:
     """Return the lost pods whose objects are to go now, and when to look again at those that may stay for a moment."""
     now_, later = [], []
-    attempt = starts.next_attempt(starts.settle(s).record)
-    for pod in lost(s):
+    attempt = starts.next_attempt_at(starts.count_start_failures(s).record)
+    for pod in list_lost_pods(s):
         if pod.deleting or (pod.ended is None and pod.gone_since is not None):
-            # A pod on a dead node stays like this until something proves that the node is dead (node_trouble.bury).
+            # A pod on a dead node stays like this until something proves that the node is dead: see
+            # node_trouble.force_delete_lost_pods.
             continue
-        at = attempt if starts.failed_at_start(s, pod) else _deletable_at(s, pod)
+        at = attempt if starts.has_failed_at_start(s, pod) else _deletable_at(s, pod)
         if at <= s.now:
             now_.append(pod)
         else:
@@ -49,19 +50,19 @@ def to_delete(s: Situation) -> tuple[list[PodView], float | None]:
     return now_, min(later, default=None)
 
 
-def _deletable_at(s: Situation, pod: PodView) -> float:
+def _deletable_at(s: PlanContext, pod: PodView) -> float:
     if pod.ended is None:
         return s.now
     at = s.now
     if pod.started_at is None or s.status.generation == 0:
         # Before a generation has run nothing is charged, so nothing but time bounds a pod that fails at every start.
-        at = max(at, pod.created + RETRY_REFUSED)
-    if is_oom(pod) and pod.index != 0 and s.leader is not None and s.phase in _RUNS:
-        at = max(at, (pod.ended.finished_at or s.now) + EVIDENCE) if not _in_ledger(s, pod) else at
+        at = max(at, pod.created + REFUSED_RETRY_SECONDS)
+    if is_out_of_memory(pod) and pod.index != 0 and s.leader is not None and s.phase in _RUNNING_PHASES:
+        at = max(at, (pod.ended.finished_at or s.now) + EVIDENCE_SECONDS) if not _is_in_history(s, pod) else at
     return at
 
 
-def _in_ledger(s: Situation, pod: PodView) -> bool:
+def _is_in_history(s: PlanContext, pod: PodView) -> bool:
     """Return whether the leader has told of this pod's end, and the entry is on record."""
     last = s.status.restarts.last
     if s.leader is None or last is None:
@@ -69,15 +70,15 @@ def _in_ledger(s: Situation, pod: PodView) -> bool:
     return any(e.index == pod.index and e.order <= last.token for e in s.leader.ledger[-8:])
 
 
-def is_oom(pod: PodView) -> bool:
+def is_out_of_memory(pod: PodView) -> bool:
     return pod.ended is not None and pod.ended.reason == "OOMKilled"
 
 
-def why_lost(pod: PodView | None) -> Reason:
+def explain_loss(pod: PodView | None) -> Reason:
     """Return the best reason that a pod's last state gives."""
     if pod is None:
         return Reason.POD_DELETED
-    if is_oom(pod):
+    if is_out_of_memory(pod):
         return Reason.OUT_OF_MEMORY
     if pod.disruption is not None:
         return _DISRUPTIONS.get(pod.disruption, Reason.EVICTED)
@@ -85,7 +86,7 @@ def why_lost(pod: PodView | None) -> Reason:
         return Reason.EVICTED
     if pod.ended is None and pod.gone_since is not None:
         return Reason.NODE_LOST
-    if pod.ended is not None and pod.ended.word is not None and (said := _WORDS.get(pod.ended.word.result)):
+    if pod.ended is not None and pod.ended.word is not None and (said := _REASONS_BY_RESULT.get(pod.ended.word.result)):
         return said
     if pod.deleting:
         return Reason.POD_DELETED
@@ -94,14 +95,14 @@ def why_lost(pod: PodView | None) -> Reason:
     return Reason.POD_LOST
 
 
-def refs(pods: Iterable[PodView], why: Reason, *, grace: int | None = None) -> DeletePods | None:
+def make_deletion(pods: Iterable[PodView], why: Reason, *, grace: int | None = None) -> DeletePods | None:
     """Delete those pods that nobody has asked to go yet. A pod on a removed node does not hear it: see
-    `node_trouble.bury`."""
+    `node_trouble.force_delete_lost_pods`."""
     found = tuple(PodRef(p.name, p.uid, grace) for p in pods if p.live or (p.ended is not None and not p.deleting))
     return DeletePods(found, why.value) if found else None
 
 
-def _unclean(s: Situation) -> set[str]:
+def _list_unclean_uids(s: PlanContext) -> set[str]:
     if s.leader is None or not s.leader.unclean:
         return set()
     answered = s.leader.answered_at or s.now
@@ -114,7 +115,7 @@ def _unclean(s: Situation) -> set[str]:
     return found
 
 
-_RUNS = frozenset({"Starting", "Running", "Restarting"})
+_RUNNING_PHASES = frozenset({"Starting", "Running", "Restarting"})
 _DISRUPTIONS = {
     "PreemptionByScheduler": Reason.PREEMPTED,
     "EvictionByEvictionAPI": Reason.EVICTED,
@@ -122,4 +123,4 @@ _DISRUPTIONS = {
     "DeletionByTaintManager": Reason.NODE_LOST,
     "DeletionByPodGC": Reason.NODE_LOST,
 }
-_WORDS = {"fenced": Reason.FENCED, "unclean": Reason.UNCLEAN_NODE, "stopped": Reason.POD_DELETED}
+_REASONS_BY_RESULT = {"fenced": Reason.FENCED, "unclean": Reason.UNCLEAN_NODE, "stopped": Reason.POD_DELETED}

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import MAX_LOG_LINES, Cause, Charge, LastFailure, Phase, Restarts
 from everstep_operator.plan import replace
-from everstep_operator.plan.leader import MAX_ORDINAL, Entry, LeaderView
+from everstep_operator.plan.leader import MAX_ORDINAL, LeaderView, ReportedGeneration
 from everstep_operator.plan.observed import PodView
-from everstep_operator.plan.situation import Situation, utc
+from everstep_operator.plan.situation import PlanContext, to_utc
 
 # So long a "pod lost" waits for the pod's own last state, which tells an OOM or a pre-emption from a network fault.
-WAIT_FOR_FATE = 10.0
+FATE_WAIT_SECONDS = 10.0
 
-_CAUSES = {
+_CAUSE_OF_REASON = {
     Reason.APPLICATION_ERROR: Cause.APPLICATION,
     Reason.OUT_OF_MEMORY: Cause.APPLICATION,
     Reason.PREEMPTED: Cause.PREEMPTION,
@@ -27,7 +27,7 @@ _CAUSES = {
 
 
 @dataclass(frozen=True)
-class Account:
+class RestartBudget:
     """Restarts after everything known was charged. `exhausted`: (reason, message) if a budget is overdrawn."""
 
     restarts: Restarts
@@ -37,7 +37,7 @@ class Account:
     retry_at: float | None = None
 
 
-def settle(s: Situation, *, over: bool = False) -> Account:
+def charge_ended_generations(s: PlanContext, *, over: bool = False) -> RestartBudget:
     """Charge the generations that ended since the last pass. `over`: the job has an outcome, so that a pod's end is no
     loss."""
     restarts = before = s.status.restarts  # `before` the newest charge
@@ -45,46 +45,46 @@ def settle(s: Situation, *, over: bool = False) -> Account:
     generation = min(s.status.generation, MAX_ORDINAL)  # an older version stored what a leader made up
     head = s.head
     if s.leader is not None or over:
-        for entry in _ledger(s, over):
+        for entry in _list_ended_generations(s, over):
             if restarts.last is not None and entry.order <= restarts.last.token:
                 continue
             if entry.order[0] > s.status.epoch:
                 continue  # made up: it would be newer than whatever ends from now on
             if entry.cause == "Stopped":
                 continue
-            reason = _entry_reason(s, entry) or (_unknown(entry) if over else None)
+            reason = _find_entry_reason(s, entry) or (_fallback_reason(entry) if over else None)
             if reason is None:
                 # Charges are in the order of generations: the later ones wait with this one.
-                retry_at = (entry.ended_at or s.now) + WAIT_FOR_FATE
+                retry_at = (entry.ended_at or s.now) + FATE_WAIT_SECONDS
                 break
-            before, restarts = restarts, _charge(s, restarts, entry.id, reason)
-            failure = _failure_of(s, entry, reason)
-        generation = _generation(s, s.leader) if s.leader is not None else generation
-    elif s.plain and (broken := _plain_loss(s)) is not None:
+            before, restarts = restarts, _add_charge(s, restarts, entry.id, reason)
+            failure = _make_failure(s, entry, reason)
+        generation = _last_run_generation(s, s.leader) if s.leader is not None else generation
+    elif s.plain and (broken := _find_plain_loss(s)) is not None:
         epoch, pod = broken
         if not restarts.last or restarts.last.token < (epoch, 1):
-            reason = Reason.APPLICATION_ERROR if _failed_itself(pod) else replace.why_lost(pod)
-            before, restarts = restarts, _charge(s, restarts, f"{epoch}.1", reason)
-            failure = failure_of_pod(pod, reason)
+            reason = Reason.APPLICATION_ERROR if _has_failed_itself(pod) else replace.explain_loss(pod)
+            before, restarts = restarts, _add_charge(s, restarts, f"{epoch}.1", reason)
+            failure = make_pod_failure(pod, reason)
     if not over and not s.plain and s.phase in (Phase.RUNNING, Phase.RESTARTING) and generation >= 1:
         dead = head is None or not head.live
         # In degraded mode nobody tells of lost pods either; one charge per generation seen keeps it from being free.
-        loss = head if dead else next(iter(replace.lost(s)), None) if s.degraded else None
+        loss = head if dead else next(iter(replace.list_lost_pods(s)), None) if s.degraded else None
         # A pod 0 of an older epoch is a late read: its end is on record since the epoch was raised.
         known = head is None or head.epoch == s.status.epoch
         newest = restarts.last.token if restarts.last is not None else (0, 0)
         if known and (dead or loss is not None) and newest < (s.status.epoch, generation):
-            reason = replace.why_lost(loss)
-            before, restarts = restarts, _charge(s, restarts, f"{s.status.epoch}.{generation}", reason)
-            failure = failure_of_pod(loss, reason)
-    exhausted = _exhausted(s, restarts)
+            reason = replace.explain_loss(loss)
+            before, restarts = restarts, _add_charge(s, restarts, f"{s.status.epoch}.{generation}", reason)
+            failure = make_pod_failure(loss, reason)
+    exhausted = _find_exhausted_budget(s, restarts)
     if exhausted is not None:
         # What found the budget empty ends the job: no restart came of it, so none is counted.
         restarts = before
-    return Account(restarts, generation, failure, exhausted, retry_at)
+    return RestartBudget(restarts, generation, failure, exhausted, retry_at)
 
 
-def _ledger(s: Situation, over: bool) -> list[Entry]:
+def _list_ended_generations(s: PlanContext, over: bool) -> list[ReportedGeneration]:
     """Return the generations that the leader told of, and when all is over those in agent 0's termination message: what
     happened while no operator asked counts too."""
     word = s.head.ended.word if over and s.head is not None and s.head.ended is not None else None
@@ -94,22 +94,22 @@ def _ledger(s: Situation, over: bool) -> list[Entry]:
     return sorted(known.values(), key=lambda entry: entry.order)
 
 
-def allowance(s: Situation, restarts: Restarts) -> int:
+def count_remaining_restarts(s: PlanContext, restarts: Restarts) -> int:
     """Return the application restarts left after the newest charge: what the leader may still do on its own."""
-    since = utc(s.now - s.spec.restart.window.total_seconds())
+    since = to_utc(s.now - s.spec.restart.window.total_seconds())
     return max(0, s.spec.restart.application - restarts.within(Cause.APPLICATION, since))
 
 
-def dead_set(restarts: Restarts, pod: PodView) -> bool:
+def is_set_charged(restarts: Restarts, pod: PodView) -> bool:
     """Return whether the set this pod belongs to has been charged, so that all of it goes (plain mode)."""
     return restarts.last is not None and restarts.last.token >= (pod.epoch, 1)
 
 
-def failure_of_pod(pod: PodView | None, reason: Reason) -> LastFailure:
+def make_pod_failure(pod: PodView | None, reason: Reason) -> LastFailure:
     end = pod.ended if pod is not None else None
     word = end.word if end is not None else None
     return LastFailure(
-        cause=_CAUSES.get(reason, Cause.INFRASTRUCTURE),
+        cause=_CAUSE_OF_REASON.get(reason, Cause.INFRASTRUCTURE),
         reason=reason.value,
         node=pod.node if pod is not None else None,
         rank=word.rank if word else None,
@@ -119,9 +119,9 @@ def failure_of_pod(pod: PodView | None, reason: Reason) -> LastFailure:
     )
 
 
-def failure_of_entry(entry: Entry, reason: Reason, node: str | None) -> LastFailure:
+def make_entry_failure(entry: ReportedGeneration, reason: Reason, node: str | None) -> LastFailure:
     return LastFailure(
-        cause=_CAUSES.get(reason, Cause.INFRASTRUCTURE),
+        cause=_CAUSE_OF_REASON.get(reason, Cause.INFRASTRUCTURE),
         reason=reason.value,
         node=node,
         rank=entry.rank,
@@ -131,42 +131,44 @@ def failure_of_entry(entry: Entry, reason: Reason, node: str | None) -> LastFail
     )
 
 
-def _failure_of(s: Situation, entry: Entry, reason: Reason) -> LastFailure:
+def _make_failure(s: PlanContext, entry: ReportedGeneration, reason: Reason) -> LastFailure:
     pod = s.current.get(entry.index) if entry.index is not None else None
-    if entry.cause in ("PodLost", "Leaving") and _is_the_lost_one(pod, entry) and pod is not None and pod.ended:
-        return failure_of_pod(pod, reason)
-    return failure_of_entry(entry, reason, pod.node if pod else None)
+    if entry.cause in ("PodLost", "Leaving") and _is_lost_pod(pod, entry) and pod is not None and pod.ended:
+        return make_pod_failure(pod, reason)
+    return make_entry_failure(entry, reason, pod.node if pod else None)
 
 
-def _charge(s: Situation, restarts: Restarts, name: str, reason: Reason) -> Restarts:
-    return restarts.charge(Charge(id=name, cause=_CAUSES.get(reason, Cause.INFRASTRUCTURE), time=utc(s.now)))
+def _add_charge(s: PlanContext, restarts: Restarts, name: str, reason: Reason) -> Restarts:
+    return restarts.charge(
+        Charge(id=name, cause=_CAUSE_OF_REASON.get(reason, Cause.INFRASTRUCTURE), time=to_utc(s.now))
+    )
 
 
-def _entry_reason(s: Situation, entry: Entry) -> Reason | None:
+def _find_entry_reason(s: PlanContext, entry: ReportedGeneration) -> Reason | None:
     """Return the reason of an ended generation; None: it cannot be told yet."""
     simple = {"Application": Reason.APPLICATION_ERROR, "OutOfMemory": Reason.OUT_OF_MEMORY, "Fenced": Reason.FENCED}
     if entry.cause in simple:
         return simple[entry.cause]
     pod = s.current.get(entry.index) if entry.index is not None else None
-    if pod is not None and _is_the_lost_one(pod, entry):
+    if pod is not None and _is_lost_pod(pod, entry):
         if not pod.live:
-            return replace.why_lost(pod)
-        if s.now < (entry.ended_at or s.now) + WAIT_FOR_FATE and entry.ended_at is not None:
+            return replace.explain_loss(pod)
+        if s.now < (entry.ended_at or s.now) + FATE_WAIT_SECONDS and entry.ended_at is not None:
             return None
-    return _unknown(entry)
+    return _fallback_reason(entry)
 
 
-def _unknown(entry: Entry) -> Reason:
+def _fallback_reason(entry: ReportedGeneration) -> Reason:
     """Return the reason that is given when nothing more will be known: after the end of a job nobody looks again."""
     return Reason.POD_DELETED if entry.cause == "Leaving" else Reason.POD_LOST
 
 
-def _is_the_lost_one(pod: PodView | None, entry: Entry) -> bool:
+def _is_lost_pod(pod: PodView | None, entry: ReportedGeneration) -> bool:
     """Return whether the pod of this index now is the one the entry is about, and not its replacement."""
     return pod is not None and (entry.ended_at is None or pod.created <= entry.ended_at)
 
 
-def _generation(s: Situation, leader: LeaderView) -> int:
+def _last_run_generation(s: PlanContext, leader: LeaderView) -> int:
     """Return the last generation of this epoch known to have run: one that still forms has not cost anything yet."""
     if leader.epoch != s.status.epoch:
         return min(s.status.generation, MAX_ORDINAL)
@@ -176,34 +178,34 @@ def _generation(s: Situation, leader: LeaderView) -> int:
     return min(MAX_ORDINAL, max([s.status.generation, *seen]))
 
 
-def _plain_loss(s: Situation) -> tuple[int, PodView | None] | None:
+def _find_plain_loss(s: PlanContext) -> tuple[int, PodView | None] | None:
     """Return the epoch of the set and the pod that broke it, or None if the present set of plain pods is whole."""
-    pods = [p for p in s.current.values() if not dead_set(s.status.restarts, p)]
+    pods = [p for p in s.current.values() if not is_set_charged(s.status.restarts, p)]
     epoch = max((p.epoch for p in pods), default=s.status.epoch)
     failed = [p for p in pods if p.ended is not None and p.ended.exit_code != 0]
     if failed:
         # The first to fail is the cause; its peers fail because it left.
         return epoch, min(failed, key=lambda p: (p.ended.finished_at or s.now if p.ended else s.now, p.index))
-    if s.phase is Phase.RUNNING and replace.missing(s):
+    if s.phase is Phase.RUNNING and replace.list_missing_indices(s):
         return epoch, None
     if s.phase in (Phase.STARTING, Phase.RUNNING) and (going := [p for p in pods if not p.live and not p.ended]):
         return epoch, going[0]
     return None
 
 
-def _failed_itself(pod: PodView | None) -> bool:
+def _has_failed_itself(pod: PodView | None) -> bool:
     return (
         pod is not None
         and pod.ended is not None
         and pod.ended.exit_code is not None
         and not pod.deleting
         and pod.disruption is None
-        and not replace.is_oom(pod)
+        and not replace.is_out_of_memory(pod)
     )
 
 
-def _exhausted(s: Situation, restarts: Restarts) -> tuple[Reason, str] | None:
-    since = utc(s.now - s.spec.restart.window.total_seconds())
+def _find_exhausted_budget(s: PlanContext, restarts: Restarts) -> tuple[Reason, str] | None:
+    since = to_utc(s.now - s.spec.restart.window.total_seconds())
     budget = s.spec.restart
     for cause, limit, reason in (
         (Cause.APPLICATION, budget.application, Reason.RESTART_BUDGET_EXCEEDED),

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any
 
-from everstep_operator.plan.affinity import Candidate, node_allowed, rules_between
+from everstep_operator.plan.affinity import CandidateNode, is_node_allowed, list_placement_rules
 from everstep_operator.plan.taints import is_temporary
 
-_UNITS = {
+_QUANTITY_UNITS = {
     unit: Decimal(1000) ** power for power, unit in enumerate(("n", "u", "m", "", "k", "M", "G", "T", "P", "E"), -3)
 }
-_UNITS |= {unit: Decimal(1024) ** power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)}
+_QUANTITY_UNITS |= {unit: Decimal(1024) ** power for power, unit in enumerate(("Ki", "Mi", "Gi", "Ti", "Pi", "Ei"), 1)}
 _LEAST, _MOST = Decimal("1e-9"), Decimal("1e30")  # no quantity is finer; none that is larger means anything
 
 Taints = tuple[tuple[str, str, str], ...]  # key, value, effect of each
@@ -34,7 +34,7 @@ class NodeRoom:
     allocatable: Mapping[str, Decimal]  # empty: not reported yet
 
 
-def node_room(raw: Mapping[str, Any]) -> NodeRoom:
+def parse_node_room(raw: Mapping[str, Any]) -> NodeRoom:
     """Sort out what one Node can hold. Never raises on odd values."""
     meta = raw.get("metadata") or {}
     labels = meta.get("labels") or {}
@@ -47,7 +47,7 @@ def node_room(raw: Mapping[str, Any]) -> NodeRoom:
             for t in taints
             if t.get("effect") in ("NoSchedule", "NoExecute") and not is_temporary(str(t.get("key") or ""))
         ),
-        allocatable=_amounts((raw.get("status") or {}).get("allocatable")),
+        allocatable=_parse_amounts((raw.get("status") or {}).get("allocatable")),
     )
 
 
@@ -74,16 +74,16 @@ def count_places(
     spec: Mapping[str, Any] = pod.get("spec") or {}
     if labels is None:
         labels = (pod.get("metadata") or {}).get("labels") or {}
-    rules = rules_between(spec, labels, namespace)
-    wanted = _requests(spec)
+    rules = list_placement_rules(spec, labels, namespace)
+    wanted = _sum_requests(spec)
     tolerated: dict[Taints, bool] = {}  # nodes have few different ones
     may_stop = all(rule.only_grows for rule in rules)
-    nodes: list[Candidate] = []
+    nodes: list[CandidateNode] = []
     places, stop_at = 0, 1
     for room in rooms:
         if room.taints not in tolerated:
             tolerated[room.taints] = _tolerates_all(spec.get("tolerations") or (), room.taints)
-        node = _candidate(spec, room, wanted, enough, tolerated[room.taints])
+        node = _make_candidate(spec, room, wanted, enough, tolerated[room.taints])
         places += node.places
         nodes.append(node)
         # Rules are asked at each doubling: all of that together costs as much as to ask them once, of all nodes.
@@ -94,44 +94,46 @@ def count_places(
     return min([places, enough, *(rule.count(nodes) for rule in rules)])
 
 
-def _candidate(
+def _make_candidate(
     spec: Mapping[str, Any], room: NodeRoom, wanted: Mapping[str, Decimal], enough: int, tolerated: bool
-) -> Candidate:
+) -> CandidateNode:
     selector = spec.get("nodeSelector") or {}
     selected = all(room.labels.get(key) == value for key, value in selector.items())
-    selected = selected and node_allowed(spec, room.name, room.labels)
-    places = _places(wanted, room.allocatable, enough) if selected and tolerated else 0
-    return Candidate(room.labels, selected, places)
+    selected = selected and is_node_allowed(spec, room.name, room.labels)
+    places = _count_node_places(wanted, room.allocatable, enough) if selected and tolerated else 0
+    return CandidateNode(room.labels, selected, places)
 
 
-def _places(wanted: Mapping[str, Decimal], allocatable: Mapping[str, Decimal], enough: int) -> int:
+def _count_node_places(wanted: Mapping[str, Decimal], allocatable: Mapping[str, Decimal], enough: int) -> int:
     if not allocatable:
         return enough
     return min((int(allocatable.get(name, Decimal(0)) / amount) for name, amount in wanted.items()), default=enough)
 
 
-def _requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
+def _sum_requests(spec: Mapping[str, Any]) -> dict[str, Decimal]:
     total: dict[str, Decimal] = {"pods": Decimal(1)}
     for container in spec.get("containers") or ():
         resources = container.get("resources") or {}
         # The API server takes a limit for the request where only the limit is given.
-        for name, amount in _amounts({**(resources.get("limits") or {}), **(resources.get("requests") or {})}).items():
+        for name, amount in _parse_amounts(
+            {**(resources.get("limits") or {}), **(resources.get("requests") or {})}
+        ).items():
             total[name] = total.get(name, Decimal(0)) + amount
     return {name: amount for name, amount in total.items() if amount > 0}
 
 
 def _tolerates_all(tolerations: Iterable[Mapping[str, Any]], taints: Taints) -> bool:
-    return all(any(_tolerates(toleration, taint) for toleration in tolerations) for taint in taints)
+    return all(any(_tolerates_taint(toleration, taint) for toleration in tolerations) for taint in taints)
 
 
-def _tolerates(toleration: Mapping[str, Any], taint: tuple[str, str, str]) -> bool:
+def _tolerates_taint(toleration: Mapping[str, Any], taint: tuple[str, str, str]) -> bool:
     key, value, effect = taint
     if toleration.get("effect") not in (None, "", effect) or toleration.get("key") not in (None, "", key):
         return False
     return toleration.get("operator") == "Exists" or (toleration.get("value") or "") == value
 
 
-def _amounts(given: Any) -> dict[str, Decimal]:
+def _parse_amounts(given: Any) -> dict[str, Decimal]:
     found = {str(name): read_quantity(value) for name, value in (given or {}).items()}
     return {name: amount for name, amount in found.items() if amount is not None}
 
@@ -141,7 +143,9 @@ def read_quantity(quantity: Any) -> Decimal | None:
     text = str(quantity)
     unit = text.lstrip("+-.0123456789")
     try:
-        number = Decimal(text[: len(text) - len(unit)]) * _UNITS[unit] if unit in _UNITS else Decimal(text)
+        number = (
+            Decimal(text[: len(text) - len(unit)]) * _QUANTITY_UNITS[unit] if unit in _QUANTITY_UNITS else Decimal(text)
+        )
     except ArithmeticError:
         return None
     if number.is_nan() or number <= 0:

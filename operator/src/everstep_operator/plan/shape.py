@@ -12,19 +12,19 @@ from typing import Any
 _TEXT, _OBJECT, _LIST = "a string", "an object", "a list of objects"
 
 
-def misshapen(over: Mapping[str, Any]) -> str | None:
+def find_misshapen_field(over: Mapping[str, Any]) -> str | None:
     """Return what is wrong with the first such field of a podTemplate.spec, or None."""
-    for field, value, wanted in _read(over):
-        if value is not None and not _is(value, wanted):
+    for field, value, wanted in _list_typed_fields(over):
+        if value is not None and not _has_type(value, wanted):
             return f"podTemplate.spec.{field} must be {wanted}, not {value!r:.100}"
     return None
 
 
-def _read(over: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
+def _list_typed_fields(over: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
     """Yield (path, value, shape), from the outside in: what is checked first may be relied on by what follows."""
     yield "serviceAccount", over.get("serviceAccount"), _TEXT
     yield "priorityClassName", over.get("priorityClassName"), _TEXT
-    yield from _security("", over.get("securityContext"))
+    yield from _list_security_fields("", over.get("securityContext"))
     yield "securityContext.sysctls", (over.get("securityContext") or {}).get("sysctls"), _LIST
     for number, sysctl in enumerate((over.get("securityContext") or {}).get("sysctls") or ()):
         yield f"securityContext.sysctls[{number}].name", sysctl.get("name"), _TEXT
@@ -36,7 +36,7 @@ def _read(over: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
         yield kind, over.get(kind), _LIST
         for place, container in enumerate(over.get(kind) or ()):
             path = f"{kind}[{container.get('name', place)}]"
-            yield from _security(f"{path}.", container.get("securityContext"))
+            yield from _list_security_fields(f"{path}.", container.get("securityContext"))
             capabilities = (container.get("securityContext") or {}).get("capabilities")
             yield f"{path}.securityContext.capabilities", capabilities, _OBJECT
             for verb in ("add", "drop"):
@@ -50,7 +50,7 @@ def _read(over: Mapping[str, Any]) -> Iterator[tuple[str, Any, str]]:
                 yield f"{path}.volumeMounts.name", mount.get("name"), _TEXT
 
 
-def _security(path: str, context: Any) -> Iterator[tuple[str, Any, str]]:
+def _list_security_fields(path: str, context: Any) -> Iterator[tuple[str, Any, str]]:
     """Yield the fields that the security contexts of a pod and of a container have alike."""
     yield f"{path}securityContext", context, _OBJECT
     for field in ("seccompProfile", "appArmorProfile", "seLinuxOptions", "windowsOptions"):
@@ -60,7 +60,7 @@ def _security(path: str, context: Any) -> Iterator[tuple[str, Any, str]]:
             yield f"{path}securityContext.{field}.{name}", (below or {}).get(name), _TEXT
 
 
-def _is(value: Any, wanted: str) -> bool:
+def _has_type(value: Any, wanted: str) -> bool:
     if wanted == _LIST:
         return isinstance(value, list) and all(isinstance(item, Mapping) for item in value)
     return isinstance(value, str if wanted == _TEXT else Mapping)

@@ -12,20 +12,20 @@ from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import Phase, TemplateStatus, TrainingJobStatus, Transition
 from everstep_operator.plan.leader import LeaderView
-from everstep_operator.plan.observed import Observed, PodView
+from everstep_operator.plan.observed import Observation, PodView
 from everstep_operator.plan.pods import pod_name
 
 # Without an answer of the leader for so long, phases come from the pods alone. Longer than a poll that times out.
-DEGRADED_AFTER = 15.0
-FORMING = frozenset({Phase.PENDING, Phase.SCHEDULING, Phase.STARTING, Phase.SUSPENDED})
-HAS_RUN = frozenset({Phase.RUNNING, Phase.RESTARTING})
+DEGRADED_AFTER_SECONDS = 15.0
+FORMING_PHASES = frozenset({Phase.PENDING, Phase.SCHEDULING, Phase.STARTING, Phase.SUSPENDED})
+RUN_PHASES = frozenset({Phase.RUNNING, Phase.RESTARTING})
 
 
 @dataclass(frozen=True)
-class Situation:
+class PlanContext:
     """All policies take one of these. Nothing in it is ever changed."""
 
-    observed: Observed
+    observed: Observation
     now: float
 
     @property
@@ -105,7 +105,7 @@ class Situation:
         view, head = self.observed.leader, self.head
         if self.plain or view is None or view.answered_at is None or head is None or view.epoch != head.epoch:
             return None
-        fresh = view.reachable or self.now - view.answered_at < DEGRADED_AFTER
+        fresh = view.reachable or self.now - view.answered_at < DEGRADED_AFTER_SECONDS
         return view if fresh or view.outcome is not None else None
 
     @cached_property
@@ -117,9 +117,9 @@ class Situation:
         view = self.observed.leader
         if view is None:
             # Nobody has asked it yet: an operator that has just started knows of no silence.
-            return self.now + DEGRADED_AFTER
+            return self.now + DEGRADED_AFTER_SECONDS
         heard = view.answered_at if view.epoch == head.epoch else None
-        return max(heard or 0.0, view.asked_since) + DEGRADED_AFTER
+        return max(heard or 0.0, view.asked_since) + DEGRADED_AFTER_SECONDS
 
     @property
     def degraded(self) -> bool:
@@ -149,7 +149,7 @@ class Situation:
     def has_run(self) -> bool:
         """Return whether ranks of this job have run at some time, so that it is bound to what it was resolved to."""
         status = self.status
-        return self.phase in HAS_RUN or status.timings.running > 0 or status.restarts.total > 0
+        return self.phase in RUN_PHASES or status.timings.running > 0 or status.restarts.total > 0
 
     @property
     def is_first_creation(self) -> bool:
@@ -171,6 +171,6 @@ def _proves_pods(transition: Transition) -> bool:
     return transition.phase is Phase.STARTING or transition.reason in (Reason.GANG_RELEASED, Reason.QUOTA_EXCEEDED)
 
 
-def utc(seconds: float) -> datetime:
+def to_utc(seconds: float) -> datetime:
     """Return a time for a status: milliseconds are enough, and what is read back is what was written."""
     return datetime.fromtimestamp(round(seconds, 3), UTC)

@@ -12,18 +12,18 @@ from dataclasses import dataclass
 from everstep_operator.api.status import StartFailures
 from everstep_operator.plan import plain
 from everstep_operator.plan.observed import PodView
-from everstep_operator.plan.situation import FORMING, Situation, utc
+from everstep_operator.plan.situation import FORMING_PHASES, PlanContext, to_utc
 
-LIMIT = 5  # attempts in a row
-BACKOFF = 10.0  # seconds between the pods of one attempt and the next, doubled with each
-BACKOFF_MAX = 60.0
-# Pods of one attempt are made within a few seconds, those of the next `BACKOFF` after them at the earliest.
-_TOGETHER = BACKOFF / 2
-_TOLD_TO_LEAVE = 143
+MAX_START_FAILURES = 5  # attempts in a row
+BACKOFF_SECONDS = 10.0  # seconds between the pods of one attempt and the next, doubled with each
+MAX_BACKOFF_SECONDS = 60.0
+# Pods of one attempt are made within a few seconds, those of the next `BACKOFF_SECONDS` after them at the earliest.
+_TOGETHER_SECONDS = BACKOFF_SECONDS / 2
+_SIGTERM_EXIT_CODE = 143
 
 
 @dataclass(frozen=True)
-class Starts:
+class StartRecord:
     """A count of failed starts, as it is on record after this pass."""
 
     record: StartFailures | None = None
@@ -32,7 +32,7 @@ class Starts:
 
     @property
     def exhausted(self) -> bool:
-        return self.record is not None and self.record.count >= LIMIT
+        return self.record is not None and self.record.count >= MAX_START_FAILURES
 
     @property
     def message(self) -> str:
@@ -41,38 +41,38 @@ class Starts:
         if pod is None or end is None or self.record is None:
             return ""
         said = (end.word.message if end.word else end.message) or f"{end.reason}, exit code {end.exit_code}"
-        times = f"{self.record.count} of {LIMIT} times in a row"
+        times = f"{self.record.count} of {MAX_START_FAILURES} times in a row"
         return f"{pod.name} on {pod.node}: the agent failed at its start ({times}): {said}"
 
 
-def settle(s: Situation) -> Starts:
+def count_start_failures(s: PlanContext) -> StartRecord:
     """Count what failed since the last look. Pods that fail together are one failure."""
     known = s.status.start_failures
     if s.plain:
-        return Starts()
-    failed = [pod for pod in s.current.values() if failed_at_start(s, pod)]
+        return StartRecord()
+    failed = [pod for pod in s.current.values() if has_failed_at_start(s, pod)]
     first = min(failed, key=lambda p: (p.ended.finished_at or s.now if p.ended else s.now, p.index), default=None)
-    counted_until = known.made.timestamp() + _TOGETHER if known is not None else float("-inf")
+    counted_until = known.made.timestamp() + _TOGETHER_SECONDS if known is not None else float("-inf")
     if not any(pod.created > counted_until for pod in failed):
-        return Starts(known, first)
+        return StartRecord(known, first)
     made = max(pod.created for pod in s.current.values())
     count = 1 if known is None else known.count + 1
-    return Starts(StartFailures(count=count, made=utc(made)), first, fresh=True)
+    return StartRecord(StartFailures(count=count, made=to_utc(made)), first, fresh=True)
 
 
-def next_attempt(record: StartFailures | None) -> float:
+def next_attempt_at(record: StartFailures | None) -> float:
     """Return when the failed pods of the last attempt may be created again, all of them together."""
     if record is None:
         return 0.0
-    return record.made.timestamp() + min(BACKOFF_MAX, BACKOFF * 2.0 ** (record.count - 1))
+    return record.made.timestamp() + min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** (record.count - 1))
 
 
-def failed_at_start(s: Situation, pod: PodView) -> bool:
+def has_failed_at_start(s: PlanContext, pod: PodView) -> bool:
     """Return whether the container ended by itself before its agent has joined a generation."""
     end = pod.ended
-    if end is None or pod.deleting or pod.disruption is not None or end.exit_code in (None, 0, _TOLD_TO_LEAVE):
+    if end is None or pod.deleting or pod.disruption is not None or end.exit_code in (None, 0, _SIGTERM_EXIT_CODE):
         return False
-    if s.phase in FORMING and plain.switch([pod]) is not None:
+    if s.phase in FORMING_PHASES and plain.find_agent_obstacle([pod]) is not None:
         return False  # it runs without the agent next
     if end.word is None:
         return s.status.generation == 0

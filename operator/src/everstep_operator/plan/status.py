@@ -11,94 +11,96 @@ from everstep_operator.api.status import (
     MAX_TRANSITIONS,
     ConditionType,
     Phase,
-    Progress,
     Timings,
     TrainingJobStatus,
+    TrainingProgress,
     Transition,
 )
-from everstep_operator.plan.actions import Event
-from everstep_operator.plan.conditions import conditions
+from everstep_operator.plan.actions import JobEvent
+from everstep_operator.plan.conditions import build_conditions
 from everstep_operator.plan.decision import Decision
-from everstep_operator.plan.gang import BLOCKED
-from everstep_operator.plan.situation import Situation, utc
+from everstep_operator.plan.gang import BLOCKED_REASONS
+from everstep_operator.plan.situation import PlanContext, to_utc
 
-WRITE_EVERY = 30.0
-_BUCKETS = {
+WRITE_INTERVAL_SECONDS = 30.0
+_TIMING_OF_PHASE = {
     Phase.PENDING: "pending",
     Phase.SCHEDULING: "scheduling",
     Phase.STARTING: "starting",
     Phase.RUNNING: "running",
     Phase.RESTARTING: "recovering",
 }
-_WARNINGS = frozenset({Phase.FAILED, Phase.RESTARTING})
+_WARNING_PHASES = frozenset({Phase.FAILED, Phase.RESTARTING})
 
 
-def status_of(s: Situation, decision: Decision) -> tuple[TrainingJobStatus, tuple[Event, ...], float | None]:
+def build_status(s: PlanContext, decision: Decision) -> tuple[TrainingJobStatus, tuple[JobEvent, ...], float | None]:
     """Return the status to have, the events of this transition, and when a change that was held back is due."""
     old = s.status
-    moved = _moves(s, decision)
+    moved = _starts_transition(s, decision)
     new = old.model_copy(
         update={
             "phase": decision.phase,
             "observed_generation": s.job.metadata.generation,
-            "conditions": conditions(s, decision),
+            "conditions": build_conditions(s, decision),
             "epoch": max(old.epoch, decision.epoch or 0),
             "generation": old.generation if decision.generation is None else decision.generation,
             "template": decision.template or old.template,
             "nodes": 0 if decision.phase is Phase.SUSPENDED else s.wanted,
             "ready_nodes": s.ready,
-            "progress": _progress(s, decision),
+            "progress": _update_progress(s, decision),
             "restarts": decision.restarts or old.restarts,
             "start_failures": decision.start_failures,
             "last_failure": decision.last_failure or old.last_failure,
-            "transitions": _transitions(s, decision) if moved else old.transitions,
-            "timings": _timings(s) if moved else old.timings,
+            "transitions": _update_transitions(s, decision) if moved else old.transitions,
+            "timings": _update_timings(s) if moved else old.timings,
         }
     )
     if new == old:
         return old, (), None
-    if not moved and _lasting(new) == _lasting(old):
-        due = (s.observed.status_written_at or 0.0) + WRITE_EVERY
+    if not moved and _strip_volatile_fields(new) == _strip_volatile_fields(old):
+        due = (s.observed.status_written_at or 0.0) + WRITE_INTERVAL_SECONDS
         if s.now < due:
             return old, (), due
     changed_phase = decision.phase is not old.phase or decision.phase is Phase.PENDING or decision.again
-    warns = decision.phase in _WARNINGS or decision.stalled
+    warns = decision.phase in _WARNING_PHASES or decision.stalled
     said = decision.message or decision.reason.meaning
-    event = Event("Warning" if warns else "Normal", decision.reason.value, said[:1024])
+    event = JobEvent("Warning" if warns else "Normal", decision.reason.value, said[:1024])
     # Another attempt at the same thing is no news.
-    attempts = old.transitions[-2:] if decision.reason in BLOCKED else old.transitions[-1:]  # with the one between
+    attempts = (
+        old.transitions[-2:] if decision.reason in BLOCKED_REASONS else old.transitions[-1:]
+    )  # with the one between
     news = moved and changed_phase and not (decision.again and any(t.reason == decision.reason for t in attempts))
-    return new, (*((event,) if news else ()), *_besides(s, new)), None
+    return new, (*((event,) if news else ()), *_list_other_events(s, new)), None
 
 
-def _besides(s: Situation, new: TrainingJobStatus) -> list[Event]:
+def _list_other_events(s: PlanContext, new: TrainingJobStatus) -> list[JobEvent]:
     """Return events of what may go wrong in any phase."""
     events = []
     before, nodes = (status.condition(ConditionType.NODES_HEALTHY) for status in (s.status, new))
     if nodes is not None and nodes.status == "False" and (before is None or before.reason != nodes.reason):
-        events.append(Event("Warning", nodes.reason, nodes.message[:1024]))
+        events.append(JobEvent("Warning", nodes.reason, nodes.message[:1024]))
     failure = new.last_failure
     if failure is not None and failure.reason == Reason.START_FAILED and failure != s.status.last_failure:
-        events.append(Event("Warning", failure.reason, failure.message[:1024]))
+        events.append(JobEvent("Warning", failure.reason, failure.message[:1024]))
     return events
 
 
-def _moves(s: Situation, decision: Decision) -> bool:
+def _starts_transition(s: PlanContext, decision: Decision) -> bool:
     if s.open is None or decision.phase is not s.status.phase or decision.again:
         return True
     told = s.open.reason != decision.reason
-    return told and (decision.phase is Phase.PENDING or s.open.reason in BLOCKED)
+    return told and (decision.phase is Phase.PENDING or s.open.reason in BLOCKED_REASONS)
 
 
-def _transitions(s: Situation, decision: Decision) -> list[Transition]:
-    now = utc(s.now)
+def _update_transitions(s: PlanContext, decision: Decision) -> list[Transition]:
+    now = to_utc(s.now)
     known = list(s.status.transitions)
     if known:
         known[-1] = known[-1].model_copy(update={"end": now})
     # Attempt after attempt at the same thing is one line: it began with the first. So is what is rejected again, with
     # the attempt between: a day of them would push out all that the job has been through.
     rejected = (decision.phase, decision.reason)
-    if len(known) >= 2 and decision.reason in BLOCKED and (known[-2].phase, known[-2].reason) == rejected:
+    if len(known) >= 2 and decision.reason in BLOCKED_REASONS and (known[-2].phase, known[-2].reason) == rejected:
         known[-2:] = [known[-2].model_copy(update={"end": now})]
     if len(known) >= 2 and (known[-2].phase, known[-2].reason) == (known[-1].phase, known[-1].reason):
         known[-2:] = [known[-2].model_copy(update={"end": now})]
@@ -106,11 +108,11 @@ def _transitions(s: Situation, decision: Decision) -> list[Transition]:
     return known[-MAX_TRANSITIONS:]
 
 
-def _timings(s: Situation) -> Timings:
+def _update_timings(s: PlanContext) -> Timings:
     """Return the timings. Time is booked when a phase ends: a status that only counted seconds would be written every
     second."""
     timings = s.status.timings
-    if s.open is None or (bucket := _BUCKETS.get(s.open.phase)) is None:
+    if s.open is None or (bucket := _TIMING_OF_PHASE.get(s.open.phase)) is None:
         return timings
     spent = max(0.0, s.now - s.open.start.timestamp())
     timings = timings.model_copy(update={bucket: round(getattr(timings, bucket) + spent, 3)})
@@ -119,7 +121,7 @@ def _timings(s: Situation) -> Timings:
     return timings.model_copy(update={"goodput": goodput})
 
 
-def _progress(s: Situation, decision: Decision) -> Progress | None:
+def _update_progress(s: PlanContext, decision: Decision) -> TrainingProgress | None:
     old = s.status.progress
     word = s.head.ended.word if s.head is not None and s.head.ended is not None else None
     # The last answer of the leader, if there was one, is older than its last word.
@@ -136,12 +138,12 @@ def _progress(s: Situation, decision: Decision) -> Progress | None:
     begins = named == order != (s.status.epoch, s.status.generation)
     if old is not None and not begins and seen.step < old.step:
         return old
-    return Progress.model_construct(
+    return TrainingProgress.model_construct(
         step=seen.step, total_steps=seen.total_steps, steps_per_second=seen.steps_per_second
     )
 
 
-def _lasting(status: TrainingJobStatus) -> TrainingJobStatus:
+def _strip_volatile_fields(status: TrainingJobStatus) -> TrainingJobStatus:
     """Return a status without what may wait for the next write."""
     told = [c.model_copy(update={"message": ""}) for c in status.conditions]
     return status.model_copy(update={"conditions": told, "ready_nodes": 0, "progress": None})

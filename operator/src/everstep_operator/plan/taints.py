@@ -7,7 +7,7 @@ in the cluster much longer. All others say what a node is for, and keep pods tha
 from __future__ import annotations
 
 # Taints by which those who remove nodes announce it. A cordon (spec.unschedulable) says the same with no name.
-LEAVING = frozenset(
+DRAIN_TAINTS = frozenset(
     {
         "ToBeDeletedByClusterAutoscaler",
         "karpenter.sh/disrupted",
@@ -28,7 +28,7 @@ _DOMAINS = (
     "status-taint.cluster-autoscaler.kubernetes.io/",
     "ignore-taint.cluster-autoscaler.kubernetes.io/",
 )
-_KEYS = LEAVING | {"karpenter.sh/unregistered", "karpenter.sh/disruption"}
+_KEYS = DRAIN_TAINTS | {"karpenter.sh/unregistered", "karpenter.sh/disruption"}
 # Network plugins, CSI drivers and others name the taint that they remove after their own domain.
 _NAMES = ("not-ready", "uninitialized", "startup")
 

@@ -19,26 +19,26 @@ from everstep_operator.api.pool import TrainingPool
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.scalars import parse_quantity
 from everstep_operator.plan import plain as plain_mode
-from everstep_operator.plan.agent_config import GPU, gpu_resource, job_config
-from everstep_operator.plan.keys import secret_name
+from everstep_operator.plan.agent_config import DEFAULT_GPU_RESOURCE, build_job_config, gpu_resource
+from everstep_operator.plan.keys import make_secret_name
 from everstep_operator.plan.labels import LABEL_CAPACITY, LABEL_JOB, LABEL_TEMPLATE
 from everstep_operator.plan.observed import (
     TOKEN_VOLUME,
-    TRAINER,
-    Frozen,
-    Settings,
-    token_secret,
+    TRAINER_CONTAINER,
+    FrozenTemplate,
+    PlanSettings,
+    token_secret_name,
 )
-from everstep_operator.plan.overlay import overlay
+from everstep_operator.plan.overlay import merge_overlay
 from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
-from everstep_operator.plan.pods import MANAGED_BY, owner_reference, template_name
-from everstep_operator.plan.shape import misshapen
+from everstep_operator.plan.pods import MANAGED_BY_LABEL, build_owner_reference, template_name
+from everstep_operator.plan.shape import find_misshapen_field
 
-AGENT = ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
-USER = 1000
-SHM_DEFAULT = 1 << 30
+AGENT_COMMAND = ["python3", "-I", "-S", "-B", "/opt/everstep/agent/agent.pyz", "run"]
+DEFAULT_USER_ID = 1000
+DEFAULT_SHM_BYTES = 1 << 30
 
-_SEES = "fieldPath"
+_FIELD_REF = "fieldPath"
 _REFERENCES = {
     "EVERSTEP_INDEX": "metadata.labels['everstep.dev/index']",
     "EVERSTEP_EPOCH": "metadata.labels['everstep.dev/epoch']",
@@ -50,14 +50,14 @@ _SHM = "/dev/shm"  # noqa: S108
 _AUTOMOUNT = "automountServiceAccountToken"
 _SIGNATURE = "signature"  # in the data, which nobody can change once it is there
 _TOO_MANY_PLAIN = (
-    f"numNodes is {{nodes}}, and without the agent a job has at most {plain_mode.MOST_NODES} nodes, since each pod "
+    f"numNodes is {{nodes}}, and without the agent a job has at most {plain_mode.MAX_NODES} nodes, since each pod "
     "holds the names of all: set spec.command and use an image with Python 3.9 or later, or take fewer nodes"
 )
 _FOLDERS = ("input", "model", "output", "checkpoints")
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
+class RejectedTemplate:
     """A rejection: no pod can come of this template, because the operator's configuration does not allow it or it is no
     pod's."""
 
@@ -65,9 +65,9 @@ class Refused:
     message: str
 
 
-def resolve(
-    job: TrainingJob, *, epoch: int, pool: TrainingPool | None, plain: bool, settings: Settings
-) -> Frozen | Refused:
+def resolve_template(
+    job: TrainingJob, *, epoch: int, pool: TrainingPool | None, plain: bool, settings: PlanSettings
+) -> FrozenTemplate | RejectedTemplate:
     """Return the template of this epoch, or why there is none.
 
     Args:
@@ -78,27 +78,27 @@ def resolve(
         settings: The operator's configuration.
     """
     over = job.spec.pod_template.spec.manifest()
-    if (message := misshapen(over)) is not None:
-        return Refused(Reason.INVALID_TEMPLATE, message)
-    if (message := _forbidden(over, settings)) is not None:
-        return Refused(Reason.NOT_PERMITTED, message)
-    if plain and job.spec.num_nodes > plain_mode.MOST_NODES:
-        return Refused(Reason.INVALID_TEMPLATE, _TOO_MANY_PLAIN.format(nodes=job.spec.num_nodes))
-    config = job_config(job, template_epoch=epoch, pool=pool, settings=settings, plain=plain)
-    spec = overlay(_base(job, epoch, pool, plain, settings), over)
+    if (message := find_misshapen_field(over)) is not None:
+        return RejectedTemplate(Reason.INVALID_TEMPLATE, message)
+    if (message := _find_forbidden_field(over, settings)) is not None:
+        return RejectedTemplate(Reason.NOT_PERMITTED, message)
+    if plain and job.spec.num_nodes > plain_mode.MAX_NODES:
+        return RejectedTemplate(Reason.INVALID_TEMPLATE, _TOO_MANY_PLAIN.format(nodes=job.spec.num_nodes))
+    config = build_job_config(job, template_epoch=epoch, pool=pool, settings=settings, plain=plain)
+    spec = merge_overlay(_build_base_pod(job, epoch, pool, plain, settings), over)
     profile = job.spec.security_profile
     if profile == "restricted":
         confine_containers(spec)
-    if (message := _violated(spec, job.spec.pod_template.metadata.annotations, profile, settings)) is not None:
-        return Refused(Reason.NOT_PERMITTED, message)
-    trainer = next(c for c in spec["containers"] if c["name"] == TRAINER)
+    if (message := _find_violation(spec, job.spec.pod_template.metadata.annotations, profile, settings)) is not None:
+        return RejectedTemplate(Reason.NOT_PERMITTED, message)
+    trainer = next(c for c in spec["containers"] if c["name"] == TRAINER_CONTAINER)
     # A read-only root without a writable /tmp breaks nearly every trainer.
-    if (trainer.get("securityContext") or {}).get("readOnlyRootFilesystem") and not _mounted(trainer, "/tmp"):  # noqa: S108
-        trainer["volumeMounts"] = [*trainer["volumeMounts"], _mount("everstep-tmp", "/tmp")]  # noqa: S108
+    if (trainer.get("securityContext") or {}).get("readOnlyRootFilesystem") and not _has_mount(trainer, "/tmp"):  # noqa: S108
+        trainer["volumeMounts"] = [*trainer["volumeMounts"], _build_mount("everstep-tmp", "/tmp")]  # noqa: S108
         spec["volumes"] = [*spec["volumes"], {"name": "everstep-tmp", "emptyDir": {}}]
     config |= {"ownsSharedMemory": _owns_shared_memory(spec, trainer), "ownsIpc": not spec.get("hostIPC")}
     # A user's volume on one of our mount points leaves our volume without a use.
-    used = [m.get("name") for c in _containers(spec) for m in c.get("volumeMounts") or ()]
+    used = [m.get("name") for c in _list_containers(spec) for m in c.get("volumeMounts") or ()]
     spec["volumes"] = [v for v in spec["volumes"] if not v["name"].startswith("everstep-") or v["name"] in used]
     copied = {k: v for k, v in job.metadata.labels.items() if k in settings.copied_labels}
     meta = job.spec.pod_template.metadata
@@ -106,10 +106,10 @@ def resolve(
     if pool is not None:
         labels[LABEL_CAPACITY] = pool.spec.capacity_type
     pod = {"metadata": {"labels": labels, "annotations": dict(meta.annotations)}, "spec": spec}
-    return Frozen(epoch=epoch, pod=pod, job=config)
+    return FrozenTemplate(epoch=epoch, pod=pod, job=config)
 
 
-def config_map(job: TrainingJob, frozen: Frozen, key: bytes) -> dict[str, Any]:
+def build_config_map(job: TrainingJob, frozen: FrozenTemplate, key: bytes) -> dict[str, Any]:
     """Return the immutable ConfigMap `<job>-<t>`, signed.
 
     Args:
@@ -117,28 +117,28 @@ def config_map(job: TrainingJob, frozen: Frozen, key: bytes) -> dict[str, Any]:
         frozen: Its template.
         key: The operator key.
     """
-    data = {"job.json": _json(frozen.job), "template.json": _json(frozen.pod)}
+    data = {"job.json": _encode_json(frozen.job), "template.json": _encode_json(frozen.pod)}
     if frozen.job.get("plain"):
-        data |= plain_mode.files(frozen.job)
-    data[_SIGNATURE] = _sign(data, job.metadata.namespace or "", job.metadata.uid, frozen.epoch, key)
+        data |= plain_mode.build_plain_files(frozen.job)
+    data[_SIGNATURE] = _sign_template(data, job.metadata.namespace or "", job.metadata.uid, frozen.epoch, key)
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
-        "metadata": _meta(job, frozen.epoch),
+        "metadata": _build_metadata(job, frozen.epoch),
         "immutable": True,
         "data": data,
     }
 
 
-def secret(job: TrainingJob, epoch: int, name: str) -> dict[str, Any]:
+def build_secret(job: TrainingJob, epoch: int, name: str) -> dict[str, Any]:
     """Return the immutable Secret `name`, still without its token."""
-    meta = {**_meta(job, epoch), "name": name}
+    meta = {**_build_metadata(job, epoch), "name": name}
     return {"apiVersion": "v1", "kind": "Secret", "metadata": meta, "immutable": True, "type": "Opaque"}
 
 
-def service(job: TrainingJob, settings: Settings) -> dict[str, Any]:
+def build_service(job: TrainingJob, settings: PlanSettings) -> dict[str, Any]:
     """Return the headless Service that gives the pods their names before they are ready."""
-    meta = _meta(job, None)
+    meta = _build_metadata(job, None)
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -152,14 +152,14 @@ def service(job: TrainingJob, settings: Settings) -> dict[str, Any]:
     }
 
 
-def secret_of(frozen: Frozen) -> str:
+def secret_name_of(frozen: FrozenTemplate) -> str:
     """Return the name of the Secret that the template's pods mount, or nothing where they mount none."""
-    return token_secret(frozen.pod["spec"])
+    return token_secret_name(frozen.pod["spec"])
 
 
-def frozen_view(
+def read_frozen_template(
     raw: Mapping[str, Any], *, namespace: str, uid: str, epoch: int, keys: Sequence[bytes]
-) -> Frozen | None:
+) -> FrozenTemplate | None:
     """Read the ConfigMap of a template epoch back, if the operator's signature on it holds.
 
     Pods are made from it with the operator's rights, and others may write ConfigMaps where the job is. What is in its
@@ -181,48 +181,54 @@ def frozen_view(
         return None
     content = {name: value for name, value in data.items() if name != _SIGNATURE}
     given = str(data.get(_SIGNATURE) or "").encode(errors="replace")
-    if not any(hmac.compare_digest(_sign(content, namespace, uid, epoch, key).encode(), given) for key in keys):
+    if not any(
+        hmac.compare_digest(_sign_template(content, namespace, uid, epoch, key).encode(), given) for key in keys
+    ):
         return None
     try:
         pod, config = json.loads(content["template.json"]), json.loads(content["job.json"])
     except (KeyError, TypeError, ValueError):
         return None
-    return Frozen(epoch=epoch, pod=pod, job=config) if isinstance(pod, dict) and isinstance(config, dict) else None
+    return (
+        FrozenTemplate(epoch=epoch, pod=pod, job=config) if isinstance(pod, dict) and isinstance(config, dict) else None
+    )
 
 
-def _sign(data: Mapping[str, str], namespace: str, uid: str, epoch: int, key: bytes) -> str:
+def _sign_template(data: Mapping[str, str], namespace: str, uid: str, epoch: int, key: bytes) -> str:
     """Sign all that the ConfigMap holds, for one job and one epoch. JSON tells where each part ends, and its first
     letter tells this from whatever else the key is used for: no UID begins with a bracket."""
     text = json.dumps(["frozen-template", namespace, uid, epoch, data], sort_keys=True)
     return hmac.new(key, text.encode(), hashlib.sha256).hexdigest()
 
 
-def _meta(job: TrainingJob, epoch: int | None) -> dict[str, Any]:
-    labels = {**MANAGED_BY, LABEL_JOB: job.metadata.name}
+def _build_metadata(job: TrainingJob, epoch: int | None) -> dict[str, Any]:
+    labels = {**MANAGED_BY_LABEL, LABEL_JOB: job.metadata.name}
     if epoch is not None:
         labels[LABEL_TEMPLATE] = str(epoch)
     return {
         "name": job.metadata.name if epoch is None else template_name(job.metadata.name, epoch),
         "namespace": job.metadata.namespace,
         "labels": labels,
-        "ownerReferences": [owner_reference(job.metadata.name, job.metadata.uid)],
+        "ownerReferences": [build_owner_reference(job.metadata.name, job.metadata.uid)],
     }
 
 
-def _base(job: TrainingJob, epoch: int, pool: TrainingPool | None, plain: bool, settings: Settings) -> dict[str, Any]:
+def _build_base_pod(
+    job: TrainingJob, epoch: int, pool: TrainingPool | None, plain: bool, settings: PlanSettings
+) -> dict[str, Any]:
     restricted = job.spec.security_profile == "restricted"
-    security: dict[str, Any] = {"fsGroup": USER, "fsGroupChangePolicy": "OnRootMismatch"}
+    security: dict[str, Any] = {"fsGroup": DEFAULT_USER_ID, "fsGroupChangePolicy": "OnRootMismatch"}
     if restricted:
-        security |= {"runAsNonRoot": True, "runAsUser": USER, "seccompProfile": {"type": "RuntimeDefault"}}
+        security |= {"runAsNonRoot": True, "runAsUser": DEFAULT_USER_ID, "seccompProfile": {"type": "RuntimeDefault"}}
     spec: dict[str, Any] = {
         "restartPolicy": "Never",
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "terminationGracePeriodSeconds": settings.termination_grace,
         "securityContext": security,
-        "containers": [_trainer(job, pool, plain)],
-        "volumes": _volumes(job, epoch, plain, settings),
-        "tolerations": _tolerations(pool, settings),
+        "containers": [_build_trainer(job, pool, plain)],
+        "volumes": _build_volumes(job, epoch, plain, settings),
+        "tolerations": _build_tolerations(pool, settings),
     }
     if pool is not None and pool.spec.node_selector:
         spec["nodeSelector"] = dict(pool.spec.node_selector)
@@ -233,23 +239,25 @@ def _base(job: TrainingJob, epoch: int, pool: TrainingPool | None, plain: bool, 
     return spec
 
 
-def _trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> dict[str, Any]:
+def _build_trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> dict[str, Any]:
     spec = job.spec
-    mounts = [_mount("everstep-shm", _SHM)]
-    mounts += [_mount(f"everstep-{folder}", f"/opt/ml/{folder}") for folder in _FOLDERS]
+    mounts = [_build_mount("everstep-shm", _SHM)]
+    mounts += [_build_mount(f"everstep-{folder}", f"/opt/ml/{folder}") for folder in _FOLDERS]
     env = [item.manifest() for item in spec.env]
-    container: dict[str, Any] = {"name": TRAINER, "image": spec.image, "env": env, "volumeMounts": mounts}
+    container: dict[str, Any] = {"name": TRAINER_CONTAINER, "image": spec.image, "env": env, "volumeMounts": mounts}
     if plain:
         if spec.command:
             container["command"] = [*spec.command]
         container["args"] = [*spec.args] or ([] if spec.command else ["train"])
-        mounts.append(_mount("everstep-config", plain_mode.CONFIG_FOLDER, readOnly=True))
+        mounts.append(_build_mount("everstep-config", plain_mode.CONFIG_FOLDER, readOnly=True))
         container["terminationMessagePolicy"] = "FallbackToLogsOnError"
     else:
-        container["command"] = AGENT
-        env += [{"name": n, "valueFrom": {"fieldRef": {_SEES: path}}} for n, path in _REFERENCES.items()]
-        mounts += [_mount(f"everstep-{n}", f"/opt/everstep/{n}", readOnly=True) for n in ("agent", "job", "token")]
-        mounts.append(_mount("everstep-run", "/run/everstep"))
+        container["command"] = AGENT_COMMAND
+        env += [{"name": n, "valueFrom": {"fieldRef": {_FIELD_REF: path}}} for n, path in _REFERENCES.items()]
+        mounts += [
+            _build_mount(f"everstep-{n}", f"/opt/everstep/{n}", readOnly=True) for n in ("agent", "job", "token")
+        ]
+        mounts.append(_build_mount("everstep-run", "/run/everstep"))
     resources = spec.resources.manifest()
     if resources := {kind: _with_gpu_name(amounts, pool) for kind, amounts in resources.items() if amounts}:
         container["resources"] = resources
@@ -261,12 +269,12 @@ def _trainer(job: TrainingJob, pool: TrainingPool | None, plain: bool) -> dict[s
 def _with_gpu_name(amounts: Mapping[str, str], pool: TrainingPool | None) -> dict[str, str]:
     """Return amounts under the pool's name for GPUs, which the usual name in a job means."""
     name = gpu_resource(pool)
-    if name == GPU or GPU not in amounts or name in amounts:
+    if name == DEFAULT_GPU_RESOURCE or DEFAULT_GPU_RESOURCE not in amounts or name in amounts:
         return dict(amounts)
-    return {(name if key == GPU else key): amount for key, amount in amounts.items()}
+    return {(name if key == DEFAULT_GPU_RESOURCE else key): amount for key, amount in amounts.items()}
 
 
-def _volumes(job: TrainingJob, epoch: int, plain: bool, settings: Settings) -> list[dict[str, Any]]:
+def _build_volumes(job: TrainingJob, epoch: int, plain: bool, settings: PlanSettings) -> list[dict[str, Any]]:
     name = template_name(job.metadata.name, epoch)
     volumes: list[dict[str, Any]] = [
         {"name": "everstep-shm", "emptyDir": {"medium": "Memory", "sizeLimit": _shm_size(job)}},
@@ -277,11 +285,11 @@ def _volumes(job: TrainingJob, epoch: int, plain: bool, settings: Settings) -> l
             "name": name,
             "items": [{"key": k, "path": k} for k in ("hyperparameters.json", "inputdataconfig.json")],
         }
-        annotation = {"fieldRef": {_SEES: f"metadata.annotations['{plain_mode.RESOURCE_CONFIG}']"}}
+        annotation = {"fieldRef": {_FIELD_REF: f"metadata.annotations['{plain_mode.RESOURCE_CONFIG_ANNOTATION}']"}}
         per_pod = {"items": [{"path": "resourceconfig.json", **annotation}]}
         sources = [{"configMap": config}, {"downwardAPI": per_pod}]
         return [*volumes, {"name": "everstep-config", "projected": {"sources": sources}}]
-    token = secret_name(job.metadata.name, job.metadata.uid, epoch, settings.operator_key)
+    token = make_secret_name(job.metadata.name, job.metadata.uid, epoch, settings.operator_key)
     return [
         *volumes,
         {"name": "everstep-agent", "configMap": {"name": settings.agent_config_map}},
@@ -296,38 +304,46 @@ def _shm_size(job: TrainingJob) -> str:
     out."""
     resources = job.spec.resources
     memory = resources.limits.get("memory") or resources.requests.get("memory")
-    return str(int(parse_quantity(memory)) // 2 if memory else SHM_DEFAULT)
+    return str(int(parse_quantity(memory)) // 2 if memory else DEFAULT_SHM_BYTES)
 
 
-def _tolerations(pool: TrainingPool | None, settings: Settings) -> list[dict[str, Any]]:
+def _build_tolerations(pool: TrainingPool | None, settings: PlanSettings) -> list[dict[str, Any]]:
     # Said here, so that the job behaves alike on a cluster that adds other ones by default, or none.
     patient = {"operator": "Exists", "effect": "NoExecute", "tolerationSeconds": settings.node_lost_toleration}
     ours = [{"key": f"node.kubernetes.io/{taint}", **patient} for taint in ("not-ready", "unreachable")]
     return [*ours, *(t.manifest() for t in pool.spec.tolerations)] if pool is not None else ours
 
 
-def _forbidden(over: Mapping[str, Any], settings: Settings) -> str | None:
+def _find_forbidden_field(over: Mapping[str, Any], settings: PlanSettings) -> str | None:
     account = over.get("serviceAccountName") or over.get("serviceAccount")
-    if account and not _allowed(account, settings.service_accounts):
-        return _no(f"serviceAccountName {account!r}", "service accounts")
+    if account and not _is_allowed(account, settings.service_accounts):
+        return _denial_message(f"serviceAccountName {account!r}", "service accounts")
     priority = over.get("priorityClassName")
-    if priority and not _allowed(priority, settings.priority_classes):
-        return _no(f"priorityClassName {priority!r}", "priority classes")
-    if over.get(_AUTOMOUNT) and not _allowed(_AUTOMOUNT, settings.host_fields):
-        return _no(_AUTOMOUNT, "host fields")
+    if priority and not _is_allowed(priority, settings.priority_classes):
+        return _denial_message(f"priorityClassName {priority!r}", "priority classes")
+    if over.get(_AUTOMOUNT) and not _is_allowed(_AUTOMOUNT, settings.host_fields):
+        return _denial_message(_AUTOMOUNT, "host fields")
     # The same token, mounted by hand.
-    projected = {v["name"] for v in over.get("volumes") or () if any("serviceAccountToken" in s for s in _sources(v))}
-    if projected and not _allowed(_AUTOMOUNT, settings.host_fields):
-        return _no(f"{_AUTOMOUNT}, for the serviceAccountToken in volumes {sorted(projected)},", "host fields")
+    projected = {
+        v["name"]
+        for v in over.get("volumes") or ()
+        if any("serviceAccountToken" in s for s in _list_projected_sources(v))
+    }
+    if projected and not _is_allowed(_AUTOMOUNT, settings.host_fields):
+        return _denial_message(
+            f"{_AUTOMOUNT}, for the serviceAccountToken in volumes {sorted(projected)},", "host fields"
+        )
     return None
 
 
-def _violated(
-    spec: Mapping[str, Any], annotations: Mapping[str, str], profile: Profile, settings: Settings
+def _find_violation(
+    spec: Mapping[str, Any], annotations: Mapping[str, str], profile: Profile, settings: PlanSettings
 ) -> str | None:
     """Return what the job's security profile forbids and no administrator has granted, None if nothing."""
     found = [
-        each for each in list_violations(spec, annotations, profile) if not _allowed(each.grant, settings.host_fields)
+        each
+        for each in list_violations(spec, annotations, profile)
+        if not _is_allowed(each.grant, settings.host_fields)
     ]
     if not found:
         return None
@@ -349,32 +365,32 @@ def _owns_shared_memory(spec: Mapping[str, Any], trainer: Mapping[str, Any]) -> 
     return any(volume["name"] == name and "emptyDir" in volume for volume in spec.get("volumes") or ())
 
 
-def _sources(volume: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+def _list_projected_sources(volume: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     return (volume.get("projected") or {}).get("sources") or ()
 
 
-def _no(what: str, which: str) -> str:
+def _denial_message(what: str, which: str) -> str:
     return (
         f"podTemplate.spec: {what} is not in the operator's list of allowed {which}: remove it, or ask whoever runs "
         "the operator to allow it"
     )
 
 
-def _allowed(name: str, names: frozenset[str]) -> bool:
+def _is_allowed(name: str, names: frozenset[str]) -> bool:
     return "*" in names or name in names
 
 
-def _containers(spec: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
+def _list_containers(spec: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
     return [*(spec.get("containers") or ()), *(spec.get("initContainers") or ())]
 
 
-def _mounted(container: Mapping[str, Any], path: str) -> bool:
+def _has_mount(container: Mapping[str, Any], path: str) -> bool:
     return any(m.get("mountPath") == path for m in container["volumeMounts"])
 
 
-def _mount(name: str, path: str, **more: Any) -> dict[str, Any]:
+def _build_mount(name: str, path: str, **more: Any) -> dict[str, Any]:
     return {"name": name, "mountPath": path, **more}
 
 
-def _json(value: Any) -> str:
+def _encode_json(value: Any) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)

@@ -9,25 +9,25 @@ from __future__ import annotations
 from everstep_operator.api.reasons import Reason
 from everstep_operator.api.status import ConditionType, Phase
 from everstep_operator.plan.gang import blocked_by
-from everstep_operator.plan.situation import FORMING, HAS_RUN, Situation
+from everstep_operator.plan.situation import FORMING_PHASES, RUN_PHASES, PlanContext
 
 _REJECTED = (Reason.ADMISSION_REJECTED.value, Reason.NOT_PERMITTED.value)
 
 
-def expired(s: Situation) -> tuple[Reason, str] | None:
+def find_expired_limit(s: PlanContext) -> tuple[Reason, str] | None:
     """Return (reason, message) of the first limit that has passed, or None."""
-    for reason, at, message in _deadlines(s):
+    for reason, at, message in _list_deadlines(s):
         if at is not None and s.now >= at:
             return reason, message
     return None
 
 
-def next_deadline(s: Situation) -> float | None:
+def next_deadline(s: PlanContext) -> float | None:
     """Return when to look again because of a limit."""
-    return min((at for _, at, _ in _deadlines(s) if at is not None), default=None)
+    return min((at for _, at, _ in _list_deadlines(s) if at is not None), default=None)
 
 
-def waiting_since(s: Situation) -> float:
+def waiting_since(s: PlanContext) -> float:
     """Return from when the wait for capacity counts: the first look, the last resume, or the end of the last run.
 
     Ready tells the first and the last of these: transitions are few, and a job that gives its nodes back and takes them
@@ -42,46 +42,50 @@ def waiting_since(s: Situation) -> float:
     return at
 
 
-def ran_for(s: Situation) -> float:
+def seconds_run(s: PlanContext) -> float:
     """Return the seconds since the first start, less the time pending or suspended."""
     timings, open_ = s.status.timings, s.open
     total = timings.running + timings.recovering
-    if open_ is not None and open_.phase in HAS_RUN:
+    if open_ is not None and open_.phase in RUN_PHASES:
         total += max(0.0, s.now - open_.start.timestamp())
     return total
 
 
-def _deadlines(s: Situation) -> list[tuple[Reason, float | None, str]]:
+def _list_deadlines(s: PlanContext) -> list[tuple[Reason, float | None, str]]:
     limits = s.spec.timeouts
     pending, startup = limits.pending.total_seconds(), limits.startup.total_seconds()
     runtime = limits.runtime.total_seconds()
     return [
-        (Reason.RUNTIME_TIMEOUT, _runtime(s, runtime), f"the job ran for {runtime:.0f} s (timeouts.runtime)"),
-        (Reason.STARTUP_TIMEOUT, _startup(s, startup), f"not all ranks started in {startup:.0f} s{_obstacle(s)}"),
+        (Reason.RUNTIME_TIMEOUT, _runtime_deadline(s, runtime), f"the job ran for {runtime:.0f} s (timeouts.runtime)"),
+        (
+            Reason.STARTUP_TIMEOUT,
+            _startup_deadline(s, startup),
+            f"not all ranks started in {startup:.0f} s{_describe_obstacle(s)}",
+        ),
         (
             Reason.PENDING_TIMEOUT,
-            _pending(s, pending, startup),
-            f"no place for all pods in {pending:.0f} s{_no_node(s)}",
+            _pending_deadline(s, pending, startup),
+            f"no place for all pods in {pending:.0f} s{_describe_unschedulable(s)}",
         ),
     ]
 
 
-def _runtime(s: Situation, limit: float) -> float | None:
-    return s.now + limit - ran_for(s) if s.phase in HAS_RUN else None
+def _runtime_deadline(s: PlanContext, limit: float) -> float | None:
+    return s.now + limit - seconds_run(s) if s.phase in RUN_PHASES else None
 
 
-def _pending(s: Situation, limit: float, startup: float) -> float | None:
+def _pending_deadline(s: PlanContext, limit: float, startup: float) -> float | None:
     if (rejected := _rejected_until(s)) is None:
         return None
     if s.phase in (Phase.PENDING, Phase.SCHEDULING) and not s.all_bound:
         return max(waiting_since(s), rejected) + limit
     # Pods that are bound and lost, over and over, never let the start-up clock run: both limits together end that.
-    if s.phase in (Phase.STARTING, Phase.RESTARTING) and not _pausing(s):
-        return max(max(s.since({s.phase}), rejected) + limit + startup, _asked_at(s))
+    if s.phase in (Phase.STARTING, Phase.RESTARTING) and not _is_backing_off(s):
+        return max(max(s.since({s.phase}), rejected) + limit + startup, _leader_asked_until(s))
     return None
 
 
-def _rejected_until(s: Situation) -> float | None:
+def _rejected_until(s: PlanContext) -> float | None:
     """Return when a replacement of a job that has run was last rejected, which is no lack of capacity; None: it is
     now."""
     if not s.has_run or s.open is None:
@@ -92,25 +96,25 @@ def _rejected_until(s: Situation) -> float | None:
     return max(ends, default=0.0)
 
 
-def _startup(s: Situation, limit: float) -> float | None:
-    if s.phase not in (Phase.STARTING, Phase.RESTARTING) or not s.all_bound or _pausing(s):
+def _startup_deadline(s: PlanContext, limit: float) -> float | None:
+    if s.phase not in (Phase.STARTING, Phase.RESTARTING) or not s.all_bound or _is_backing_off(s):
         return None
     bound = max((p.scheduled_at or 0.0 for p in s.live), default=0.0)
-    return max(max(s.since({s.phase}), bound) + limit, _asked_at(s))
+    return max(max(s.since({s.phase}), bound) + limit, _leader_asked_until(s))
 
 
-def _asked_at(s: Situation) -> float:
+def _leader_asked_until(s: PlanContext) -> float:
     """Return when the leader was asked long enough: an operator that has just come does not know yet what it would
     say."""
     return s.degraded_at or 0.0
 
 
-def _pausing(s: Situation) -> bool:
+def _is_backing_off(s: PlanContext) -> bool:
     """Return whether the leader waits on purpose before the next generation (restart.maxBackoff)."""
     return s.leader is not None and s.leader.phase == "backoff"
 
 
-def _obstacle(s: Situation) -> str:
+def _describe_obstacle(s: PlanContext) -> str:
     """Return what a pod that cannot start says: the image, a Secret, a volume."""
     for pod in s.live:
         if not pod.running and pod.waiting_reason not in ("", "ContainerCreating", "PodInitializing"):
@@ -118,9 +122,9 @@ def _obstacle(s: Situation) -> str:
     return ""
 
 
-def _no_node(s: Situation) -> str:
+def _describe_unschedulable(s: PlanContext) -> str:
     """What the scheduler says of a pod without a node, or whoever rejects the pods."""
     text = next((p.unschedulable for p in s.live if not p.scheduled and p.unschedulable), "")
     if blocked_by(s.job) is not None and s.status.conditions:
         text = s.status.conditions[0].message
-    return f": {text}" if text and s.phase in FORMING | {Phase.RESTARTING} else ""
+    return f": {text}" if text and s.phase in FORMING_PHASES | {Phase.RESTARTING} else ""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from everstep_operator.api.reasons import Reason
 from everstep_operator.plan import replace
 from everstep_operator.plan.actions import Action, DeleteJob
-from everstep_operator.plan.situation import Situation
+from everstep_operator.plan.situation import PlanContext
 
 # Agents leave by themselves when their leader declares the end, and write their last word while doing so.
-LINGER = 30.0
+LINGER_SECONDS = 30.0
 
 
-def after_end(s: Situation) -> tuple[list[Action], float | None]:
+def plan_after_end(s: PlanContext) -> tuple[list[Action], float | None]:
     """Return what is to be done about a finished job, and when to look again. Ended pods are kept: they hold the logs.
 
     One in which only a sidecar goes on would hold its node and GPUs for good, so it goes too.
@@ -20,10 +20,10 @@ def after_end(s: Situation) -> tuple[list[Action], float | None]:
     actions: list[Action] = []
     looks = []
     staying = [p for p in s.observed.ours if p.occupies]
-    if staying and s.now >= finished + LINGER:
-        actions += [a for a in [replace.refs(staying, Reason.STOPPING)] if a is not None]
+    if staying and s.now >= finished + LINGER_SECONDS:
+        actions += [a for a in [replace.make_deletion(staying, Reason.STOPPING)] if a is not None]
     elif staying:
-        looks.append(finished + LINGER)
+        looks.append(finished + LINGER_SECONDS)
     if s.spec.ttl_after_finished is not None:
         expires = finished + s.spec.ttl_after_finished.total_seconds()
         if s.now >= expires:

@@ -10,7 +10,7 @@ CANNOT_RUN = 120
 TERMINATION_LOG = "/dev/termination-log"
 
 
-def _cannot_run(why):
+def _report_cannot_run(why):
     message = "the agent cannot run in this image: " + why
     sys.stderr.write("everstep: " + message + "\n")
     sys.stderr.flush()
@@ -18,21 +18,21 @@ def _cannot_run(why):
         try:
             with open(TERMINATION_LOG, "w") as log:  # noqa: PTH123 - pathlib is younger than what may read this
                 word = '{"result": "unusable", "exitCode": %d, "message": "%s"}'
-                log.write(word % (CANNOT_RUN, _escaped(message)))
+                log.write(word % (CANNOT_RUN, _escape_json(message)))
         except (IOError, OSError):  # noqa: UP024 - two classes in Python 2
             pass
     sys.exit(CANNOT_RUN)
 
 
-def _escaped(text):
+def _escape_json(text):
     text = text.replace("\\", "\\\\").replace('"', '\\"')
     return "".join(letter if " " <= letter <= "~" else " " for letter in text)
 
 
-def _start():
+def _start_agent():
     version = "Python %d.%d.%d (%s)" % (tuple(sys.version_info[:3]) + (sys.executable,))  # noqa: UP031, RUF005
     if sys.version_info < (3, 9):  # noqa: UP036
-        _cannot_run(version + " is too old, it needs 3.9 or newer")
+        _report_cannot_run(version + " is too old, it needs 3.9 or newer")
     try:
         import signal
 
@@ -40,9 +40,9 @@ def _start():
         signal.signal(signal.SIGTERM, lambda *_: os._exit(143))
         from everstep.agent.main import main
     except (ImportError, SyntaxError) as error:
-        _cannot_run("%s: %s" % (version, error))  # noqa: UP031
+        _report_cannot_run("%s: %s" % (version, error))  # noqa: UP031
     sys.exit(main(sys.argv[1:]))
 
 
 if __name__ == "__main__":
-    _start()
+    _start_agent()

@@ -86,7 +86,7 @@ def frame_mac(key: bytes, direction: str, sequence: int, payload: bytes) -> byte
     return mac.hexdigest()[:32].encode()
 
 
-def same(expected: str, given: str) -> bool:
+def macs_equal(expected: str, given: str) -> bool:
     """Compare in constant time, and without raising on what a stranger may send."""
     return hmac.compare_digest(expected.encode(), given.encode("utf-8", "surrogateescape"))
 

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .protocol import APPLICATION, LEAVING, OUT_OF_MEMORY, POD_LOST, Exit
+from .protocol import APPLICATION, LEAVING, OUT_OF_MEMORY, POD_LOST, ProcessExit
 
 # Failures this long after the first (in seconds at the leader) are taken for its consequences.
-WINDOW = 1.0
+WINDOW_SECONDS = 1.0
 
 # What a rank says when it was its peer that vanished. NCCL, Gloo, MPI, Horovod and plain sockets.
-_ECHOES = (
+_SECONDARY_ERRORS = (
     "connection reset by peer",
     "connection closed by peer",
     "connection refused",
@@ -35,14 +35,14 @@ _TERM, _KILL = 15, 9
 
 
 @dataclass(frozen=True)
-class Failure:
+class GenerationFailure:
     """Something that makes a generation end. `exit` is None for what befell a node rather than a process."""
 
     at: float
     cause: str
     index: int | None
     message: str = ""
-    exit: Exit | None = None
+    exit: ProcessExit | None = None
     echo: bool = False  # likely the consequence of another failure
 
     @property
@@ -63,16 +63,16 @@ class Failure:
         return self.termed and self.exit.signal is None
 
 
-def of_exit(at: float, index: int, end: Exit) -> Failure:
-    return Failure(at, OUT_OF_MEMORY if end.oom else APPLICATION, index, end.message, end, is_echo(end))
+def make_exit_failure(at: float, index: int, end: ProcessExit) -> GenerationFailure:
+    return GenerationFailure(at, OUT_OF_MEMORY if end.oom else APPLICATION, index, end.message, end, is_echo(end))
 
 
-def root(failures: list[Failure]) -> Failure:
+def find_root_cause(failures: list[GenerationFailure]) -> GenerationFailure:
     """Return the failure that the ledger names. `failures` is not empty and in order of arrival."""
     first = failures[0]
     if first.exit is None and first.cause not in (POD_LOST, LEAVING):
         return first  # a stop, or a lost lease: what follows is what was asked for
-    near = [f for f in failures if f.at - first.at <= WINDOW]
+    near = [f for f in failures if f.at - first.at <= WINDOW_SECONDS]
     own = [f for f in near if f.exit is not None and (f is first or not f.termed)]
     own.sort(key=lambda f: (f.cause != OUT_OF_MEMORY, f.echo, f.at))
     lost = next((f for f in near if f.exit is None), None)
@@ -85,10 +85,10 @@ def root(failures: list[Failure]) -> Failure:
     return took_it
 
 
-def is_echo(end: Exit) -> bool:
+def is_echo(end: ProcessExit) -> bool:
     """Tell whether it is likely the consequence of another failure, by its last words."""
     # mpirun fails because a rank did; it can name neither its exception nor, always, its rank.
     if end.launcher or end.echo:
         return True
     text = "\n".join((end.message, *end.log_tail[-5:])).lower()
-    return any(echo in text for echo in _ECHOES)
+    return any(echo in text for echo in _SECONDARY_ERRORS)

@@ -10,7 +10,7 @@ from urllib.parse import urlencode
 
 from . import auth
 
-MAX_ANSWER = 8 * 1024 * 1024
+MAX_ANSWER_BYTES = 8 * 1024 * 1024
 
 
 class LeaderError(Exception):
@@ -86,14 +86,14 @@ class LeaderClient:
             self._connect(self._timeout + wait)
             self._connection.request(method, target, body, headers)
             response = self._connection.getresponse()
-            answer = response.read(MAX_ANSWER)
+            answer = response.read(MAX_ANSWER_BYTES)
         except BaseException:
             self._forget()
             raise
         mac = response.getheader(auth.MAC_HEADER, "")
-        authentic = auth.same(auth.response_mac(self._token, response.status, client, answer), mac)
+        authentic = auth.macs_equal(auth.response_mac(self._token, response.status, client, answer), mac)
         if response.status != 200:
-            raise LeaderError(response.status, _error(answer) if authentic else response.reason)
+            raise LeaderError(response.status, _read_error(answer) if authentic else response.reason)
         if not authentic:
             raise NotAuthentic(response.status, "the answer is not authentic")
         self._nonce = response.getheader(auth.NEXT_NONCE_HEADER)
@@ -125,7 +125,7 @@ class LeaderClient:
         self._connection.close()
 
 
-def _error(answer: bytes) -> str:
+def _read_error(answer: bytes) -> str:
     try:
         return str(json.loads(answer)["error"])
     except (ValueError, KeyError, TypeError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 
-def boottime() -> float:
+def read_boottime() -> float:
     """Return seconds of a clock that nobody sets and that goes on while the machine is suspended.
 
     Python's monotonic clock is CLOCK_MONOTONIC, which stands still in a virtual machine that is suspended: a process

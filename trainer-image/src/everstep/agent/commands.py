@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Union
 
-from .events import Layout
+from .events import GenerationLayout
 from .protocol import Outcome
 
 
@@ -18,15 +18,15 @@ class Dial:
 
 
 @dataclass(frozen=True)
-class Hangup:
+class HangUp:
     index: int
 
 
 @dataclass(frozen=True)
-class Start:
+class StartRanks:
     """A command to start ranks, for every node: `layout`, with the node's own index in it."""
 
-    layout: Layout
+    layout: GenerationLayout
 
 
 @dataclass(frozen=True)
@@ -37,10 +37,10 @@ class StopRanks:
 
 
 @dataclass(frozen=True)
-class End:
+class EndJob:
     """A command to leave, for every joined node. It is the last command."""
 
     outcome: Outcome
 
 
-Command = Union[Dial, Hangup, Start, StopRanks, End]
+Command = Union[Dial, HangUp, StartRanks, StopRanks, EndJob]

@@ -1,4 +1,4 @@
-"""The configuration of an agent: the job (job.json), its pod (environment) and where things lie (`Place`)."""
+"""The configuration of an agent: the job (job.json), its pod (environment) and where things lie (`AgentPaths`)."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ FENCINGS = ("checkpoint", "strict")
 MIN_FENCE_TIMEOUT = 1.0  # seconds; heartbeats are a quarter of it, and no lease of 0 s is ever valid
 
 
-class ConfigError(ValueError):
+class AgentConfigError(ValueError):
     """job.json or the pod's environment cannot be used; the message names the field."""
 
 
 @dataclass(frozen=True)
-class Config:
+class AgentConfig:
     """One agent's view of its job. Times are seconds."""
 
     namespace: str
@@ -87,7 +87,7 @@ class Config:
 
 
 @dataclass(frozen=True)
-class Place:
+class AgentPaths:
     """The paths that an agent reads and writes. `owns_pod`: it is PID 1 and may kill every other process that it can
     see."""
 
@@ -101,7 +101,7 @@ class Place:
     owns_pod: bool
 
     @classmethod
-    def pod(cls, agent: Path) -> Place:
+    def for_pod(cls, agent: Path) -> AgentPaths:
         return cls(
             agent=agent,
             job=Path("/opt/everstep/job/job.json"),
@@ -114,7 +114,7 @@ class Place:
         )
 
     @classmethod
-    def local(cls, agent: Path, base: Path, index: int) -> Place:
+    def for_laptop(cls, agent: Path, base: Path, index: int) -> AgentPaths:
         """Return the paths of laptop mode: `base/job.json` and `base/token` are shared; all that is written lies below
         `base/node-<i>`."""
         node = base / f"node-{index}"
@@ -130,25 +130,27 @@ class Place:
         )
 
 
-def load(path: Path, environ: Mapping[str, str]) -> Config:
+def load_config(path: Path, environ: Mapping[str, str]) -> AgentConfig:
     """Read the configuration of a pod's agent: job.json and the EVERSTEP_* field references."""
     try:
         data = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ConfigError(f"{path}: not JSON: {error}") from error
-    return parse(data, environ)
+        raise AgentConfigError(f"{path}: not JSON: {error}") from error
+    return parse_config(data, environ)
 
 
-def parse(data: Any, environ: Mapping[str, str]) -> Config:
+def parse_config(data: Any, environ: Mapping[str, str]) -> AgentConfig:
     job = _Fields(data, "job.json")
     if job.integer("protocol") != PROTOCOL:
-        raise ConfigError(f"job.json: protocol {data['protocol']} is not {PROTOCOL}: agent and operator do not fit")
+        raise AgentConfigError(
+            f"job.json: protocol {data['protocol']} is not {PROTOCOL}: agent and operator do not fit"
+        )
     about, distribution, restart = job.child("job"), job.child("distribution"), job.child("restart")
     nodes = job.integer("numNodes", 1)
     index = _environ_integer(environ, "EVERSTEP_INDEX", 0)
     if index >= nodes:
-        raise ConfigError(f"EVERSTEP_INDEX: {index} is not below numNodes = {nodes}")
-    return Config(
+        raise AgentConfigError(f"EVERSTEP_INDEX: {index} is not below numNodes = {nodes}")
+    return AgentConfig(
         namespace=about.text("namespace"),
         name=about.text("name"),
         job_uid=about.text("uid"),
@@ -185,14 +187,14 @@ class _Fields:
 
     def __init__(self, data: Any, where: str) -> None:
         if not isinstance(data, dict):
-            raise ConfigError(f"{where}: must be an object")
+            raise AgentConfigError(f"{where}: must be an object")
         self._data: dict[str, Any] = data
         self._where = where
 
     def _get(self, name: str, kinds: tuple[type, ...], default: Any) -> Any:
         value = self._data.get(name, default)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise ConfigError(f"{self._where}: {name} must be {' or '.join(k.__name__ for k in kinds)}")
+            raise AgentConfigError(f"{self._where}: {name} must be {' or '.join(k.__name__ for k in kinds)}")
         return value
 
     def child(self, name: str) -> _Fields:
@@ -204,13 +206,13 @@ class _Fields:
     def choice(self, name: str, choices: tuple[str, ...]) -> str:
         value = self.text(name)
         if value not in choices:
-            raise ConfigError(f"{self._where}: {name} must be one of {', '.join(choices)}")
+            raise AgentConfigError(f"{self._where}: {name} must be one of {', '.join(choices)}")
         return value
 
     def integer(self, name: str, minimum: int = 0) -> int:
         value = int(self._get(name, (int,), None))
         if value < minimum:
-            raise ConfigError(f"{self._where}: {name} must be at least {minimum}")
+            raise AgentConfigError(f"{self._where}: {name} must be at least {minimum}")
         return value
 
     def boolean(self, name: str, *, default: bool) -> bool:
@@ -220,24 +222,24 @@ class _Fields:
         value = float(self._get(name, (int, float), None))
         if not minimum <= value < float("inf"):
             least = f" of at least {minimum:g}" if minimum else ""
-            raise ConfigError(f"{self._where}: {name} must be a number of seconds{least}, not {value:g}")
+            raise AgentConfigError(f"{self._where}: {name} must be a number of seconds{least}, not {value:g}")
         return value
 
     def texts(self, name: str, default: tuple[str, ...] | None = None) -> tuple[str, ...]:
         values = self._get(name, (list, tuple), default)
         if not all(isinstance(v, str) for v in values):
-            raise ConfigError(f"{self._where}: {name} must be a list of strings")
+            raise AgentConfigError(f"{self._where}: {name} must be a list of strings")
         return tuple(values)
 
     def mapping(self, name: str) -> dict[str, str]:
         values = self._get(name, (dict,), {})
         if not all(isinstance(v, str) for v in values.values()):
-            raise ConfigError(f"{self._where}: {name} must map strings to strings")
+            raise AgentConfigError(f"{self._where}: {name} must map strings to strings")
         return dict(values)
 
 
 def _environ_integer(environ: Mapping[str, str], name: str, minimum: int) -> int:
     text = environ.get(name, "")
     if not text.isdecimal() or int(text) < minimum:
-        raise ConfigError(f"{name}: must be a number of at least {minimum}, not {text!r}")
+        raise AgentConfigError(f"{name}: must be a number of at least {minimum}, not {text!r}")
     return int(text)

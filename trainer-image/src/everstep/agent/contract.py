@@ -10,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-GROUP = "homogeneousCluster"
-MAX_VARIABLE = 128 * 1024 - 1  # Linux MAX_ARG_STRLEN less the final NUL: a longer `name=value` makes every exec fail
+INSTANCE_GROUP = "homogeneousCluster"
+MAX_VARIABLE_BYTES = (
+    128 * 1024 - 1
+)  # Linux MAX_ARG_STRLEN less the final NUL: a longer `name=value` makes every exec fail
 
-# What an operator's agent must know and a rank need not. Epoch and generation come back in `rank_variables`.
+# What an operator's agent must know and a rank need not. Epoch and generation come back in `build_rank_variables`.
 AGENT_VARIABLES = (
     "EVERSTEP_INDEX",
     "EVERSTEP_EPOCH",
@@ -25,7 +27,7 @@ AGENT_VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Facts:
+class ContractFacts:
     """Facts about one node of a job from which the whole contract follows."""
 
     job: str
@@ -51,7 +53,7 @@ class Facts:
         return sorted(f"algo-{i + 1}" for i in range(self.num_nodes))
 
 
-def contract_files(facts: Facts) -> dict[str, bytes]:
+def build_contract_files(facts: ContractFacts) -> dict[str, bytes]:
     """Return the configuration files by absolute path."""
     folder = f"{facts.ml}/input/config"
     return {
@@ -61,15 +63,15 @@ def contract_files(facts: Facts) -> dict[str, bytes]:
     }
 
 
-def contract_folders(facts: Facts) -> tuple[str, ...]:
+def list_contract_folders(facts: ContractFacts) -> tuple[str, ...]:
     """Return the folders that a script may rely on, parents first."""
     inputs, outputs = ("input", "input/config", "input/data"), ("output", "output/data", "output/intermediate")
     return tuple(f"{facts.ml}/{name}" for name in (*inputs, "model", *outputs, "checkpoints"))
 
 
-def sm_environment(facts: Facts) -> dict[str, str]:
+def build_sm_environment(facts: ContractFacts) -> dict[str, str]:
     """Return all SM_* variables and TRAINING_JOB_NAME, but those of features that a job cannot have here."""
-    hyperparameters = {name: _decoded(text) for name, text in facts.hyperparameters.items()}
+    hyperparameters = {name: _decode_hyperparameter(text) for name, text in facts.hyperparameters.items()}
     user_args = _user_args(hyperparameters)
     resource_config = _resource_config(facts)
     values: dict[str, Any] = {
@@ -82,10 +84,10 @@ def sm_environment(facts: Facts) -> dict[str, str]:
         "SM_MASTER_PORT": facts.master_port,
         "SM_NETWORK_INTERFACE_NAME": facts.network_interface,
         "SM_CURRENT_INSTANCE_TYPE": facts.instance_type,
-        "SM_CURRENT_INSTANCE_GROUP": GROUP,
+        "SM_CURRENT_INSTANCE_GROUP": INSTANCE_GROUP,
         "SM_CURRENT_INSTANCE_GROUP_HOSTS": facts.hosts,
-        "SM_INSTANCE_GROUPS": [GROUP],
-        "SM_INSTANCE_GROUPS_DICT": {GROUP: resource_config["instance_groups"][0]},
+        "SM_INSTANCE_GROUPS": [INSTANCE_GROUP],
+        "SM_INSTANCE_GROUPS_DICT": {INSTANCE_GROUP: resource_config["instance_groups"][0]},
         "SM_DISTRIBUTION_INSTANCE_GROUPS": [],
         "SM_IS_HETERO": False,
         "SM_RESOURCE_CONFIG": resource_config,
@@ -115,10 +117,10 @@ def sm_environment(facts: Facts) -> dict[str, str]:
     values["SM_TRAINING_ENV"] = _training_env(values)
     for name, value in hyperparameters.items():
         values[f"SM_HP_{name.upper()}"] = value
-    return fitting({name: _text(value) for name, value in values.items()})
+    return drop_unusable_variables({name: _format_variable(value) for name, value in values.items()})
 
 
-def rank_variables(
+def build_rank_variables(
     *,
     rank: int,
     world_size: int,
@@ -165,7 +167,7 @@ def rank_variables(
     return variables
 
 
-def torchrun_variables(
+def build_torchrun_variables(
     *, num_nodes: int, node_rank: int, procs_per_node: int, master_addr: str, master_port: int
 ) -> dict[str, str]:
     """Return the variables that make a plain `torchrun train.py` join the right group (torchrun reads PET_<option>)."""
@@ -178,31 +180,31 @@ def torchrun_variables(
     }
 
 
-def fitting(variables: Mapping[str, str]) -> dict[str, str]:
+def drop_unusable_variables(variables: Mapping[str, str]) -> dict[str, str]:
     """Return the variables without those that exec rejects: one bad name or one long value would keep every rank from
     starting. What is left out of SM_* can still be read in the files."""
     return {
         name: value
         for name, value in variables.items()
-        if name and "=" not in name and "\0" not in name + value and _fits(f"{name}={value}")
+        if name and "=" not in name and "\0" not in name + value and _fits_exec(f"{name}={value}")
     }
 
 
-def _fits(variable: str) -> bool:
+def _fits_exec(variable: str) -> bool:
     try:
-        return len(variable.encode("utf-8", "surrogateescape")) <= MAX_VARIABLE
+        return len(variable.encode("utf-8", "surrogateescape")) <= MAX_VARIABLE_BYTES
     except UnicodeEncodeError:  # half of a surrogate pair, out of a JSON escape
         return False
 
 
-def _resource_config(facts: Facts) -> dict[str, Any]:
+def _resource_config(facts: ContractFacts) -> dict[str, Any]:
     return {
         "current_host": facts.current_host,
         "current_instance_type": facts.instance_type,
-        "current_group_name": GROUP,
+        "current_group_name": INSTANCE_GROUP,
         "hosts": facts.hosts,
         "instance_groups": [
-            {"instance_group_name": GROUP, "instance_type": facts.instance_type, "hosts": facts.hosts},
+            {"instance_group_name": INSTANCE_GROUP, "instance_type": facts.instance_type, "hosts": facts.hosts},
         ],
         "network_interface_name": facts.network_interface,
     }
@@ -229,7 +231,7 @@ def _training_env(values: Mapping[str, Any]) -> dict[str, Any]:
     return env
 
 
-def _decoded(text: str) -> Any:
+def _decode_hyperparameter(text: str) -> Any:
     """Return a hyperparameter as JSON when it can be (the toolkit's rule): "10" is a number, "adam" a string."""
     try:
         return json.loads(text)
@@ -254,7 +256,7 @@ def _entry_point(command: Sequence[str]) -> str | None:
     return next(iter([*scripts, *command]), None)
 
 
-def _text(value: Any) -> str:
+def _format_variable(value: Any) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else encode_json(value)

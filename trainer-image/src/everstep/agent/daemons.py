@@ -9,23 +9,23 @@ from collections.abc import Mapping
 from typing import Callable
 
 from .events import DaemonExited, DaemonOutput, Event
-from .processes import Process, Processes
+from .processes import ChildProcess, ChildProcesses
 
 _MAX_OUTPUT = 1024 * 1024  # bytes a daemon; they say something only when something is wrong
 _CHUNK = 16 * 1024
 
-Output = Callable[[str, str, bytes], None]
+OutputCallback = Callable[[str, str, bytes], None]
 
 
 class _Daemon:
-    def __init__(self, name: str, output: Output, ended: Callable[[int], None]) -> None:
-        self.process: Process
+    def __init__(self, name: str, output: OutputCallback, ended: Callable[[int], None]) -> None:
+        self.process: ChildProcess
         self._name, self._output, self._ended = name, output, ended
         self._budget = _MAX_OUTPUT
         self._loop = asyncio.get_running_loop()
         self._pipes: dict[int, str] = {}
 
-    def start(self, processes: Processes, argv: list[str], env: Mapping[str, str]) -> None:
+    def start(self, processes: ChildProcesses, argv: list[str], env: Mapping[str, str]) -> None:
         inner = [self._pipe("stdout"), self._pipe("stderr")]
         try:
             self.process = processes.start(argv, env, stdout=inner[0], stderr=inner[1], on_exit=self._exited)
@@ -66,7 +66,7 @@ class _Daemon:
         self._loop.remove_reader(fd)
         os.close(fd)
 
-    def _exited(self, process: Process) -> None:
+    def _exited(self, process: ChildProcess) -> None:
         for fd in list(self._pipes):
             while self._budget > 0 and self._read(fd):
                 pass
@@ -77,7 +77,7 @@ class _Daemon:
 class Daemons:
     """A table of the daemons on this node, by the id that the launcher's side gave them."""
 
-    def __init__(self, processes: Processes, emit: Callable[[Event], None]) -> None:
+    def __init__(self, processes: ChildProcesses, emit: Callable[[Event], None]) -> None:
         self._processes = processes
         self._emit = emit
         self._daemons: dict[str, _Daemon] = {}
@@ -90,7 +90,7 @@ class Daemons:
 
         self._start(name, argv, env, output, lambda code: self._emit(DaemonExited(name, code)))
 
-    def run(self, name: str, argv: list[str], env: Mapping[str, str], output: Output) -> asyncio.Future[int]:
+    def run(self, name: str, argv: list[str], env: Mapping[str, str], output: OutputCallback) -> asyncio.Future[int]:
         """For this node's own launcher; the result is the exit code."""
         code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
@@ -113,7 +113,7 @@ class Daemons:
         self._daemons = {}
 
     def _start(
-        self, name: str, argv: list[str], env: Mapping[str, str], output: Output, ended: Callable[[int], None]
+        self, name: str, argv: list[str], env: Mapping[str, str], output: OutputCallback, ended: Callable[[int], None]
     ) -> None:
         def gone(code: int) -> None:
             self._daemons.pop(name, None)

@@ -18,17 +18,17 @@ from .contract import AGENT_VARIABLES
 _SIOCGIFADDR = 0x8915
 
 
-def base_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
+def build_base_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
     """Return the environment of every process that the agent starts. What somebody set is kept, unless it cannot
     work."""
     env = {name: value for name, value in environ.items() if name not in AGENT_VARIABLES}
-    env.update(_home(env, scratch))
+    env.update(_make_home_variables(env, scratch))
     # A rank that is killed loses what its buffers hold: the very lines that say why.
     env.setdefault("PYTHONUNBUFFERED", "1")
     return env
 
 
-def _home(env: Mapping[str, str], scratch: Path) -> dict[str, str]:
+def _make_home_variables(env: Mapping[str, str], scratch: Path) -> dict[str, str]:
     """Return variables for a user that /etc/passwd may not know, as in a restricted pod: `getpass.getuser()` then
     raises (torch.compile calls it), and a HOME of `/` breaks every cache."""
     changes: dict[str, str] = {}
@@ -41,35 +41,35 @@ def _home(env: Mapping[str, str], scratch: Path) -> dict[str, str]:
         if not env.get(variable):
             changes[variable] = name
     home = env.get("HOME") or (entry.pw_dir if entry is not None else "")
-    if not _writable(home):
-        home = _folder(scratch / "home")
+    if not _is_writable(home):
+        home = _make_folder(scratch / "home")
     if home != env.get("HOME"):
         changes["HOME"] = home
     # The first of Python's tempfile candidates that is set; /tmp is what programs use that never heard of TMPDIR.
     tmpdir = env.get("TMPDIR", "/tmp")  # noqa: S108 - what an unset TMPDIR means
-    if not _writable(tmpdir):
-        changes["TMPDIR"] = _folder(scratch / "tmp")
+    if not _is_writable(tmpdir):
+        changes["TMPDIR"] = _make_folder(scratch / "tmp")
     if (entry is None or "TMPDIR" in changes) and "TORCHINDUCTOR_CACHE_DIR" not in env:
-        changes["TORCHINDUCTOR_CACHE_DIR"] = _folder(scratch / "inductor")
+        changes["TORCHINDUCTOR_CACHE_DIR"] = _make_folder(scratch / "inductor")
     return changes
 
 
-def _writable(folder: str) -> bool:
+def _is_writable(folder: str) -> bool:
     return bool(folder) and Path(folder).is_dir() and os.access(folder, os.W_OK | os.X_OK)
 
 
-def _folder(path: Path) -> str:
+def _make_folder(path: Path) -> str:
     path.mkdir(parents=True, exist_ok=True)
     return str(path)
 
 
-def path_below_mpirun(theirs: str, ours: str) -> str:
+def restore_path(theirs: str, ours: str) -> str:
     """Return PATH for a rank: Open MPI puts the folder of mpirun before it, and `python3` there may not be the image's
     own."""
     return ours if theirs.endswith(f":{ours}") else theirs
 
 
-def cpus(root: Path = Path("/")) -> int:
+def count_cpus(root: Path = Path("/")) -> int:
     """Return the CPUs this container may use: its affinity, bounded by its cgroup's quota."""
     allowed = len(os.sched_getaffinity(0))
     cgroup = root / "sys/fs/cgroup"
@@ -83,7 +83,7 @@ def cpus(root: Path = Path("/")) -> int:
     return allowed
 
 
-def interface_of(address: str) -> str | None:
+def find_interface(address: str) -> str | None:
     """Return the name of the network interface that has this IPv4 address (127.0.0.0/8: the loopback)."""
     try:
         if ipaddress.ip_address(address).is_loopback:
@@ -99,7 +99,7 @@ def interface_of(address: str) -> str | None:
     return None
 
 
-def network_variables(address: str) -> dict[str, str]:
+def make_network_variables(address: str) -> dict[str, str]:
     """Return variables for nodes that are processes of one machine: Gloo and NCCL look up the host's name and skip the
     loopback, which is right in a pod only."""
     with contextlib.suppress(ValueError):

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Union
 
-from .protocol import Exit
+from .protocol import ProcessExit
 
 
 @dataclass(frozen=True)
-class Layout:
+class GenerationLayout:
     """A generation's hosts and ports, the same on every node but for `node_index`."""
 
     epoch: int
@@ -38,7 +38,7 @@ class Layout:
         }
 
     @classmethod
-    def from_json(cls, message: Mapping[str, Any], index: int) -> Layout:
+    def from_json(cls, message: Mapping[str, Any], index: int) -> GenerationLayout:
         """Read the `start` message for node `index`."""
         layout = message["layout"]
         return cls(
@@ -73,8 +73,8 @@ class RankExited:
     message: str
     log_tail: tuple[str, ...]
 
-    def to_exit(self) -> Exit:
-        return Exit(self.rank, self.exit_code, self.signal, self.oom, self.message, tuple(self.log_tail))
+    def to_exit(self) -> ProcessExit:
+        return ProcessExit(self.rank, self.exit_code, self.signal, self.oom, self.message, tuple(self.log_tail))
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,12 @@ class LauncherExited:
     message: str
     log_tail: tuple[str, ...]
 
-    def to_exit(self) -> Exit:
-        return Exit(None, self.exit_code, message=self.message, log_tail=tuple(self.log_tail), launcher=True)
+    def to_exit(self) -> ProcessExit:
+        return ProcessExit(None, self.exit_code, message=self.message, log_tail=tuple(self.log_tail), launcher=True)
 
 
 @dataclass(frozen=True)
-class Progress:
+class RankProgressed:
     """The newest of what a rank said since the last event."""
 
     generation: int
@@ -124,4 +124,4 @@ class PodUnusable:
     message: str
 
 
-Event = Union[RankStarted, RankExited, LauncherExited, Progress, DaemonOutput, DaemonExited, PodUnusable]
+Event = Union[RankStarted, RankExited, LauncherExited, RankProgressed, DaemonOutput, DaemonExited, PodUnusable]

@@ -35,7 +35,7 @@ def is_of_the_pod(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in _OF_THE_POD
 
 
-def explained(error: BaseException) -> str:
+def explain_fault(error: BaseException) -> str:
     """Return where something failed, how, and what to do about it."""
     code = error.errno if isinstance(error, OSError) else None
     if isinstance(error, RuntimeError) and "start new thread" in str(error):
@@ -48,7 +48,7 @@ def explained(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def name_file_in_errors(path: Path) -> Iterator[None]:
     """Give `path` to errors that do not name a file: a write to a full volume fails long after the file was opened."""
     try:
         yield

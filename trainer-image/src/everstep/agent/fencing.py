@@ -16,15 +16,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Callable
 
-from .caller import connect
-from .faults import naming
+from .caller import connect_to_agent
+from .faults import name_file_in_errors
 
 PROBE_SECONDS = 3.0
 SUSPENDED_SECONDS = 0.5  # less is a process that was starved between two looks at clocks
 _TLS_ALERT, _TLS_HANDSHAKE = 0x15, 0x16
 
 
-class Lease:
+class LeaderLease:
     def __init__(self, timeout: float, now: float) -> None:
         self.timeout = timeout
         self.renewed = now
@@ -43,7 +43,7 @@ class Lease:
         return self.age(now) >= self.timeout / 2
 
 
-class Suspensions:
+class SuspendDetector:
     """Notices that this machine was suspended, by two clocks of which one stood still meanwhile.
 
     What is read in the first second after that may have been sent before: it is as much older as the machine slept.
@@ -93,7 +93,7 @@ class FenceFile:
             return
         fresh = self._path.with_name(self._path.name + ".new")
         try:
-            with naming(fresh):
+            with name_file_in_errors(fresh):
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 fresh.write_text(json.dumps(state))
                 os.replace(fresh, self._path)  # noqa: PTH105 - atomic: a reader sees the old state or the new
@@ -105,7 +105,7 @@ class FenceFile:
         self._written = state
 
 
-def api_server(environ: Mapping[str, str]) -> tuple[str, int] | None:
+def find_api_server(environ: Mapping[str, str]) -> tuple[str, int] | None:
     """Return where the API server is, for a process in a pod; None elsewhere."""
     host, port = environ.get("KUBERNETES_SERVICE_HOST", ""), environ.get("KUBERNETES_SERVICE_PORT", "")
     return (host, int(port)) if host and port.isdecimal() else None
@@ -115,11 +115,11 @@ async def answers_tls(host: str, port: int) -> bool:
     """Return True if something there answers a TLS greeting, be it with an alert. Neither the ssl module nor a token is
     needed."""
     try:
-        reader, writer = await asyncio.wait_for(connect(f"{host}:{port}"), PROBE_SECONDS)
+        reader, writer = await asyncio.wait_for(connect_to_agent(f"{host}:{port}"), PROBE_SECONDS)
     except (OSError, ValueError, OverflowError, asyncio.TimeoutError):  # those two for what is no address
         return False
     try:
-        writer.write(client_hello())
+        writer.write(make_client_hello())
         first = await asyncio.wait_for(reader.readexactly(1), PROBE_SECONDS)
         return first[0] in (_TLS_ALERT, _TLS_HANDSHAKE)
     except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
@@ -128,7 +128,7 @@ async def answers_tls(host: str, port: int) -> bool:
         writer.transport.abort()
 
 
-def client_hello() -> bytes:
+def make_client_hello() -> bytes:
     """Return a minimal ClientHello of TLS 1.2 (RFC 5246, 7.4.1.2): one cipher suite, no extensions."""
     suites = bytes.fromhex("c02f")  # ECDHE_RSA_WITH_AES_128_GCM_SHA256
     body = b"\x03\x03" + os.urandom(32) + b"\x00" + len(suites).to_bytes(2, "big") + suites + b"\x01\x00"

@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from . import causes
-from .causes import Failure
-from .config import Config
-from .launch import ranks_on_node
-from .protocol import LedgerEntry, Report
+from .causes import GenerationFailure
+from .config import AgentConfig
+from .launch import count_ranks_on_node
+from .protocol import EndedGeneration, GenerationReport
 
-SETTLE = 0.2  # seconds in which the link of a vanished pod breaks after its peers' connections did
+SETTLE_SECONDS = 0.2  # seconds in which the link of a vanished pod breaks after its peers' connections did
 MAX_FAILURES = 256  # all ranks of a large job may fail at once
 
 
 class Generation:
-    def __init__(self, config: Config, order: tuple[int, int], now: float) -> None:
+    def __init__(self, config: AgentConfig, order: tuple[int, int], now: float) -> None:
         self.order = order  # (epoch, generation)
         self.started_at = now
-        self.failures: list[Failure] = []
+        self.failures: list[GenerationFailure] = []
         self.grace = 0.0  # seconds, of the stop
         self.stop_deadline = 0.0
         self._config = config
-        self._ranks = ranks_on_node(config.distribution, config.num_proc_per_node)
+        self._ranks = count_ranks_on_node(config.distribution, config.num_proc_per_node)
         self._counted: set[tuple[int, int | None, bool]] = set()  # (node, rank, launcher) that failed
         self._started: set[int] = set()  # nodes whose ranks are all started
         self._done: set[int] = set()  # nodes whose ranks all exited with 0
@@ -33,7 +33,7 @@ class Generation:
     def done(self) -> bool:
         return len(self._done) == self._config.num_nodes
 
-    def look_at(self, now: float, index: int, report: Report) -> list[Failure]:
+    def take_report(self, now: float, index: int, report: GenerationReport) -> list[GenerationFailure]:
         """Take in a node's report, and return the failures in it that are new."""
         if report.started >= self._ranks:
             self._started.add(index)
@@ -46,10 +46,10 @@ class Generation:
             key = (index, end.rank, end.launcher)
             if not end.ok and key not in self._counted:
                 self._counted.add(key)
-                new.append(causes.of_exit(now, index, end))
+                new.append(causes.make_exit_failure(now, index, end))
         return new
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, failure: GenerationFailure) -> None:
         if len(self.failures) < MAX_FAILURES or failure.exit is None:
             self.failures.append(failure)
 
@@ -58,20 +58,20 @@ class Generation:
         """Return when the root cause may be named. Only a failure that looks secondary is worth waiting for its
         cause."""
         first = self.failures[0].at
-        waits = self._config.num_nodes > 1 and causes.root(self.failures).echo
-        return first + SETTLE if waits else first
+        waits = self._config.num_nodes > 1 and causes.find_root_cause(self.failures).echo
+        return first + SETTLE_SECONDS if waits else first
 
     @property
     def ran(self) -> float:
         """Return the seconds from its start to its first failure."""
         return self.failures[0].at - self.started_at
 
-    def entry(self, now: float, wall_offset: float) -> LedgerEntry:
+    def entry(self, now: float, wall_offset: float) -> EndedGeneration:
         """Return its line in the ledger, now that it is over; `wall_offset` makes times of day of the leader's
         times."""
-        failure = causes.root(self.failures)
+        failure = causes.find_root_cause(self.failures)
         end = failure.exit
-        return LedgerEntry(
+        return EndedGeneration(
             epoch=self.order[0],
             generation=self.order[1],
             cause=failure.cause,

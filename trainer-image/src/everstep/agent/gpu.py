@@ -9,9 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from .processes import Processes
+from .processes import ChildProcesses
 
-TIMEOUT = 10.0  # seconds; the first call of a driver without persistence mode loads firmware
+DRIVER_TIMEOUT_SECONDS = 10.0  # seconds; the first call of a driver without persistence mode loads firmware
 
 # Runs in the image's own Python with its own packages (the agent's interpreter has none: -I -S).
 _QUERY = """
@@ -49,7 +49,7 @@ print(json.dumps(devices))
 
 
 @dataclass(frozen=True)
-class Device:
+class GpuDevice:
     index: int
     uuid: str = ""  # empty, like all that follows, for a device that does not answer
     name: str = ""
@@ -71,11 +71,11 @@ class Device:
         return f"{self.ecc_errors} uncorrected memory errors" if self.ecc_errors else ""
 
 
-class NoAnswer(Exception):
+class DriverTimeout(Exception):
     """The driver did not answer in time."""
 
 
-def count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
+def count_gpus(environ: Mapping[str, str], root: Path = Path("/")) -> int:
     """Return how many GPUs this container has been given, without asking the driver."""
     visible = environ.get("NVIDIA_VISIBLE_DEVICES", "")
     if visible not in ("", "all", "none", "void") and "/" not in visible:
@@ -88,7 +88,7 @@ def count(environ: Mapping[str, str], root: Path = Path("/")) -> int:
         return 0
 
 
-async def devices(processes: Processes, env: Mapping[str, str], python: str = "") -> list[Device] | None:
+async def query_devices(processes: ChildProcesses, env: Mapping[str, str], python: str = "") -> list[GpuDevice] | None:
     """Return every GPU and its health; None when it cannot be told: no nvidia-ml-py in the image, or no driver.
 
     Args:
@@ -97,26 +97,26 @@ async def devices(processes: Processes, env: Mapping[str, str], python: str = ""
         python: The interpreter; by default the agent's own.
 
     Raises:
-        NoAnswer: The driver did not answer within TIMEOUT.
+        DriverTimeout: The driver did not answer within DRIVER_TIMEOUT_SECONDS.
     """
     try:
         # Without stderr: loaders, warnings and debugging aids of the image write there.
         command = [python or sys.executable, "-c", _QUERY]
-        answer = await processes.run(command, env, timeout=TIMEOUT, errors=False)
+        answer = await processes.run(command, env, timeout=DRIVER_TIMEOUT_SECONDS, errors=False)
     except OSError:
         return None
     if answer is None:
-        raise NoAnswer(f"the GPU driver did not answer within {TIMEOUT:g} s")
+        raise DriverTimeout(f"the GPU driver did not answer within {DRIVER_TIMEOUT_SECONDS:g} s")
     if answer[0] != 0:
         return None
     # An image's sitecustomize may print as well, before it and after it.
     lines = [line for line in answer[1].splitlines() if line.startswith(("[{", "[]"))]
     try:
-        return [Device(**{**found, "pids": tuple(found.get("pids", ()))}) for found in json.loads(lines[-1])]
+        return [GpuDevice(**{**found, "pids": tuple(found.get("pids", ()))}) for found in json.loads(lines[-1])]
     except (ValueError, TypeError, KeyError, IndexError):
         return None
 
 
-async def device_processes(processes: Processes, env: Mapping[str, str]) -> list[int]:
+async def list_device_pids(processes: ChildProcesses, env: Mapping[str, str]) -> list[int]:
     """Return the PIDs that hold a context on any GPU of this container."""
-    return sorted({pid for device in await devices(processes, env) or [] for pid in device.pids})
+    return sorted({pid for device in await query_devices(processes, env) or [] for pid in device.pids})

@@ -7,18 +7,18 @@ import dataclasses
 from collections.abc import Awaitable, Iterable, Mapping
 from typing import Callable
 
-from .gpu import Device, NoAnswer
+from .gpu import DriverTimeout, GpuDevice
 from .protocol import Gpu
 
-EVERY = 60.0  # seconds between two questions, each of which starts a process
-SLOWEST = 600.0  # where nobody can answer, or the driver hangs: its callers may never end
-LOST = "the driver does not show it any more"
+PROBE_INTERVAL_SECONDS = 60.0  # seconds between two questions, each of which starts a process
+MAX_PROBE_INTERVAL_SECONDS = 600.0  # where nobody can answer, or the driver hangs: its callers may never end
+LOST_MESSAGE = "the driver does not show it any more"
 
 
-async def watch(
-    probe: Callable[[], Awaitable[list[Device] | None]],
+async def watch_gpus(
+    probe: Callable[[], Awaitable[list[GpuDevice] | None]],
     tell: Callable[[tuple[Gpu, ...]], None],
-    every: float = EVERY,
+    every: float = PROBE_INTERVAL_SECONDS,
 ) -> None:
     """Watch the devices for ever.
 
@@ -34,14 +34,14 @@ async def watch(
         now: tuple[Gpu, ...] = told
         try:
             devices = await probe()
-        except NoAnswer as error:
+        except DriverTimeout as error:
             devices = None
             now = tuple(dataclasses.replace(gpu, problem=str(error)) for gpu in known.values())
         if devices is None:
-            pause = min(2 * pause, SLOWEST)
+            pause = min(2 * pause, MAX_PROBE_INTERVAL_SECONDS)
         else:
             pause = every
-            now = judged(devices, known)
+            now = judge_devices(devices, known)
             known.update((gpu.uuid, gpu) for gpu in now if gpu.uuid)
         if now != told:
             told = now
@@ -49,7 +49,7 @@ async def watch(
         await asyncio.sleep(pause)
 
 
-def judged(devices: Iterable[Device], known: Mapping[str, Gpu]) -> tuple[Gpu, ...]:
+def judge_devices(devices: Iterable[GpuDevice], known: Mapping[str, Gpu]) -> tuple[Gpu, ...]:
     """Return the devices that were found, and those that were known before but not found, as lost.
 
     A device that does not answer cannot say which one it is: its error is told of the one that is missed.
@@ -58,6 +58,8 @@ def judged(devices: Iterable[Device], known: Mapping[str, Gpu]) -> tuple[Gpu, ..
     errors = [d.error for d in devices if not d.uuid]
     here = {gpu.uuid for gpu in found}
     lost = [gpu for uuid, gpu in known.items() if uuid not in here]
-    missed = [dataclasses.replace(gpu, problem=errors[i] if i < len(errors) else LOST) for i, gpu in enumerate(lost)]
+    missed = [
+        dataclasses.replace(gpu, problem=errors[i] if i < len(errors) else LOST_MESSAGE) for i, gpu in enumerate(lost)
+    ]
     nameless = [Gpu("", "", error) for error in errors[len(lost) :]]
     return (*found, *missed, *nameless)

@@ -16,7 +16,7 @@ from typing import Any, Callable
 from urllib.parse import parse_qsl
 
 from . import auth
-from .report import say
+from .report import log_line
 
 MAX_HEAD = 16 * 1024
 MAX_BODY = 1024 * 1024  # of a caller that has proved itself on this connection
@@ -45,7 +45,7 @@ _REASONS = {
 
 
 @dataclass(frozen=True)
-class Request:
+class HttpRequest:
     method: str
     target: str
     path: str
@@ -69,13 +69,13 @@ Upgrade = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]
 
 
 @dataclass(frozen=True)
-class Response:
+class HttpResponse:
     status: int
     body: bytes = b""
     upgrade: Upgrade | None = None
 
     @classmethod
-    def of(cls, data: Any, status: int = 200) -> Response:
+    def of(cls, data: Any, status: int = 200) -> HttpResponse:
         # As UTF-8: escapes take up to three times as much, and answers are bounded. What a rank printed may be no text.
         text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
         return cls(status, text.encode(errors="replace"))
@@ -87,7 +87,7 @@ class HttpError(Exception):
         self.status = status
 
 
-Handler = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[HttpRequest], Awaitable[HttpResponse]]
 
 
 @dataclass
@@ -96,7 +96,7 @@ class _Connection:
     known: bool = False
 
 
-class Server:
+class HttpServer:
     """`routes` maps a path to its method and handler. Handlers run only for callers that hold the token."""
 
     def __init__(self, token: bytes, routes: Mapping[str, tuple[str, Handler]], clock: Callable[[], float]) -> None:
@@ -127,7 +127,7 @@ class Server:
             return
         connection = self._connections[writer] = _Connection(writer)
         try:
-            keep_alive(writer)
+            enable_keep_alive(writer)
             while True:
                 upgrade = await self._exchange(reader, connection)
                 if upgrade is not None:
@@ -160,7 +160,7 @@ class Server:
             if _body_length(headers) > 0:
                 raise HttpError(413, "a challenge is asked for without a body")
             nonce = self._challenges.issue(self._clock())
-            await self._answer(connection, Response.of({"nonce": nonce}), None)
+            await self._answer(connection, HttpResponse.of({"nonce": nonce}), None)
             return None
         length = _body_length(headers)
         if not _is_signed(headers):
@@ -171,7 +171,7 @@ class Server:
         try:
             response = await self._route(request)
         except HttpError as error:
-            response = Response.of({"error": str(error)}, error.status)
+            response = HttpResponse.of({"error": str(error)}, error.status)
         await self._answer(connection, response, request.client)
         return response.upgrade
 
@@ -193,20 +193,20 @@ class Server:
             if counted:
                 self._first_bodies.pop(connection.writer, None)
 
-    def _authenticate(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> Request:
+    def _authenticate(self, method: str, target: str, headers: Mapping[str, str], body: bytes) -> HttpRequest:
         nonce = headers.get(auth.NONCE_HEADER.lower(), "")
         client = headers.get(auth.CLIENT_HEADER.lower(), "")
         mac = headers.get(auth.MAC_HEADER.lower(), "")
         # Both are evaluated: whether a nonce is open must not show in the time that a wrong MAC takes.
-        right = auth.same(auth.request_mac(self._token, method, target, nonce, client, body), mac)
+        right = auth.macs_equal(auth.request_mac(self._token, method, target, nonce, client, body), mac)
         now = self._clock()
         fresh = self._next_nonces.take(nonce, now) or self._challenges.take(nonce, now)
         if not (right and fresh):
             raise HttpError(401, "wrong MAC or nonce")
         path, _, query = target.partition("?")
-        return Request(method, target, path, dict(parse_qsl(query, max_num_fields=16)), body, nonce, client)
+        return HttpRequest(method, target, path, dict(parse_qsl(query, max_num_fields=16)), body, nonce, client)
 
-    async def _route(self, request: Request) -> Response:
+    async def _route(self, request: HttpRequest) -> HttpResponse:
         if request.path not in self._routes:
             raise HttpError(404, "no such path here")
         method, handler = self._routes[request.path]
@@ -219,10 +219,10 @@ class Server:
         except (HttpError, OSError):
             raise
         except Exception as error:
-            say(f"{request.method} {request.path}: {error!r}")
+            log_line(f"{request.method} {request.path}: {error!r}")
             raise HttpError(500, "this is a mistake of the agent's") from error
 
-    async def _answer(self, connection: _Connection, response: Response, client: str | None) -> None:
+    async def _answer(self, connection: _Connection, response: HttpResponse, client: str | None) -> None:
         lines = [f"HTTP/1.1 {response.status} {_REASONS[response.status]}"]
         if response.upgrade:
             lines += ["Connection: Upgrade", "Upgrade: everstep"]
@@ -282,7 +282,7 @@ def _is_signed(headers: Mapping[str, str]) -> bool:
     return all(map(auth.is_nonce, nonces)) and bool(headers.get(auth.MAC_HEADER.lower()))
 
 
-def keep_alive(writer: asyncio.StreamWriter) -> None:
+def enable_keep_alive(writer: asyncio.StreamWriter) -> None:
     """Let the kernel find out about a peer whose machine is gone: nothing else ends a connection that only reads."""
     sock = writer.get_extra_info("socket")
     if sock is None:

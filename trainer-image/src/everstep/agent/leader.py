@@ -17,21 +17,23 @@ from collections.abc import Iterable
 from typing import Any, Callable
 
 from . import causes, protocol
-from .budget import Budget
-from .commands import Command, End, Hangup, Start, StopRanks
-from .config import Config
-from .events import Layout
-from .generation import SETTLE, Generation
-from .members import Members
-from .meter import Meter
-from .protocol import BACKOFF, ENDED, FORMING, RUNNING, STARTING, STOPPING, Gpu, Hello, Outcome, Report
+from .budget import RestartAllowance
+from .commands import Command, EndJob, HangUp, StartRanks, StopRanks
+from .config import AgentConfig
+from .events import GenerationLayout
+from .generation import SETTLE_SECONDS, Generation
+from .members import JobMembers
+from .meter import ProgressMeter
+from .protocol import BACKOFF, ENDED, FORMING, RUNNING, STARTING, STOPPING, GenerationReport, Gpu, Hello, Outcome
 
-STOP_LIMIT = 45.0  # seconds beyond the grace in which a node has to say that it is clean, or why not
-LEDGER_TAILS = 8  # of the newest entries; with all 64 an answer could reach half a megabyte
+STOP_LIMIT_SECONDS = 45.0  # seconds beyond the grace in which a node has to say that it is clean, or why not
+MAX_HISTORY_TAILS = 8  # of the newest entries; with all 64 an answer could reach half a megabyte
 
 
-class Leader:
-    def __init__(self, config: Config, incarnation: str, now: float, wall: float, free_port: Callable[[], int]) -> None:
+class LeaderState:
+    def __init__(
+        self, config: AgentConfig, incarnation: str, now: float, wall: float, free_port: Callable[[], int]
+    ) -> None:
         """Begin without any node.
 
         Args:
@@ -48,13 +50,13 @@ class Leader:
         self.generation = 0
         self.phase = FORMING
         self.outcome: Outcome | None = None
-        self.budget = Budget(config.application_restarts, config.max_backoff)
-        self.meter = Meter()
+        self.budget = RestartAllowance(config.application_restarts, config.max_backoff)
+        self.meter = ProgressMeter()
         self.ranks_started_at: float | None = None  # time of day
         self.held = ""  # why no generation may start (lost lease, newer leader)
         self.superseded = False
         self._commands: list[Command] = []
-        self._members = Members(config, now, self._commands.append, self._changed)
+        self._members = JobMembers(config, now, self._commands.append, self._changed)
         self._current: Generation | None = None
         self._wall_offset = wall - now
         self._free_port = free_port
@@ -64,7 +66,7 @@ class Leader:
 
     # ---- what the caller reads
 
-    def take(self) -> list[Command]:
+    def take_commands(self) -> list[Command]:
         commands = self._commands.copy()
         self._commands.clear()
         return commands
@@ -75,7 +77,7 @@ class Leader:
         if self.phase == BACKOFF:
             times.append(self._backoff_until)
         if self.phase == STOPPING and self._current:
-            times += [self._current.stop_deadline, self._current.failures[0].at + SETTLE]
+            times += [self._current.stop_deadline, self._current.failures[0].at + SETTLE_SECONDS]
         if self.meter.changed_at is not None:
             times.append(self.meter.due())
         return min((t for t in times if t > now), default=now)
@@ -83,7 +85,7 @@ class Leader:
     def state(self) -> dict[str, Any]:
         """Return the answer to GET /v1/state."""
         ledger = self.budget.ledger
-        tails = len(ledger) - LEDGER_TAILS
+        tails = len(ledger) - MAX_HISTORY_TAILS
         return {
             "protocol": 1,
             "incarnation": self.incarnation,
@@ -101,13 +103,13 @@ class Leader:
 
     # ---- inputs: the operator
 
-    def peers(self, now: float, addresses: dict[int, str]) -> None:
+    def update_addresses(self, now: float, addresses: dict[int, str]) -> None:
         """Take in the address table, ip:port by index."""
         if self.phase != ENDED:
-            self._members.table(addresses)
+            self._members.update_addresses(addresses)
             self._advance(now)
 
-    def poll(self, now: float, charged: str, allowance: int | None) -> None:
+    def note_poll(self, now: float, charged: str, allowance: int | None) -> None:
         """Take in that `allowance` restarts are left after the ledger entry `charged`. Raises ValueError for a
         malformed id."""
         if allowance is not None:
@@ -118,7 +120,7 @@ class Leader:
         if self._stop_reason is None and self.phase != ENDED:
             self._stop_reason = reason[: protocol.MESSAGE_CHARS]
             if self.phase in (STARTING, RUNNING):
-                self._fail(now, causes.Failure(now, protocol.STOPPED, None, self._stop_reason))
+                self._fail(now, causes.GenerationFailure(now, protocol.STOPPED, None, self._stop_reason))
         self._advance(now)
 
     # ---- inputs: the lease
@@ -131,7 +133,7 @@ class Leader:
         self.held = why
         self._changed()
         if self.phase in (STARTING, RUNNING):
-            self._fail(now, causes.Failure(now, protocol.FENCED, None, why))
+            self._fail(now, causes.GenerationFailure(now, protocol.FENCED, None, why))
         self._advance(now)
 
     def release(self, now: float) -> None:
@@ -148,7 +150,7 @@ class Leader:
             self._members.announced(index, pod_uid, address)
             self._advance(now)
 
-    def hello(self, now: float, hello: Hello) -> None:
+    def node_joined(self, now: float, hello: Hello) -> None:
         """Take in a node whose link stands. Whoever was there before is gone."""
         if self.phase == ENDED:
             return
@@ -168,10 +170,10 @@ class Leader:
             self._members.dial(index)
         self._advance(now)
 
-    def seen(self, now: float, index: int) -> None:
+    def note_sign_of_life(self, now: float, index: int) -> None:
         self._members[index].seen = now
 
-    def leaving(self, now: float, index: int) -> None:
+    def node_leaving(self, now: float, index: int) -> None:
         """Take in that a pod was told to stop. Its ranks got TERM with the long grace, and so do their peers: a last
         checkpoint needs all of them."""
         node = self._members[index]
@@ -179,28 +181,32 @@ class Leader:
             return
         node.leaving = True
         self._changed()
-        self._fail(now, causes.Failure(now, protocol.LEAVING, index, f"pod {node.joined.pod_uid} was told to stop"))
+        self._fail(
+            now, causes.GenerationFailure(now, protocol.LEAVING, index, f"pod {node.joined.pod_uid} was told to stop")
+        )
         self._advance(now)
 
-    def report(self, now: float, index: int, report: Report) -> None:
+    def take_report(self, now: float, index: int, report: GenerationReport) -> None:
         if not self._members[index].joined or self.phase == ENDED:
             return
         self._members.report(index, report)
         current = self._current
         if current and (report.epoch, report.generation) == current.order:
-            for failure in current.look_at(now, index, report):
+            for failure in current.take_report(now, index, report):
                 self._fail(now, failure)
             if report.unclean and self.phase in (STARTING, RUNNING):
                 # It gives up before it has been told to stop: what it says is why its pod is lost.
-                self._fail(now, causes.Failure(now, protocol.POD_LOST, index, f"node {index}: {report.unclean}"))
+                self._fail(
+                    now, causes.GenerationFailure(now, protocol.POD_LOST, index, f"node {index}: {report.unclean}")
+                )
         self._advance(now)
 
-    def beat(self, now: float, epoch: int, generation: int, ranks: Iterable[protocol.RankProgress]) -> None:
+    def take_heartbeat(self, now: float, epoch: int, generation: int, ranks: Iterable[protocol.RankProgress]) -> None:
         if (epoch, generation) == (self.epoch, self.generation) and self.phase in (STARTING, RUNNING):
             self.meter.update(now, now + self._wall_offset, ranks)
             self._advance(now)
 
-    def gpus(self, index: int, gpus: tuple[Gpu, ...]) -> None:
+    def update_gpus(self, index: int, gpus: tuple[Gpu, ...]) -> None:
         """Take in a node's devices, when something about them has changed. The leader reports them and does not act on
         them."""
         self._members.gpus(index, gpus)
@@ -210,9 +216,9 @@ class Leader:
         self._ticked = max(now, self._ticked)
         if self.phase != ENDED:
             self._members.ask_dns(now)
-            for node in self._members.silent(now, slept):
+            for node in self._members.list_silent(now, slept):
                 self._lose(now, node.index, f"its agent was silent for {self.config.silence:g} s")
-                self._commands.append(Hangup(node.index))
+                self._commands.append(HangUp(node.index))
                 self._members.dial(node.index)
         self._advance(now)
 
@@ -230,7 +236,7 @@ class Leader:
                 RUNNING: self._watch,
                 STOPPING: self._finish_stop,
                 BACKOFF: self._wait,
-                ENDED: _nothing,
+                ENDED: _do_nothing,
             }[before]
             step(now)
             if self.phase == before:
@@ -252,7 +258,7 @@ class Leader:
         self._members.started(self._current.order)
         self.ranks_started_at = None
         self.meter.restart()
-        layout = Layout(
+        layout = GenerationLayout(
             epoch=self.epoch,
             generation=self.generation,
             hosts=tuple(protocol.host_of(h.address) for h in hellos),
@@ -262,7 +268,7 @@ class Leader:
             master_addr=protocol.host_of(hellos[0].address),
             master_port=self._free_port(),
         )
-        self._commands.append(Start(layout))
+        self._commands.append(StartRanks(layout))
         self._enter(STARTING)
 
     def _watch(self, now: float) -> None:
@@ -274,7 +280,9 @@ class Leader:
         if len(members.busy) < len(members):
             # A node became clean without being told to stop: it fenced itself, or missed the start.
             index = min(set(range(len(members))) - members.busy)
-            self._fail(now, causes.Failure(now, protocol.FENCED, index, "the node stopped its ranks by itself"))
+            self._fail(
+                now, causes.GenerationFailure(now, protocol.FENCED, index, "the node stopped its ranks by itself")
+            )
             return
         if self.phase == STARTING and current.started:
             self.ranks_started_at = now + self._wall_offset
@@ -289,7 +297,7 @@ class Leader:
         self._send_stop(now, current)
 
     def _send_stop(self, now: float, current: Generation) -> None:
-        current.stop_deadline = now + current.grace + STOP_LIMIT
+        current.stop_deadline = now + current.grace + STOP_LIMIT_SECONDS
         if self._members.busy:
             self._commands.append(StopRanks(tuple(sorted(self._members.busy)), self.generation, current.grace))
 
@@ -305,7 +313,7 @@ class Leader:
         if waiting or now < current.settled_at:
             return
         entry = current.entry(now, self._wall_offset)
-        delay = self.budget.close(entry, current.ran)
+        delay = self.budget.record_end(entry, current.ran)
         self._current = None
         if self._stop_reason is not None:
             failure = entry.id if entry.application else None
@@ -323,11 +331,11 @@ class Leader:
     def _end(self, outcome: Outcome) -> None:
         self.outcome = outcome
         self._enter(ENDED)
-        self._commands.append(End(outcome))
+        self._commands.append(EndJob(outcome))
 
     # ---- facts
 
-    def _fail(self, now: float, failure: causes.Failure) -> None:
+    def _fail(self, now: float, failure: causes.GenerationFailure) -> None:
         current = self._current
         if current is None:
             return
@@ -346,7 +354,7 @@ class Leader:
 
     def _lose(self, now: float, index: int, why: str) -> None:
         self._members.lose(now, index)
-        self._fail(now, causes.Failure(now, protocol.POD_LOST, index, f"node {index}: {why}"))
+        self._fail(now, causes.GenerationFailure(now, protocol.POD_LOST, index, f"node {index}: {why}"))
 
     def _enter(self, phase: str) -> None:
         self.phase = phase
@@ -356,5 +364,5 @@ class Leader:
         self.version += 1
 
 
-def _nothing(now: float) -> None:
+def _do_nothing(now: float) -> None:
     return None

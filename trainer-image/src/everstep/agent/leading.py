@@ -11,34 +11,34 @@ from collections.abc import Coroutine
 from typing import Any, Callable
 
 from . import protocol
-from .clock import boottime
-from .commands import Command, Dial, End, Hangup, Start, StopRanks
-from .config import Config
-from .fencing import Lease, answers_tls, api_server
-from .http import Handler, HttpError, Request, Response
-from .leader import Leader
+from .clock import read_boottime
+from .commands import Command, Dial, EndJob, HangUp, StartRanks, StopRanks
+from .config import AgentConfig
+from .fencing import LeaderLease, answers_tls, find_api_server
+from .http import Handler, HttpError, HttpRequest, HttpResponse
+from .leader import LeaderState
 from .links import Links, Loopback
-from .node import Node
+from .node import NodeAgent
 from .remote import RemoteDaemons
-from .report import say
+from .report import log_line
 from .supervision import Supervision
 from .tasks import Tasks
 
-MAX_WAIT = 30.0
+MAX_WAIT_SECONDS = 30.0
 MERGE_SECONDS = 0.02  # a thousand agents that join are not a thousand answers
 LAST_CHARGES = 16
 LINGER_SECONDS = 10.0  # for the operator to fetch the outcome, if it was polling
 
 
-class Leading:
+class LeaderServer:
     def __init__(
         self,
-        config: Config,
+        config: AgentConfig,
         token: bytes,
-        node: Node,
-        leader: Leader,
+        node: NodeAgent,
+        leader: LeaderState,
         clock: Callable[[], float],
-        lease_clock: Callable[[], float] = boottime,
+        lease_clock: Callable[[], float] = read_boottime,
     ) -> None:
         self._config = config
         self._node = node
@@ -48,7 +48,7 @@ class Leading:
         self._daemons = RemoteDaemons(self._links)
         self._processes: Supervision | None = None
         self._lease_clock = lease_clock
-        self._lease = Lease(config.fence_timeout, lease_clock())
+        self._lease = LeaderLease(config.fence_timeout, lease_clock())
         self._changed = asyncio.Event()
         self._version = leader.version
         self._phase = leader.phase
@@ -80,16 +80,18 @@ class Leading:
 
     # ---- the operator's requests
 
-    async def _state(self, request: Request) -> Response:
+    async def _state(self, request: HttpRequest) -> HttpResponse:
         query = request.query
-        wait = min(_number(query.get("wait", "0"), "wait"), MAX_WAIT)
+        wait = min(_parse_seconds(query.get("wait", "0"), "wait"), MAX_WAIT_SECONDS)
         allowance = query.get("allowance")
         if allowance is not None and not allowance.isdecimal():
             raise HttpError(400, "allowance must be a number")
         self._polled_at = self._clock()
         self._lease.renew(self._lease_clock())
         self._leader.release(self._polled_at)
-        self._leader.poll(self._polled_at, query.get("charged", ""), int(allowance) if allowance is not None else None)
+        self._leader.note_poll(
+            self._polled_at, query.get("charged", ""), int(allowance) if allowance is not None else None
+        )
         self._pump()
         after = query.get("after", "")
         end = self._clock() + wait
@@ -102,9 +104,9 @@ class Leading:
                 await asyncio.sleep(MERGE_SECONDS)
         if self._leader.outcome is not None:
             asyncio.get_running_loop().call_later(0.25, self._told.set)
-        return Response.of(self._leader.state())
+        return HttpResponse.of(self._leader.state())
 
-    async def _peers(self, request: Request) -> Response:
+    async def _peers(self, request: HttpRequest) -> HttpResponse:
         body = request.json()
         self._same_epoch(body)
         addresses = body.get("addresses")
@@ -115,11 +117,11 @@ class Leading:
             if not (key.isdecimal() and int(key) < self._config.num_nodes and protocol.is_address(address)):
                 raise HttpError(400, f"not an index and its address: {key[:20]!r}: {str(address)[:80]!r}")
             table[int(key)] = address
-        self._leader.peers(self._clock(), table)
+        self._leader.update_addresses(self._clock(), table)
         self._pump()
-        return Response.of({"epoch": self._leader.epoch})
+        return HttpResponse.of({"epoch": self._leader.epoch})
 
-    async def _announce(self, request: Request) -> Response:
+    async def _announce(self, request: HttpRequest) -> HttpResponse:
         """Answer a replacement that says where it is, before the operator can know: the kubelet reports addresses
         late."""
         body = request.json()
@@ -133,9 +135,9 @@ class Leading:
             raise HttpError(400, "address must be ip:port")
         self._leader.announced(self._clock(), index, uid, address)
         self._pump()
-        return Response.of({"epoch": self._leader.epoch})
+        return HttpResponse.of({"epoch": self._leader.epoch})
 
-    async def _stop(self, request: Request) -> Response:
+    async def _stop(self, request: HttpRequest) -> HttpResponse:
         body = request.json()
         reason = body.get("reason", "")
         if not isinstance(reason, str):
@@ -144,7 +146,7 @@ class Leading:
             self._same_epoch(body)
         self._leader.stop(self._clock(), reason or "stopped")
         self._pump()
-        return Response.of({"epoch": self._leader.epoch})
+        return HttpResponse.of({"epoch": self._leader.epoch})
 
     def _same_epoch(self, body: dict[str, Any]) -> None:
         if body.get("epoch") != self._leader.epoch:
@@ -154,7 +156,7 @@ class Leading:
 
     def _pump(self) -> None:
         """Carry out what follows from an input, wake who waits, set the next alarm."""
-        for command in self._leader.take():
+        for command in self._leader.take_commands():
             self._carry_out(command)
         leader, loop, now = self._leader, asyncio.get_running_loop(), self._clock()
         if leader.version != self._version:
@@ -163,7 +165,7 @@ class Leading:
             self._changed = asyncio.Event()
         if leader.phase != self._phase:
             self._phase = leader.phase
-            say(f"generation {leader.epoch}.{leader.generation}: {leader.phase}")
+            log_line(f"generation {leader.epoch}.{leader.generation}: {leader.phase}")
         if self._timer is not None:
             self._timer.cancel()
         self._timer = loop.call_later(max(0.001, leader.deadline(now) - now), self._tick)
@@ -179,18 +181,18 @@ class Leading:
     def _carry_out(self, command: Command) -> None:
         if isinstance(command, Dial):
             self._links.dial(command.index, command.address)
-        elif isinstance(command, Hangup):
+        elif isinstance(command, HangUp):
             self._links.drop(command.index)
             self._daemons.lost(command.index)
-        elif isinstance(command, Start):
+        elif isinstance(command, StartRanks):
             self._ping()  # who waited long for this leader has no lease, and would start its ranks fenced
             self._links.send_all(command.layout.to_json())
         elif isinstance(command, StopRanks):
             stop = {"type": "stop", "generation": command.generation, "graceSeconds": command.grace}
             self._links.send(command.indexes, stop)
-        elif isinstance(command, End):
+        elif isinstance(command, EndJob):
             outcome = command.outcome
-            say(f"{outcome.result}: {outcome.message}")
+            log_line(f"{outcome.result}: {outcome.message}")
             end = {"type": "end", "result": outcome.result, "exitCode": outcome.exit_code, "message": outcome.message}
             self._links.send_all(end)
 
@@ -199,7 +201,7 @@ class Leading:
     def joined(self, hello: protocol.Hello) -> None:
         self._expired()
         self._daemons.lost(hello.index)  # whoever was there before is gone
-        self._leader.hello(self._clock(), hello)
+        self._leader.node_joined(self._clock(), hello)
         self._pump()
 
     def lost(self, index: int, why: str) -> None:
@@ -208,7 +210,7 @@ class Leading:
         self._pump()
 
     def superseded(self, index: int, epoch: int) -> None:
-        say(f"node {index} follows a leader of epoch {epoch}: this one is superseded")
+        log_line(f"node {index} follows a leader of epoch {epoch}: this one is superseded")
         self._leader.hold(self._clock(), f"superseded by epoch {epoch}", superseded=True)
         self._pump()
 
@@ -216,19 +218,19 @@ class Leading:
         """Handle one message of a node. Malformed ones raise, which ends the link."""
         self._expired()  # what is told may start ranks, and a process that was starved has looked long ago
         now, leader, kind = self._clock(), self._leader, message["type"]
-        leader.seen(now, index)
+        leader.note_sign_of_life(now, index)
         if kind == "beat":
             ranks = [protocol.RankProgress.from_json(r) for r in message["ranks"]]
-            leader.beat(now, int(message["epoch"]), int(message["generation"]), ranks)
+            leader.take_heartbeat(now, int(message["epoch"]), int(message["generation"]), ranks)
             if "gpus" in message:
-                leader.gpus(index, protocol.gpus_from_json(message["gpus"]))
+                leader.update_gpus(index, protocol.gpus_from_json(message["gpus"]))
         elif kind == "report":
-            leader.report(now, index, protocol.Report.from_json(message))
+            leader.take_report(now, index, protocol.GenerationReport.from_json(message))
         elif kind == "hello":
-            leader.hello(now, protocol.Hello.from_json(message))
+            leader.node_joined(now, protocol.Hello.from_json(message))
         elif kind == "leaving":
-            say(f"node {index} was told to stop")
-            leader.leaving(now, index)
+            log_line(f"node {index} was told to stop")
+            leader.node_leaving(now, index)
         elif kind == "output":
             if self._processes is not None:
                 self._daemons.output(index, message, self._processes)
@@ -250,7 +252,7 @@ class Leading:
 
     async def _renew_lease(self) -> None:
         """Renew the lease in the second way, by the API server's answers, and fence when neither way works."""
-        server = api_server(os.environ)
+        server = find_api_server(os.environ)
         while True:
             await asyncio.sleep(min(1.0, self._config.fence_timeout / 8))
             now = self._lease_clock()
@@ -270,7 +272,7 @@ class Leading:
         self._leader.hold(self._clock(), "the leader's lease was not renewed")
         return True
 
-    def failure(self) -> protocol.LedgerEntry | None:
+    def failure(self) -> protocol.EndedGeneration | None:
         """Return the failure that the outcome names, or None."""
         outcome = self._leader.outcome
         if outcome is None or outcome.failure is None:
@@ -290,7 +292,7 @@ class Leading:
         """Wait after the end until every agent was told, and the operator too if it was there lately."""
         await self._links.flushed(LINGER_SECONDS)
         polled = self._polled_at
-        if self._leader.outcome is not None and polled is not None and self._clock() - polled < 2 * MAX_WAIT:
+        if self._leader.outcome is not None and polled is not None and self._clock() - polled < 2 * MAX_WAIT_SECONDS:
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._told.wait(), LINGER_SECONDS)
 
@@ -305,7 +307,7 @@ class Leading:
         return self._tasks.start(work)
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     """Return a port for MASTER_PORT, below the range from which the kernel takes those of outgoing connections."""
     for _ in range(100):
         port = random.randrange(20000, 32000)  # noqa: S311 - no secret
@@ -318,7 +320,7 @@ def free_port() -> int:
     raise OSError("no free port between 20000 and 32000")
 
 
-def _number(text: str, name: str) -> float:
+def _parse_seconds(text: str, name: str) -> float:
     try:
         value = float(text)
     except ValueError:

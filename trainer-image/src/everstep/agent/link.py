@@ -1,6 +1,7 @@
 """The connection between a leader and an agent: authenticated frames in both directions, never blocking.
 
-The leader dials (`dial`), the agent's server hands the accepted connection over; from then on both ends are alike.
+The leader dials (`dial_agent`), the agent's server hands the accepted connection over; from then on both ends are
+alike.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import json
 from typing import Any, Protocol
 
 from . import auth
-from .caller import Refused, ask, connect, encode
-from .http import keep_alive
+from .caller import RequestRejected, connect_to_agent, encode_message, send_request
+from .http import enable_keep_alive
 
-MAX_FRAME = 1024 * 1024
-MAX_UNSENT = 4 * 1024 * 1024  # bytes that a slow peer may leave in our memory before it is dropped
+MAX_FRAME_BYTES = 1024 * 1024
+MAX_UNSENT_BYTES = 4 * 1024 * 1024  # bytes that a slow peer may leave in our memory before it is dropped
 
 
 class LinkClosed(Exception):
@@ -29,7 +30,7 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-class Link:
+class AgentLink:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, key: bytes, outgoing: str) -> None:
         self._reader = reader
         self._writer = writer
@@ -42,20 +43,20 @@ class Link:
         self._why = ""
 
     def send(self, message: dict[str, Any]) -> None:
-        self.send_payload(encode(message))
+        self.send_payload(encode_message(message))
 
     def send_payload(self, payload: bytes) -> None:
         """Send a frame. This never blocks and never raises: a peer that does not read is dropped, and `receive` says
         so."""
         if self._writer.is_closing():
             return
-        if len(payload) > MAX_FRAME:
+        if len(payload) > MAX_FRAME_BYTES:
             self._drop(f"a frame of {len(payload)} bytes is too large")
             return
         mac = auth.frame_mac(self._key, self._outgoing, self._sent, payload)
         self._sent += 1
         self._writer.write(mac + b" " + payload + b"\n")
-        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT:
+        if self._writer.transport.get_write_buffer_size() > MAX_UNSENT_BYTES:
             self._drop("the peer does not read")
 
     async def receive(self) -> dict[str, Any]:
@@ -69,7 +70,7 @@ class Link:
                 del self._buffer[: end + 1]
                 return self._decode(line)
             scanned = len(self._buffer)
-            if scanned > MAX_FRAME + 33:
+            if scanned > MAX_FRAME_BYTES + 33:
                 self._drop("the peer sent a frame that is too large")
             try:
                 data = await self._reader.read(256 * 1024)
@@ -115,7 +116,7 @@ class Link:
         return message
 
 
-async def dial(address: str, token: bytes, *, epoch: int, index: int, uid: str) -> Link:
+async def dial_agent(address: str, token: bytes, *, epoch: int, index: int, uid: str) -> AgentLink:
     """Return a link to the agent at `address`.
 
     Args:
@@ -128,19 +129,19 @@ async def dial(address: str, token: bytes, *, epoch: int, index: int, uid: str) 
     Raises:
         OSError: The agent cannot be reached.
         asyncio.TimeoutError: It does not answer in time.
-        Refused: It rejects the leader.
+        RequestRejected: It rejects the leader.
     """
-    reader, writer = await connect(address)
+    reader, writer = await connect_to_agent(address)
     try:
         about = {"epoch": epoch, "index": index, "uid": uid}
         upgrade = ("Connection: Upgrade", "Upgrade: everstep")
-        answer = await ask((reader, writer), address, token, "/v1/link", about, *upgrade)
+        answer = await send_request((reader, writer), address, token, "/v1/link", about, *upgrade)
         if answer.status != 101:
             newest = answer.field("epoch")
             why = str(answer.field("error"))[:200]
-            raise Refused(answer.status, why, newest if isinstance(newest, int) else None)
+            raise RequestRejected(answer.status, why, newest if isinstance(newest, int) else None)
     except BaseException:
         writer.transport.abort()
         raise
-    keep_alive(writer)
-    return Link(reader, writer, auth.link_key(token, answer.nonce, answer.client), auth.TO_AGENT)
+    enable_keep_alive(writer)
+    return AgentLink(reader, writer, auth.link_key(token, answer.nonce, answer.client), auth.TO_AGENT)

@@ -8,17 +8,17 @@ from collections.abc import Coroutine, Iterable
 from typing import Any, Callable, Protocol
 
 from . import protocol
-from .caller import Refused, encode
-from .config import Config
-from .link import Channel, Link, LinkClosed, dial
+from .caller import RequestRejected, encode_message
+from .config import AgentConfig
+from .link import AgentLink, Channel, LinkClosed, dial_agent
 
 DIALS_AT_ONCE = 128
 HELLO_SECONDS = 5.0
 REDIAL_SECONDS = (0.1, 2.0)
 
 
-class Listener(Protocol):
-    """A receiver of what happens on the links; see leading.Leading."""
+class LinkListener(Protocol):
+    """A receiver of what happens on the links; see leading.LeaderServer."""
 
     def joined(self, hello: protocol.Hello) -> None: ...
     def arrived(self, index: int, message: dict[str, Any]) -> None: ...
@@ -49,7 +49,7 @@ class Loopback:
 
 
 class Links:
-    def __init__(self, config: Config, token: bytes, listener: Listener) -> None:
+    def __init__(self, config: AgentConfig, token: bytes, listener: LinkListener) -> None:
         self._config = config
         self._token = token
         self._listener = listener
@@ -69,8 +69,8 @@ class Links:
         payload: bytes | None = None  # encoded once: a layout of a thousand nodes is 20 KB, a thousand times
         for index in list(indexes):
             channel = self._channels.get(index)
-            if isinstance(channel, Link):
-                payload = payload or encode(message)
+            if isinstance(channel, AgentLink):
+                payload = payload or encode_message(message)
                 channel.send_payload(payload)
             elif channel is not None:
                 channel.send(message)
@@ -93,7 +93,7 @@ class Links:
 
     async def flushed(self, seconds: float) -> None:
         """Wait until all that was sent has left, at most so many seconds."""
-        links = [channel for channel in self._channels.values() if isinstance(channel, Link)]
+        links = [channel for channel in self._channels.values() if isinstance(channel, AgentLink)]
         if links:
             await asyncio.wait([self._listener.keep(link.flushed()) for link in links], timeout=seconds)
 
@@ -117,13 +117,13 @@ class Links:
         del self._dials[index]
         await self._read(index, *link)
 
-    async def _try(self, index: int, address: str) -> tuple[Link, protocol.Hello] | None:
+    async def _try(self, index: int, address: str) -> tuple[AgentLink, protocol.Hello] | None:
         """Return a link and the hello on it, or None when it has to be tried again."""
         config = self._config
         async with self._slots:
             try:
-                link = await dial(address, self._token, epoch=config.epoch, index=index, uid=config.job_uid)
-            except Refused as error:
+                link = await dial_agent(address, self._token, epoch=config.epoch, index=index, uid=config.job_uid)
+            except RequestRejected as error:
                 if error.epoch is not None and error.epoch > config.epoch:
                     self._listener.superseded(index, error.epoch)
                 return None
@@ -142,7 +142,7 @@ class Links:
             link.close()
             return None
 
-    async def _read(self, index: int, link: Link, hello: protocol.Hello) -> None:
+    async def _read(self, index: int, link: AgentLink, hello: protocol.Hello) -> None:
         self.drop(index)
         self._channels[index] = link
         self._listener.joined(hello)

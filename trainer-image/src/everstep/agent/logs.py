@@ -15,10 +15,10 @@ import re
 import threading
 from collections import deque
 
-MAX_LINE = 64 * 1024
+MAX_LINE_BYTES = 64 * 1024
 TAIL_LINES = 20
 TAIL_COLUMNS = 300
-_CHUNK = MAX_LINE  # at most one read beyond a partial line: only the first line of a chunk can be too long
+_CHUNK = MAX_LINE_BYTES  # at most one read beyond a partial line: only the first line of a chunk can be too long
 _READS_PER_WAKE = 8  # then the loop's other work (heartbeats) has its turn
 _BUFFER = 8 * 1024 * 1024
 _PIPE = 1024 * 1024
@@ -30,7 +30,7 @@ _F_SETPIPE_SZ = 1031  # fcntl.F_SETPIPE_SZ exists since Python 3.10 only
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|[A-Z]\w*)(?:: .*)?$")
 
 
-class Sink:
+class LogSink:
     """A writer to one output descriptor of the agent. A thread does the blocking writes: setting O_NONBLOCK instead
     would change the open file for every other process that shares it (a terminal, in laptop mode)."""
 
@@ -89,10 +89,10 @@ class Sink:
                 return
 
 
-class Stream:
+class LogStream:
     """A reader of one pipe of one process, which tags, forwards, and keeps the last lines."""
 
-    def __init__(self, sink: Sink, tag: str) -> None:
+    def __init__(self, sink: LogSink, tag: str) -> None:
         self._sink = sink
         self._tag = tag.encode()
         self._loop = asyncio.get_running_loop()
@@ -180,8 +180,8 @@ class Stream:
     def _feed(self, data: bytes) -> None:
         data = self._partial + data
         first = data.find(b"\n")
-        if first > MAX_LINE or (first < 0 and len(data) > MAX_LINE):
-            data = data[:MAX_LINE] + b"\n" + data[MAX_LINE:]
+        if first > MAX_LINE_BYTES or (first < 0 and len(data) > MAX_LINE_BYTES):
+            data = data[:MAX_LINE_BYTES] + b"\n" + data[MAX_LINE_BYTES:]
         end = data.rfind(b"\n") + 1
         self._partial = data[end:]
         if end:
@@ -218,12 +218,12 @@ class Stream:
         return True
 
 
-class Output:
+class ProcessOutput:
     """stdout and stderr of one process."""
 
-    def __init__(self, stdout: Sink, stderr: Sink, tag: str) -> None:
-        self.stdout = Stream(stdout, tag)
-        self.stderr = Stream(stderr, tag)
+    def __init__(self, stdout: LogSink, stderr: LogSink, tag: str) -> None:
+        self.stdout = LogStream(stdout, tag)
+        self.stderr = LogStream(stderr, tag)
 
     def opened(self) -> None:
         self.stdout.opened()
@@ -240,7 +240,7 @@ class Output:
         self.stderr.close()
 
 
-def cause(tail: tuple[str, ...], ending: str) -> str:
+def find_cause(tail: tuple[str, ...], ending: str) -> str:
     """Return the best single line about why a process ended: the exception of its last traceback, else `ending`."""
     for index in range(len(tail) - 1, -1, -1):
         if tail[index].startswith("Traceback (most recent call last)"):

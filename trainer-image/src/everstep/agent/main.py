@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 from . import report
 from .auth import read_token
-from .clock import boottime
-from .config import Config, Place, load
-from .faults import explained
-from .http import Handler, Server
-from .node import Ended, Node
-from .processes import undumpable
+from .clock import read_boottime
+from .config import AgentConfig, AgentPaths, load_config
+from .faults import explain_fault
+from .http import Handler, HttpServer
+from .node import AgentExit, NodeAgent
+from .processes import make_undumpable
 from .protocol import FAILED, LEFT
-from .report import say
+from .report import log_line
 from .supervision import Supervision
 from .supervisor import Supervisor
 from .tasks import Tasks
 
 if TYPE_CHECKING:
-    from .leading import Leading
+    from .leading import LeaderServer
 
-FILES = 65536
+MAX_OPEN_FILES = 65536
 
 # With TERM, those that images name as their STOPSIGNAL (web servers QUIT, systemd RTMIN+3): a pod's deletion sends that
 # one instead, and without a handler process 1 would not even notice it until the KILL.
@@ -40,7 +40,7 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, _RTMIN_3)
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class AgentOptions:
     """Laptop mode; `base` is None in a pod."""
 
     base: Path | None = None
@@ -61,12 +61,12 @@ def main(argv: list[str]) -> int:
         from .launch.rsh import main as rsh
 
         return rsh(argv[1:])
-    return run(parse(argv))
+    return run_agent(parse_options(argv))
 
 
-def parse(argv: list[str]) -> Options:
+def parse_options(argv: list[str]) -> AgentOptions:
     if argv == ["run"]:  # every pod: each module less is a job that starts earlier
-        return Options()
+        return AgentOptions()
     import argparse
 
     parser = argparse.ArgumentParser(prog="agent.pyz", description="The agent of an everstep job.")
@@ -81,16 +81,16 @@ def parse(argv: list[str]) -> Options:
     parser.add_argument("--leader", default="", metavar="IP:PORT", help="a leader that runs already")
     given = parser.parse_args(argv)
     if given.local is None:
-        return Options()
-    return Options(given.local.absolute(), given.index, given.epoch, given.address, given.port, given.leader)
+        return AgentOptions()
+    return AgentOptions(given.local.absolute(), given.index, given.epoch, given.address, given.port, given.leader)
 
 
-def run(options: Options) -> int:
+def run_agent(options: AgentOptions) -> int:
     agent = Path(sys.argv[0]).absolute()
     if options.base is None:
-        place, environ = Place.pod(agent), dict(os.environ)
+        place, environ = AgentPaths.for_pod(agent), dict(os.environ)
     else:
-        place = Place.local(agent, options.base, options.index)
+        place = AgentPaths.for_laptop(agent, options.base, options.index)
         environ = {
             "EVERSTEP_INDEX": str(options.index),
             "EVERSTEP_EPOCH": str(options.epoch),
@@ -99,25 +99,27 @@ def run(options: Options) -> int:
             "EVERSTEP_NODE_NAME": "localhost",
             "EVERSTEP_LEADER": options.leader,
         }
-    undumpable()  # before the token is in memory
+    make_undumpable()  # before the token is in memory
     try:
-        config, token = load(place.job, environ), read_token(place.token)
+        config, token = load_config(place.job, environ), read_token(place.token)
         place.scratch.mkdir(parents=True, exist_ok=True)
         if options.base is not None:
             config = dataclasses.replace(config, port=options.port, service="")
         return asyncio.run(_Agent(config, place, token).run())
     except Exception as error:
-        report.through(None)
+        report.route_log_lines(None)
         if not isinstance(error, (OSError, ValueError)):
-            say(traceback.format_exc())
-        say(explained(error))
+            log_line(traceback.format_exc())
+        log_line(explain_fault(error))
         # No outcome: a full disk or a port in use is this pod's, and another pod may do better.
-        report.leave_word(place.termination_log, {"result": LEFT, "exitCode": 1, "message": explained(error)})
+        report.write_termination_message(
+            place.termination_log, {"result": LEFT, "exitCode": 1, "message": explain_fault(error)}
+        )
         return 1
 
 
 class _Agent:
-    def __init__(self, config: Config, place: Place, token: bytes) -> None:
+    def __init__(self, config: AgentConfig, place: AgentPaths, token: bytes) -> None:
         self._config = config
         self._place = place
         self._token = token
@@ -126,55 +128,55 @@ class _Agent:
     async def run(self) -> int:
         config, loop = self._config, asyncio.get_running_loop()
         incarnation = secrets.token_hex(8)
-        node = Node(config, self._place, incarnation, loop.time)
+        node = NodeAgent(config, self._place, incarnation, loop.time)
         tasks = Tasks(node.crash)
-        loop.set_exception_handler(lambda _, context: _mistake(node, context))
-        leading: Leading | None = None
+        loop.set_exception_handler(lambda _, context: _handle_loop_error(node, context))
+        leading: LeaderServer | None = None
         routes: dict[str, tuple[str, Handler]] = {"/v1/link": ("POST", node.accept)}
         if config.leads:
             # Only here: a module in a zipapp is compiled at every start, and a job waits for its slowest agent.
-            from .leader import Leader
-            from .leading import Leading, free_port
+            from .leader import LeaderState
+            from .leading import LeaderServer, find_free_port
 
             raise_file_limit(config.num_nodes)
-            leader = Leader(config, incarnation, loop.time(), time.time(), free_port)
-            leading = Leading(config, self._token, node, leader, loop.time)
+            leader = LeaderState(config, incarnation, loop.time(), time.time(), find_free_port)
+            leading = LeaderServer(config, self._token, node, leader, loop.time)
             routes.update(leading.routes())
-        processes = Supervisor(config, self._place, node.emit, leading.spawn_on if leading else _nowhere)
-        report.through(processes.log)
+        processes = Supervisor(config, self._place, node.emit, leading.spawn_on if leading else _reject_spawn)
+        report.route_log_lines(processes.log)
         node.run_with(processes, self._token)
         # By this clock a request that was signed before this machine was suspended is too old to renew a lease.
-        server = Server(self._token, routes, boottime)
+        server = HttpServer(self._token, routes, read_boottime)
         await server.start("::" if ":" in config.pod_ip else "0.0.0.0", config.port)  # noqa: S104 - the pod's own
         for signum in STOP_SIGNALS:
-            loop.add_signal_handler(signum, self._told_to_stop, node, tasks)
-        say(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
+            loop.add_signal_handler(signum, self._handle_stop_signal, node, tasks)
+        log_line(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
         if leading is not None:
             leading.start(processes)
         elif config.leader_address:
-            from .announce import announce
+            from .announce import announce_agent
 
-            tasks.start(announce(config.leader_address, self._token, node))
+            tasks.start(announce_agent(config.leader_address, self._token, node))
         if processes.has_gpus:
-            from .health import watch
+            from .health import watch_gpus
 
-            tasks.start(watch(processes.gpus, node.gpus))
+            tasks.start(watch_gpus(processes.gpus, node.gpus))
         ended = await node.ended
         await node.finish(ended.result)
-        self._leave_word(node, leading, ended)
+        self._write_termination_message(node, leading, ended)
         if leading is not None:
             await leading.linger()
             leading.close()
         server.close()
         await self._close(processes)
-        return report.exit_code(ended.exit_code)
+        return report.safe_exit_code(ended.exit_code)
 
     async def _close(self, processes: Supervision) -> None:
-        report.through(None)
+        report.route_log_lines(None)
         await processes.close()
 
-    def _leave_word(self, node: Node, leading: Leading | None, ended: Ended) -> None:
-        word: dict[str, Any] = node.last_word(ended)
+    def _write_termination_message(self, node: NodeAgent, leading: LeaderServer | None, ended: AgentExit) -> None:
+        word: dict[str, Any] = node.termination_message(ended)
         if leading is not None:
             # For an operator that was away: what the job's restarts were, and how far it came, before nobody can be
             # asked any more.
@@ -189,11 +191,11 @@ class _Agent:
                 message=failure.message,
                 logTail=list(failure.log_tail),
             )
-        report.leave_word(self._place.termination_log, word)
+        report.write_termination_message(self._place.termination_log, word)
         if ended.result == FAILED:
-            report.leave_failure(self._place.ml / "output", str(word["message"]), tuple(word["logTail"]))
+            report.write_failure_file(self._place.ml / "output", str(word["message"]), tuple(word["logTail"]))
 
-    def _told_to_stop(self, node: Node, tasks: Tasks) -> None:
+    def _handle_stop_signal(self, node: NodeAgent, tasks: Tasks) -> None:
         """The signal of a pod that is deleted, or Ctrl-C; who repeats it on a laptop is in a hurry."""
         self._signals += 1
         grace = self._config.stop_grace
@@ -202,17 +204,17 @@ class _Agent:
                 return
             grace = min(grace, 2.0 if self._signals == 2 else 0.0)
         else:
-            say(f"told to stop: the ranks have {grace:g} s")
+            log_line(f"told to stop: the ranks have {grace:g} s")
         tasks.start(node.leave(grace))
 
 
-def _mistake(node: Node, context: dict[str, Any]) -> None:
+def _handle_loop_error(node: NodeAgent, context: dict[str, Any]) -> None:
     """What the event loop could not deliver to anybody. A callback that failed may have lost the exit of a rank."""
     error = context.get("exception")
     if isinstance(error, Exception) and "handle" in context and _is_ours(error):
         node.crash(error)
     else:  # a connection of some stranger's, or one that broke before it was accepted
-        say(f"{context.get('message', 'a mistake')}: {error!r}")
+        log_line(f"{context.get('message', 'a mistake')}: {error!r}")
 
 
 def _is_ours(error: Exception) -> bool:
@@ -225,7 +227,7 @@ def _is_ours(error: Exception) -> bool:
     return False
 
 
-async def _nowhere(index: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:
+async def _reject_spawn(index: int, daemon: str, argv: list[str], env: dict[str, str]) -> int:
     raise RuntimeError("only the leader starts daemons on other nodes")
 
 
@@ -234,5 +236,5 @@ def raise_file_limit(nodes: int) -> None:
     inherit it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < nodes + 512:
-        most = FILES if hard == resource.RLIM_INFINITY else min(hard, FILES)
+        most = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
         resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, most), hard))

@@ -12,15 +12,15 @@ from typing import Any, Callable
 
 from . import protocol
 from .commands import Command, Dial
-from .config import Config
-from .protocol import Gpu, Hello, Report
+from .config import AgentConfig
+from .protocol import GenerationReport, Gpu, Hello
 
-DNS_AFTER = 5.0  # seconds without an address from the operator
+DNS_AFTER_SECONDS = 5.0  # seconds without an address from the operator
 GPUS_NAMED = 32  # sick ones, in a state that is sent again and again
 
 
 @dataclass
-class Node:
+class JobMember:
     index: int
     address: str = ""  # from the operator's table, its own announcement, or by DNS
     joined: Hello | None = None
@@ -34,22 +34,22 @@ class Node:
     gpus: tuple[Gpu, ...] = ()
 
 
-class Members:
+class JobMembers:
     def __init__(
-        self, config: Config, now: float, tell: Callable[[Command], None], changed: Callable[[], None]
+        self, config: AgentConfig, now: float, tell: Callable[[Command], None], changed: Callable[[], None]
     ) -> None:
         """Begin with no node joined. `changed` is called for what the operator should hear of."""
         self.missing = set(range(config.num_nodes))
         self.busy: set[int] = set()  # joined nodes that may still have processes of a generation
-        self._nodes = [Node(i, missing_since=now) for i in range(config.num_nodes)]
+        self._nodes = [JobMember(i, missing_since=now) for i in range(config.num_nodes)]
         self._config = config
         self._tell = tell
         self._changed = changed
 
-    def __getitem__(self, index: int) -> Node:
+    def __getitem__(self, index: int) -> JobMember:
         return self._nodes[index]
 
-    def __iter__(self) -> Iterator[Node]:
+    def __iter__(self) -> Iterator[JobMember]:
         return iter(self._nodes)
 
     def __len__(self) -> int:
@@ -74,11 +74,11 @@ class Members:
 
     # ---- where they are
 
-    def table(self, addresses: dict[int, str]) -> None:
+    def update_addresses(self, addresses: dict[int, str]) -> None:
         """Take in the operator's address table. Whoever is joined stays so until the new address answers: the table may
         be old."""
         for index, given in addresses.items():
-            node, address = self._nodes[index], protocol.canonical(given)
+            node, address = self._nodes[index], protocol.canonical_address(given)
             if index == 0 or node.address == address:
                 continue
             node.address = address
@@ -94,7 +94,7 @@ class Members:
         """
         node = self._nodes[index]
         if index > 0 and pod_uid not in node.met:
-            node.address = protocol.canonical(address)
+            node.address = protocol.canonical_address(address)
             self.dial(index)
 
     def ask_dns(self, now: float) -> None:
@@ -103,7 +103,7 @@ class Members:
             return
         for index in sorted(self.missing):
             node = self._nodes[index]
-            if index > 0 and not node.address and now - node.missing_since >= DNS_AFTER:
+            if index > 0 and not node.address and now - node.missing_since >= DNS_AFTER_SECONDS:
                 node.address = f"algo-{index + 1}.{self._config.service}:{self._config.port}"
                 self.dial(index)
 
@@ -136,7 +136,7 @@ class Members:
         self.busy.discard(index)
         self._changed()
 
-    def silent(self, now: float, slept: float) -> list[Node]:
+    def list_silent(self, now: float, slept: float) -> list[JobMember]:
         """Return joined nodes that were not heard of for too long. For `slept` seconds it was this process that was
         stopped or starved: what arrived meanwhile is still to be read."""
         silent = []
@@ -155,7 +155,7 @@ class Members:
         for node in self._nodes:
             node.busy_with = order
 
-    def report(self, index: int, report: Report) -> None:
+    def report(self, index: int, report: GenerationReport) -> None:
         """Take in a report. An old one does not make a node clean of the newest generation."""
         node = self._nodes[index]
         if (report.epoch, report.generation) >= node.busy_with:
@@ -164,7 +164,7 @@ class Members:
             elif report.clean:
                 self.busy.discard(index)
 
-    def mark_unclean(self, node: Node, why: str) -> None:
+    def mark_unclean(self, node: JobMember, why: str) -> None:
         if node.unclean != why:
             node.unclean = why
             node.unclean_uid = node.joined.pod_uid if node.joined else ""

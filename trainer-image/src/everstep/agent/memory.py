@@ -12,7 +12,7 @@ from typing import Any, Callable
 _IPC_RMID = 0
 
 
-def clear(shm: Path | None, *, owns_ipc: bool) -> str | None:
+def clear_shared_memory(shm: Path | None, *, owns_ipc: bool) -> str | None:
     """Empty what a pod alone sees, and leave alone what other pods of its machine see too.
 
     Args:
@@ -24,14 +24,14 @@ def clear(shm: Path | None, *, owns_ipc: bool) -> str | None:
     """
     left = []
     if shm is not None:
-        left += _empty(shm)
+        left += _empty_folder(shm)
     if owns_ipc:
-        left += _empty(Path("/dev/mqueue"))
-        _remove_system_v()
+        left += _empty_folder(Path("/dev/mqueue"))
+        _remove_system_v_ipc()
     return f"not removed: {', '.join(left[:8])}" if left else None
 
 
-def _empty(folder: Path) -> list[str]:
+def _empty_folder(folder: Path) -> list[str]:
     left = []
     with contextlib.suppress(OSError):
         for entry in folder.iterdir():
@@ -45,7 +45,7 @@ def _empty(folder: Path) -> list[str]:
     return left
 
 
-def _remove_system_v() -> None:
+def _remove_system_v_ipc() -> None:
     """Segments, semaphores and queues of our user (those of another one cannot be removed and are none of ours)."""
     libc: Any = ctypes.CDLL(None)
     removers: dict[str, tuple[str, Callable[[int], int]]] = {

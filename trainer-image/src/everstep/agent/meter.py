@@ -8,11 +8,11 @@ from typing import Any
 
 from .protocol import RankProgress
 
-PUBLISH_EVERY = 1.0  # seconds: progress alone wakes a waiting poll at most this often
-HORIZON = 30.0  # seconds over which the rate is taken
+PUBLISH_INTERVAL_SECONDS = 1.0  # seconds: progress alone wakes a waiting poll at most this often
+RATE_WINDOW_SECONDS = 30.0  # seconds over which the rate is taken
 
 
-class Meter:
+class ProgressMeter:
     """A meter of the furthest rank, which stands for all since ranks train in step; metrics are those of the lowest
     rank that has any."""
 
@@ -50,7 +50,7 @@ class Meter:
                 self.metrics, self._metrics_rank = dict(rank.metrics), rank.rank
 
     def due(self) -> float:
-        return self._published_at + PUBLISH_EVERY
+        return self._published_at + PUBLISH_INTERVAL_SECONDS
 
     def flush(self, now: float) -> bool:
         """Return True if there is something new to publish, and it is time."""
@@ -83,5 +83,5 @@ class Meter:
             self._samples[-1] = (self._samples[-1][0], step)
             return
         self._samples.append((now, step))
-        while now - self._samples[0][0] > HORIZON and len(self._samples) > 2:
+        while now - self._samples[0][0] > RATE_WINDOW_SECONDS and len(self._samples) > 2:
             self._samples.popleft()

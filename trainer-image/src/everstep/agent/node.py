@@ -16,25 +16,36 @@ from typing import Any, Callable
 
 from . import auth
 from .causes import is_echo
-from .clock import boottime
-from .config import Config, Place
+from .clock import read_boottime
+from .config import AgentConfig, AgentPaths
 from .events import (
     DaemonExited,
     DaemonOutput,
     Event,
+    GenerationLayout,
     LauncherExited,
-    Layout,
     PodUnusable,
-    Progress,
     RankExited,
+    RankProgressed,
     RankStarted,
 )
-from .faults import explained
-from .fencing import FenceFile, Lease, Suspensions
-from .http import HttpError, Request, Response
-from .link import Channel, Link, LinkClosed
-from .protocol import FAILED, FENCED_RESULT, LEFT, UNCLEAN, Exit, Gpu, Hello, RankProgress, Report, beats
-from .report import say
+from .faults import explain_fault
+from .fencing import FenceFile, LeaderLease, SuspendDetector
+from .http import HttpError, HttpRequest, HttpResponse
+from .link import AgentLink, Channel, LinkClosed
+from .protocol import (
+    FAILED,
+    FENCED_RESULT,
+    LEFT,
+    UNCLEAN,
+    GenerationReport,
+    Gpu,
+    Hello,
+    ProcessExit,
+    RankProgress,
+    split_beats,
+)
+from .report import log_line
 from .supervision import Supervision
 from .tasks import Tasks
 
@@ -42,7 +53,7 @@ MERGE_SECONDS = 0.02  # ranks start together: one report for all of them
 
 
 @dataclasses.dataclass(frozen=True)
-class Ended:
+class AgentExit:
     """A reason for which this agent leaves."""
 
     result: str
@@ -50,34 +61,34 @@ class Ended:
     message: str
 
 
-class Node:
+class NodeAgent:
     def __init__(
         self,
-        config: Config,
-        place: Place,
+        config: AgentConfig,
+        place: AgentPaths,
         incarnation: str,
         clock: Callable[[], float],
-        lease_clock: Callable[[], float] = boottime,
+        lease_clock: Callable[[], float] = read_boottime,
     ) -> None:
         self.config = config
         self.incarnation = incarnation
         self.epoch = config.epoch  # of the newest leader; never goes back
         self.order = (0, 0)  # (epoch, generation) of the newest ranks
         self.leaving = False
-        self.ended: asyncio.Future[Ended] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[AgentExit] = asyncio.get_running_loop().create_future()
         self.processes: Supervision  # set by `run_with`: the supervisor needs `emit`
         self._clock = clock
         self._token = b""
         self._lease_clock = lease_clock
-        self._lease = Lease(config.fence_timeout, lease_clock())
-        self._suspensions = Suspensions(clock, lease_clock)
+        self._lease = LeaderLease(config.fence_timeout, lease_clock())
+        self._suspensions = SuspendDetector(clock, lease_clock)
         self._fence = FenceFile(place.scratch / "fence.json")
         self._fenced = False
         self._given_up = (0, 0)  # (epoch, generation) of the ranks that strict fencing has stopped
         self._channel: Channel | None = None
         self._heard = 0.0
         self._started: set[int] = set()
-        self._exits: list[Exit] = []
+        self._exits: list[ProcessExit] = []
         self._clean = True
         self._unclean = ""
         self._given_up_because = ""
@@ -106,12 +117,12 @@ class Node:
         return self._channel is not None
 
     @property
-    def exits(self) -> list[Exit]:
+    def exits(self) -> list[ProcessExit]:
         return self._exits
 
     # ---- the leader's link
 
-    async def accept(self, request: Request) -> Response:
+    async def accept(self, request: HttpRequest) -> HttpResponse:
         """Answer POST /v1/link, by which a leader dials. One of a lower epoch is told so, and must not lead any
         more."""
         body = request.json()
@@ -121,18 +132,18 @@ class Node:
         if uid != self.config.job_uid or index != self.config.index or self.config.leads:
             raise HttpError(409, f"this is node {self.config.index} of job {self.config.job_uid}")
         if epoch < self.epoch:
-            return Response.of({"error": "there is a newer leader", "epoch": self.epoch}, 409)
+            return HttpResponse.of({"error": "there is a newer leader", "epoch": self.epoch}, 409)
         if self.leaving or self.ended.done():
             raise HttpError(503, "this agent leaves")
         self.epoch = epoch
         key = auth.link_key(self._token, request.nonce, request.client)
 
         async def run(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            await self._obey(Link(reader, writer, key, auth.TO_LEADER), epoch)
+            await self._obey(AgentLink(reader, writer, key, auth.TO_LEADER), epoch)
 
-        return Response(101, upgrade=run)
+        return HttpResponse(101, upgrade=run)
 
-    async def _obey(self, link: Link, epoch: int) -> None:
+    async def _obey(self, link: AgentLink, epoch: int) -> None:
         if epoch < self.epoch:
             return  # a newer leader came between the answer and now
         self.attach(link)
@@ -144,7 +155,7 @@ class Node:
                 self.handle(message)
         except (LinkClosed, ValueError, KeyError, TypeError) as error:
             if self._channel is link and not self.ended.done():
-                say(f"lost the leader: {error}")
+                log_line(f"lost the leader: {error}")
         finally:
             link.close()
             if self._channel is link:
@@ -177,13 +188,13 @@ class Node:
             self._lease.renew(self._lease_clock(), float(message["age"]) + self._suspensions.age())
             self._look_at_lease()
         elif kind == "start":
-            self._start(Layout.from_json(message, self.config.index))
+            self._start(GenerationLayout.from_json(message, self.config.index))
         elif kind == "stop":
             # A leader may stop what an older one started, but a late word must not stop a newer generation.
             if (self.epoch, int(message["generation"])) >= self.order:
                 self.stop(float(message["graceSeconds"]))
         elif kind == "end":
-            self._end(Ended(str(message["result"]), int(message["exitCode"]), str(message["message"])))
+            self._end(AgentExit(str(message["result"]), int(message["exitCode"]), str(message["message"])))
         elif kind == "spawn":
             self._tasks.start(self.processes.spawn(message["daemon"], list(message["argv"]), dict(message["env"])))
         elif kind == "kill":
@@ -191,7 +202,7 @@ class Node:
 
     # ---- generations
 
-    def _start(self, layout: Layout) -> None:
+    def _start(self, layout: GenerationLayout) -> None:
         order = (layout.epoch, layout.generation)
         if layout.epoch != self.epoch or order <= self.order or self.leaving or not self._clean or self.ended.done():
             self._report_soon(0)
@@ -202,17 +213,17 @@ class Node:
         self._fenced = self._lease.expired(self._lease_clock())
         self._starting = self._tasks.start(self._run_start(layout))
 
-    async def _run_start(self, layout: Layout) -> None:
+    async def _run_start(self, layout: GenerationLayout) -> None:
         try:
             self._fence.write(*self.order, fenced=self._fenced)
             await self.processes.start(layout)
         except asyncio.CancelledError:
             raise
         except OSError as error:  # commands that cannot be executed are exits: this is a full disk and its like
-            self.give_up(f"generation {layout.generation} cannot start here: {explained(error)}")
+            self.give_up(f"generation {layout.generation} cannot start here: {explain_fault(error)}")
         except Exception as error:
-            say(f"generation {layout.generation} cannot start here: {error}")
-            self._exits.append(Exit(None, 1, message=f"the ranks cannot be started: {error}"))
+            log_line(f"generation {layout.generation} cannot start here: {error}")
+            self._exits.append(ProcessExit(None, 1, message=f"the ranks cannot be started: {error}"))
             self._report_soon(0)
 
     def stop(self, grace: float) -> None:
@@ -237,7 +248,7 @@ class Node:
         why = await self.processes.stop(grace)
         self._clean, self._unclean = why is None, why or ""
         if why:
-            say(f"this node is not clean: {why}")
+            log_line(f"this node is not clean: {why}")
         self._report_soon(0)
 
     def emit(self, event: Event) -> None:
@@ -254,7 +265,7 @@ class Node:
         elif isinstance(event, RankStarted):
             self._started.add(event.rank)
             self._report_soon(MERGE_SECONDS)
-        elif isinstance(event, Progress):
+        elif isinstance(event, RankProgressed):
             self._progress[event.rank] = RankProgress(
                 event.rank, event.step, event.total, event.phase, dict(event.metrics)
             )
@@ -282,24 +293,24 @@ class Node:
             await asyncio.wait([self._stopping])
         code = next((e.exit_code for e in self._exits if not e.ok), 128 + signal.SIGTERM)
         result = UNCLEAN if self._unclean else LEFT
-        self._end(Ended(result, code, self._unclean or "the pod was told to stop"))
+        self._end(AgentExit(result, code, self._unclean or "the pod was told to stop"))
 
     def crash(self, error: BaseException) -> None:
         """End after a mistake in the agent. Half an agent is worse than none: the pod fails, and the operator replaces
         it."""
-        say("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+        log_line("".join(traceback.format_exception(type(error), error, error.__traceback__)))
         self.give_up(f"the agent failed: {error!r}")
 
     def give_up(self, why: str) -> None:
         """Leave, so that the operator replaces this pod, and let the leader know why before its link breaks."""
         if self.ended.done():
             return
-        say(why)
+        log_line(why)
         self._given_up_because = self._unclean = why
         self._report()
-        self._end(Ended(LEFT, 1, why))
+        self._end(AgentExit(LEFT, 1, why))
 
-    def _end(self, ended: Ended) -> None:
+    def _end(self, ended: AgentExit) -> None:
         if not self.ended.done():
             self.ended.set_result(ended)
 
@@ -315,7 +326,7 @@ class Node:
         self._housekeeper.cancel()
         channel = self._channel  # the leader leaves too, and may close it while we wait
         if channel is not None:
-            if isinstance(channel, Link):
+            if isinstance(channel, AgentLink):
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(channel.flushed(), 2.0)
             channel.close()
@@ -332,8 +343,8 @@ class Node:
             looked = now
             self._look_at_lease()
             channel = self._channel
-            if isinstance(channel, Link) and now - self._heard > self.config.silence:
-                say(f"lost the leader: silent for {self.config.silence:g} s")
+            if isinstance(channel, AgentLink) and now - self._heard > self.config.silence:
+                log_line(f"lost the leader: silent for {self.config.silence:g} s")
                 self._channel = None
                 channel.close()
             elif channel is not None and now >= beat_at:
@@ -344,7 +355,7 @@ class Node:
         changed, self._progress = list(self._progress.values()), {}
         gpus = self._gpus if self._gpus_told != self._gpus else None
         self._gpus_told = self._gpus
-        for beat in beats(self.order, changed, gpus):
+        for beat in split_beats(self.order, changed, gpus):
             channel.send(beat)
 
     def _look_at_lease(self) -> None:
@@ -358,20 +369,20 @@ class Node:
         if expired != self._fenced:
             self._fenced = expired
             if expired:
-                say(f"no word from the leader for {self.config.fence_timeout:g} s: fenced ({self.config.fencing})")
+                log_line(f"no word from the leader for {self.config.fence_timeout:g} s: fenced ({self.config.fencing})")
             # A token given back to ranks that are being stopped would do no harm, but nor would it help them.
             try:
                 self._fence.write(*self.order, fenced=expired or self._given_up == self.order)
             except OSError as error:
                 self.stop(0.0)  # what they would publish in a grace, nothing might keep from being published
-                self.give_up(f"the fencing token cannot be written: {explained(error)}")
+                self.give_up(f"the fencing token cannot be written: {explain_fault(error)}")
                 return
         if stops:
             self.stop(self.config.restart_grace)
 
     # ---- reports
 
-    def last_word(self, ended: Ended) -> dict[str, Any]:
+    def termination_message(self, ended: AgentExit) -> dict[str, Any]:
         """The termination message. The node's own failure tells more than the job's, where there is one."""
         silent = ended.result == "succeeded" or self._given_up_because
         own = None if silent else next((e for e in self._exits if not e.ok), None)
@@ -397,7 +408,7 @@ class Node:
         if self._report_handle is not None:
             self._report_handle.cancel()
             self._report_handle = None
-        report = Report(*self.order, len(self._started), tuple(self._exits), self._clean, self._unclean)
+        report = GenerationReport(*self.order, len(self._started), tuple(self._exits), self._clean, self._unclean)
         self._send(report.to_json())
 
     def _send(self, message: dict[str, Any]) -> None:

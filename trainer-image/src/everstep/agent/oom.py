@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 
-def counter_file(root: Path = Path("/")) -> Path | None:
+def find_oom_counter(root: Path = Path("/")) -> Path | None:
     """Return the file with a line `oom_kill N` (v2 memory.events, v1 memory.oom_control), or None where there is none.
 
     With a cgroup namespace or a container's bind mount the own group is the mount's root; on a bare machine it lies at
@@ -25,10 +25,10 @@ def counter_file(root: Path = Path("/")) -> Path | None:
             candidates += [base_v1 / path.lstrip("/") / "memory.oom_control", base_v1 / "memory.oom_control"]
         elif not controllers:
             candidates += [base / path.lstrip("/") / "memory.events", base / "memory.events"]
-    return next((path for path in candidates if kills(path) is not None), None)
+    return next((path for path in candidates if count_oom_kills(path) is not None), None)
 
 
-def kills(path: Path | None) -> int | None:
+def count_oom_kills(path: Path | None) -> int | None:
     """Return the number of processes killed so far; None where the kernel does not say."""
     if path is None:
         return None

@@ -22,10 +22,10 @@ _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
 
-class Process:
+class ChildProcess:
     """A child process. `status` is what waitpid said, None while it runs."""
 
-    def __init__(self, pid: int, on_exit: Callable[[Process], None] | None) -> None:
+    def __init__(self, pid: int, on_exit: Callable[[ChildProcess], None] | None) -> None:
         self.pid = pid
         self.status: int | None = None
         self.exited: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -49,16 +49,16 @@ class Process:
             self._on_exit(self)
 
 
-class Processes:
+class ChildProcesses:
     """A table of the children of this process. It reaps *every* child, so nothing else here may wait for one (asyncio's
     subprocesses would lose their exits)."""
 
     def __init__(self, owns_pod: bool) -> None:
         self._owns_pod = owns_pod and os.getpid() == 1  # kill(-1) from any other PID would end the machine's session
         self._has_guests = False  # another container of the pod shows its processes here, as `kubectl debug --target`
-        self._children: dict[int, Process] = {}
+        self._children: dict[int, ChildProcess] = {}
         self._ended: dict[int, None] = {}  # PIDs of those that were reaped or killed; oldest first
-        self._prctl = None if self._owns_pod else _prctl()
+        self._prctl = None if self._owns_pod else _load_prctl()
         if self._prctl is not None:
             # Orphans of the ranks become ours instead of init's, else a daemonised one could never be found again.
             self._prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
@@ -77,8 +77,8 @@ class Processes:
         cwd: str | None = None,
         pass_fds: Sequence[int] = (),
         affinity: set[int] | None = None,
-        on_exit: Callable[[Process], None] | None = None,
-    ) -> Process:
+        on_exit: Callable[[ChildProcess], None] | None = None,
+    ) -> ChildProcess:
         """Start a child in a session of its own (no terminal, its process group can be signalled as one).
 
         An exit cannot be lost: children are reaped by a callback of the loop, which cannot run before this returns.
@@ -111,7 +111,7 @@ class Processes:
         if affinity:
             with contextlib.suppress(OSError):
                 os.sched_setaffinity(popen.pid, affinity)
-        child = self._children[popen.pid] = Process(popen.pid, on_exit)
+        child = self._children[popen.pid] = ChildProcess(popen.pid, on_exit)
         return child
 
     async def run(
@@ -184,7 +184,7 @@ class Processes:
             if child is not None:
                 child._ended(status)
 
-    async def forward(self, processes: Iterable[Process], signum: int) -> set[int]:
+    async def forward(self, processes: Iterable[ChildProcess], signum: int) -> set[int]:
         """Send a signal to processes and, where one passes it on to nobody, to what it runs.
 
         Shells pass no signals on, and a launcher without a handler (`accelerate launch` of one process) cannot: it dies
@@ -199,16 +199,16 @@ class Processes:
             The PIDs of those that heard it.
         """
         first = {process.pid: process for process in processes if process.status is None}
-        heard = await in_thread_if_possible(lambda: _audience(first, signum), "look-at-processes")
+        heard = await in_thread_if_possible(lambda: _list_signal_targets(first, signum), "look-at-processes")
         for pid in heard:  # all in one go: nobody who cancels this may send it to some of them again
             if pid not in first or first[pid].status is None:
-                _kill(pid, signum)
+                _kill_process(pid, signum)
         return set(heard)
 
     def living(self, pids: Iterable[int]) -> set[int]:
         """Return those of `pids` that have not ended. Orphans are ours to reap, so what is left as a zombie is not
         ours."""
-        return {pid for pid in pids if (_stat(pid) or ("", "Z", 0))[1] not in ("Z", "X")}
+        return {pid for pid in pids if (_read_stat(pid) or ("", "Z", 0))[1] not in ("Z", "X")}
 
     def forget_ended(self) -> None:
         """Start to remember anew: PIDs are used again."""
@@ -223,7 +223,7 @@ class Processes:
         if len(self._ended) > _MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
-    def kill_group(self, process: Process) -> None:
+    def kill_group(self, process: ChildProcess) -> None:
         """Send KILL, at once, to the process and those of its group."""
         if process.status is None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -239,12 +239,12 @@ class Processes:
             if not left:
                 return None
             if time.monotonic() > deadline:
-                return "still alive after SIGKILL: " + ", ".join(_describe(pid) for pid in left[:8])
+                return "still alive after SIGKILL: " + ", ".join(_describe_process(pid) for pid in left[:8])
             if self._owns_pod and not self._has_guests:
-                _kill(-1, signal.SIGKILL)  # also those that are forked at this moment
+                _kill_process(-1, signal.SIGKILL)  # also those that are forked at this moment
             else:
                 for pid in left:
-                    _kill(pid, signal.SIGKILL)
+                    _kill_process(pid, signal.SIGKILL)
             for pid in left:
                 self._remember(pid)
             await asyncio.sleep(pause)
@@ -256,11 +256,11 @@ class Processes:
         their last thread is gone, and vanish with their parents."""
         me = os.getpid()
         if self._owns_pod:
-            parents = _parents()
+            parents = _read_parents()
             ours = [pid for pid in parents if pid != me and _is_in_our_container(pid)]
             self._has_guests = len(ours) < len(parents) - (me in parents)
             return ours
-        children = _children()
+        children = _list_children()
         found, queue = [], [me]
         while queue:
             below = children.get(queue.pop(), [])
@@ -282,15 +282,15 @@ class Processes:
         return die_with_parent
 
 
-def undumpable() -> None:
+def make_undumpable() -> None:
     """Keep what runs as the same user out of this process: no /proc/<pid>/mem or environ, no ptrace, no core file. A
     program that is executed from here is an ordinary one again, so ranks can be debugged."""
-    prctl = _prctl()
+    prctl = _load_prctl()
     if prctl is not None:
         prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
-def _prctl() -> Callable[..., int] | None:
+def _load_prctl() -> Callable[..., int] | None:
     try:
         function = ctypes.CDLL(None).prctl
     except (OSError, AttributeError):  # not Linux
@@ -299,12 +299,12 @@ def _prctl() -> Callable[..., int] | None:
     return function
 
 
-def _kill(pid: int, signum: int) -> None:
+def _kill_process(pid: int, signum: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signum)
 
 
-def _stat(pid: int) -> tuple[str, str, int] | None:
+def _read_stat(pid: int) -> tuple[str, str, int] | None:
     """Return (command name, state, parent) from /proc; None when it is gone."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
@@ -317,16 +317,16 @@ def _stat(pid: int) -> tuple[str, str, int] | None:
 
 def _is_in_our_container(pid: int) -> bool:
     """Tell by its cgroups; true where that cannot be known."""
-    ours, theirs = _cgroups("self"), _cgroups(str(pid))
+    ours, theirs = _read_cgroups("self"), _read_cgroups(str(pid))
     return all(
         name not in ours or path == ours[name] or (path.startswith(f"{ours[name].rstrip('/')}/") and "/.." not in path)
         for name, path in theirs.items()
     )
 
 
-def _cgroups(pid: str) -> dict[str, str]:
+def _read_cgroups(pid: str) -> dict[str, str]:
     """Return the path in each hierarchy; nothing of a process that has ended."""
-    stat = _stat(int(pid)) if pid.isdecimal() else None
+    stat = _read_stat(int(pid)) if pid.isdecimal() else None
     if stat is not None and stat[1] in ("Z", "X"):  # it has left its cgroup already
         return {}
     try:
@@ -336,39 +336,39 @@ def _cgroups(pid: str) -> dict[str, str]:
     return {name: path for _, name, path in (line.split(":", 2) for line in lines)}
 
 
-def _parents() -> dict[int, int]:
+def _read_parents() -> dict[int, int]:
     parents = {}
     for entry in os.listdir("/proc"):  # noqa: PTH208 - pathlib would stat each of them
         if entry.isdecimal():
-            stat = _stat(int(entry))
+            stat = _read_stat(int(entry))
             if stat is not None:
                 parents[int(entry)] = stat[2]
     return parents
 
 
-def _children() -> dict[int, list[int]]:
+def _list_children() -> dict[int, list[int]]:
     children: dict[int, list[int]] = {}
-    for pid, parent in _parents().items():
+    for pid, parent in _read_parents().items():
         children.setdefault(parent, []).append(pid)
     return children
 
 
-def _audience(pids: Iterable[int], signum: int) -> list[int]:
+def _list_signal_targets(pids: Iterable[int], signum: int) -> list[int]:
     main = set(pids)  # started here, or by a shell: what the command is about
     found, queue = [], list(main)
     children: dict[int, list[int]] | None = None
     while queue:
         current = queue.pop()
-        stat = _stat(current)
+        stat = _read_stat(current)
         if stat is None:
             continue
         masks, bit = _signal_masks(current), 1 << (signum - 1)
         if current in main or not masks.get("SigIgn", 0) & bit:  # else a helper that would only be waited for
             found.append(current)
         expected = not masks or any(mask & bit for mask in masks.values())
-        shell = stat[0] in _SHELLS or _program(current) in _SHELLS
+        shell = stat[0] in _SHELLS or _program_name(current) in _SHELLS
         if shell or not expected:
-            children = _children() if children is None else children
+            children = _list_children() if children is None else children
             below = children.get(current, [])
             queue += below
             main.update(below if shell else ())
@@ -388,7 +388,7 @@ def _signal_masks(pid: int) -> dict[str, int]:
         return {}
 
 
-def _program(pid: int) -> str:
+def _program_name(pid: int) -> str:
     """Return the name of the file that runs: that of the shell where the command name is a script's (`#!/bin/sh`)."""
     try:
         return Path(f"/proc/{pid}/exe").readlink().name
@@ -396,6 +396,6 @@ def _program(pid: int) -> str:
         return ""
 
 
-def _describe(pid: int) -> str:
-    stat = _stat(pid)
+def _describe_process(pid: int) -> str:
+    stat = _read_stat(pid)
     return f"{pid} (gone)" if stat is None else f"{pid} ({stat[0]}, state {stat[1]})"

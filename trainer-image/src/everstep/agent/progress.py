@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Callable
 
 MAX_METRICS = 32
-MAX_NAME = 64
-MAX_PHASE = 32
+MAX_NAME_CHARS = 64
+MAX_PHASE_CHARS = 32
 _CHUNK = 64 * 1024
 _DRAINS = 16  # chunks, which is as much as any pipe holds
 _MAX_LINE = 4096  # PIPE_BUF: longer writes may be torn by another writer, so nobody sends them on purpose
@@ -19,7 +19,7 @@ _INTERVAL = 0.1  # seconds between two reads: a rank that reports ten thousand s
 _MAX_INTEGER = 2**53  # JSON readers keep no more
 
 
-class Update:
+class ProgressUpdate:
     """A set of the newest values since the last one; parsing never raises."""
 
     def __init__(self) -> None:
@@ -34,12 +34,12 @@ class Update:
         phase = None
         for word in line.split():
             name, found, value = word.partition("=")
-            if not found or not name or len(name) > MAX_NAME:
+            if not found or not name or len(name) > MAX_NAME_CHARS:
                 continue
             if name in ("step", "total"):
                 used |= self._integer(name, value)
             elif name == "phase":
-                if value.isidentifier() and len(value) <= MAX_PHASE:
+                if value.isidentifier() and len(value) <= MAX_PHASE_CHARS:
                     phase = value
             else:
                 used |= self._metric(name, value)
@@ -67,14 +67,14 @@ class Update:
         return True
 
 
-class Intake:
+class ProgressReader:
     """A reader of the FIFO of one rank. `deliver` gets the newest state, at most ten times a second."""
 
-    def __init__(self, path: Path, deliver: Callable[[Update], None], complain: Callable[[str], None]) -> None:
+    def __init__(self, path: Path, deliver: Callable[[ProgressUpdate], None], complain: Callable[[str], None]) -> None:
         self.path = path
         self._deliver = deliver
         self._complain: Callable[[str], None] | None = complain
-        self._update = Update()
+        self._update = ProgressUpdate()
         self._partial = b""
         self._paused: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()

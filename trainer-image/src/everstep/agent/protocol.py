@@ -43,7 +43,7 @@ UNUSABLE = "unusable"
 
 
 @dataclass(frozen=True)
-class Exit:
+class ProcessExit:
     """The end of one process that belongs to a generation. `rank` is None for the launcher and for a failed start."""
 
     rank: int | None
@@ -76,7 +76,7 @@ class Exit:
             "echo": self.echo,
         }
 
-    def within(self, room: int, tail: bool) -> Exit:
+    def within(self, room: int, tail: bool) -> ProcessExit:
         """Return this exit with as much of its message and log tail as fits.
 
         Args:
@@ -84,25 +84,25 @@ class Exit:
             tail: Whether it may have a log tail.
         """
         message, lines = self.message[:MESSAGE_CHARS], tuple(bounded_tail(self.log_tail))
-        if lines and (not tail or _size(message) + _size(lines) > room):
+        if lines and (not tail or _count_encoded_bytes(message) + _count_encoded_bytes(lines) > room):
             lines = ()
-        while message and _size(message) + _size(lines) > room:
+        while message and _count_encoded_bytes(message) + _count_encoded_bytes(lines) > room:
             message = message[: len(message) // 2]
         return replace(self, message=message, log_tail=lines)
 
     @property
     def words(self) -> int:
         """Bytes of its message and its log tail, encoded."""
-        return _size(self.message) + _size(self.log_tail)
+        return _count_encoded_bytes(self.message) + _count_encoded_bytes(self.log_tail)
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Exit:
+    def from_json(cls, data: Mapping[str, Any]) -> ProcessExit:
         return cls(
-            rank=_optional_integer(data.get("rank")),
-            exit_code=_integer(data.get("exitCode")),
-            signal=_optional_integer(data.get("signal")),
+            rank=_as_optional_integer(data.get("rank")),
+            exit_code=_as_integer(data.get("exitCode")),
+            signal=_as_optional_integer(data.get("signal")),
             oom=data.get("oom") is True,
-            message=_text(data.get("message")),
+            message=_as_text(data.get("message")),
             log_tail=tuple(bounded_tail(data.get("logTail"))),
             launcher=data.get("launcher") is True,
             echo=data.get("echo") is True,
@@ -110,13 +110,13 @@ class Exit:
 
 
 @dataclass(frozen=True)
-class Report:
+class GenerationReport:
     """All that a node knows of one generation: a snapshot, so that a lost or merged report loses nothing."""
 
     epoch: int
     generation: int
     started: int = 0  # ranks, ended ones included
-    exits: tuple[Exit, ...] = ()
+    exits: tuple[ProcessExit, ...] = ()
     clean: bool = False  # nothing of the generation is left on the node
     unclean: str = ""  # why it cannot be made clean
 
@@ -140,14 +140,14 @@ class Report:
         }
 
     @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Report:
+    def from_json(cls, data: Mapping[str, Any]) -> GenerationReport:
         return cls(
-            epoch=_integer(data.get("epoch")),
-            generation=_integer(data.get("generation")),
-            started=_integer(data.get("started")),
-            exits=tuple(Exit.from_json(e) for e in _objects(data.get("exits"))),
+            epoch=_as_integer(data.get("epoch")),
+            generation=_as_integer(data.get("generation")),
+            started=_as_integer(data.get("started")),
+            exits=tuple(ProcessExit.from_json(e) for e in _as_objects(data.get("exits"))),
             clean=data.get("clean") is True,
-            unclean=_text(data.get("unclean")),
+            unclean=_as_text(data.get("unclean")),
         )
 
 
@@ -164,7 +164,9 @@ class Gpu:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Gpu:
-        return cls(_text(data.get("uuid"))[:64], _text(data.get("name"))[:64], _text(data.get("problem"))[:128])
+        return cls(
+            _as_text(data.get("uuid"))[:64], _as_text(data.get("name"))[:64], _as_text(data.get("problem"))[:128]
+        )
 
 
 def gpus_to_json(gpus: tuple[Gpu, ...]) -> list[dict[str, Any]]:
@@ -172,7 +174,7 @@ def gpus_to_json(gpus: tuple[Gpu, ...]) -> list[dict[str, Any]]:
 
 
 def gpus_from_json(value: Any) -> tuple[Gpu, ...]:
-    return tuple(Gpu.from_json(gpu) for gpu in _objects(value)[:MAX_GPUS])
+    return tuple(Gpu.from_json(gpu) for gpu in _as_objects(value)[:MAX_GPUS])
 
 
 @dataclass(frozen=True)
@@ -207,14 +209,14 @@ class Hello:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Hello:
         return cls(
-            index=_integer(data.get("index")),
-            pod_uid=_text(data.get("podUid"))[:64],
-            address=canonical(_text(data.get("address"))[:256]),
-            incarnation=_text(data.get("incarnation"))[:64],
-            epoch=_integer(data.get("epoch")),
-            generation=_integer(data.get("generation")),
+            index=_as_integer(data.get("index")),
+            pod_uid=_as_text(data.get("podUid"))[:64],
+            address=canonical_address(_as_text(data.get("address"))[:256]),
+            incarnation=_as_text(data.get("incarnation"))[:64],
+            epoch=_as_integer(data.get("epoch")),
+            generation=_as_integer(data.get("generation")),
             clean=data.get("clean") is True,
-            unclean=_text(data.get("unclean")),
+            unclean=_as_text(data.get("unclean")),
             gpus=gpus_from_json(data.get("gpus", [])),
         )
 
@@ -241,15 +243,17 @@ class RankProgress:
         metrics = data.get("metrics")
         items = list(metrics.items())[:32] if isinstance(metrics, dict) else []
         return cls(
-            rank=_integer(data.get("rank")),
-            step=_optional_integer(data.get("step")),
-            total=_optional_integer(data.get("total")),
-            phase=_text(data.get("phase"))[:32],
+            rank=_as_integer(data.get("rank")),
+            step=_as_optional_integer(data.get("step")),
+            total=_as_optional_integer(data.get("total")),
+            phase=_as_text(data.get("phase"))[:32],
             metrics={str(k)[:64]: float(v) for k, v in items if isinstance(v, (int, float)) and math.isfinite(v)},
         )
 
 
-def beats(order: tuple[int, int], ranks: list[RankProgress], gpus: tuple[Gpu, ...] | None) -> Iterator[dict[str, Any]]:
+def split_beats(
+    order: tuple[int, int], ranks: list[RankProgress], gpus: tuple[Gpu, ...] | None
+) -> Iterator[dict[str, Any]]:
     """Return the messages of one heartbeat, of which each fits into a frame.
 
     Args:
@@ -264,7 +268,7 @@ def beats(order: tuple[int, int], ranks: list[RankProgress], gpus: tuple[Gpu, ..
 
 
 @dataclass(frozen=True)
-class LedgerEntry:
+class EndedGeneration:
     """One generation that ended without success."""
 
     epoch: int
@@ -330,7 +334,7 @@ class Outcome:
         }
 
 
-def parse_id(text: str) -> tuple[int, int]:
+def parse_generation_id(text: str) -> tuple[int, int]:
     """Return a ledger id as (epoch, generation); (0, 0), which is before all, for an empty one."""
     if not text:
         return 0, 0
@@ -348,7 +352,7 @@ def port_of(address: str) -> int:
     return int(address.rpartition(":")[2])
 
 
-def canonical(address: str) -> str:
+def canonical_address(address: str) -> str:
     """Return an ip:port as agents write it. Of an IPv6 address there are two spellings, and both must be the same
     place."""
     host, colon, port = address.rpartition(":")
@@ -368,25 +372,25 @@ def bounded_tail(lines: Any) -> list[str]:
     return [str(line)[:TAIL_CHARS] for line in lines[-TAIL_LINES:]]
 
 
-def _size(value: Any) -> int:
+def _count_encoded_bytes(value: Any) -> int:
     return len(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
 
 
-def _text(value: Any) -> str:
+def _as_text(value: Any) -> str:
     return value[:MESSAGE_CHARS] if isinstance(value, str) else ""
 
 
-def _integer(value: Any) -> int:
+def _as_integer(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"not an integer: {str(value)[:40]!r}")
     return value
 
 
-def _optional_integer(value: Any) -> int | None:
-    return None if value is None else _integer(value)
+def _as_optional_integer(value: Any) -> int | None:
+    return None if value is None else _as_integer(value)
 
 
-def _objects(value: Any) -> list[dict[str, Any]]:
+def _as_objects(value: Any) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not all(isinstance(v, dict) for v in value):
         raise ValueError("not a list of objects")
     return value

@@ -10,21 +10,21 @@ from pathlib import Path
 from typing import Callable
 
 from . import faults, logs, oom, report
-from .events import Event, Progress, RankExited, RankStarted
-from .processes import Process, Processes
-from .progress import Intake, Update
+from .events import Event, RankExited, RankProgressed, RankStarted
+from .processes import ChildProcess, ChildProcesses
+from .progress import ProgressReader, ProgressUpdate
 
 _KILL = 9
 
 
 @dataclass(frozen=True)
-class Node:
+class RankContext:
     """A node's part of one generation that all its ranks share."""
 
     generation: int
-    processes: Processes
-    stdout: logs.Sink
-    stderr: logs.Sink
+    processes: ChildProcesses
+    stdout: logs.LogSink
+    stderr: logs.LogSink
     emit: Callable[[Event], None]
     memory_counter: Path | None
     kills_before: int | None  # OOM kills when the generation began
@@ -39,7 +39,7 @@ class Rank:
 
     def __init__(
         self,
-        node: Node,
+        node: RankContext,
         *,
         rank: int,
         local_rank: int,
@@ -53,12 +53,12 @@ class Rank:
         on_exit: Callable[[int], None] | None = None,
     ) -> None:
         self.rank, self.local_rank = rank, local_rank
-        self.process: Process | None = None
+        self.process: ChildProcess | None = None
         self._node = node
         self._on_exit = on_exit
         self._tag = tag
-        self._output = logs.Output(node.stdout, node.stderr, tag)
-        self._intake = Intake(fifo, self._progress, self._say)
+        self._output = logs.ProcessOutput(node.stdout, node.stderr, tag)
+        self._intake = ProgressReader(fifo, self._progress, self._say)
         try:
             self.process = node.processes.start(
                 argv,
@@ -73,7 +73,7 @@ class Rank:
         except (OSError, ValueError) as error:
             if faults.is_of_the_pod(error):
                 raise
-            code, message = _cannot_start(argv, error)
+            code, message = _explain_start_failure(argv, error)
             self._say(message)
             self._end(code, None, message, ())
         else:
@@ -89,20 +89,20 @@ class Rank:
         self._intake.close()
         self._output.close()
 
-    def _exited(self, process: Process) -> None:
+    def _exited(self, process: ChildProcess) -> None:
         self._intake.drain()
         tail = self._output.tail()
         signum, code = process.signal, process.exit_code
-        message = _ending(code, signum)
+        message = _describe_ending(code, signum)
         killed = self._out_of_memory(code, signum, tail)
         if killed:
             message = f"{message} (out of memory)"
         if code != 0 and not (killed and signum == _KILL):
-            message = logs.cause(tail, message)
+            message = logs.find_cause(tail, message)
             if killed and "out of memory" not in message:
                 message = f"{message} (out of memory)"
         if code != 0:
-            message = report.read_failure(self._node.failure_file) or message
+            message = report.read_failure_file(self._node.failure_file) or message
         self._end(code, signum, message, tail, killed)
 
     def _end(self, code: int, signum: int | None, message: str, tail: tuple[str, ...], killed: bool = False) -> None:
@@ -117,20 +117,22 @@ class Rank:
         The counter is the container's: a kill counts for a rank that died of KILL, or (a shell's 137, a data loader's
         words) says that a process of its own did.
         """
-        now = oom.kills(self._node.memory_counter)
+        now = oom.count_oom_kills(self._node.memory_counter)
         if now is None or self._node.kills_before is None or now <= self._node.kills_before:
             return False
         return signum == _KILL or code == 128 + _KILL or any("killed by signal: Killed" in line for line in tail)
 
-    def _progress(self, update: Update) -> None:
+    def _progress(self, update: ProgressUpdate) -> None:
         node = self._node
-        node.emit(Progress(node.generation, self.rank, update.step, update.total, update.phase, dict(update.metrics)))
+        node.emit(
+            RankProgressed(node.generation, self.rank, update.step, update.total, update.phase, dict(update.metrics))
+        )
 
     def _say(self, text: str) -> None:
         self._node.stderr.write(f"{self._tag}everstep: {text}\n".encode(errors="replace"))
 
 
-def _ending(code: int, signum: int | None) -> str:
+def _describe_ending(code: int, signum: int | None) -> str:
     if signum is None:
         return f"exited with code {code}"
     return f"killed by {signal_name(signum)}"
@@ -144,7 +146,7 @@ def signal_name(signum: int) -> str:
     return f"signal {signum}"
 
 
-def _cannot_start(argv: Sequence[str], error: Exception) -> tuple[int, str]:
+def _explain_start_failure(argv: Sequence[str], error: Exception) -> tuple[int, str]:
     """Return the code and message of a shell: 127 not found, 126 found but not executable."""
     program = argv[0] if argv else ""
     if isinstance(error, FileNotFoundError):

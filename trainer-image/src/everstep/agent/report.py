@@ -9,22 +9,22 @@ from typing import Any, Callable
 
 from .protocol import bounded_tail
 
-MAX_TERMINATION = 4096
-MAX_FAILURE = 1024  # what SageMaker shows of /opt/ml/output/failure
+MAX_TERMINATION_BYTES = 4096
+MAX_FAILURE_CHARS = 1024  # what SageMaker shows of /opt/ml/output/failure
 CANNOT_RUN = 120
 
 
 _write: Callable[[str], None] | None = None
 
 
-def through(write: Callable[[str], None] | None) -> None:
+def route_log_lines(write: Callable[[str], None] | None) -> None:
     """Send log lines this way from now on: a log that nobody reads must not stop the agent. None: straight to
     stderr."""
     global _write
     _write = write
 
 
-def say(text: str) -> None:
+def log_line(text: str) -> None:
     """Write one line for the people who read the pod's log."""
     if _write is not None:
         _write(f"everstep: {text}")
@@ -32,13 +32,13 @@ def say(text: str) -> None:
         print(f"everstep: {text}", file=sys.stderr, flush=True)
 
 
-def exit_code(code: int) -> int:
+def safe_exit_code(code: int) -> int:
     """Return an exit code that is not 120, which means "the agent cannot run in this image"; Python itself uses it when
     a flush at exit fails."""
     return 1 if code == CANNOT_RUN else code & 0xFF
 
 
-def termination(word: dict[str, Any]) -> bytes:
+def encode_termination_message(word: dict[str, Any]) -> bytes:
     """Return JSON of at most 4,096 bytes: what tells least goes first, from the start of the log tail to the message.
 
     A ledger stays: it is short, and what it tells nobody else can tell any more.
@@ -47,7 +47,7 @@ def termination(word: dict[str, Any]) -> bytes:
     word["logTail"] = bounded_tail(word.get("logTail", ()))
     while True:
         data = json.dumps(word, separators=(",", ":")).encode()
-        if len(data) <= MAX_TERMINATION:
+        if len(data) <= MAX_TERMINATION_BYTES:
             return data
         if word["logTail"]:
             word["logTail"] = word["logTail"][1:]
@@ -55,27 +55,27 @@ def termination(word: dict[str, Any]) -> bytes:
             word["message"] = str(word.get("message", ""))[: len(str(word.get("message", ""))) // 2]
 
 
-def leave_word(path: Path, word: dict[str, Any]) -> None:
+def write_termination_message(path: Path, word: dict[str, Any]) -> None:
     try:
-        path.write_bytes(termination(word))
+        path.write_bytes(encode_termination_message(word))
     except OSError as error:
-        say(f"cannot write {path}: {error.strerror}")
+        log_line(f"cannot write {path}: {error.strerror}")
 
 
-def leave_failure(output: Path, message: str, log_tail: tuple[str, ...]) -> None:
+def write_failure_file(output: Path, message: str, log_tail: tuple[str, ...]) -> None:
     """Write `/opt/ml/output/failure`, unless the user's own program has said there why it failed."""
     path = output / "failure"
     try:
         if path.exists() and (path.stat().st_size > 0 or not path.is_file()):  # to open a pipe is to wait for a reader
             return
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = "\n".join([message, *log_tail])[:MAX_FAILURE]
+        text = "\n".join([message, *log_tail])[:MAX_FAILURE_CHARS]
         path.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
-        say(f"cannot write {path}: {error.strerror}")
+        log_line(f"cannot write {path}: {error.strerror}")
 
 
-def forget_failure(output: Path) -> Path:
+def remove_failure_file(output: Path) -> Path:
     """Remove what an earlier generation said, and return the path, for the next to say something."""
     path = output / "failure"
     try:
@@ -83,17 +83,17 @@ def forget_failure(output: Path) -> Path:
     except FileNotFoundError:
         pass
     except OSError as error:
-        say(f"cannot remove {path}: {error.strerror}")
+        log_line(f"cannot remove {path}: {error.strerror}")
     return path
 
 
-def read_failure(path: Path) -> str:
+def read_failure_file(path: Path) -> str:
     """Return what the user's program itself said about its failure: the first 1,024 characters; nothing if it did
     not."""
     try:
         if not path.is_file():  # to open a pipe is to wait for a writer
             return ""
         with path.open("rb") as file:
-            return file.read(4 * MAX_FAILURE).decode(errors="replace")[:MAX_FAILURE].strip()
+            return file.read(4 * MAX_FAILURE_CHARS).decode(errors="replace")[:MAX_FAILURE_CHARS].strip()
     except OSError:
         return ""

@@ -13,24 +13,31 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 from . import environment, gpu, logs, memory, oom, report
-from .config import Config, Place
-from .contract import Facts, contract_files, contract_folders, fitting, rank_variables, sm_environment
+from .config import AgentConfig, AgentPaths
+from .contract import (
+    ContractFacts,
+    build_contract_files,
+    build_rank_variables,
+    build_sm_environment,
+    drop_unusable_variables,
+    list_contract_folders,
+)
 from .daemons import Daemons
 from .events import (
     DaemonExited,
     DaemonOutput,
     Event,
+    GenerationLayout,
     LauncherExited,
-    Layout,
     PodUnusable,
-    Progress,
     RankExited,
+    RankProgressed,
     RankStarted,
 )
-from .faults import naming
-from .launch import Launcher, none, ranks_on_node, torch
-from .processes import Processes
-from .ranks import Node, Rank
+from .faults import name_file_in_errors
+from .launch import Launcher, count_ranks_on_node, none, torch
+from .processes import ChildProcesses
+from .ranks import Rank, RankContext
 from .tasks import Tasks
 from .threads import in_thread, in_thread_if_possible
 
@@ -41,49 +48,51 @@ __all__ = [
     "DaemonExited",
     "DaemonOutput",
     "Event",
+    "GenerationLayout",
     "LauncherExited",
-    "Layout",
     "PodUnusable",
-    "Progress",
     "RankExited",
+    "RankProgressed",
     "RankStarted",
     "SpawnOn",
     "Supervisor",
-    "ranks_on_node",
+    "count_ranks_on_node",
 ]
 
 # (node index, daemon id, argv, additional environment) -> exit code. Cancelling it must kill the daemon.
 SpawnOn = Callable[[int, str, "list[str]", "dict[str, str]"], "Coroutine[Any, Any, int]"]
 
-CLEAN_TIMEOUT = 30.0  # seconds from the first KILL until the node is called unclean
+CLEAN_TIMEOUT_SECONDS = 30.0  # seconds from the first KILL until the node is called unclean
 # Why the contract's files may have no room: the user's own volume is read-only, or has something else in their place.
 _USERS_VOLUME = frozenset(
     (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 )
 OTHERS_TIMEOUT = 5.0  # seconds for processes on a GPU of which nobody can say whose they are
-_FLUSH_TIMEOUT = 2.0  # seconds for the last lines, when nobody may be reading them
+_FLUSH_TIMEOUT_SECONDS = 2.0  # seconds for the last lines, when nobody may be reading them
 
 
 class Supervisor:
     """A supervisor of all processes of a node. It must be made and used on the main thread, inside the running event
     loop: it owns SIGCHLD and every child."""
 
-    def __init__(self, config: Config, place: Place, emit: Callable[[Event], None], spawn_on: SpawnOn) -> None:
+    def __init__(
+        self, config: AgentConfig, place: AgentPaths, emit: Callable[[Event], None], spawn_on: SpawnOn
+    ) -> None:
         self._config = config
         self._place = place
         self._emit = emit
         self._spawn_on = spawn_on
-        self._processes = Processes(place.owns_pod)
-        self._stdout, self._stderr = logs.Sink(1), logs.Sink(2)
-        self._base = environment.base_environment(os.environ, place.scratch)
-        self._gpus = gpu.count(os.environ)
-        self._memory_counter = oom.counter_file()
+        self._processes = ChildProcesses(place.owns_pod)
+        self._stdout, self._stderr = logs.LogSink(1), logs.LogSink(2)
+        self._base = environment.build_base_environment(os.environ, place.scratch)
+        self._gpus = gpu.count_gpus(os.environ)
+        self._memory_counter = oom.find_oom_counter()
         self._daemons = Daemons(self._processes, emit)
         self._tasks = Tasks(lambda error: emit(PodUnusable(f"the agent failed: {error!r}")))
         self._ranks: list[Rank] = []
-        self._layout: Layout | None = None
-        self._node: Node | None = None
-        self._session: mpi.Session | None = None
+        self._layout: GenerationLayout | None = None
+        self._node: RankContext | None = None
+        self._session: mpi.MpiSession | None = None
         self._contract: dict[str, str] = {}
         self._others: set[int] = set()  # PIDs on the GPUs that are none of ours
         self._clearing: asyncio.Task[str | None] | None = None
@@ -92,7 +101,7 @@ class Supervisor:
         self._turn = asyncio.Lock()
         self._disk = threading.Lock()
 
-    async def start(self, layout: Layout) -> None:
+    async def start(self, layout: GenerationLayout) -> None:
         """Write the contract's files and start the ranks (MPI: node 0 starts mpirun, whose daemons start them).
 
         A command that cannot be executed is a RankExited with code 126 or 127, not an exception.
@@ -102,41 +111,43 @@ class Supervisor:
             self._layout = layout
             self._processes.forget_ended()
             failure_file, self._contract = await in_thread_if_possible(lambda: self._prepare(layout), "prepare")
-            self._node = Node(
+            self._node = RankContext(
                 generation=layout.generation,
                 processes=self._processes,
                 stdout=self._stdout,
                 stderr=self._stderr,
                 emit=self._emit,
                 memory_counter=self._memory_counter,
-                kills_before=oom.kills(self._memory_counter),
+                kills_before=oom.count_oom_kills(self._memory_counter),
                 failure_file=failure_file,
             )
             if config.mpi:
                 from .launch import mpi  # only here: a zipapp's modules are compiled at every start
 
-                self._session = session = mpi.Session(layout, self._place.scratch, self._place.agent, self._mpi_hooks())
+                self._session = session = mpi.MpiSession(
+                    layout, self._place.scratch, self._place.agent, self._mpi_hooks()
+                )
                 if layout.node_index == 0:
                     await session.launch(config.command, config.distribution_options, {**self._base, **self._contract})
                 return
             launcher: Launcher = none if config.distribution == "none" else torch
-            for place in launcher.placements(layout):
+            for place in launcher.place_ranks(layout):
                 env = {
-                    **launcher.variables(layout),
+                    **launcher.make_variables(layout),
                     **self._base,
                     **self._contract,
                     **self._variables(layout, place.rank, place.local_rank, place.world_size, place.local_world_size),
                 }
                 if config.distribution == "none":  # ours to say: an image's own PET_* would split the group
-                    env.update(launcher.variables(layout))
+                    env.update(launcher.make_variables(layout))
                 self._ranks.append(
                     Rank(
                         self._node,
                         rank=place.rank,
                         local_rank=place.local_rank,
-                        tag=_tag(place.rank, place.world_size),
+                        tag=_rank_tag(place.rank, place.world_size),
                         argv=config.command,
-                        env=fitting(env),
+                        env=drop_unusable_variables(env),
                         fifo=self._fifo(place.local_rank),
                     )
                 )
@@ -149,7 +160,7 @@ class Supervisor:
             if self._session is not None:
                 self._session.quiet()
             await self._end_ranks(grace)
-            deadline = time.monotonic() + CLEAN_TIMEOUT
+            deadline = time.monotonic() + CLEAN_TIMEOUT_SECONDS
             left = await self._processes.kill_all(deadline)
             for rank in self._ranks:
                 rank.close()
@@ -166,7 +177,7 @@ class Supervisor:
             return left
 
     async def signal(self, signum: int) -> set[int]:
-        """Forward a signal to all ranks; the PIDs of those that heard it, see Processes.forward."""
+        """Forward a signal to all ranks; the PIDs of those that heard it, see ChildProcesses.forward."""
         return await self._processes.forward([rank.process for rank in self._ranks if rank.process], signum)
 
     async def spawn(self, daemon: str, argv: list[str], env: dict[str, str]) -> None:
@@ -191,9 +202,9 @@ class Supervisor:
     def has_gpus(self) -> bool:
         return self._gpus > 0
 
-    async def gpus(self) -> list[gpu.Device] | None:
-        """Return the GPUs and their health; None when the image cannot tell. Raises gpu.NoAnswer."""
-        return await gpu.devices(self._processes, self._base)
+    async def gpus(self) -> list[gpu.GpuDevice] | None:
+        """Return the GPUs and their health; None when the image cannot tell. Raises gpu.DriverTimeout."""
+        return await gpu.query_devices(self._processes, self._base)
 
     def log(self, text: str) -> None:
         """Write a line of the agent's own to stderr, without waiting for whoever reads it."""
@@ -202,11 +213,11 @@ class Supervisor:
     async def close(self) -> None:
         """Flush the logs and give back descriptors. The ranks must have been stopped."""
         for sink in (self._stdout, self._stderr):
-            sink.close(_FLUSH_TIMEOUT)
+            sink.close(_FLUSH_TIMEOUT_SECONDS)
         self._processes.close()
 
     async def _end_ranks(self, grace: float) -> None:
-        """Wait until all that heard the TERM have ended, which may be more than the ranks: see Processes.forward.
+        """Wait until all that heard the TERM have ended, which may be more than the ranks: see ChildProcesses.forward.
 
         A stop may be given up for one with less grace. Scripts take a second TERM for impatience, so there is only one.
         """
@@ -224,7 +235,9 @@ class Supervisor:
         """In a thread: a million files, or a terabyte in one of them, are gone after more than a few heartbeats."""
         if self._clearing is None or self._clearing.done():  # else it is that of a stop that was given up for this one
             shm, owns_ipc = self._place.shm if self._config.owns_shared_memory else None, self._config.owns_ipc
-            self._clearing = self._tasks.start(in_thread(lambda: memory.clear(shm, owns_ipc=owns_ipc), "clear-memory"))
+            self._clearing = self._tasks.start(
+                in_thread(lambda: memory.clear_shared_memory(shm, owns_ipc=owns_ipc), "clear-memory")
+            )
         done, _ = await asyncio.wait([self._clearing], timeout=max(0.0, deadline - time.monotonic()))
         return self._clearing.result() if done else f"{self._place.shm} is still being emptied"
 
@@ -238,8 +251,8 @@ class Supervisor:
         began, left = time.monotonic(), None
         while True:
             try:
-                found = await gpu.device_processes(self._processes, self._base)
-            except gpu.NoAnswer as error:
+                found = await gpu.list_device_pids(self._processes, self._base)
+            except gpu.DriverTimeout as error:
                 left = str(error)
             else:
                 strangers = self._processes.living(found)
@@ -248,57 +261,59 @@ class Supervisor:
                 unknown = set(found) - strangers - set(ours) - self._others
                 if unknown and time.monotonic() > min(deadline, began + OTHERS_TIMEOUT):
                     self._others |= unknown
-                    self.log(f"everstep: other processes use the GPUs as well: {_listed(sorted(unknown))}")
+                    self.log(f"everstep: other processes use the GPUs as well: {_format_pids(sorted(unknown))}")
                     unknown = set()
                 if not ours and not unknown:
                     return None
-                left = f"GPU still used by processes {_listed(ours)}" if ours else None
+                left = f"GPU still used by processes {_format_pids(ours)}" if ours else None
             if left is not None and time.monotonic() > deadline:
                 return left
             await asyncio.sleep(0.2)
 
-    def _prepare(self, layout: Layout) -> tuple[Path, dict[str, str]]:
+    def _prepare(self, layout: GenerationLayout) -> tuple[Path, dict[str, str]]:
         """In a thread, for a user's network volume may take its time: the failure file's path, and SM_* variables."""
         with self._disk:  # a start that was given up may still wait for the same volume
             if self._layout is not layout:
                 raise ValueError("this start was given up")
-            return report.forget_failure(self._place.ml / "output"), self._write_contract(layout)
+            return report.remove_failure_file(self._place.ml / "output"), self._write_contract(layout)
 
-    def _write_contract(self, layout: Layout) -> dict[str, str]:
+    def _write_contract(self, layout: GenerationLayout) -> dict[str, str]:
         config, place = self._config, self._place
         address = layout.hosts[layout.node_index]
-        facts = Facts(
+        facts = ContractFacts(
             job=config.name,
             hyperparameters=config.hyperparameters,
             num_nodes=layout.nodes,
             node_index=layout.node_index,
             instance_type=config.instance_type,
             command=config.command,
-            num_cpus=environment.cpus(),
+            num_cpus=environment.count_cpus(),
             num_gpus=self._gpus,
-            network_interface=environment.interface_of(address) or "eth0",
+            network_interface=environment.find_interface(address) or "eth0",
             master_addr=layout.master_addr,
             master_port=layout.master_port,
             ml=str(place.ml),
         )
-        for folder in contract_folders(facts):
+        for folder in list_contract_folders(facts):
             try:
                 Path(folder).mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 if error.errno not in _USERS_VOLUME:
                     raise
-        for path, data in contract_files(facts).items():
+        for path, data in build_contract_files(facts).items():
             try:
-                with naming(Path(path)):
+                with name_file_in_errors(Path(path)):
                     Path(path).write_bytes(data)
             except OSError as error:
                 if error.errno not in _USERS_VOLUME:
                     raise  # a full disk leaves half a file, which is worse than none
                 self.log(f"everstep: {path} is not written ({error.strerror}): use SM_HPS and SM_RESOURCE_CONFIG")
-        return {**environment.network_variables(address), **sm_environment(facts), **self._config.variables}
+        return {**environment.make_network_variables(address), **build_sm_environment(facts), **self._config.variables}
 
-    def _variables(self, layout: Layout, rank: int, local: int, world: int, local_world: int) -> dict[str, str]:
-        return rank_variables(
+    def _variables(
+        self, layout: GenerationLayout, rank: int, local: int, world: int, local_world: int
+    ) -> dict[str, str]:
+        return build_rank_variables(
             rank=rank,
             world_size=world,
             local_rank=local,
@@ -315,10 +330,10 @@ class Supervisor:
     def _fifo(self, local_rank: int) -> Path:
         return self._place.scratch / "progress" / str(local_rank)
 
-    def _mpi_hooks(self) -> mpi.Hooks:
+    def _mpi_hooks(self) -> mpi.AgentHooks:
         from .launch import mpi
 
-        return mpi.Hooks(
+        return mpi.AgentHooks(
             processes=self._processes,
             stdout=self._stdout,
             stderr=self._stderr,
@@ -328,7 +343,7 @@ class Supervisor:
             kill_daemon=self._kill_daemon_on,
         )
 
-    def _start_mpi_rank(self, request: mpi.Request, ended: Callable[[int], None]) -> Rank:
+    def _start_mpi_rank(self, request: mpi.RankRequest, ended: Callable[[int], None]) -> Rank:
         layout, node, session = self._layout, self._node, self._session
         assert layout is not None
         assert node is not None
@@ -336,10 +351,10 @@ class Supervisor:
         procs = layout.procs_per_node
         world = layout.nodes * procs
         env = {
-            **torch.variables(layout),
+            **torch.make_variables(layout),
             **session.idle_variables,
             **request.env,
-            "PATH": environment.path_below_mpirun(request.env.get("PATH", ""), self._base.get("PATH", "")),
+            "PATH": environment.restore_path(request.env.get("PATH", ""), self._base.get("PATH", "")),
             **session.rank_variables,
             **self._contract,
             **self._variables(layout, request.rank, request.local_rank, world, procs),
@@ -348,9 +363,9 @@ class Supervisor:
             node,
             rank=request.rank,
             local_rank=request.local_rank,
-            tag=_tag(request.rank, world),
+            tag=_rank_tag(request.rank, world),
             argv=request.argv,
-            env=fitting(env),
+            env=drop_unusable_variables(env),
             fifo=self._fifo(request.local_rank),
             cwd=request.cwd,
             pass_fds=request.pass_fds,
@@ -377,9 +392,9 @@ class Supervisor:
             self._daemons.kill(daemon)
 
 
-def _listed(pids: list[int]) -> str:
+def _format_pids(pids: list[int]) -> str:
     return ", ".join(map(str, pids[:8]))
 
 
-def _tag(rank: int, world_size: int) -> str:
+def _rank_tag(rank: int, world_size: int) -> str:
     return f"[rank {rank}] " if world_size > 1 else ""

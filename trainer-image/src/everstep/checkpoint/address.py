@@ -10,7 +10,7 @@ import socket
 _ANYBODY = ("192.0.2.1", "2001:db8::1")
 
 
-def host() -> str:
+def find_host_address() -> str:
     """The pod's, else the one that packets to rank 0 leave from: to anybody, where it is not known who that is."""
     given = os.environ.get("EVERSTEP_POD_IP")
     if given:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from everstep.checkpoint.board import AgreementLost, Board
+from everstep.checkpoint.board import AgreementLost, KVStore
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.message_series import MessageSeries
 
@@ -33,7 +33,7 @@ class NotAsked(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Decision:
+class SaveDecision:
     """The same on all ranks: what they do at a boundary.
 
     `save`: at this boundary. `next`: the step of the next one. `replan`: make the plan anew first. `deadline`: the save
@@ -89,15 +89,15 @@ class Pace:
         return self.calls * self.stride
 
 
-Choose = Callable[[int, int], Decision]
-ChooseEarly = Callable[[int, int], Decision | None]  # None: it is not known before the step is made
+Choose = Callable[[int, int], SaveDecision]
+ChooseEarly = Callable[[int, int], SaveDecision | None]  # None: it is not known before the step is made
 Waiting = Callable[[float], float | None]
 
 
 class Agreement:
     """One rank's view. `patience`: seconds that a rank waits at a boundary without a sign of rank 0."""
 
-    def __init__(self, board: Board, rank: int, patience: float) -> None:
+    def __init__(self, board: KVStore, rank: int, patience: float) -> None:
         self.boundary = 0
         self._board = board
         self._rank = rank
@@ -107,7 +107,7 @@ class Agreement:
         self._answers = MessageSeries(board, "x", rank == 0)
         self._verdicts = MessageSeries(board, "a", rank == 0)
         self._pace = Pace()
-        self._made: Decision | None = None
+        self._made: SaveDecision | None = None
 
     @property
     def rank(self) -> int:
@@ -117,7 +117,7 @@ class Agreement:
     def leads(self) -> bool:
         return self._rank == 0
 
-    def restart(self) -> Decision | None:
+    def restart(self) -> SaveDecision | None:
         """All ranks, between the same two steps: the next step is a boundary, and may be any. What rank 0 had decided
         about another one, which is void."""
         made, self._made = self._made, None
@@ -125,7 +125,7 @@ class Agreement:
         self._pass()  # by a number that may be taken
         return made
 
-    def arrive(self, step: int, choose: Choose, waiting: Waiting) -> Decision | None:
+    def arrive(self, step: int, choose: Choose, waiting: Waiting) -> SaveDecision | None:
         """The decision of a boundary that this step has reached; None between boundaries.
 
         Rank 0 decides through `choose(step, steps ahead)`, here if it could not before. Others call `waiting(seconds)`
@@ -138,7 +138,7 @@ class Agreement:
         if step < self.boundary:
             return None
         decision = (
-            self._made if self.leads else Decision(**self._await(self._decisions.get_name(self._number), waiting))
+            self._made if self.leads else SaveDecision(**self._await(self._decisions.get_name(self._number), waiting))
         )
         assert decision is not None
         self._made = None

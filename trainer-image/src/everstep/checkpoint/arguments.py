@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any, get_args
 
-from everstep.checkpoint.auto import duration
+from everstep.checkpoint.auto import parse_duration
 from everstep.checkpoint.best import Mode
 from everstep.checkpoint.checksum import ALGORITHMS
 from everstep.checkpoint.keys import Attempt
@@ -43,7 +43,7 @@ def check_arguments(given: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _count(value: Any, least: int = 1) -> int:
+def _check_count(value: Any, least: int = 1) -> int:
     try:
         number = operator.index(value)
     except TypeError:
@@ -53,7 +53,7 @@ def _count(value: Any, least: int = 1) -> int:
     return number
 
 
-def _seconds(value: Any, *, may_be_zero: bool = False) -> float:
+def _check_seconds(value: Any, *, may_be_zero: bool = False) -> float:
     allowed = "a number of seconds, 0 or more" if may_be_zero else "a number of seconds, more than 0"
     if isinstance(value, bool | str | bytes) or not hasattr(value, "__float__"):
         raise _Wrong(allowed)
@@ -63,11 +63,11 @@ def _seconds(value: Any, *, may_be_zero: bool = False) -> float:
     return seconds
 
 
-def _interval(value: Any) -> Any:
+def _check_interval(value: Any) -> Any:
     if value == "auto":
         return value
     try:
-        return duration(value) if isinstance(value, str) else _seconds(value)
+        return parse_duration(value) if isinstance(value, str) else _check_seconds(value)
     except (ValueError, _Wrong):
         raise _Wrong("a time as '90s', '10m' or '1h30m', a number of seconds above 0, 'auto' or None") from None
 
@@ -93,53 +93,53 @@ def _or_none(check: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return checked
 
 
-def _place(value: Any) -> Any:
+def _check_place(value: Any) -> Any:
     if not isinstance(value, str | os.PathLike) or not os.fspath(value):
         raise _Wrong("a folder or a URL, as text or a path")
     return value
 
 
-def _text(value: Any) -> str:
+def _check_text(value: Any) -> str:
     if not isinstance(value, str) or not value:
         raise _Wrong("a name, as text")
     return value
 
 
-def _attempt(value: Any) -> tuple[int, int]:
+def _check_attempt(value: Any) -> tuple[int, int]:
     try:
         epoch, generation = value
-        found = Attempt(_count(epoch, 0), _count(generation, 0))
+        found = Attempt(_check_count(epoch, 0), _check_count(generation, 0))
     except (TypeError, ValueError, _Wrong):
         raise _Wrong("two whole numbers, 0 or more, of at most ten digits: (epoch, generation)") from None
     return found.epoch, found.generation
 
 
-def _options(value: Any) -> dict[str, Any]:
+def _check_options(value: Any) -> dict[str, Any]:
     if not isinstance(value, Mapping) or not all(isinstance(name, str) for name in value):
         raise _Wrong("a dictionary of the store's options by their names")
     return dict(value)
 
 
 CHECKS: dict[str, Callable[[Any], Any]] = {
-    "store": _place,
-    "every": _or_none(_interval),
-    "every_steps": _or_none(_count),
-    "keep_last": _count,
-    "keep_every": _or_none(_count),
-    "keep_best": _or_none(_count),
-    "best_metric": _text,
+    "store": _check_place,
+    "every": _or_none(_check_interval),
+    "every_steps": _or_none(_check_count),
+    "keep_last": _check_count,
+    "keep_every": _or_none(_check_count),
+    "keep_best": _or_none(_check_count),
+    "best_metric": _check_text,
     "best_mode": _one_of(*get_args(Mode)),
     "policy": _one_of(*POLICIES),
-    "slots": _count,
+    "slots": _check_count,
     "peers": _or_none(_one_of(0, 1)),
-    "memory": _or_none(_place),
-    "attempt": _or_none(_attempt),
+    "memory": _or_none(_check_place),
+    "attempt": _or_none(_check_attempt),
     "checksum": _one_of(*ALGORITHMS),
     "allow_pickle": _one_of(False, True),
-    "time_between_failures": _or_none(_seconds),
-    "timeout": _seconds,
-    "commit_timeout": _seconds,
-    "stall_after": _seconds,
-    "linger": lambda value: _seconds(value, may_be_zero=True),
-    "options": _or_none(_options),
+    "time_between_failures": _or_none(_check_seconds),
+    "timeout": _check_seconds,
+    "commit_timeout": _check_seconds,
+    "stall_after": _check_seconds,
+    "linger": lambda value: _check_seconds(value, may_be_zero=True),
+    "options": _or_none(_check_options),
 }

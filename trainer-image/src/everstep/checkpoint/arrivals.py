@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from everstep.checkpoint.board import AgreementLost, Board
+from everstep.checkpoint.board import AgreementLost, KVStore
 from everstep.checkpoint.collectives import gather_bytes, scatter_bytes
 from everstep.checkpoint.errors import RankLost
 
@@ -22,7 +22,7 @@ _ABSENT = "left before {}, or did not come to it in time"
 class Arrivals:
     """One rank's side. All ranks come to the same calls in the same order."""
 
-    def __init__(self, board: Board, rank: int, group: dist.ProcessGroup | None) -> None:
+    def __init__(self, board: KVStore, rank: int, group: dist.ProcessGroup | None) -> None:
         self._board = board
         self._rank = rank
         self._group = group

@@ -53,7 +53,7 @@ def identify_machine() -> str:
     return socket.gethostname()
 
 
-def hold(store: Store, attempt: Attempt, identity: RunIdentity) -> None:
+def claim_given_attempt(store: Store, attempt: Attempt, identity: RunIdentity) -> None:
     """Claim an attempt that was given to this run, or see that it was this run that has claimed it.
 
     Raises:
@@ -82,18 +82,18 @@ def read_identity(store: Store, attempt: Attempt) -> RunIdentity | None:
         return None
 
 
-def claim(store: Store) -> Attempt:
+def claim_next_attempt(store: Store) -> Attempt:
     """An attempt greater than every other that has claimed, saved or committed in this store; nobody else gets it."""
-    greatest = _greatest(store)
+    greatest = _find_greatest_attempt(store)
     attempt = Attempt(greatest.epoch, greatest.generation + 1) if greatest else Attempt(0, 1)
     while not store.put_if_absent(f"{ATTEMPTS}{attempt}", b""):
         attempt = Attempt(attempt.epoch, attempt.generation + 1)
     return attempt
 
 
-def check(store: Store, attempt: Attempt) -> None:
+def check_not_superseded(store: Store, attempt: Attempt) -> None:
     """Superseded if something greater than `attempt`, which was given to this run, is in the store already."""
-    greatest = _greatest(store)
+    greatest = _find_greatest_attempt(store)
     if greatest is not None and greatest > attempt:
         raise Superseded(
             f"{store.url} belongs to attempt {greatest}, this run is attempt {attempt}: another run has used this "
@@ -115,7 +115,7 @@ def find_successor(store: Store, attempt: Attempt) -> str | None:
 
     Its checkpoints would never be chosen, and retention after them would count them among the newest.
     """
-    greater = [key.attempt for key in _committed(store) if key.attempt > attempt]
+    greater = [key.attempt for key in _iterate_committed_keys(store) if key.attempt > attempt]
     return f"attempt {max(greater)} has taken over this store" if greater else None
 
 
@@ -133,7 +133,7 @@ def read_run(store: Store) -> str | None:
         return None
 
 
-def replaced(store: Store, run: str) -> str | None:
+def explain_replaced_store(store: Store, run: str) -> str | None:
     """Return why a run may not write any more: its store was deleted, and is another's.
 
     Args:
@@ -154,19 +154,19 @@ def replaced(store: Store, run: str) -> str | None:
     return None if found == run else f"{store.url} was deleted and made anew since, for another run"
 
 
-def _greatest(store: Store) -> Attempt | None:
+def _find_greatest_attempt(store: Store) -> Attempt | None:
     found: set[Attempt] = set()
     for entry in store.list(ATTEMPTS):
         with suppress(ValueError):
             found.add(Attempt.parse(entry.name.removeprefix(ATTEMPTS)))
-    found.update(key.attempt for key in _committed(store))
+    found.update(key.attempt for key in _iterate_committed_keys(store))
     for entry in store.list(DATA):
         with suppress(ValueError):
             found.add(Key.of_data(entry.name).attempt)
     return max(found, default=None)
 
 
-def _committed(store: Store) -> Iterator[Key]:
+def _iterate_committed_keys(store: Store) -> Iterator[Key]:
     for entry in store.list(MANIFESTS):
         with suppress(ValueError):
             yield Key.of_manifest(entry.name)

@@ -17,7 +17,7 @@ _DURATION = re.compile(r"(\d+(?:\.\d+)?)(ms|s|m|h|d)", re.ASCII)
 PRIOR = 86400.0
 
 
-def duration(text: str | float) -> float:
+def parse_duration(text: str | float) -> float:
     """Seconds of "90s", "10m", "1h30m" or a number. ValueError."""
     if isinstance(text, int | float):
         seconds = float(text)
@@ -31,7 +31,7 @@ def duration(text: str | float) -> float:
     return seconds
 
 
-def optimal(cost: float, between_failures: float) -> float:
+def compute_optimal_interval(cost: float, between_failures: float) -> float:
     """The interval at which the work lost by failures and the cost of saves are least together.
 
     `cost`: what one save takes from training; `between_failures`: the mean time. Daly, "A higher order estimate of the
@@ -43,7 +43,7 @@ def optimal(cost: float, between_failures: float) -> float:
     return math.sqrt(2 * cost * between_failures) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - cost
 
 
-def learned(failures: int, observed: float, prior: float = PRIOR) -> float:
+def estimate_mean_time_between_failures(failures: int, observed: float, prior: float = PRIOR) -> float:
     """The mean time between failures, after so many in `observed` seconds; the prior counts as one failure."""
     return (prior + observed) / (1 + failures)
 
@@ -71,7 +71,7 @@ class Trigger:
         mean = PRIOR if between_failures is None else between_failures
         if every == "auto":
             return cls(None, every_steps, auto=True, between_failures=mean)
-        return cls(None if every is None else duration(every), every_steps, between_failures=mean)
+        return cls(None if every is None else parse_duration(every), every_steps, between_failures=mean)
 
     @property
     def interval(self) -> float | None:
@@ -81,7 +81,7 @@ class Trigger:
         if self.cost is None:
             return 0.0  # the first save measures what one costs
         # More often than the store takes them they cannot be had.
-        return max(optimal(self.cost, self.between_failures), 1.5 * self.duration, 1.0)
+        return max(compute_optimal_interval(self.cost, self.between_failures), 1.5 * self.duration, 1.0)
 
     def start(self, step: int, now: float) -> None:
         """Counting begins: training does, or a save was just begun."""

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 
 from everstep.checkpoint import address
-from everstep.checkpoint.collectives import tell
+from everstep.checkpoint.collectives import broadcast_from_first
 from everstep.checkpoint.errors import CheckpointError
 
 _PIECE = 4 << 20  # bytes; a TCPStore hangs up on who brings it more than 8 MiB at once
@@ -28,7 +28,7 @@ class AgreementLost(CheckpointError):
     """Rank 0 cannot be reached, or has not decided in time: this rank cannot know what the others save."""
 
 
-class Board(Protocol):
+class KVStore(Protocol):
     """Messages by name; each is left once and stays until it is removed. Everything may raise AgreementLost."""
 
     @property
@@ -53,7 +53,7 @@ class Board(Protocol):
         ...
 
 
-class Alone:
+class LocalKVStore:
     """The board of a run with one process."""
 
     ranks = 1
@@ -77,7 +77,7 @@ class Alone:
         return self._counts[name]
 
 
-class Shared:
+class SharedKVStore:
     """The board of a run with several: a TCPStore that rank 0 hosts at a port of its own (see open()), or any other.
 
     Names begin with a secret that is told by one broadcast, since a TCPStore asks nobody who they are.
@@ -89,15 +89,15 @@ class Shared:
         self._secret = secret
 
     @classmethod
-    def open(cls, group: dist.ProcessGroup, timeout: float) -> Shared:
+    def open(cls, group: dist.ProcessGroup, timeout: float) -> SharedKVStore:
         """Collective over `group` (gloo): all ranks of the run. `timeout` in seconds, to connect."""
         limit = datetime.timedelta(seconds=timeout)
         given = os.environ.get("MASTER_ADDR") or ""
         told: tuple[str, str, int, str] = ("", "", 0, "")
         if dist.get_rank() == 0:
             store = dist.TCPStore(given or "localhost", 0, is_master=True, wait_for_workers=False, timeout=limit)
-            told = (given or address.host(), socket.gethostname(), store.port, secrets.token_hex(16))
-        host, machine, port, secret = tell(told, group)
+            told = (given or address.find_host_address(), socket.gethostname(), store.port, secrets.token_hex(16))
+        host, machine, port, secret = broadcast_from_first(told, group)
         if dist.get_rank() != 0:
             if not given and machine == socket.gethostname():
                 host = "localhost"  # it may have no network
@@ -115,7 +115,7 @@ class Shared:
                 data = _PACKED + b"%d" % len(starts)  # last: who sees it finds the pieces
             self._store.set(full, data)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _make_agreement_lost(error) from error
 
     def read(self, name: str, timeout: float = 0.0) -> Any:
         full = f"{self._secret}/{name}"
@@ -130,7 +130,7 @@ class Shared:
                     pause = min(_GROWTH * pause, _LONGEST_PAUSE)
             return self._found(full)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _make_agreement_lost(error) from error
 
     def remove(self, name: str) -> None:
         full = f"{self._secret}/{name}"
@@ -140,13 +140,13 @@ class Shared:
                 for each in (full, *pieces):
                     self._store.delete_key(each)
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _make_agreement_lost(error) from error
 
     def count(self, name: str, more: int = 0) -> int:
         try:
             return int(self._store.add(f"{self._secret}/{name}", more))
         except RuntimeError as error:
-            raise _lost(error) from error
+            raise _make_agreement_lost(error) from error
 
     def _found(self, full: str) -> Any:
         data = self._store.get(full)
@@ -158,5 +158,5 @@ class Shared:
         return [f"{full}/{i}" for i in range(int(data[1:]))] if data.startswith(_PACKED) else []
 
 
-def _lost(error: RuntimeError) -> AgreementLost:
+def _make_agreement_lost(error: RuntimeError) -> AgreementLost:
     return AgreementLost(f"rank 0, which decides when to save, cannot be reached: {str(error).splitlines()[0]}")

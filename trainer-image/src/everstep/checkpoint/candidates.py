@@ -8,23 +8,35 @@ from contextlib import suppress
 from threading import local
 from typing import Protocol
 
-from everstep.checkpoint.checksum import digest
+from everstep.checkpoint.checksum import compute_checksum
 from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
 from everstep.checkpoint.format import HEADER, Chunk, Manifest
 from everstep.checkpoint.index import CheckpointIndex, NodeShare
 from everstep.checkpoint.keys import HINT, MANIFESTS, Key
-from everstep.checkpoint.manifests import assemble, read_index, read_manifest, read_node
+from everstep.checkpoint.manifests import assemble_manifest, read_index, read_manifest, read_node
 from everstep.checkpoint.store.base import Store
 
 __all__ = [
-    "OnBytes", "Readable", "candidates", "check", "check_present", "check_threads", "each_candidate", "is_committed",
-    "read_chunk", "read_index", "read_manifest", "read_run", "verify", "verify_node",
+    "OnBytes",
+    "Readable",
+    "check_chunk",
+    "check_present",
+    "check_threads",
+    "each_candidate",
+    "is_committed",
+    "list_candidates",
+    "read_chunk",
+    "read_index",
+    "read_manifest",
+    "read_run",
+    "verify_checkpoint",
+    "verify_node",
 ]  # fmt: skip
 
 OnBytes = Callable[[int], None]  # with the bytes that have been verified since
 
 
-def candidates(store: Store) -> list[Key]:
+def list_candidates(store: Store) -> list[Key]:
     """All that was committed, greatest first, good or not.
 
     The hint adds what a stale listing (a network mount's cache) does not show yet; it is never believed instead.
@@ -33,7 +45,7 @@ def candidates(store: Store) -> list[Key]:
     for entry in store.list(MANIFESTS):
         with suppress(ValueError):  # whoever put another file there
             keys.add(Key.of_manifest(entry.name))
-    hinted = _hinted(store)
+    hinted = _read_hint(store)
     if hinted is not None and hinted not in keys:
         try:
             keys.add(read_index(store, hinted).key)
@@ -50,7 +62,7 @@ def each_candidate(store: Store) -> Iterator[Key]:
     Each is given once, and only while it is there.
     """
     given: set[Key] = set()
-    while (key := next((each for each in candidates(store) if each not in given), None)) is not None:
+    while (key := next((each for each in list_candidates(store) if each not in given), None)) is not None:
         given.add(key)
         yield key
 
@@ -65,7 +77,7 @@ def check_threads(threads: int) -> None:
         raise ValueError(f"threads is {threads}, and how many reads go on at a time is at least 1: leave it out for 4")
 
 
-def _hinted(store: Store) -> Key | None:
+def _read_hint(store: Store) -> Key | None:
     try:
         return Key.of_manifest(store.read(HINT).decode())
     except (Missing, Damaged, ValueError):
@@ -83,7 +95,7 @@ class Readable(Protocol):
 def read_chunk(store: Readable, manifest: Manifest, chunk: Chunk, into: memoryview) -> None:
     """Fill `into`, of `chunk.length` bytes, and verify what came. Missing, Damaged."""
     store.read_into(manifest.parts[chunk.part].name, chunk.offset, into)
-    check(manifest, chunk, into)
+    check_chunk(manifest, chunk, into)
 
 
 def read_run(store: Readable, manifest: Manifest, chunks: Sequence[Chunk], into: memoryview) -> None:
@@ -94,17 +106,17 @@ def read_run(store: Readable, manifest: Manifest, chunks: Sequence[Chunk], into:
     store.read_into(name, first.offset, into)
     for chunk in chunks:
         start = chunk.offset - first.offset
-        check(manifest, chunk, into[start : start + chunk.length])
+        check_chunk(manifest, chunk, into[start : start + chunk.length])
 
 
-def check(manifest: Manifest, chunk: Chunk, data: memoryview) -> None:
+def check_chunk(manifest: Manifest, chunk: Chunk, data: memoryview) -> None:
     """Damaged unless these are the bytes of the chunk."""
-    if digest(manifest.checksum, data) != chunk.sum:
+    if compute_checksum(manifest.checksum, data) != chunk.sum:
         name = manifest.parts[chunk.part].name
         raise Damaged(name, f"bytes {chunk.offset} to {chunk.offset + chunk.length} are not those that were written")
 
 
-def verify(store: Store, key: Key, *, threads: int = 4, on_bytes: OnBytes = lambda count: None) -> Manifest:
+def verify_checkpoint(store: Store, key: Key, *, threads: int = 4, on_bytes: OnBytes = lambda count: None) -> Manifest:
     """Read all of a checkpoint and check every checksum; takes `threads` times 8 MiB.
 
     Args:
@@ -122,7 +134,7 @@ def verify(store: Store, key: Key, *, threads: int = 4, on_bytes: OnBytes = lamb
     """
     index = read_index(store, key)
     nodes = range(len(index.nodes))
-    return assemble(
+    return assemble_manifest(
         index, {node: verify_node(store, index, node, threads=threads, on_bytes=on_bytes) for node in nodes}
     )
 
@@ -141,7 +153,7 @@ def verify_node(
     """
     check_threads(threads)
     manifest = read_node(store, index, node)
-    _check_sizes(store, manifest, _sizes(store, manifest.key))
+    _check_sizes(store, manifest, _list_part_sizes(store, manifest.key))
     chunks = _all_chunks(manifest)
     longest = max((chunk.length for chunk in chunks), default=0)
     own = local()
@@ -179,7 +191,7 @@ def check_present(store: Store, key: Key, shares: Sequence[NodeShare]) -> None:
         Missing, Damaged: A file is not there, or has another size.
         UnknownFormat: Another version of everstep wrote it.
     """
-    sizes = _sizes(store, key)
+    sizes = _list_part_sizes(store, key)
     for node, share in enumerate(shares):
         found = [sizes.get(key.part_name(rank)) for rank in share.ranks]
         seen = None if None in found else sum(size or 0 for size in found)
@@ -188,7 +200,7 @@ def check_present(store: Store, key: Key, shares: Sequence[NodeShare]) -> None:
             _check_sizes(store, read_node(store, read_index(store, key), node), sizes)
 
 
-def _sizes(store: Store, key: Key) -> dict[str, int]:
+def _list_part_sizes(store: Store, key: Key) -> dict[str, int]:
     return {entry.name: entry.size for entry in store.list(key.data_prefix)}
 
 

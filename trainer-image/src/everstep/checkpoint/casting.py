@@ -11,7 +11,7 @@ import torch
 Cast: TypeAlias = bool | torch.dtype | Mapping[torch.dtype, torch.dtype] | None
 
 
-def _alike(one: torch.dtype, other: torch.dtype) -> bool:
+def _keeps_meaning(one: torch.dtype, other: torch.dtype) -> bool:
     """Whether a cast keeps what the numbers mean: no fraction is cut off, and nothing becomes a truth value."""
     kinds = [(each.is_floating_point, each.is_complex, each is torch.bool) for each in (one, other)]
     return kinds[0] == kinds[1]
@@ -27,7 +27,7 @@ class Casts:
     def allows(self, saved: torch.dtype, here: torch.dtype) -> bool:
         """Whether a saved tensor may be cast into one of another type."""
         if self.cast is True:
-            return _alike(saved, here)
+            return _keeps_meaning(saved, here)
         return self.cast not in (None, False) and self.result(saved) is here
 
     def result(self, saved: torch.dtype) -> torch.dtype:

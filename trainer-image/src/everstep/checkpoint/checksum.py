@@ -28,7 +28,7 @@ class _RunningCrc32c:
     def update(self, data: Buffer, /) -> None:
         import google_crc32c
 
-        for piece in _pieces(data):
+        for piece in _iterate_pieces(data):
             self._crc = google_crc32c.extend(self._crc, piece)
 
     def hexdigest(self) -> str:
@@ -47,13 +47,13 @@ def _xxh3_64(data: Buffer) -> str:
     return xxhash.xxh3_64_hexdigest(data)
 
 
-def _crc32c(data: Buffer) -> str:
+def _compute_crc32c(data: Buffer) -> str:
     running = _RunningCrc32c()
     running.update(data)
     return running.hexdigest()
 
 
-def _pieces(data: Buffer) -> Iterator[bytes]:
+def _iterate_pieces(data: Buffer) -> Iterator[bytes]:
     if isinstance(data, bytes):
         yield data
         return
@@ -62,14 +62,17 @@ def _pieces(data: Buffer) -> Iterator[bytes]:
         yield bytes(view[start : start + _PIECE])
 
 
-_ALGORITHMS: dict[str, tuple[Callable[[Buffer], str], int]] = {"xxh3_64": (_xxh3_64, 16), "crc32c": (_crc32c, 8)}
+_ALGORITHMS: dict[str, tuple[Callable[[Buffer], str], int]] = {
+    "xxh3_64": (_xxh3_64, 16),
+    "crc32c": (_compute_crc32c, 8),
+}
 
 _RUNNING: dict[str, Callable[[], RunningChecksum]] = {"xxh3_64": _running_xxh3_64, "crc32c": _RunningCrc32c}
 
 ALGORITHMS = tuple(_ALGORITHMS)
 
 
-def digest(algorithm: str, data: Buffer) -> str:
+def compute_checksum(algorithm: str, data: Buffer) -> str:
     """The checksum of `data` (contiguous) in lower-case hex; KeyError for an algorithm that is not in ALGORITHMS."""
     return _ALGORITHMS[algorithm][0](data)
 
@@ -83,6 +86,6 @@ def begin_checksum(algorithm: str) -> RunningChecksum:
     return _RUNNING[algorithm]()
 
 
-def width(algorithm: str) -> int:
+def get_checksum_width(algorithm: str) -> int:
     """Hex digits of a checksum; KeyError for an algorithm that is not in ALGORITHMS."""
     return _ALGORITHMS[algorithm][1]

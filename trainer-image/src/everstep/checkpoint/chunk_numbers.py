@@ -12,12 +12,12 @@ class Chunks:
 
     def __init__(self, manifest: Manifest) -> None:
         every = (c for tensor in manifest.tensors.values() for shard in tensor.shards for c in shard.chunks)
-        self.all: list[Chunk] = sorted(every, key=_place)
-        self._places = [_place(chunk) for chunk in self.all]
+        self.all: list[Chunk] = sorted(every, key=_get_place)
+        self._places = [_get_place(chunk) for chunk in self.all]
 
     def of(self, shard: Shard) -> range:
         """The numbers of a shard's chunks, of which there are some."""
-        first = bisect_left(self._places, _place(shard.chunks[0]))
+        first = bisect_left(self._places, _get_place(shard.chunks[0]))
         return range(first, first + len(shard.chunks))
 
     def within(self, shard: Shard, start: int, stop: int) -> range:
@@ -31,5 +31,5 @@ class Chunks:
         return range(first + low, first + high)
 
 
-def _place(chunk: Chunk) -> tuple[int, int]:
+def _get_place(chunk: Chunk) -> tuple[int, int]:
     return chunk.part, chunk.offset

@@ -13,9 +13,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
-from everstep.checkpoint.checksum import begin_checksum, digest
+from everstep.checkpoint.checksum import begin_checksum, compute_checksum
 from everstep.checkpoint.errors import Damaged
-from everstep.checkpoint.format import CHUNK, Chunk, aligned
+from everstep.checkpoint.format import CHUNK, Chunk, align_offset
 from everstep.checkpoint.store.base import ObjectReader
 
 PIECE = 512 << 10  # bytes
@@ -34,7 +34,7 @@ class Destination:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class ChunkRead:
     """A chunk that is read and verified, and where its bytes go: nowhere when it is only verified."""
 
     chunk: Chunk
@@ -78,14 +78,14 @@ class ChunkReader:
         self._retry = retry
         self._own = threading.local()
 
-    def read(self, reads: Sequence[Read]) -> None:
+    def read(self, reads: Sequence[ChunkRead]) -> None:
         """Read all of them, each part in the order of its bytes.
 
         Raises:
             Damaged: Bytes are not those that were written; what was read until then is at its destination.
             StoreError: A part cannot be read.
         """
-        runs = list(_runs(sorted(reads, key=_place)))
+        runs = list(_iterate_runs(sorted(reads, key=_get_place)))
         if sum(read.chunk.length for read in reads) < _FEW or len(runs) < 2:
             for run in runs:
                 self._read_run(run)
@@ -97,36 +97,36 @@ class ChunkReader:
         finally:
             pool.shutdown(cancel_futures=True)  # the first bad chunk decides
 
-    def _read_run(self, run: Sequence[Read]) -> None:
+    def _read_run(self, run: Sequence[ChunkRead]) -> None:
         self._alive()
         self._retry(lambda: self._read_once(run))
 
-    def _read_once(self, run: Sequence[Read]) -> None:
+    def _read_once(self, run: Sequence[ChunkRead]) -> None:
         first, last = run[0].chunk, run[-1].chunk
         with self._open_part(first.part) as source:
             source.expect(first.offset, last.offset + last.length - first.offset)
             at = 0
             while at < len(run):
-                end = _batch(run, at)
+                end = _find_batch_end(run, at)
                 if end - at > 1 or (run[at].whole is None and run[at].chunk.length <= PIECE):
                     self._read_small(source, run[at:end])
                 else:
                     self._read_pieces(source, run[at])
                 at = end
 
-    def _read_small(self, source: ObjectReader, batch: Sequence[Read]) -> None:
+    def _read_small(self, source: ObjectReader, batch: Sequence[ChunkRead]) -> None:
         """Chunks that fit into one piece together, by one read."""
         start = batch[0].chunk.offset
         hot, address = self._hot()
         source.read_into(start, hot[: batch[-1].chunk.offset + batch[-1].chunk.length - start])
         for read in batch:
             at, length = read.chunk.offset - start, read.chunk.length
-            if digest(self._algorithm, hot[at : at + length]) != read.chunk.sum:
+            if compute_checksum(self._algorithm, hot[at : at + length]) != read.chunk.sum:
                 raise self._damaged(read.chunk)
             for to in read.destinations:
                 ctypes.memmove(to.address, address + at + to.start, to.stop - to.start)
 
-    def _read_pieces(self, source: ObjectReader, read: Read) -> None:
+    def _read_pieces(self, source: ObjectReader, read: ChunkRead) -> None:
         chunk, whole = read.chunk, read.whole
         hot, address = self._hot()
         target = None if whole is None else memory_at(whole.address, chunk.length)
@@ -161,22 +161,22 @@ def memory_at(address: int, length: int) -> memoryview:
     return memoryview((ctypes.c_char * length).from_address(address)).cast("B")
 
 
-def _place(read: Read) -> tuple[int, int]:
+def _get_place(read: ChunkRead) -> tuple[int, int]:
     return read.chunk.part, read.chunk.offset
 
 
-def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
+def _iterate_runs(reads: Sequence[ChunkRead]) -> Iterator[list[ChunkRead]]:
     """Yield what one thread reads at a time: chunks of one part with nothing but padding between them, up to the
     bytes of the largest chunk. Those of one chunk become one."""
-    run: list[Read] = []
+    run: list[ChunkRead] = []
     for read in reads:
-        if run and _place(run[-1]) == _place(read):
-            run[-1] = Read(read.chunk, run[-1].destinations + read.destinations)
+        if run and _get_place(run[-1]) == _get_place(read):
+            run[-1] = ChunkRead(read.chunk, run[-1].destinations + read.destinations)
             continue
         last = run[-1].chunk if run else None
         if last is not None and not (
             read.chunk.part == last.part
-            and read.chunk.offset == aligned(last.offset + last.length)
+            and read.chunk.offset == align_offset(last.offset + last.length)
             and read.chunk.offset + read.chunk.length <= run[0].chunk.offset + CHUNK
         ):
             yield run
@@ -186,7 +186,7 @@ def _runs(reads: Sequence[Read]) -> Iterator[list[Read]]:
         yield run
 
 
-def _batch(run: Sequence[Read], at: int) -> int:
+def _find_batch_end(run: Sequence[ChunkRead], at: int) -> int:
     """The end of those from `at` on that one piece holds together; at least one."""
     start, end = run[at].chunk.offset, at + 1
     while end < len(run) and run[end].chunk.offset + run[end].chunk.length <= start + PIECE:

@@ -15,17 +15,17 @@ from typing import Any
 import torch.distributed as dist
 
 from everstep.checkpoint import attempts, control
-from everstep.checkpoint.candidates import candidates
-from everstep.checkpoint.collectives import gather, tell
-from everstep.checkpoint.control import Config
+from everstep.checkpoint.candidates import list_candidates
+from everstep.checkpoint.collectives import broadcast_from_first, gather_objects
+from everstep.checkpoint.control import WriterConfig
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.keys import MANIFESTS, Attempt, Key
 from everstep.checkpoint.leases import find_time
-from everstep.checkpoint.peers import meet
-from everstep.checkpoint.save import Node
+from everstep.checkpoint.peers import connect_peers
+from everstep.checkpoint.save import WriterConnection
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.base import Store
-from everstep.checkpoint.together import together
+from everstep.checkpoint.together import run_on_all_ranks
 from everstep.checkpoint.topology import Topology
 
 _log = logging.getLogger("everstep.checkpoint")
@@ -46,8 +46,8 @@ class LastSeen:
         if self.restored is None:
             return "there was no checkpoint when this session began"
         if self.restored == self.newest:
-            return f"{_describe(self.restored)} was restored and was the newest"
-        return f"{_describe(self.restored)} was restored when {_describe(self.newest)} was the newest"
+            return f"{_describe_key(self.restored)} was restored and was the newest"
+        return f"{_describe_key(self.restored)} was restored when {_describe_key(self.newest)} was the newest"
 
 
 def claim_node(
@@ -62,7 +62,7 @@ def claim_node(
     keeps_copies: bool,
     learn: Callable[[], None],
     settings: Mapping[str, Any],
-) -> Node:
+) -> WriterConnection:
     """Take an attempt, this node's writer and its slots for a run. Collective over `group`.
 
     Args:
@@ -91,11 +91,11 @@ def claim_node(
         learn()
         return claim_attempt(store, given, identity, None if seen is None else seen.restored)
 
-    machines = dict.fromkeys(gather(attempts.identify_machine(), group))
+    machines = dict.fromkeys(gather_objects(attempts.identify_machine(), group))
     identity = attempts.RunIdentity(os.environ.get("EVERSTEP_JOB", ""), tuple(machines))
-    claimed = together(claim_on_first, group)
-    (token, run), secret = tell((claimed, secrets.token_hex(32)), group)
-    config = Config(
+    claimed = run_on_all_ranks(claim_on_first, group)
+    (token, run), secret = broadcast_from_first((claimed, secrets.token_hex(32)), group)
+    config = WriterConfig(
         url=store.url,
         attempt=token,
         node=topology.node,
@@ -107,12 +107,14 @@ def claim_node(
         **settings,
     )
     # First what may keep a writer from starting, which one rank of its node alone hears: the others would wait for it.
-    together(lambda: control.ensure_writer(directory, linger_seconds) if topology.local == 0 else None, group)
-    node = together(lambda: Node(directory, config, topology.local, linger_seconds), group)
+    run_on_all_ranks(lambda: control.ensure_writer(directory, linger_seconds) if topology.local == 0 else None, group)
+    node = run_on_all_ranks(lambda: WriterConnection(directory, config, topology.local, linger_seconds), group)
     if seen is not None:
         try:
             # Only now: the run that had the node may have saved for as long as it was waited for.
-            together(lambda: _check_nothing_newer(store, seen, given, identity, topology, directory, config), group)
+            run_on_all_ranks(
+                lambda: _check_nothing_newer(store, seen, given, identity, topology, directory, config), group
+            )
         except BaseException:
             with suppress(CheckpointError):
                 node.call("bye")  # its memory is given back, once what is in it is stored
@@ -120,9 +122,9 @@ def claim_node(
             raise
     if config.secret:
         try:
-            found = meet(node.port or 0, config.secret, topology, group)
+            found = connect_peers(node.port or 0, config.secret, topology, group)
             settled = replace(config, keeper=found.addresses[found.keeper])
-            together(lambda: node.settle(settled, found.kept), group)
+            run_on_all_ranks(lambda: node.settle(settled, found.kept), group)
         except BaseException:
             node.close()
             raise
@@ -149,11 +151,11 @@ def claim_attempt(
         CheckpointError: This very attempt has saved a later step than the one that training goes on from.
     """
     if given is None:
-        return str(attempts.claim(store)), attempts.run_of(store)
+        return str(attempts.claim_next_attempt(store)), attempts.run_of(store)
     run = ""
     try:
-        attempts.check(store, given)
-        attempts.hold(store, given, identity)
+        attempts.check_not_superseded(store, given)
+        attempts.claim_given_attempt(store, given, identity)
         _check_goes_on(store, given, restored)
         run = attempts.run_of(store)
     except StoreError as error:
@@ -168,7 +170,7 @@ def check_is_empty(store: Store, keep_last: int) -> None:
     Raises:
         CheckpointError: The store holds checkpoints, which go when `keep_last` newer ones are saved.
     """
-    newest = next(iter(candidates(store)), None)
+    newest = next(iter(list_candidates(store)), None)
     if newest is not None:
         raise CheckpointError(
             f"{store.url} holds a checkpoint of step {newest.step} (attempt {newest.attempt}), and track() "
@@ -193,7 +195,7 @@ def _check_nothing_newer(
     identity: attempts.RunIdentity,
     topology: Topology,
     directory: Path,
-    config: Config,
+    config: WriterConfig,
 ) -> None:
     """See that nobody has saved anything since the session restored: it would be removed after some saves of ours.
 
@@ -209,13 +211,13 @@ def _check_nothing_newer(
         found.append(Slots(directory).find_newest_claimed(config.run, without=own))
     if topology.rank == 0:
         try:
-            found.append(max((key for key in candidates(store) if key.attempt != own), default=None))
+            found.append(max((key for key in list_candidates(store) if key.attempt != own), default=None))
         except StoreError as error:
             _log.warning("whether somebody has saved since this session restored is not known: %s", error)
     newest = max((key for key in found if key is not None), default=None)
     if newest is None or (seen.newest is not None and newest <= seen.newest):
         return
-    what = f"{seen}, and {_describe(newest)} was saved in {store.url} since"
+    what = f"{seen}, and {_describe_key(newest)} was saved in {store.url} since"
     if given is not None and _is_earlier_incarnation(store, newest.attempt, identity):
         # Whoever gave the attempts has ended that one: were it alive somewhere, we would never begin.
         _log.warning("%s, by an earlier attempt of this job, which is over: it is left behind", what)
@@ -234,13 +236,13 @@ def _is_earlier_incarnation(store: Store, attempt: Attempt, identity: attempts.R
     return first is not None and bool(identity.job) and first.job == identity.job
 
 
-def _describe(key: Key | None) -> str:
+def _describe_key(key: Key | None) -> str:
     return "none" if key is None else f"step {key.step} (attempt {key.attempt})"
 
 
 def _check_goes_on(store: Store, token: Attempt, restored: Key | None) -> None:
     start = 0 if restored is None else restored.step
-    newer = [key for key in candidates(store) if key.attempt == token and key.step > start]
+    newer = [key for key in list_candidates(store) if key.attempt == token and key.step > start]
     if newer:
         began = "the run starts over" if restored is None else f"step {start} was restored"
         raise CheckpointError(

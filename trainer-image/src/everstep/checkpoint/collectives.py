@@ -17,21 +17,21 @@ T = TypeVar("T")
 _LOST = -1  # instead of a length: what follows are the ranks that were lost
 
 
-def gather(mine: T, group: dist.ProcessGroup | None) -> list[T]:
+def gather_objects(mine: T, group: dist.ProcessGroup | None) -> list[T]:
     """What each rank gave, in their order; only ours without a group. RankLost."""
     if group is None:
         return [mine]
     found: list[T] = [mine] * dist.get_world_size()
-    with _named():
+    with _name_lost_ranks():
         dist.all_gather_object(found, mine, group=group)
     return found
 
 
-def tell(mine: T, group: dist.ProcessGroup | None) -> T:
+def broadcast_from_first(mine: T, group: dist.ProcessGroup | None) -> T:
     """What rank 0 gave. RankLost."""
     told = [mine]
     if group is not None:
-        with _named():
+        with _name_lost_ranks():
             dist.broadcast_object_list(told, src=0, group=group)
     return told[0]
 
@@ -48,13 +48,13 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes] | 
     if group is None:
         return [mine]
     if dist.get_rank() != 0:
-        with _named():
-            _send(mine, len(mine), 0, group)
+        with _name_lost_ranks():
+            _send_bytes(mine, len(mine), 0, group)
         return None
     found, lost = [mine], []
     for rank in range(1, dist.get_world_size()):
         try:
-            found.append(_receive(rank, group)[0])
+            found.append(_receive_bytes(rank, group)[0])
         except RuntimeError:
             lost.append(rank)
     if lost:
@@ -62,7 +62,7 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes] | 
         for rank in range(1, dist.get_world_size()):
             with contextlib.suppress(RuntimeError):
                 if rank not in lost:
-                    _send(words, _LOST - len(words), rank, group)
+                    _send_bytes(words, _LOST - len(words), rank, group)
         raise RankLost(lost, "left, or did not come in time")
     return found
 
@@ -77,15 +77,15 @@ def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | N
         assert messages is not None
         return messages[0]
     if messages is None:
-        with _named():
-            answer, lost = _receive(0, group)
+        with _name_lost_ranks():
+            answer, lost = _receive_bytes(0, group)
         if lost:
             raise RankLost(json.loads(answer), "left, or did not come in time")
         return answer
     lost_ranks = []
     for rank in range(1, dist.get_world_size()):
         try:
-            _send(messages[rank], len(messages[rank]), rank, group)
+            _send_bytes(messages[rank], len(messages[rank]), rank, group)
         except RuntimeError:
             lost_ranks.append(rank)
     if lost_ranks:
@@ -93,13 +93,13 @@ def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | N
     return messages[0]
 
 
-def _send(data: bytes, length: int, rank: int, group: dist.ProcessGroup) -> None:
+def _send_bytes(data: bytes, length: int, rank: int, group: dist.ProcessGroup) -> None:
     dist.send(torch.tensor([length]), rank, group=group)
     if data:
         dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=group)
 
 
-def _receive(rank: int, group: dist.ProcessGroup) -> tuple[bytes, bool]:
+def _receive_bytes(rank: int, group: dist.ProcessGroup) -> tuple[bytes, bool]:
     """Return what that rank sent, and whether it is a list of lost ranks."""
     length = torch.zeros(1, dtype=torch.int64)
     dist.recv(length, rank, group=group)
@@ -111,7 +111,7 @@ def _receive(rank: int, group: dist.ProcessGroup) -> tuple[bytes, bool]:
 
 
 @contextlib.contextmanager
-def _named() -> Iterator[None]:
+def _name_lost_ranks() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:

@@ -11,13 +11,13 @@ import random
 import time
 from collections.abc import Callable
 
-from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing, StoreError
-from everstep.checkpoint.format import Manifest, encode
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, StoreError, WriterConflict
+from everstep.checkpoint.format import Manifest, encode_manifest
 from everstep.checkpoint.index import (
     CheckpointIndex,
     IndexMerger,
     decode_announcement,
-    describe,
+    describe_node_manifest,
     encode_announcement,
     encode_index,
 )
@@ -37,21 +37,21 @@ class Abandoned(CheckpointError):
     """Not all nodes said in time that they have written their parts."""
 
 
-def announce(store: Store, node: int, manifest: Manifest) -> None:
+def announce_node(store: Store, node: int, manifest: Manifest) -> None:
     """Store the manifest of a node and tell the committer; all of its parts are in the store and durable."""
     announcement = _put_node_manifest(store, node, manifest)
     store.replace(manifest.key.node_name(node), encode_announcement(announcement))
 
 
-def announced(store: Store, node: int, manifest: Manifest) -> bool:
+def is_node_announced(store: Store, node: int, manifest: Manifest) -> bool:
     """Whether this node has said so before: then its parts stay as they are. Conflict if it said something else."""
     name = manifest.key.node_name(node)
     try:
         said = store.read(name)
     except Missing:
         return any(store.list(manifest.key.manifest_name))
-    if said != encode_announcement(describe(manifest, encode(manifest), node)):
-        raise Conflict(name, "was written by somebody else with the same attempt")
+    if said != encode_announcement(describe_node_manifest(manifest, encode_manifest(manifest), node)):
+        raise WriterConflict(name, "was written by somebody else with the same attempt")
     return True
 
 
@@ -64,7 +64,7 @@ def read_announcement(store: Store, key: Key, node: int) -> CheckpointIndex:
     return announcement
 
 
-def commit(
+def commit_checkpoint(
     store: Store,
     key: Key,
     nodes: int,
@@ -79,14 +79,14 @@ def commit(
     waited for and may raise. Errors: Abandoned, Fenced, StoreError; MissingRanks, Incomplete or Conflict when the nodes
     do not make a whole; UnknownFormat when one of them runs another version of everstep.
     """
-    merged = _gather(store, key, nodes, timeout, on_wait).merged()
+    merged = _gather_announcements(store, key, nodes, timeout, on_wait).merged()
     why = fenced()
     if why is not None:
         raise Fenced(f"{key} is not committed: {why}")
     data = encode_index(merged)
     # A commit whose answer was lost is our own; one with other bytes is a second writer with the same token.
     if not store.put_if_absent(key.manifest_name, data) and store.read(key.manifest_name) != data:
-        raise Conflict(key.manifest_name, "is already committed, by somebody else with the same attempt")
+        raise WriterConflict(key.manifest_name, "is already committed, by somebody else with the same attempt")
     _move_hint(store, key)
     return merged
 
@@ -106,7 +106,7 @@ def commit_alone(store: Store, manifest: Manifest, *, fenced: Callable[[], str |
         The index that was committed.
 
     Raises:
-        Conflict: Another process's checkpoint of this key is committed; nothing of this one ever will be.
+        WriterConflict: Another process's checkpoint of this key is committed; nothing of this one ever will be.
         Fenced: This attempt may not publish.
         StoreError: It may be committed, or not.
     """
@@ -121,15 +121,15 @@ def commit_alone(store: Store, manifest: Manifest, *, fenced: Callable[[], str |
     store.put_if_absent(key.manifest_name, data)
     # Read in any case: where a store cannot create exclusively, two may believe to have been first.
     if store.read(key.manifest_name) != data:
-        raise Conflict(key.manifest_name, "is already committed, by somebody else with the same attempt")
+        raise WriterConflict(key.manifest_name, "is already committed, by somebody else with the same attempt")
     _move_hint(store, key)
     return merged
 
 
 def _put_node_manifest(store: Store, node: int, manifest: Manifest) -> CheckpointIndex:
     """Store what a node wrote; an index of its share alone."""
-    data = encode(manifest)
-    announcement = describe(manifest, data, node)
+    data = encode_manifest(manifest)
+    announcement = describe_node_manifest(manifest, data, node)
     (share,) = announcement.nodes
     if not store.put_if_absent(share.name, data) and store.read(share.name) != data:
         # Its name says what is in it: this is what a power loss has left of an earlier try.
@@ -145,7 +145,9 @@ def _move_hint(store: Store, key: Key) -> None:
         _log.warning("%s is committed; the hint is not moved: %s", key, error)
 
 
-def _gather(store: Store, key: Key, nodes: int, timeout: float, on_wait: Callable[[], None]) -> IndexMerger:
+def _gather_announcements(
+    store: Store, key: Key, nodes: int, timeout: float, on_wait: Callable[[], None]
+) -> IndexMerger:
     """Return what the nodes 0..nodes-1 have announced."""
     deadline = time.monotonic() + timeout
     poll = _FIRST_POLL

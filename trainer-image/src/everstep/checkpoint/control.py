@@ -44,7 +44,7 @@ class WriterLost(CheckpointError):
 
 
 @dataclass(frozen=True)
-class Config:
+class WriterConfig:
     """What a writer must know of a run; every rank of a node says the same. Times in seconds."""
 
     url: str
@@ -82,7 +82,7 @@ def peer_of(peer: socket.socket) -> tuple[int, int]:
 
 
 @contextlib.contextmanager
-def short(path: Path) -> Any:
+def shorten_socket_path(path: Path) -> Any:
     """A name of `path` that fits a socket's address (108 bytes), however deep its directory is."""
     descriptor = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -91,7 +91,7 @@ def short(path: Path) -> Any:
         os.close(descriptor)
 
 
-class Link:
+class WriterLink:
     """A rank's end. Not thread-safe."""
 
     def __init__(self, peer: socket.socket) -> None:
@@ -103,11 +103,11 @@ class Link:
         self.port: int | None = None  # of the writer, for other nodes
 
     @classmethod
-    def connect(cls, directory: Path) -> Link:
+    def connect(cls, directory: Path) -> WriterLink:
         """Raises OSError when no writer listens there, CheckpointError when it is not ours."""
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            with short(directory / SOCKET) as name:
+            with shorten_socket_path(directory / SOCKET) as name:
                 peer.connect(name)
             pid, user = peer_of(peer)
             if user != os.geteuid():
@@ -118,7 +118,7 @@ class Link:
         peer.setblocking(False)
         return cls(peer)
 
-    def hello(self, config: Config, local: int, timeout: float = ANSWER_TIMEOUT) -> None:
+    def hello(self, config: WriterConfig, local: int, timeout: float = ANSWER_TIMEOUT) -> None:
         """Says who we are and what the run is like; again when that has changed, on all ranks of the node."""
         said = self.call("hello", timeout, protocol=PROTOCOL, local=local, config=vars(config))
         self.port = said["port"]
@@ -203,7 +203,7 @@ class Link:
                 (answers if "id" in said else self._reports).append(said)
 
 
-def start(directory: Path, linger: float, patience: float = START_TIMEOUT) -> subprocess.Popen[bytes]:
+def start_writer(directory: Path, linger: float, patience: float = START_TIMEOUT) -> subprocess.Popen[bytes]:
     """A writer in a session of its own, without torch, CUDA or any open file of ours.
 
     It ends when another writer keeps the directory for `patience` seconds.
@@ -214,7 +214,7 @@ def start(directory: Path, linger: float, patience: float = START_TIMEOUT) -> su
     """
     root = str(Path(__file__).parents[2])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])}
-    slot_files.secure(directory)
+    slot_files.secure_directory(directory)
     command = [sys.executable, "-P", "-m", "everstep.checkpoint.writer", str(directory)]
     try:
         with (directory / LOG).open("ab") as log:
@@ -243,7 +243,9 @@ def ensure_writer(directory: Path, linger: float, timeout: float = START_TIMEOUT
     _Starter(directory, linger, timeout).connect().close()
 
 
-def join(directory: Path, config: Config, local: int, linger: float, timeout: float = START_TIMEOUT) -> Link:
+def join_writer(
+    directory: Path, config: WriterConfig, local: int, linger: float, timeout: float = START_TIMEOUT
+) -> WriterLink:
     """Connects this rank to its node's writer. Local rank 0 starts one where none runs, and the others do where it has
     not, since it may wait for them by then; one that outlived an earlier attempt goes on, so that what it still stores
     is not disturbed."""
@@ -277,11 +279,11 @@ class _Starter:
     def seconds_left(self) -> float:
         return self._until - time.monotonic()
 
-    def connect(self, *, starts_after: float = 0.0) -> Link:
+    def connect(self, *, starts_after: float = 0.0) -> WriterLink:
         began = time.monotonic()
         while True:
             try:
-                return Link.connect(self._directory)
+                return WriterLink.connect(self._directory)
             except OSError as error:  # none yet
                 if time.monotonic() - began >= starts_after:
                     self._ensure_child(error)
@@ -294,13 +296,13 @@ class _Starter:
             self._killed += status < 0
             if status > 0 or self._killed > _MAX_KILLED:
                 how = f"was ended by signal {-status}" if status < 0 else f"ended with {status}"
-                raise WriterLost(f"the writer {how}: {_tail(self._directory)}") from error
-        self._child = start(self._directory, self._linger)
+                raise WriterLost(f"the writer {how}: {_read_log_tail(self._directory)}") from error
+        self._child = start_writer(self._directory, self._linger)
 
     def wait_or_raise(self, error: Exception) -> None:
         """Give the writer a moment; WriterLost when the time is over."""
         if self.seconds_left <= 0:
-            why = f"no writer answers in {self._directory} after {self._timeout:g} s: {_tail(self._directory)}"
+            why = f"no writer answers in {self._directory} after {self._timeout:g} s: {_read_log_tail(self._directory)}"
             raise WriterLost(why) from error
         time.sleep(0.01)
 
@@ -331,7 +333,7 @@ def is_occupied(
     began = time.monotonic()
     while True:
         try:
-            with contextlib.closing(Link.connect(directory)) as link:
+            with contextlib.closing(WriterLink.connect(directory)) as link:
                 said = link.call("occupants", _ASK_TIMEOUT)
         except (FileNotFoundError, NotADirectoryError, ConnectionRefusedError):
             return False  # nobody listens
@@ -355,7 +357,7 @@ def is_occupied(
         time.sleep(0.05)
 
 
-def _tail(directory: Path) -> str:
+def _read_log_tail(directory: Path) -> str:
     with contextlib.suppress(OSError):
         lines = (directory / LOG).read_text(errors="replace").splitlines()
         return " | ".join(lines[-3:]) or "it said nothing"

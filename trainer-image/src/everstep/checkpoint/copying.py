@@ -9,12 +9,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 from everstep.checkpoint.candidates import OnBytes, check_threads, read_chunk, verify_node
-from everstep.checkpoint.checksum import DEFAULT, digest
-from everstep.checkpoint.errors import CheckpointError, Conflict, Missing, is_damage
+from everstep.checkpoint.checksum import DEFAULT, compute_checksum
+from everstep.checkpoint.errors import CheckpointError, Missing, WriterConflict, is_damage
 from everstep.checkpoint.format import HEADER, Chunk, Manifest
 from everstep.checkpoint.index import CheckpointIndex
 from everstep.checkpoint.keys import HINT, Key
-from everstep.checkpoint.leases import reading
+from everstep.checkpoint.leases import hold_read_lease
 from everstep.checkpoint.manifests import parse_index, parse_node
 from everstep.checkpoint.store.base import Store
 
@@ -28,7 +28,7 @@ class CopyOutcome(enum.Enum):
     REPAIRED = enum.auto()
 
 
-def copy(
+def copy_checkpoint(
     source: Store,
     target: Store,
     key: Key,
@@ -50,10 +50,10 @@ def copy(
     Raises:
         Damaged, Missing: The source is not good, and nothing was committed.
         Removed: Retention has removed it from the source.
-        Conflict: Another checkpoint of this key is in the target.
+        WriterConflict: Another checkpoint of this key is in the target.
     """
     check_threads(threads)
-    with reading(source, key) as lease:
+    with hold_read_lease(source, key) as lease:
 
         def advance(count: int) -> None:
             lease.renew()
@@ -68,14 +68,14 @@ def copy(
                 return CopyOutcome.PRESENT
         else:
             bad = list(range(len(index.nodes)))
-            _claim(target, key, data)
+            _claim_copy_key(target, key, data)
         # Whatever was verified there before: not what comes now.
         target.delete([entry.name for entry in target.list(key.mark_prefix)])
         _copy_shares(source, target, index, bad, threads, advance)
     if is_there:
         return CopyOutcome.REPAIRED
     if not target.put_if_absent(key.manifest_name, data) and target.read(key.manifest_name) != data:
-        raise Conflict(key.manifest_name, f"was written by somebody else into {target.url}")
+        raise WriterConflict(key.manifest_name, f"was written by somebody else into {target.url}")
     _move_hint(target, key)
     return CopyOutcome.COPIED
 
@@ -85,7 +85,7 @@ def _is_there(target: Store, key: Key, data: bytes) -> bool:
     with suppress(Missing):
         if target.read(key.manifest_name) == data:
             return True
-        raise Conflict(
+        raise WriterConflict(
             key.manifest_name,
             f"is another checkpoint in {target.url}, or a damaged copy of this one: copy to another place, or remove "
             "it there if `everstep checkpoint ls` calls it damaged",
@@ -117,27 +117,29 @@ def _copy_shares(
         for node, manifest in manifests.items():
             target.put_whole(index.nodes[node].name, [contents[node]], len(contents[node]))
             for number, part in enumerate(manifest.parts):
-                target.put_whole(part.name, _verified(source, manifest, number, pool, threads, on_bytes), part.size)
+                target.put_whole(
+                    part.name, _iterate_verified_bytes(source, manifest, number, pool, threads, on_bytes), part.size
+                )
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _claim(target: Store, key: Key, manifest: bytes) -> None:
+def _claim_copy_key(target: Store, key: Key, manifest: bytes) -> None:
     """Claim the key: of two checkpoints of one key, whose parts have the same names, only one is copied here.
 
     Raises:
-        Conflict: The other one's copy was begun before.
+        WriterConflict: The other one's copy was begun before.
     """
-    name, own = f"{key.data_prefix}copy", digest(DEFAULT, manifest).encode()
+    name, own = f"{key.data_prefix}copy", compute_checksum(DEFAULT, manifest).encode()
     if not target.put_if_absent(name, own) and target.read(name) != own:
-        raise Conflict(
+        raise WriterConflict(
             key.manifest_name,
             f"a copy of another checkpoint of this key was begun in {target.url}: copy to another place, or delete "
             f"{key.data_prefix} there if nobody copies it any more",
         )
 
 
-def _verified(
+def _iterate_verified_bytes(
     source: Store,
     manifest: Manifest,
     number: int,
@@ -152,7 +154,7 @@ def _verified(
         read_chunk(source, manifest, chunk, memoryview(data))
         return data
 
-    chunks = iter(_chunks(manifest, number))
+    chunks = iter(_list_part_chunks(manifest, number))
     coming: deque[tuple[Chunk, Future[bytearray]]] = deque()
     at = 0
     while True:
@@ -169,7 +171,7 @@ def _verified(
     yield bytes(manifest.parts[number].size - at)
 
 
-def _chunks(manifest: Manifest, number: int) -> list[Chunk]:
+def _list_part_chunks(manifest: Manifest, number: int) -> list[Chunk]:
     found = [Chunk(number, 0, HEADER, manifest.parts[number].header)]
     for tensor in manifest.tensors.values():
         found.extend(chunk for shard in tensor.shards for chunk in shard.chunks if chunk.part == number)

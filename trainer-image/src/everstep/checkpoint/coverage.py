@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
-from everstep.checkpoint.errors import Conflict, Incomplete, MissingRanks
+from everstep.checkpoint.errors import Incomplete, MissingRanks, WriterConflict
 from everstep.checkpoint.keys import Key
 
 FlatBox = tuple[int, ...]
@@ -24,7 +24,7 @@ def check_world(key: Key, world: int, ranks: Sequence[int]) -> None:
     if len(ranks) != world:
         strange = sorted(rank for rank in set(ranks) if rank >= world or ranks.count(rank) > 1)[0]
         why = "two nodes name it" if strange < world else f"is the part of no rank of a checkpoint of {world} ranks"
-        raise Conflict(key.part_name(strange), why)
+        raise WriterConflict(key.part_name(strange), why)
 
 
 def check_cover(name: str, shape: tuple[int, ...], boxes: Iterable[FlatBox]) -> None:
@@ -42,7 +42,7 @@ def check_cover(name: str, shape: tuple[int, ...], boxes: Iterable[FlatBox]) -> 
     region, times = uneven
     if times == 0:
         raise Incomplete(name, region)
-    raise Conflict(name, f"[{', '.join(f'{start}:{stop}' for start, stop in region)}] was written {times} times")
+    raise WriterConflict(name, f"[{', '.join(f'{start}:{stop}' for start, stop in region)}] was written {times} times")
 
 
 def join_boxes(count: int, boxes: Iterable[FlatBox]) -> list[FlatBox]:
@@ -69,7 +69,7 @@ def join_boxes(count: int, boxes: Iterable[FlatBox]) -> list[FlatBox]:
     return sorted(found)
 
 
-def overlaps(box: FlatBox, region: Region) -> bool:
+def overlaps_region(box: FlatBox, region: Region) -> bool:
     """Tell whether the box holds an element of the region."""
     count = len(region)
     return all(

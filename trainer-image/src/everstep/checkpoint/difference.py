@@ -12,8 +12,8 @@ import numpy.typing as npt
 
 from everstep.checkpoint.candidates import read_chunk
 from everstep.checkpoint.descriptions import is_description
-from everstep.checkpoint.format import Manifest, Shard, Tensor, itemsize
-from everstep.checkpoint.lines import as_text, shortened
+from everstep.checkpoint.format import Manifest, Shard, StoredTensor, get_itemsize
+from everstep.checkpoint.lines import as_text, shorten_value
 from everstep.checkpoint.store.base import Store
 
 _NUMPY = {
@@ -31,7 +31,7 @@ class Difference:
     what: str
 
 
-def differences(
+def iterate_differences(
     ours: tuple[Store, Manifest],
     theirs: tuple[Store, Manifest],
     *,
@@ -47,23 +47,25 @@ def differences(
         if here is None or there is None:
             yield Difference(name, f"only in the {'second' if here is None else 'first'}")
         elif (here.dtype, here.shape) != (there.dtype, there.shape):
-            yield Difference(name, f"{_kind(here)} and {_kind(there)}")
-        elif manifest.checksum != other.checksum or _sums(here) != _sums(there):
-            what = _elements(here, _read(store, manifest, here, on_bytes), _read(other_store, other, there, on_bytes))
+            yield Difference(name, f"{_describe_kind(here)} and {_describe_kind(there)}")
+        elif manifest.checksum != other.checksum or _list_piece_sums(here) != _list_piece_sums(there):
+            what = _describe_elements(
+                here, _read_tensor(store, manifest, here, on_bytes), _read_tensor(other_store, other, there, on_bytes)
+            )
             if what:
                 yield Difference(name, what)
     for name in sorted(each for each in manifest.values.keys() | other.values.keys() if not is_description(each)):
         if name not in manifest.values or name not in other.values:
             yield Difference(name, f"only in the {'second' if name not in manifest.values else 'first'}")
         elif as_text(manifest.values[name]) != as_text(other.values[name]):
-            yield Difference(name, f"{shortened(manifest.values[name])} and {shortened(other.values[name])}")
+            yield Difference(name, f"{shorten_value(manifest.values[name])} and {shorten_value(other.values[name])}")
 
 
-def _kind(tensor: Tensor) -> str:
+def _describe_kind(tensor: StoredTensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)}"
 
 
-def _sums(tensor: Tensor) -> list[tuple[Any, ...]]:
+def _list_piece_sums(tensor: StoredTensor) -> list[tuple[Any, ...]]:
     """Equal for tensors that lie in equal pieces with equal bytes."""
     return sorted(
         (shard.offsets, shard.sizes, tuple((chunk.length, chunk.sum) for chunk in shard.chunks))
@@ -71,9 +73,11 @@ def _sums(tensor: Tensor) -> list[tuple[Any, ...]]:
     )
 
 
-def _read(store: Store, manifest: Manifest, tensor: Tensor, on_bytes: Callable[[int], None]) -> npt.NDArray[np.uint8]:
+def _read_tensor(
+    store: Store, manifest: Manifest, tensor: StoredTensor, on_bytes: Callable[[int], None]
+) -> npt.NDArray[np.uint8]:
     """The bytes of a whole tensor, row-major: its shape, and the bytes of an element."""
-    width = itemsize(tensor.dtype)
+    width = get_itemsize(tensor.dtype)
     found = np.zeros((*tensor.shape, width), np.uint8)
     for shard in tensor.shards:
         data = bytearray(prod(shard.sizes) * width)
@@ -82,20 +86,20 @@ def _read(store: Store, manifest: Manifest, tensor: Tensor, on_bytes: Callable[[
             read_chunk(store, manifest, chunk, memoryview(data)[at : at + chunk.length])
             at += chunk.length
             on_bytes(chunk.length)
-        found[_box(shard)] = np.frombuffer(data, np.uint8).reshape(*shard.sizes, width)
+        found[_get_box(shard)] = np.frombuffer(data, np.uint8).reshape(*shard.sizes, width)
     return found
 
 
-def _box(shard: Shard) -> tuple[slice, ...]:
+def _get_box(shard: Shard) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(shard.offsets, shard.sizes, strict=True))
 
 
-def _elements(tensor: Tensor, ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8]) -> str:
+def _describe_elements(tensor: StoredTensor, ours: npt.NDArray[np.uint8], theirs: npt.NDArray[np.uint8]) -> str:
     different = int(np.count_nonzero((ours != theirs).any(axis=-1)))
     if not different:
         return ""
     text = f"{different} of {prod(tensor.shape)} elements"
-    first, second = _numbers(tensor.dtype, ours), _numbers(tensor.dtype, theirs)
+    first, second = _to_numbers(tensor.dtype, ours), _to_numbers(tensor.dtype, theirs)
     if first is None or second is None:
         return text
     with np.errstate(all="ignore"):
@@ -103,7 +107,7 @@ def _elements(tensor: Tensor, ours: npt.NDArray[np.uint8], theirs: npt.NDArray[n
     return f"{text}, up to {float(np.nanmax(apart, initial=0.0)):.3g} apart"
 
 
-def _numbers(dtype: str, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any] | None:
+def _to_numbers(dtype: str, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any] | None:
     """As numbers that can be subtracted; None for types that numpy does not know."""
     flat = np.ascontiguousarray(data).reshape(-1)
     if dtype == "bfloat16":

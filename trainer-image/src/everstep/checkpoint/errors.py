@@ -54,7 +54,7 @@ class UnknownFormat(CheckpointError):
         self.found = found
 
 
-class Conflict(CheckpointError):
+class WriterConflict(CheckpointError):
     """Two writers of one checkpoint disagree about `name`, or both wrote it."""
 
     def __init__(self, name: str, why: str) -> None:
@@ -120,7 +120,7 @@ def is_damage(error: BaseException) -> bool:
     """
     if isinstance(error, StoreError):
         return not (error.may_pass or isinstance(error, Denied))
-    return isinstance(error, (Damaged, MissingRanks, Incomplete, Conflict))
+    return isinstance(error, (Damaged, MissingRanks, Incomplete, WriterConflict))
 
 
 class RestoreFailed(CheckpointError):

@@ -16,7 +16,7 @@ EVENTS = ("saved", "restored", "fell_back", "stalled", "failed", "uncopied", "sk
 
 
 @dataclass(frozen=True)
-class Event:
+class CheckpointEvent:
     """`key`: the checkpoint it is about, if any. `why`: words for a person. `details` by kind of event, in SI units."""
 
     name: str
@@ -30,7 +30,7 @@ class Event:
         return f"checkpoint{subject} {self.name}" + "".join(f": {each}" for each in (self.why, details) if each)
 
 
-Callback = Callable[[Event], None]
+Callback = Callable[[CheckpointEvent], None]
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Events:
             raise ValueError(f"no such event: {name!r}; there are {', '.join(EVENTS)}")
         self._callbacks[name].append(callback)
 
-    def emit(self, event: Event) -> None:
+    def emit(self, event: CheckpointEvent) -> None:
         """Tells everybody."""
         level = logging.INFO if event.name in ("saved", "restored") else logging.WARNING
         _log.log(level, "%s", event)

@@ -12,13 +12,13 @@ from everstep.checkpoint.keys import Attempt
 FENCE = Path("/run/everstep/fence.json")
 
 
-def given(environment: Mapping[str, str] = os.environ) -> Attempt | None:
+def get_given_attempt(environment: Mapping[str, str] = os.environ) -> Attempt | None:
     """The attempt that EVERSTEP_EPOCH and EVERSTEP_GENERATION name. ValueError."""
     epoch, generation = environment.get("EVERSTEP_EPOCH"), environment.get("EVERSTEP_GENERATION")
     return Attempt(int(epoch), int(generation)) if epoch and generation else None
 
 
-def fenced(attempt: Attempt, path: Path = FENCE) -> str | None:
+def explain_fence(attempt: Attempt, path: Path = FENCE) -> str | None:
     """Why nothing of this attempt may be committed now; None when it may, or when there is no agent to say so."""
     try:
         said = json.loads(path.read_bytes())

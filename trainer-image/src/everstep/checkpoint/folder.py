@@ -17,16 +17,16 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 
 from everstep.checkpoint import unfinished
-from everstep.checkpoint.candidates import candidates, check_threads, each_candidate, read_chunk, read_manifest
+from everstep.checkpoint.candidates import check_threads, each_candidate, list_candidates, read_chunk, read_manifest
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Removed, is_damage
-from everstep.checkpoint.format import CHUNK, Chunk, Key, Manifest, Tensor
-from everstep.checkpoint.leases import ReadLease, reading
+from everstep.checkpoint.format import CHUNK, Chunk, Key, Manifest, StoredTensor
+from everstep.checkpoint.leases import ReadLease, hold_read_lease
 from everstep.checkpoint.needs import FOLDER, NEEDS
 from everstep.checkpoint.publication import WholeTensor, write_checkpoint
 from everstep.checkpoint.selection import is_meant, select_keys
-from everstep.checkpoint.state.names import join, segment
+from everstep.checkpoint.state.names import escape_segment, join_segments
 from everstep.checkpoint.store.base import Store
-from everstep.checkpoint.values import Refused, pack, unpack
+from everstep.checkpoint.values import UnsupportedValue, pack_value, unpack_value
 
 VALUE = FOLDER
 
@@ -66,7 +66,7 @@ class Contents:
         """As it is now; links to files count as what they lead to. CheckpointError for anything that is no file."""
         files: list[File] = []
         empty: list[str] = []
-        for root, folders, names in os.walk(folder, onerror=_raise):
+        for root, folders, names in os.walk(folder, onerror=_raise_error):
             folders.sort()
             here = Path(root)
             if not folders and not names and here != folder:
@@ -86,28 +86,28 @@ class Contents:
         if VALUE not in manifest.values:
             raise NoFolder(f"{manifest.key} holds no folder: load it with everstep.checkpointer(…).restore()")
         try:
-            found: Any = unpack(manifest.values[VALUE], VALUE)
+            found: Any = unpack_value(manifest.values[VALUE], VALUE)
             files = tuple(File(**each) for each in found["files"])
             return cls(files, tuple(found["empty"]))
-        except (Refused, KeyError, TypeError) as error:
+        except (UnsupportedValue, KeyError, TypeError) as error:
             raise Damaged(manifest.key.manifest_name, f"does not say how its files lay: {error!r}") from error
 
 
-def holds(manifest: Manifest | None, contents: Contents) -> bool:
+def holds_contents(manifest: Manifest | None, contents: Contents) -> bool:
     """Tell whether a checkpoint is of a folder with exactly these contents."""
     with suppress(NoFolder, Damaged):
         return manifest is not None and Contents.in_manifest(manifest) == contents
     return False
 
 
-def changed(manifest: Manifest) -> int:
+def get_changed_time(manifest: Manifest) -> int:
     """Return when the folder of a checkpoint was last written to, in nanoseconds since 1970, or when it was saved."""
     with suppress(NoFolder, Damaged):
         return Contents.in_manifest(manifest).changed
     return int(manifest.created * 1e9)
 
 
-def save(
+def save_folder(
     store: Store,
     key: Key,
     folder: Path,
@@ -123,19 +123,21 @@ def save(
 
     Raises:
         Changed: Somebody wrote into the folder meanwhile.
-        Conflict: `key` is committed already; it says by whom.
+        WriterConflict: `key` is committed already; it says by whom.
         Fenced: This attempt may not publish.
         StoreError: The store did not do it, or nobody can tell.
     """
     before = Contents.of(folder) if contents is None else contents
     tensors = {
-        _tensor(file.path): WholeTensor("uint8", (file.size,), file.size, partial(_read, folder, file, on_bytes))
+        _get_tensor_name(file.path): WholeTensor(
+            "uint8", (file.size,), file.size, partial(_iterate_file_bytes, folder, file, on_bytes)
+        )
         for file in before.files
     }
     described: dict[str, object] = {"files": [asdict(file) for file in before.files], "empty": list(before.empty)}
     if needs:
         described[NEEDS] = [str(each) for each in sorted(needs)]
-    values = {VALUE: pack(described)}
+    values = {VALUE: pack_value(described)}
 
     def check() -> None:
         try:
@@ -148,7 +150,7 @@ def save(
     return write_checkpoint(store, key, tensors, values, model=VALUE, content=repr(before), check=check, fenced=fenced)
 
 
-def restore(
+def restore_folder(
     store: Store,
     into: Path,
     *,
@@ -186,20 +188,20 @@ def restore(
             f"{into} is there and not empty: restore to another place, or say that it may be replaced"
         )
     into.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.clear(into)
+    unfinished.clear_unfinished(into)
     if step is not None:
-        select_keys(candidates(store), step, store.url)
+        select_keys(list_candidates(store), step, store.url)
     bad: list[str] = []
     removed: Removed | None = None
     for each in each_candidate(store):
         if not is_meant(each, step):
             continue
-        with unfinished.beside(into) as place:
+        with unfinished.make_unfinished_folder(into) as place:
             try:
-                with reading(store, each) as lease:
+                with hold_read_lease(store, each) as lease:
                     manifest = read_manifest(store, each)
                     on_start(manifest)
-                    _fill(store, manifest, place / "new", threads, _both(on_bytes, lease))
+                    _fill_folder(store, manifest, place / "new", threads, _combine_progress(on_bytes, lease))
             except Removed as error:
                 removed = error
             except CheckpointError as error:
@@ -207,14 +209,14 @@ def restore(
                     raise
                 bad.append(f"{each}: {error}")
             else:
-                unfinished.put(place / "new", into, replace=replace)
+                unfinished.put_in_place(place / "new", into, replace=replace)
                 return manifest, bad
     if bad:
         raise Damaged(store.url, f"no checkpoint is good. {'; '.join(bad)}")
     raise removed or Missing(f"{store.url}/manifests")
 
 
-def _both(on_bytes: Callable[[int], None], lease: ReadLease) -> Callable[[int], None]:
+def _combine_progress(on_bytes: Callable[[int], None], lease: ReadLease) -> Callable[[int], None]:
     def advance(count: int) -> None:
         lease.renew()
         on_bytes(count)
@@ -222,18 +224,18 @@ def _both(on_bytes: Callable[[int], None], lease: ReadLease) -> Callable[[int], 
     return advance
 
 
-def _raise(error: OSError) -> None:
+def _raise_error(error: OSError) -> None:
     raise error
 
 
-def _tensor(path: str) -> str:
-    return join("file", segment(path))
+def _get_tensor_name(path: str) -> str:
+    return join_segments("file", escape_segment(path))
 
 
-def _read(folder: Path, file: File, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
+def _iterate_file_bytes(folder: Path, file: File, on_bytes: Callable[[int], None]) -> Iterator[bytes]:
     path = folder / file.path
     left = file.size
-    with _reading(path) as opened:
+    with _open_for_reading(path) as opened:
         while left:
             data = opened.read(min(CHUNK, left))
             if not data:
@@ -244,7 +246,7 @@ def _read(folder: Path, file: File, on_bytes: Callable[[int], None]) -> Iterator
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[BinaryIO]:
+def _open_for_reading(path: Path) -> Iterator[BinaryIO]:
     # Told apart here from errors of the store, which reads its bytes from us.
     try:
         opened = path.open("rb")
@@ -256,7 +258,7 @@ def _reading(path: Path) -> Iterator[BinaryIO]:
         yield opened
 
 
-def _fill(store: Store, manifest: Manifest, folder: Path, threads: int, on_bytes: Callable[[int], None]) -> None:
+def _fill_folder(store: Store, manifest: Manifest, folder: Path, threads: int, on_bytes: Callable[[int], None]) -> None:
     contents = Contents.in_manifest(manifest)
     for path in (*contents.empty, *(file.path for file in contents.files)):
         pure = PurePosixPath(path)
@@ -268,18 +270,18 @@ def _fill(store: Store, manifest: Manifest, folder: Path, threads: int, on_bytes
     pool = ThreadPoolExecutor(threads, thread_name_prefix="restore")
     try:
         for file in contents.files:
-            tensor = manifest.tensors.get(_tensor(file.path))
+            tensor = manifest.tensors.get(_get_tensor_name(file.path))
             if tensor is None or tensor.shape != (file.size,):
                 raise Damaged(manifest.key.manifest_name, f"has no bytes for {file.path!r}")
-            _write(store, manifest, tensor, file, folder / file.path, pool, on_bytes)
+            _write_file(store, manifest, tensor, file, folder / file.path, pool, on_bytes)
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-def _write(
+def _write_file(
     store: Store,
     manifest: Manifest,
-    tensor: Tensor,
+    tensor: StoredTensor,
     file: File,
     path: Path,
     pool: ThreadPoolExecutor,

@@ -12,14 +12,33 @@ from math import prod
 from typing import Any
 
 from everstep.checkpoint import lines
-from everstep.checkpoint.checksum import ALGORITHMS, DEFAULT, width
-from everstep.checkpoint.errors import Conflict, Damaged, Incomplete
+from everstep.checkpoint.checksum import ALGORITHMS, DEFAULT, get_checksum_width
+from everstep.checkpoint.errors import Damaged, Incomplete, WriterConflict
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.lines import FORMAT, is_sum, number, numbers, text
+from everstep.checkpoint.lines import FORMAT, is_sum, require_number, require_numbers, require_text
 
 __all__ = [
-    "ALIGN", "CHUNK", "FORMAT", "HEADER", "Attempt", "Chunk", "Conflict", "Damaged", "Incomplete", "Key", "Manifest",
-    "Part", "Shard", "Tensor", "aligned", "chunk_lengths", "decode", "encode", "itemsize", "part_header", "writer_of",
+    "ALIGN",
+    "CHUNK",
+    "FORMAT",
+    "HEADER",
+    "Attempt",
+    "CheckpointPart",
+    "Chunk",
+    "Damaged",
+    "Incomplete",
+    "Key",
+    "Manifest",
+    "Shard",
+    "StoredTensor",
+    "WriterConflict",
+    "align_offset",
+    "chunk_lengths",
+    "decode_manifest",
+    "encode_manifest",
+    "get_itemsize",
+    "part_header",
+    "writer_of",
 ]  # fmt: skip
 
 MAGIC = b"EVERSTEP"
@@ -59,7 +78,7 @@ class Shard:
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class StoredTensor:
     """`dtype` as torch prints it without "torch."; `shape` of the whole tensor in elements."""
 
     dtype: str
@@ -68,7 +87,7 @@ class Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CheckpointPart:
     """A file of raw tensor bytes: its name in the store, its size in bytes, the checksum of its header in hex."""
 
     name: str
@@ -90,12 +109,12 @@ class Manifest:
     model: str
     checksum: str
     created: float
-    parts: tuple[Part, ...]
-    tensors: dict[str, Tensor]
+    parts: tuple[CheckpointPart, ...]
+    tensors: dict[str, StoredTensor]
     values: dict[str, object]
 
 
-def itemsize(dtype: str) -> int:
+def get_itemsize(dtype: str) -> int:
     """Bytes of one element; ValueError for a dtype that the format does not know."""
     size = _ITEMSIZE.get(dtype)
     if size is None:
@@ -103,7 +122,7 @@ def itemsize(dtype: str) -> int:
     return size
 
 
-def aligned(offset: int) -> int:
+def align_offset(offset: int) -> int:
     """The first offset at or after this one where a shard may begin."""
     return -(-offset // ALIGN) * ALIGN
 
@@ -123,36 +142,36 @@ def part_header(key: Key, rank: int, checksum: str = DEFAULT, *, writer: str = "
         "checksum": checksum,
         **({"writer": writer[:_WRITER]} if writer else {}),
     }
-    return (MAGIC + lines.line(fields)).ljust(HEADER, b"\0")
+    return (MAGIC + lines.encode_line(fields)).ljust(HEADER, b"\0")
 
 
 def writer_of(header: bytes) -> str:
     """Return who wrote a part, by its first HEADER bytes; an empty text where they do not say so."""
     try:
-        return lines.text(json.loads(header.removeprefix(MAGIC).partition(b"\n")[0])["writer"])
+        return lines.require_text(json.loads(header.removeprefix(MAGIC).partition(b"\n")[0])["writer"])
     except (ValueError, KeyError, TypeError):
         return ""
 
 
-def encode(manifest: Manifest) -> bytes:
+def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of the manifest; ValueError when it contradicts itself."""
-    _check(manifest)
-    return lines.seal(_plain(manifest), manifest.checksum)
+    _check_manifest(manifest)
+    return lines.seal_lines(_to_plain_manifest(manifest), manifest.checksum)
 
 
-def decode(data: bytes, name: str) -> Manifest:
+def decode_manifest(data: bytes, name: str) -> Manifest:
     """Return the manifest that encode() gave `data`; arguments and errors as lines.unseal() has them."""
-    fields = lines.unseal(data, name)
+    fields = lines.unseal_lines(data, name)
     # From here on it is what somebody wrote; an error is a writer's mistake.
     try:
-        manifest = _typed(fields)
-        _check(manifest)
+        manifest = _to_typed_manifest(fields)
+        _check_manifest(manifest)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(name, f"has a checksum that holds but no manifest of format {FORMAT}: {error!r}") from error
     return manifest
 
 
-def _plain(manifest: Manifest) -> dict[str, Any]:
+def _to_plain_manifest(manifest: Manifest) -> dict[str, Any]:
     return {
         "attempt": str(manifest.key.attempt),
         "step": manifest.key.step,
@@ -181,32 +200,39 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
     }
 
 
-def _typed(fields: dict[str, Any]) -> Manifest:
+def _to_typed_manifest(fields: dict[str, Any]) -> Manifest:
     return Manifest(
-        key=Key(Attempt.parse(fields["attempt"]), number(fields["step"])),
-        world=number(fields["world"]),
-        nodes=number(fields["nodes"]),
-        model=text(fields["model"]),
-        checksum=text(fields["checksum"]),
-        created=lines.seconds(fields["created"]),
-        parts=tuple(Part(text(each["name"]), number(each["size"]), text(each["header"])) for each in fields["parts"]),
+        key=Key(Attempt.parse(fields["attempt"]), require_number(fields["step"])),
+        world=require_number(fields["world"]),
+        nodes=require_number(fields["nodes"]),
+        model=require_text(fields["model"]),
+        checksum=require_text(fields["checksum"]),
+        created=lines.require_seconds(fields["created"]),
+        parts=tuple(
+            CheckpointPart(require_text(each["name"]), require_number(each["size"]), require_text(each["header"]))
+            for each in fields["parts"]
+        ),
         tensors={
-            name: Tensor(text(each["dtype"]), numbers(each["shape"]), tuple(_shard(box) for box in each["shards"]))
+            name: StoredTensor(
+                require_text(each["dtype"]),
+                require_numbers(each["shape"]),
+                tuple(_parse_shard(box) for box in each["shards"]),
+            )
             for name, each in fields["tensors"].items()
         },
         values=dict(fields["values"].items()),
     )
 
 
-def _shard(fields: dict[str, Any]) -> Shard:
+def _parse_shard(fields: dict[str, Any]) -> Shard:
     chunks = []
     for *place, sum_ in fields["chunks"]:
-        part, offset, length = numbers(place)
-        chunks.append(Chunk(part, offset, length, text(sum_)))
-    return Shard(numbers(fields["offsets"]), numbers(fields["sizes"]), tuple(chunks))
+        part, offset, length = require_numbers(place)
+        chunks.append(Chunk(part, offset, length, require_text(sum_)))
+    return Shard(require_numbers(fields["offsets"]), require_numbers(fields["sizes"]), tuple(chunks))
 
 
-def _check(manifest: Manifest) -> None:
+def _check_manifest(manifest: Manifest) -> None:
     """A reader trusts these: it computes addresses and sizes from them. ValueError says what does not hold."""
     if manifest.checksum not in ALGORITHMS:
         raise ValueError(f"no such checksum: {manifest.checksum}")
@@ -215,7 +241,7 @@ def _check(manifest: Manifest) -> None:
     names = [part.name for part in manifest.parts]
     if len(set(names)) != len(names):
         raise ValueError("two parts have the same name")
-    digits = width(manifest.checksum)
+    digits = get_checksum_width(manifest.checksum)
     for part in manifest.parts:
         inside = part.name.removeprefix(manifest.key.data_prefix)
         if inside == part.name or not inside or inside.startswith(".") or "/" in inside:
@@ -226,8 +252,8 @@ def _check(manifest: Manifest) -> None:
         _check_tensor(name, tensor, manifest.parts, digits)
 
 
-def _check_tensor(name: str, tensor: Tensor, parts: tuple[Part, ...], digits: int) -> None:
-    size = itemsize(tensor.dtype)
+def _check_tensor(name: str, tensor: StoredTensor, parts: tuple[CheckpointPart, ...], digits: int) -> None:
+    size = get_itemsize(tensor.dtype)
     for shard in tensor.shards:
         if not len(shard.offsets) == len(shard.sizes) == len(tensor.shape):
             raise ValueError(f"{name} has {len(tensor.shape)} dimensions, a shard has others")

@@ -14,7 +14,7 @@ from pathlib import Path
 from everstep.checkpoint import slot_marks
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.peer_server import held
+from everstep.checkpoint.peer_server import iterate_held_slots
 from everstep.checkpoint.slots import Slot
 
 _log = logging.getLogger("everstep.checkpoint.writer")
@@ -63,6 +63,6 @@ class IdleVerifier:
     def _unmarked(self) -> list[tuple[Slot, Manifest]]:
         return [
             (slot, manifest)
-            for slot, manifest in held(self._directory)
+            for slot, manifest in iterate_held_slots(self._directory)
             if (slot.path, manifest.key) not in self._bad and not slot_marks.is_marked(slot, manifest)
         ]

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from everstep.checkpoint import lines
-from everstep.checkpoint.checksum import ALGORITHMS, digest, width
-from everstep.checkpoint.coverage import FlatBox, Region, check_cover, check_world, join_boxes, overlaps
+from everstep.checkpoint.checksum import ALGORITHMS, compute_checksum, get_checksum_width
+from everstep.checkpoint.coverage import FlatBox, Region, check_cover, check_world, join_boxes, overlaps_region
 from everstep.checkpoint.descriptions import is_description
-from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, MissingRanks
-from everstep.checkpoint.format import Manifest, Shard, itemsize
+from everstep.checkpoint.errors import Damaged, Incomplete, MissingRanks, WriterConflict
+from everstep.checkpoint.format import Manifest, Shard, get_itemsize
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.lines import as_text, shortened
+from everstep.checkpoint.lines import as_text, shorten_value
 
 RANK_VALUES = "rank."  # values of this prefix are one rank's own, and stay in its node's manifest
 
@@ -73,7 +73,9 @@ class CheckpointIndex:
         found: set[int] = set()
         for name, regions in wanted.items():
             for node, *box in self.tensors[name].boxes:
-                if node not in found and (regions is None or any(overlaps(tuple(box), each) for each in regions)):
+                if node not in found and (
+                    regions is None or any(overlaps_region(tuple(box), each) for each in regions)
+                ):
                     found.add(node)
         return found
 
@@ -83,9 +85,9 @@ class CheckpointIndex:
         return {number for number, node in enumerate(self.nodes) if not wanted.isdisjoint(node.ranks)}
 
 
-def describe(manifest: Manifest, data: bytes, node: int) -> CheckpointIndex:
+def describe_node_manifest(manifest: Manifest, data: bytes, node: int) -> CheckpointIndex:
     """Return what node number `node` announces: an index of its own manifest, which is `data` when encoded."""
-    sum_ = digest(manifest.checksum, data)
+    sum_ = compute_checksum(manifest.checksum, data)
     share = NodeShare(
         manifest.key.node_manifest_name(node, sum_),
         len(data),
@@ -128,7 +130,7 @@ class IndexMerger:
         self._values: dict[str, object] = {}
 
     def add(self, node: int, announced: CheckpointIndex) -> None:
-        """Add what one node said. Raises Conflict when it disagrees with another one."""
+        """Add what one node said. Raises WriterConflict when it disagrees with another one."""
         if self._first is None:
             self._first = announced
         _check_same(self._first, announced)
@@ -137,14 +139,14 @@ class IndexMerger:
         for name, tensor in announced.tensors.items():
             dtype, shape, boxes = self._tensors.setdefault(name, (tensor.dtype, tensor.shape, []))
             if (dtype, shape) != (tensor.dtype, tensor.shape):
-                raise Conflict(name, f"{dtype} {shape} for one writer, {tensor.dtype} {tensor.shape} for another")
+                raise WriterConflict(name, f"{dtype} {shape} for one writer, {tensor.dtype} {tensor.shape} for another")
             boxes.extend((node, *box[1:]) for box in tensor.boxes)
         for name, value in announced.values.items():
             if is_description(name):
                 value = self._values.get(name, value)
             if name in self._values and as_text(self._values[name]) != as_text(value):
-                values = f"{shortened(self._values[name])}, {shortened(value)}"
-                raise Conflict(name, f"two writers disagree about this value: {values}")
+                values = f"{shorten_value(self._values[name])}, {shorten_value(value)}"
+                raise WriterConflict(name, f"two writers disagree about this value: {values}")
             self._values[name] = value
 
     def merged(self) -> CheckpointIndex:
@@ -153,7 +155,7 @@ class IndexMerger:
         Raises:
             MissingRanks: A rank of the world has no part.
             Incomplete: An element of a tensor is in no shard.
-            Conflict: It is in two, or two nodes wrote the part of one rank.
+            WriterConflict: It is in two, or two nodes wrote the part of one rank.
         """
         assert self._first is not None
         index = CheckpointIndex(
@@ -183,15 +185,15 @@ def check_complete(index: CheckpointIndex) -> None:
 
 def encode_index(index: CheckpointIndex) -> bytes:
     """Return the bytes of a commit. Raises as check_complete does, ValueError when the index contradicts itself."""
-    _check(index)
+    _check_index(index)
     check_complete(index)
-    return lines.seal(_plain(index), index.checksum)
+    return lines.seal_lines(_to_plain_index(index), index.checksum)
 
 
 def encode_announcement(announced: CheckpointIndex) -> bytes:
     """Return the bytes of what a node tells the committer. Raises ValueError when it contradicts itself."""
-    _check(announced)
-    return lines.seal(_plain(announced), announced.checksum)
+    _check_index(announced)
+    return lines.seal_lines(_to_plain_index(announced), announced.checksum)
 
 
 def decode_index(data: bytes, name: str) -> CheckpointIndex:
@@ -199,18 +201,18 @@ def decode_index(data: bytes, name: str) -> CheckpointIndex:
     index = decode_announcement(data, name)
     try:
         check_complete(index)
-    except (MissingRanks, Incomplete, Conflict) as error:
+    except (MissingRanks, Incomplete, WriterConflict) as error:
         raise Damaged(name, f"is not whole: {error}") from error
     return index
 
 
 def decode_announcement(data: bytes, name: str) -> CheckpointIndex:
     """Return what encode_announcement() gave `data`. Raises Damaged, UnknownFormat."""
-    fields = lines.unseal(data, name)
+    fields = lines.unseal_lines(data, name)
     # From here on it is what somebody wrote; an error is a writer's mistake.
     try:
-        index = _typed(fields)
-        _check(index)
+        index = _to_typed_index(fields)
+        _check_index(index)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise Damaged(name, f"has a checksum that holds but is no index of format {lines.FORMAT}: {error!r}") from error
     return index
@@ -220,10 +222,12 @@ def _check_same(first: CheckpointIndex, other: CheckpointIndex) -> None:
     for what in ("key", "world", "model", "checksum"):
         ours, theirs = getattr(first, what), getattr(other, what)
         if ours != theirs:
-            raise Conflict(str(other.key), f"writers of one checkpoint disagree about its {what}: {ours}, {theirs}")
+            raise WriterConflict(
+                str(other.key), f"writers of one checkpoint disagree about its {what}: {ours}, {theirs}"
+            )
 
 
-def _plain(index: CheckpointIndex) -> dict[str, Any]:
+def _to_plain_index(index: CheckpointIndex) -> dict[str, Any]:
     return {
         "attempt": str(index.key.attempt),
         "step": index.key.step,
@@ -243,28 +247,28 @@ def _plain(index: CheckpointIndex) -> dict[str, Any]:
     }
 
 
-def _typed(fields: dict[str, Any]) -> CheckpointIndex:
+def _to_typed_index(fields: dict[str, Any]) -> CheckpointIndex:
     return CheckpointIndex(
-        key=Key(Attempt.parse(fields["attempt"]), lines.number(fields["step"])),
-        world=lines.number(fields["world"]),
-        model=lines.text(fields["model"]),
-        checksum=lines.text(fields["checksum"]),
-        created=lines.seconds(fields["created"]),
+        key=Key(Attempt.parse(fields["attempt"]), lines.require_number(fields["step"])),
+        world=lines.require_number(fields["world"]),
+        model=lines.require_text(fields["model"]),
+        checksum=lines.require_text(fields["checksum"]),
+        created=lines.require_seconds(fields["created"]),
         nodes=tuple(
             NodeShare(
-                lines.text(each["name"]),
-                lines.number(each["size"]),
-                lines.text(each["sum"]),
-                lines.number(each["bytes"]),
-                lines.numbers(each["ranks"]),
+                lines.require_text(each["name"]),
+                lines.require_number(each["size"]),
+                lines.require_text(each["sum"]),
+                lines.require_number(each["bytes"]),
+                lines.require_numbers(each["ranks"]),
             )
             for each in fields["nodes"]
         ),
         tensors={
             name: IndexedTensor(
-                lines.text(each["dtype"]),
-                lines.numbers(each["shape"]),
-                tuple(lines.numbers(box) for box in each["boxes"]),
+                lines.require_text(each["dtype"]),
+                lines.require_numbers(each["shape"]),
+                tuple(lines.require_numbers(box) for box in each["boxes"]),
             )
             for name, each in fields["tensors"].items()
         },
@@ -272,13 +276,13 @@ def _typed(fields: dict[str, Any]) -> CheckpointIndex:
     )
 
 
-def _check(index: CheckpointIndex) -> None:
+def _check_index(index: CheckpointIndex) -> None:
     """A reader trusts these: it computes names and sizes from them. ValueError says what does not hold."""
     if index.checksum not in ALGORITHMS:
         raise ValueError(f"no such checksum: {index.checksum}")
     if not (index.world >= 1 and index.nodes):
         raise ValueError(f"a checkpoint of {index.world} ranks on {len(index.nodes)} nodes")
-    digits = width(index.checksum)
+    digits = get_checksum_width(index.checksum)
     for node in index.nodes:
         inside = node.name.removeprefix(index.key.data_prefix)
         if inside == node.name or not inside.endswith(f"-{node.sum}.json") or "/" in inside or inside.startswith("."):
@@ -292,7 +296,7 @@ def _check(index: CheckpointIndex) -> None:
 
 
 def _check_tensor(name: str, tensor: IndexedTensor, nodes: int) -> None:
-    itemsize(tensor.dtype)
+    get_itemsize(tensor.dtype)
     count = len(tensor.shape)
     for box in tensor.boxes:
         if len(box) != 1 + 2 * count or box[0] >= nodes:

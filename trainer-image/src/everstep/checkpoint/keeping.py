@@ -13,16 +13,16 @@ from typing import Any
 
 from everstep.checkpoint import attempts, commit, fence, retention
 from everstep.checkpoint.best import KeepBest
-from everstep.checkpoint.candidates import candidates, verify_node
-from everstep.checkpoint.control import Config
+from everstep.checkpoint.candidates import list_candidates, verify_node
+from everstep.checkpoint.control import WriterConfig
 from everstep.checkpoint.errors import CheckpointError, Missing
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.manifests import read_index
-from everstep.checkpoint.persist import Mappings, Progress, store_again, store_slot, sum_slot
-from everstep.checkpoint.slots import Claim, Slot, Slots, State
+from everstep.checkpoint.persist import Mappings, SaveProgress, store_again, store_slot, sum_slot
+from everstep.checkpoint.slots import Claim, Slot, Slots, SlotState
 from everstep.checkpoint.store.base import Store, open_store
-from everstep.checkpoint.verification import VerifiedCheckpoints, mark_node, unmarked
+from everstep.checkpoint.verification import VerifiedCheckpoints, list_unverified_nodes, mark_node
 
 _FIRST_POLL, _SLOWEST_POLL = 0.02, 2.0  # seconds
 _MARKS_PATIENCE = 30.0  # seconds
@@ -43,13 +43,15 @@ class Save:
     it stalls.
     """
 
-    def __init__(self, slot: Slot, claim: Claim, config: Config, *, left_behind: bool, again: bool = False) -> None:
+    def __init__(
+        self, slot: Slot, claim: Claim, config: WriterConfig, *, left_behind: bool, again: bool = False
+    ) -> None:
         self.slot = slot
         self.claim = claim
         self.config = config
         self.left_behind = left_behind
         self.again = again
-        self.progress = Progress()
+        self.progress = SaveProgress()
         self.doing = "waiting for its turn"
         self.needs_slot = True
         self.stored: Manifest | None = None  # this node's share, once it is durable
@@ -122,40 +124,40 @@ class Keeper:
                 await self._read_back(save, partial(self._wait_for_marks, patience=patience))
                 await self._read_back(save, self._prune)
 
-    async def _read_back(self, save: Save, work: Callable[[Save, Progress], None]) -> None:
-        progress = Progress()
+    async def _read_back(self, save: Save, work: Callable[[Save, SaveProgress], None]) -> None:
+        progress = SaveProgress()
         self._pruning = asyncio.get_running_loop().run_in_executor(self._reader, partial(work, save, progress))
         await _while_it_goes_on(self._pruning, progress, save.config.commit_timeout)
 
-    def _wait_for_marks(self, save: Save, progress: Progress, *, patience: float) -> None:
+    def _wait_for_marks(self, save: Save, progress: SaveProgress, *, patience: float) -> None:
         """Until all nodes have verified what they stored, a newer save is there, or one of them seems to have died."""
         store = self._at(save.config)
         index = read_index(store, save.claim.key)
         deadline, poll = time.monotonic() + patience, _FIRST_POLL
-        while unmarked(store, index) and save is self._to_tidy and time.monotonic() < deadline:
+        while list_unverified_nodes(store, index) and save is self._to_tidy and time.monotonic() < deadline:
             time.sleep(poll)
             poll = min(poll * 1.5, _SLOWEST_POLL)
             progress.step()
 
     def _store(self, save: Save) -> Manifest:
         slot, config = save.slot, save.config
-        if slot.state is State.STORED and self._is_over(save.claim.key, config):
+        if slot.state is SlotState.STORED and self._is_over(save.claim.key, config):
             key, there = save.claim.key, self._at(config)
             raise Committed(key, read_index(there, key).bytes if any(there.list(key.manifest_name)) else None)
         save.doing = "summing"
         manifest = slot.manifest() or sum_slot(self._slots, slot, self._mappings, self._pieces, save.progress)
         self._on_whole(slot, save.claim, manifest)
         save.doing = "writing to the store"
-        if (why := attempts.replaced(self._at(config), config.run)) is not None:
+        if (why := attempts.explain_replaced_store(self._at(config), config.run)) is not None:
             raise commit.Fenced(why)
         store = store_again if save.left_behind else store_slot
         store(self._at(config), slot, save.claim.node, manifest, self._mappings, self._pieces, save.progress)
         slot.store(save.claim.key)
         return manifest
 
-    def _is_over(self, key: Key, config: Config) -> bool:
+    def _is_over(self, key: Key, config: WriterConfig) -> bool:
         """Whether it was committed; or so was a greater one of its attempt, and retention may have removed it."""
-        return any(other >= key for other in candidates(self._at(config)) if other.attempt <= key.attempt)
+        return any(other >= key for other in list_candidates(self._at(config)) if other.attempt <= key.attempt)
 
     def _commit(self, save: Save) -> int:
         """Commits the save; the bytes of all nodes."""
@@ -164,10 +166,10 @@ class Keeper:
         def fenced() -> str | None:
             # The run whose writer this is: it stores what an earlier attempt left behind, beside saves of its own.
             ours = Attempt.parse(save.config.attempt)
-            why = attempts.replaced(store, save.config.run) or attempts.find_successor(store, ours)
-            return why or (None if path is None else fence.fenced(key.attempt, Path(path)))
+            why = attempts.explain_replaced_store(store, save.config.run) or attempts.find_successor(store, ours)
+            return why or (None if path is None else fence.explain_fence(key.attempt, Path(path)))
 
-        index = commit.commit(
+        index = commit.commit_checkpoint(
             store,
             key,
             save.claim.nodes,
@@ -177,7 +179,7 @@ class Keeper:
         )
         return index.bytes
 
-    def _verify(self, save: Save, progress: Progress) -> None:
+    def _verify(self, save: Save, progress: SaveProgress) -> None:
         store, key = self._at(save.config), save.claim.key
         try:
             announced = commit.read_announcement(store, key, save.claim.node)
@@ -188,9 +190,9 @@ class Keeper:
             return  # removed since, for a newer one
         mark_node(store, announced, 0)
 
-    def _prune(self, save: Save, progress: Progress) -> None:
+    def _prune(self, save: Save, progress: SaveProgress) -> None:
         config = save.config
-        if any(key.attempt > save.claim.key.attempt for key in candidates(self._at(config))):
+        if any(key.attempt > save.claim.key.attempt for key in list_candidates(self._at(config))):
             return  # what stays is for that one to say: this writer was frozen, perhaps
         found = self._verified.setdefault(config.url, VerifiedCheckpoints(self._at(config)))
         retention.prune_verified(
@@ -201,20 +203,20 @@ class Keeper:
             on_bytes=lambda count: progress.step(),
         )
 
-    def _best(self, config: Config) -> KeepBest | None:
+    def _best(self, config: WriterConfig) -> KeepBest | None:
         if config.keep_best is None:
             return None
         # Kept, since it remembers what it has read.
         made = KeepBest(config.keep_best, config.best_metric, config.best_mode)
         return self._keeps_best.setdefault((config.url, made.count, made.metric, made.mode), made)
 
-    def _at(self, config: Config) -> Store:
+    def _at(self, config: WriterConfig) -> Store:
         if config.url not in self._stores:
             self._stores[config.url] = open_store(config.url, **config.options)
         return self._stores[config.url]
 
 
-async def _while_it_goes_on(work: asyncio.Future[None], progress: Progress, limit: float) -> None:
+async def _while_it_goes_on(work: asyncio.Future[None], progress: SaveProgress, limit: float) -> None:
     """Until it is done; CheckpointError when it stood still for `limit` seconds, and it ends as soon as it goes on."""
     while not work.done():
         left = progress.at + limit - time.monotonic()

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
-from everstep.checkpoint.format import itemsize
+from everstep.checkpoint.format import get_itemsize
 
 _FAST = 1  # zlib: most numbers are zeros, and a better compression takes longer than the network
 
@@ -56,7 +56,7 @@ class LayoutNames:
     @cached_property
     def widths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
         """Bytes of one element of each tensor."""
-        return np.array([itemsize(dtype) for dtype in self.dtypes], np.int64)
+        return np.array([get_itemsize(dtype) for dtype in self.dtypes], np.int64)
 
     @cached_property
     def encoded(self) -> bytes:

@@ -21,7 +21,7 @@ from everstep.checkpoint.store.base import Store
 SECONDS = 900.0
 
 
-class Lease:
+class CheckpointLease:
     """One reader's claim on `key`; `renew` it before it has `expired` or expect to fall back.
 
     How long it is good is counted from when the store says that it was written: the clocks of who reads and of who
@@ -62,9 +62,9 @@ class Lease:
 
 
 @contextmanager
-def lease(store: Store, key: Key, seconds: float = SECONDS) -> Iterator[Lease]:
+def hold_lease(store: Store, key: Key, seconds: float = SECONDS) -> Iterator[CheckpointLease]:
     """Held while the block runs. Take it before the manifest is read: one that is still there then is left alone."""
-    held = Lease(store, key, seconds)
+    held = CheckpointLease(store, key, seconds)
     try:
         yield held
     finally:
@@ -76,9 +76,9 @@ class ReadLease:
 
     def __init__(self, store: Store, key: Key) -> None:
         self._lock = threading.Lock()
-        self._lease: Lease | None = None
+        self._lease: CheckpointLease | None = None
         with suppress(StoreError):
-            self._lease = Lease(store, key)
+            self._lease = CheckpointLease(store, key)
 
     def renew(self) -> None:
         """Hold it for longer, when half of its time is over: for every chunk that is read."""
@@ -96,7 +96,7 @@ class ReadLease:
 
 
 @contextmanager
-def reading(store: Store, key: Key) -> Iterator[ReadLease]:
+def hold_read_lease(store: Store, key: Key) -> Iterator[ReadLease]:
     """Hold a checkpoint while it is read, so that retention leaves it alone. Take it before its index is read.
 
     Args:
@@ -129,7 +129,7 @@ def telling_removed(store: Store, key: Key) -> Iterator[None]:
         raise
 
 
-def leases(store: Store) -> dict[str, tuple[Key, float]]:
+def list_leases(store: Store) -> dict[str, tuple[Key, float]]:
     """Return of each lease's name what it holds, and until when, in seconds since 1970 by the store's clock: see
     find_time(). Unreadable ones are left out."""
     found = {}

@@ -9,7 +9,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from everstep.checkpoint.checksum import ALGORITHMS, digest
+from everstep.checkpoint.checksum import ALGORITHMS, compute_checksum
 from everstep.checkpoint.errors import Damaged, UnknownFormat
 
 FORMAT = 2
@@ -17,18 +17,18 @@ FORMAT = 2
 _HEX = frozenset("0123456789abcdef")
 
 
-def line(fields: dict[str, Any]) -> bytes:
+def encode_line(fields: dict[str, Any]) -> bytes:
     """Return the fields as one line; keys are sorted so that equal fields are equal bytes, whoever writes them."""
     return json.dumps(fields, separators=(",", ":"), sort_keys=True, allow_nan=False).encode() + b"\n"
 
 
-def seal(fields: dict[str, Any], checksum: str) -> bytes:
+def seal_lines(fields: dict[str, Any], checksum: str) -> bytes:
     """Return the two lines of these fields."""
-    first = line({"format": FORMAT, **fields})
-    return first + f"{checksum} {digest(checksum, first)}\n".encode()
+    first = encode_line({"format": FORMAT, **fields})
+    return first + f"{checksum} {compute_checksum(checksum, first)}\n".encode()
 
 
-def unseal(data: bytes, name: str) -> dict[str, Any]:
+def unseal_lines(data: bytes, name: str) -> dict[str, Any]:
     """Return the fields that seal() was given.
 
     Args:
@@ -42,25 +42,25 @@ def unseal(data: bytes, name: str) -> dict[str, Any]:
     first, newline, second = data.partition(b"\n")
     algorithm = second.split(b" ")[0].decode("ascii", "replace")
     if not newline or algorithm not in ALGORITHMS:
-        _check_format(_parsed(first), name)  # a later format may have other checksums
+        _check_format(_parse_first_line(first), name)  # a later format may have other checksums
         raise Damaged(name, "is no manifest: its second line is missing or names no known checksum")
-    if second != f"{algorithm} {digest(algorithm, first + newline)}\n".encode():
+    if second != f"{algorithm} {compute_checksum(algorithm, first + newline)}\n".encode():
         raise Damaged(name, "its first line does not have the checksum that its second line says")
-    fields = _parsed(first)
+    fields = _parse_first_line(first)
     _check_format(fields, name)
     if not isinstance(fields, dict) or fields.get("format") != FORMAT:
         raise Damaged(name, "has a checksum that holds but says no format")
     return fields
 
 
-def number(value: object) -> int:
+def require_number(value: object) -> int:
     """Return the value if it is a number of something, else raise ValueError."""
     if type(value) is not int or value < 0:
         raise ValueError(f"not a number of something: {value!r}")
     return value
 
 
-def numbers(values: Sequence[Any]) -> tuple[int, ...]:
+def require_numbers(values: Sequence[Any]) -> tuple[int, ...]:
     """Return the values if each is a number of something, else raise ValueError."""
     for each in values:
         if type(each) is not int or each < 0:
@@ -68,14 +68,14 @@ def numbers(values: Sequence[Any]) -> tuple[int, ...]:
     return tuple(values)
 
 
-def seconds(value: object) -> float:
+def require_seconds(value: object) -> float:
     """Return the value if it is a time, else raise ValueError."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"not a time: {value!r}")
     return float(value)
 
 
-def text(value: object) -> str:
+def require_text(value: object) -> str:
     """Return the value if it is a text, else raise ValueError."""
     if not isinstance(value, str):
         raise ValueError(f"not a text: {value!r}")
@@ -92,13 +92,13 @@ def as_text(value: object) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def shortened(value: object) -> str:
+def shorten_value(value: object) -> str:
     """Return a packed value as a text that fits into a message."""
     found = as_text(value)
     return found if len(found) <= 60 else found[:57] + "..."
 
 
-def _parsed(first: bytes) -> object:
+def _parse_first_line(first: bytes) -> object:
     try:
         return json.loads(first)
     except (ValueError, RecursionError):

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.checkpoint.best import Mode, rank_by_metric
-from everstep.checkpoint.candidates import candidates, read_index
+from everstep.checkpoint.candidates import list_candidates, read_index
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, UnknownFormat
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.store.base import Store, open_store
@@ -57,7 +57,7 @@ def list_checkpoints(
     """
     store = open_store(uri, **(options or {})) if isinstance(uri, str | os.PathLike) else uri
     found = []
-    keys = candidates(store)
+    keys = list_candidates(store)
     marked = set(VerifiedCheckpoints(store, mark=False).marked(keys))
     for key in keys:
         try:

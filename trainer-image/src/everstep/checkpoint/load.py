@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 import torch
 
 from everstep.checkpoint.candidates import (
-    candidates,
     check_present,
     check_threads,
     each_candidate,
+    list_candidates,
     read_index,
     read_manifest,
 )
@@ -30,7 +30,7 @@ from everstep.checkpoint.descriptions import is_description, object_of
 from everstep.checkpoint.errors import CheckpointError, Damaged, Removed, StoreError
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.leases import ReadLease, reading, telling_removed
+from everstep.checkpoint.leases import ReadLease, hold_read_lease, telling_removed
 from everstep.checkpoint.load_ranks import LoadingRanks, find_ranks
 from everstep.checkpoint.object_filling import ObjectFilling
 from everstep.checkpoint.restore import NoGoodCheckpoint, Restored
@@ -53,7 +53,7 @@ from everstep.checkpoint.state.ties import find_kept_names
 from everstep.checkpoint.store.base import Store, open_store
 from everstep.checkpoint.tensor_reader import TensorReader
 from everstep.checkpoint.user_metadata import VALUE, read_metadata
-from everstep.checkpoint.values import InPart, unpack
+from everstep.checkpoint.values import InPart, unpack_value
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -133,13 +133,15 @@ def load(
         plain = {name: each for name, each in manifest.values.items() if name != VALUE and not is_description(name)}
         wanted_values = {name: each for name, each in plain.items() if is_wanted(name, only)}
         if only is not None and not wanted_tensors and not wanted_values:
-            raise _NothingWanted(f"nothing in checkpoint {manifest.key} is called {only!r}; {_tops(manifest)}")
+            raise _NothingWanted(
+                f"nothing in checkpoint {manifest.key} is called {only!r}; {_list_top_names(manifest)}"
+            )
         if map_location is not None and torch.device(map_location).type == "meta":
             # Not a byte is read; but what lacks a file is no checkpoint to tell shapes of.
             check_present(store, manifest.key, read_index(store, manifest.key).nodes)
-        described = _described(manifest, (*wanted_tensors, *wanted_values))
+        described = _select_descriptions(manifest, (*wanted_tensors, *wanted_values))
         values = {
-            name: unpack(packed, name, allow_pickle=allow_pickle)
+            name: unpack_value(packed, name, allow_pickle=allow_pickle)
             for name, packed in (wanted_values | described).items()
         }
         described = {name: values[name] for name in described}
@@ -148,7 +150,7 @@ def load(
         with TensorReader(store, manifest, threads=threads) as reader:
             for name in [each for each in wanted_tensors if each not in kept]:
                 alive()
-                tensors[name] = _leaf(reader, manifest, name, values.get(name), map_location, casts)
+                tensors[name] = _read_leaf(reader, manifest, name, values.get(name), map_location, casts)
         leaves = {name: tensors[kept.get(name, name)] for name in wanted_tensors}
         leaves.update({name: value for name, value in values.items() if name not in leaves})
         return build_objects(rename_leaves(leaves, rename))
@@ -292,10 +294,10 @@ def _first_good(
     while (found := ranks.ask_first(lambda: next(map(str, tried), None))) is not None:
         key = Key.parse(found)
         try:
-            with reading(store, key) as lease:
+            with hold_read_lease(store, key) as lease:
                 run = _run_while_there(store, key, ranks)
                 manifest: Manifest = run(partial(read_manifest, store, key))
-                return read(_Source(store, manifest, run, _signs(lease, ranks))), manifest, bad
+                return read(_Source(store, manifest, run, _make_life_signs(lease, ranks))), manifest, bad
         except Removed as error:
             removed = error
         except BadCheckpoint as error:
@@ -311,7 +313,7 @@ def _first_good(
 
 def _list_others(store: Store, step: int | Key) -> list[int] | None:
     """The steps that there are, where none is the wanted one; else None."""
-    keys = candidates(store)
+    keys = list_candidates(store)
     return None if any(is_meant(key, step) for key in keys) else sorted({key.step for key in keys})
 
 
@@ -326,7 +328,7 @@ def _run_while_there(store: Store, key: Key, ranks: LoadingRanks) -> Callable[[C
     return run
 
 
-def _signs(lease: ReadLease, ranks: LoadingRanks) -> Callable[[], None]:
+def _make_life_signs(lease: ReadLease, ranks: LoadingRanks) -> Callable[[], None]:
     def alive() -> None:
         lease.renew()
         ranks.give_sign()
@@ -334,18 +336,18 @@ def _signs(lease: ReadLease, ranks: LoadingRanks) -> Callable[[], None]:
     return alive
 
 
-def _tops(manifest: Manifest) -> str:
+def _list_top_names(manifest: Manifest) -> str:
     tops = sorted({name.partition(".")[0] for name in (*manifest.tensors, *manifest.values) if name != VALUE})
     return f"the objects in it are {', '.join(tops)}"
 
 
-def _described(manifest: Manifest, wanted: Iterable[str]) -> dict[str, object]:
+def _select_descriptions(manifest: Manifest, wanted: Iterable[str]) -> dict[str, object]:
     """The packed descriptions of the objects of which something is wanted, by name."""
     objects = set(map(object_of, wanted))
     return {name: each for name, each in manifest.values.items() if is_description(name) and object_of(name) in objects}
 
 
-def _leaf(
+def _read_leaf(
     reader: TensorReader,
     manifest: Manifest,
     name: str,

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 import torch
 
-from everstep.checkpoint.chunk_reads import Read
+from everstep.checkpoint.chunk_reads import ChunkRead
 from everstep.checkpoint.errors import Damaged
-from everstep.checkpoint.format import Tensor
+from everstep.checkpoint.format import StoredTensor
 from everstep.checkpoint.placing import ShardBox, read_whole
 
 
@@ -41,11 +41,11 @@ class LoadItem:
     target: torch.Tensor
     is_new: bool = False  # the target is nobody's yet: what is read into it too early harms nobody
 
-    def box(self, tensor: Tensor) -> ShardBox:
+    def box(self, tensor: StoredTensor) -> ShardBox:
         """The box in the shard as it was saved."""
         return ShardBox(tensor.shards[self.shard], tensor.dtype, self.offsets, self.lengths)
 
-    def reads_into(self, tensor: Tensor, target: torch.Tensor) -> list[Read] | None:
+    def reads_into(self, tensor: StoredTensor, target: torch.Tensor) -> list[ChunkRead] | None:
         """Reads that bring the box right into `target`; None where that cannot be."""
         shard = tensor.shards[self.shard]
         if self.lengths == shard.sizes:  # most of them
@@ -53,7 +53,7 @@ class LoadItem:
         return self.box(tensor).reads_into(target)
 
 
-def find_shard(name: str, tensor: Tensor, index: int) -> ShardPlace:
+def find_shard(name: str, tensor: StoredTensor, index: int) -> ShardPlace:
     """Where a shard of the tensor of this name lies. Damaged when it is not in one piece."""
     shard = tensor.shards[index]
     first = shard.chunks[0]

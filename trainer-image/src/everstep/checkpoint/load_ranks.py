@@ -13,18 +13,18 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from everstep.checkpoint.board import Alone, Board, Shared
+from everstep.checkpoint.board import KVStore, LocalKVStore, SharedKVStore
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.restore_options import RestoreOptions, find_difference
 from everstep.checkpoint.restore_steps import run_on_all_ranks
 from everstep.checkpoint.state.aliases import list_objects
-from everstep.checkpoint.state.flat import bind
-from everstep.checkpoint.state.kinds import Kind, PerRank
+from everstep.checkpoint.state.flat import bind_kinds
+from everstep.checkpoint.state.kinds import ObjectKind, PerRank
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
-from everstep.checkpoint.state.plain import StatefulObject, Value
-from everstep.checkpoint.vote import PATIENCE, Vote
+from everstep.checkpoint.state.plain import StatefulObject, StateValue
+from everstep.checkpoint.vote import PATIENCE, RestoreConsensus
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ def find_ranks(objects: Mapping[str, object]) -> tuple[int, ...]:
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return ()
     rank = dist.get_rank()
-    kinds = bind({name: each for name, each in objects.items() if not isinstance(each, PerRank)}, rank=rank)
+    kinds = bind_kinds({name: each for name, each in objects.items() if not isinstance(each, PerRank)}, rank=rank)
     # A state_dict() may be dear, as a loader's, which starts its workers: only where nothing else tells.
     plain = [each for each in kinds if not isinstance(each, StatefulObject)]
     ranks = _ranks_of(plain) or _ranks_of(each for each in kinds if isinstance(each, StatefulObject))
@@ -60,14 +60,14 @@ class LoadingRanks:
     def __init__(self, ranks: Sequence[int] = ()) -> None:
         self._ranks = tuple(ranks) or (0,)
         self._rank = dist.get_rank() if ranks else 0
-        board: Board = Alone()
+        board: KVStore = LocalKVStore()
         if ranks:
             _loads[self._ranks] += 1
             digest = hashlib.sha256(str(self._ranks).encode()).hexdigest()[:16]
             store = dist.distributed_c10d._get_default_store()
-            board = Shared(store, f"everstep.load_into/{digest}/{_loads[self._ranks]}", len(self._ranks))
+            board = SharedKVStore(store, f"everstep.load_into/{digest}/{_loads[self._ranks]}", len(self._ranks))
         number = self._ranks.index(self._rank)
-        self._vote = Vote(board, number, len(self._ranks), PATIENCE_SECONDS, self._ranks)
+        self._vote = RestoreConsensus(board, number, len(self._ranks), PATIENCE_SECONDS, self._ranks)
 
     @property
     def are_several(self) -> bool:
@@ -104,24 +104,24 @@ class LoadingRanks:
         self._vote.settle()
 
 
-def _ranks_of(kinds: Iterable[Kind]) -> set[int]:
+def _ranks_of(kinds: Iterable[ObjectKind]) -> set[int]:
     meshes = {
         id(each.device_mesh): each.device_mesh for kind in kinds for each in _tensors_of(kind) if is_dtensor(each)
     }
-    return {int(rank) for mesh in meshes.values() for rank in _root(mesh).mesh.flatten().tolist()}
+    return {int(rank) for mesh in meshes.values() for rank in _find_root_mesh(mesh).mesh.flatten().tolist()}
 
 
-def _tensors_of(kind: Kind) -> Iterable[Any]:
+def _tensors_of(kind: ObjectKind) -> Iterable[Any]:
     if isinstance(kind, Modules):
         return [leaf for _, leaf in kind.leaves()]
     if isinstance(kind, OptimizerObject):
         return kind.params
-    if isinstance(kind, Value):
+    if isinstance(kind, StateValue):
         return list_objects(kind.value)
     return list_objects(kind.inner.state_dict()) if isinstance(kind, StatefulObject) else []
 
 
-def _root(mesh: Any) -> Any:
+def _find_root_mesh(mesh: Any) -> Any:
     """The mesh that this one was cut out of, where torch tells."""
     find = getattr(mesh, "_get_root_mesh", None)
     return mesh if find is None else find()

@@ -15,17 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from everstep.checkpoint.chunk_numbers import Chunks
-from everstep.checkpoint.chunk_reads import Read
+from everstep.checkpoint.chunk_reads import ChunkRead
 from everstep.checkpoint.errors import CheckpointError, Damaged
-from everstep.checkpoint.format import Manifest, Tensor
+from everstep.checkpoint.format import Manifest, StoredTensor
 from everstep.checkpoint.load_items import LoadItem, ShardPlace, find_shard
 from everstep.checkpoint.placing import Memory, ShardBox
 from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.staging import Host
-from everstep.checkpoint.state.flat import RANK, bind, local
+from everstep.checkpoint.state.flat import RANK, bind_kinds, get_local_tensor
 from everstep.checkpoint.state.group_order import find_order_problems
-from everstep.checkpoint.state.kinds import WHOLE, Absent, Kind, Saved
-from everstep.checkpoint.state.plain import Value
+from everstep.checkpoint.state.kinds import WHOLE, Absent, ObjectKind, Saved
+from everstep.checkpoint.state.plain import StateValue
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -60,10 +60,10 @@ class Loading:
         self._cast: dict[str, torch.Tensor] = {}  # tensors of the objects that are of another type than what is read
         self.left: list[str] = []
         self.defaults: list[str] = []
-        self._saved: list[tuple[Kind, Saved]] = []
+        self._saved: list[tuple[ObjectKind, Saved]] = []
         self._tensors: dict[str, torch.Tensor] = {}
         everything = Saved.of(manifest, allow_pickle=options.allow_pickle, casts=options.casts)
-        for kind in bind(objects, rank=rank):
+        for kind in bind_kinds(objects, rank=rank):
             if world != manifest.world and kind.prefix.startswith(f"{RANK}."):
                 self.left.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
                 continue
@@ -108,7 +108,7 @@ class Loading:
             found.update(chunks.within(shard, box.start, box.stop))
         return found
 
-    def first_reads(self, manifest: Manifest, in_file: Callable[[int], bool]) -> list[Read]:
+    def first_reads(self, manifest: Manifest, in_file: Callable[[int], bool]) -> list[ChunkRead]:
         """Reads of what goes into new memory: no object has it yet, so one pass verifies the bytes and loads them."""
         items = [
             item
@@ -118,14 +118,14 @@ class Loading:
             and self._is_direct(item, manifest.tensors[item.name])
         ]
         self._take_memory(items)
-        reads: list[Read] = []
+        reads: list[ChunkRead] = []
         for item in items:
             self._read_first.add(id(item))
             target = self._tensors[item.name] if item.target.is_meta else item.target
             reads += item.reads_into(manifest.tensors[item.name], target) or ()
         return reads
 
-    def _is_direct(self, item: LoadItem, tensor: Tensor) -> bool:
+    def _is_direct(self, item: LoadItem, tensor: StoredTensor) -> bool:
         """Whether the bytes can be read right into the target, once that has memory."""
         if item.target.is_meta:
             return True
@@ -134,16 +134,16 @@ class Loading:
     def _take_memory(self, items: Sequence[LoadItem]) -> None:
         """Give new tensors their memory: large ones share one piece, in large pages."""
         large = [item for item in items if item.target.is_meta and item.target.nbytes >= _GIVEN]
-        memory = Memory(sum(_room(item.target.nbytes) for item in large))
+        memory = Memory(sum(_choose_buffer_size(item.target.nbytes) for item in large))
         at = 0
         for item in large:
             like = item.target
             found = torch.frombuffer(memory.view, dtype=like.dtype, count=like.numel(), offset=at)
             self._tensors[item.name] = found.view(like.shape)
-            at += _room(like.nbytes)
+            at += _choose_buffer_size(like.nbytes)
         for item in items:
             if item.target.is_meta and item.target.nbytes < _GIVEN:
-                self._tensors[item.name] = _made(item.target)
+                self._tensors[item.name] = _allocate_target(item.target)
 
     def apply(
         self,
@@ -151,7 +151,7 @@ class Loading:
         part: Callable[[int], memoryview],
         alive: Callable[[], None],
         in_file: Callable[[int], bool],
-        read: Callable[[Sequence[Read]], None],
+        read: Callable[[Sequence[ChunkRead]], None],
         gives: Callable[[int], bool] = lambda part: False,
     ) -> dict[str, Any]:
         """Brings the bytes into the objects and gives them their values; plain values that were given, by name.
@@ -171,7 +171,9 @@ class Loading:
         self._copy(
             [item for item in rest if not in_file(self._sources[item.name, item.shard].part)], part, alive, gives
         )
-        self._tensors = {name: _made(tensor) for name, tensor in self._tensors.items()}  # those without elements
+        self._tensors = {
+            name: _allocate_target(tensor) for name, tensor in self._tensors.items()
+        }  # those without elements
         self._take_casts()
         for kind, saved_state in self._saved:
             try:
@@ -180,7 +182,7 @@ class Loading:
                 error.add_note(f"raised while {kind.prefix} took in what {manifest.key} has of it")
                 raise
             alive()
-        values = [kind for kind, _ in self._saved if isinstance(kind, Value)]
+        values = [kind for kind, _ in self._saved if isinstance(kind, StateValue)]
         self.defaults = [name for kind in values for name in kind.kept]
         return {kind.prefix: kind.value for kind in values}
 
@@ -188,10 +190,10 @@ class Loading:
         self,
         items: Sequence[LoadItem],
         manifest: Manifest,
-        read: Callable[[Sequence[Read]], None],
+        read: Callable[[Sequence[ChunkRead]], None],
         alive: Callable[[], None],
     ) -> None:
-        direct: list[Read] = []
+        direct: list[ChunkRead] = []
         others: list[tuple[ShardBox, torch.Tensor]] = []
         for item in items:
             tensor = manifest.tensors[item.name]
@@ -205,13 +207,13 @@ class Loading:
         room = max([_THROUGH, *(box.room + _ALIGN for box, _ in others)]) if others else 0
         memory = Memory(room, pinned=any(target.is_cuda for _, target in others)) if others else None
         while others and memory is not None:
-            at, reads, moves = 0, list[Read](), list[tuple[torch.Tensor, torch.Tensor]]()
-            while others and at + _room(others[-1][0].room) <= room:
+            at, reads, moves = 0, list[ChunkRead](), list[tuple[torch.Tensor, torch.Tensor]]()
+            while others and at + _choose_buffer_size(others[-1][0].room) <= room:
                 box, target = others.pop()
                 more, saved = box.reads_through(memory, at)
                 reads += more
                 moves.append((target, saved))
-                at += _room(box.room)
+                at += _choose_buffer_size(box.room)
             read(reads)
             for target, saved in moves:
                 target.copy_(saved)
@@ -226,7 +228,7 @@ class Loading:
     ) -> None:
         """Copies what the node's memory holds."""
         host = Host()
-        for items in _batches(every):
+        for items in _iterate_batches(every):
             moves: list[tuple[torch.Tensor, torch.Tensor]] = []
             for item in items:
                 saved, target = self._box(item, part), item.target
@@ -236,7 +238,7 @@ class Loading:
                         self.kept.setdefault(source.part, []).append((source.offset, source.length))
                         self._tensors[item.name] = saved
                         continue
-                    target = self._tensors[item.name] = _made(target)
+                    target = self._tensors[item.name] = _allocate_target(target)
                 moves.append((target, saved))
             host.copy([target for target, _ in moves], [saved for _, saved in moves])
             alive()
@@ -280,9 +282,13 @@ class Loading:
                 # Most tensors, and nothing to plan: torch's planner would take longer than a small model's bytes do.
                 found.append(LoadItem(name, 0, (0,) * len(saved.shape), saved.shape, target, target.is_meta))
             else:
-                others[name] = self._tensors[name] = _made(target)
+                others[name] = self._tensors[name] = _allocate_target(target)
         new = {name for name, tensor in others.items() if tensor is not targets[name]}
-        found += [replace(item, is_new=item.name in new) for item in resharded(others, manifest)] if others else []
+        found += (
+            [replace(item, is_new=item.name in new) for item in plan_resharded_reads(others, manifest)]
+            if others
+            else []
+        )
         found = [item for item in found if prod(item.lengths)]
         _check_filled({name: others.get(name, target) for name, target in targets.items()}, found)
         for item in found:
@@ -299,7 +305,7 @@ class Loading:
                 self.problems.append(str(error))
 
 
-def _made(target: torch.Tensor) -> torch.Tensor:
+def _allocate_target(target: torch.Tensor) -> torch.Tensor:
     """The target, with memory of its own if it had none."""
     if not target.is_meta:
         return target
@@ -314,21 +320,23 @@ def _check_filled(targets: Mapping[str, torch.Tensor], items: Iterable[LoadItem]
     for item in items:
         filled[item.name] += prod(item.lengths)
     for name, target in targets.items():
-        if filled[name] != local(target).numel():
-            raise Damaged(name, f"of {local(target).numel()} elements here the checkpoint has {filled[name]}")
+        if filled[name] != get_local_tensor(target).numel():
+            raise Damaged(
+                name, f"of {get_local_tensor(target).numel()} elements here the checkpoint has {filled[name]}"
+            )
 
 
-def _room(size: int) -> int:
+def _choose_buffer_size(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def resharded(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Iterator[LoadItem]:
+def plan_resharded_reads(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Iterator[LoadItem]:
     """Yield by torch's planner which boxes of saved shards fill these tensors, sharded in any way or not."""
     # Only here: a process that has nothing to cut anew need not wait a second for the import.
     from torch.distributed.checkpoint import DefaultLoadPlanner
 
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(dict(tensors), metadata(manifest, tensors))
+    planner.set_up_planner(dict(tensors), make_metadata(manifest, tensors))
     for item in planner.create_local_plan().items:
         index = item.storage_index.index
         assert isinstance(index, int)
@@ -336,7 +344,7 @@ def resharded(tensors: Mapping[str, torch.Tensor], manifest: Manifest) -> Iterat
         yield LoadItem(item.storage_index.fqn, index, offsets, lengths, planner.resolve_tensor(item))
 
 
-def _batches(items: Sequence[LoadItem]) -> Iterator[list[LoadItem]]:
+def _iterate_batches(items: Sequence[LoadItem]) -> Iterator[list[LoadItem]]:
     """As many as are copied in a moment: between two of them this rank says that it is alive."""
     batch: list[LoadItem] = []
     elements = 0
@@ -350,14 +358,14 @@ def _batches(items: Sequence[LoadItem]) -> Iterator[list[LoadItem]]:
         yield batch
 
 
-def metadata(manifest: Manifest, names: Iterable[str]) -> Metadata:
+def make_metadata(manifest: Manifest, names: Iterable[str]) -> Metadata:
     """What torch's planners need to know about these tensors of a checkpoint."""
     from torch.distributed.checkpoint.metadata import Metadata
 
-    return Metadata({name: _metadata(manifest.tensors[name]) for name in names})
+    return Metadata({name: _make_tensor_metadata(manifest.tensors[name]) for name in names})
 
 
-def _metadata(tensor: Tensor) -> TensorStorageMetadata:
+def _make_tensor_metadata(tensor: StoredTensor) -> TensorStorageMetadata:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 
     return TensorStorageMetadata(

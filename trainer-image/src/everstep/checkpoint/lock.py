@@ -33,7 +33,7 @@ class DirectoryLock:
         self._file.close()
 
 
-def lock(directory: Path, timeout: float) -> DirectoryLock:
+def lock_directory(directory: Path, timeout: float) -> DirectoryLock:
     """Lock a slots' directory, after waiting at most `timeout` seconds for it.
 
     Raises:
@@ -42,7 +42,7 @@ def lock(directory: Path, timeout: float) -> DirectoryLock:
     path = directory / "writer.lock"
     until = time.monotonic() + timeout
     while True:
-        slot_files.secure(directory)
+        slot_files.secure_directory(directory)
         with contextlib.suppress(FileNotFoundError), contextlib.ExitStack() as stack:
             file = stack.enter_context(path.open("a"))
             with contextlib.suppress(BlockingIOError):

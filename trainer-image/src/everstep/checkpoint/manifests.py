@@ -14,12 +14,12 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
-from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.errors import Conflict, Damaged, Incomplete, MissingRanks
-from everstep.checkpoint.format import Manifest, Tensor, decode
+from everstep.checkpoint.checksum import compute_checksum
+from everstep.checkpoint.errors import Damaged, Incomplete, MissingRanks, WriterConflict
+from everstep.checkpoint.format import Manifest, StoredTensor, decode_manifest
 from everstep.checkpoint.index import CheckpointIndex, decode_index, held_boxes
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.merging import check_whole, join
+from everstep.checkpoint.merging import check_whole, join_manifests
 from everstep.checkpoint.store.base import Store
 
 _THREADS = 8  # node manifests that are read at a time
@@ -64,10 +64,10 @@ def read_manifest(
     index = read_index(store, key) if index is None else index
     numbers = sorted(range(len(index.nodes)) if nodes is None else set(nodes))
     if len(numbers) < 2:
-        return assemble(index, {number: read_node(store, index, number) for number in numbers})
+        return assemble_manifest(index, {number: read_node(store, index, number) for number in numbers})
     with ThreadPoolExecutor(min(_THREADS, len(numbers)), thread_name_prefix="manifests") as pool:
         found = list(pool.map(lambda number: read_node(store, index, number), numbers))
-    return assemble(index, dict(zip(numbers, found, strict=True)))
+    return assemble_manifest(index, dict(zip(numbers, found, strict=True)))
 
 
 def read_node(store: Store, index: CheckpointIndex, node: int) -> Manifest:
@@ -78,13 +78,13 @@ def read_node(store: Store, index: CheckpointIndex, node: int) -> Manifest:
 def parse_node(index: CheckpointIndex, node: int, data: bytes) -> Manifest:
     """Return the node manifest that `data` is, if the index speaks of exactly that. Raises Damaged."""
     share = index.nodes[node]
-    if len(data) != share.size or digest(index.checksum, data) != share.sum:
+    if len(data) != share.size or compute_checksum(index.checksum, data) != share.sum:
         raise Damaged(share.name, "is not the node manifest that the index of its checkpoint names")
-    manifest = decode(data, share.name)
+    manifest = decode_manifest(data, share.name)
     for what in ("key", "world", "model", "checksum"):
         if getattr(manifest, what) != getattr(index, what):
             raise Damaged(share.name, f"has another {what} than the index of its checkpoint")
-    if _ranks(manifest) != sorted(share.ranks):
+    if _list_part_ranks(manifest) != sorted(share.ranks):
         raise Damaged(share.name, f"has other parts than those of ranks {share.ranks}")
     held = {name: [box[1:] for box in tensor.boxes if box[0] == node] for name, tensor in index.tensors.items()}
     for name, boxes in held.items():
@@ -99,7 +99,7 @@ def parse_node(index: CheckpointIndex, node: int, data: bytes) -> Manifest:
     return manifest
 
 
-def _ranks(manifest: Manifest) -> list[int] | None:
+def _list_part_ranks(manifest: Manifest) -> list[int] | None:
     """The ranks whose parts these are, in order; None where one has another name."""
     try:
         return sorted(manifest.key.rank_of(part.name) for part in manifest.parts)
@@ -107,21 +107,21 @@ def _ranks(manifest: Manifest) -> list[int] | None:
         return None
 
 
-def assemble(index: CheckpointIndex, manifests: Mapping[int, Manifest]) -> Manifest:
+def assemble_manifest(index: CheckpointIndex, manifests: Mapping[int, Manifest]) -> Manifest:
     """Return one manifest of what these nodes hold; see read_manifest. Raises Damaged when two disagree."""
     try:
         if manifests:
-            joined = join([manifests[number] for number in sorted(manifests)])
+            joined = join_manifests([manifests[number] for number in sorted(manifests)])
         else:
             joined = Manifest(index.key, index.world, 1, index.model, index.checksum, index.created, (), {}, {})
-    except Conflict as error:
+    except WriterConflict as error:
         raise Damaged(index.key.manifest_name, f"is not whole: {error}") from error
     return replace(
         joined,
         nodes=len(index.nodes),
         created=index.created,
         tensors={
-            name: joined.tensors.get(name, Tensor(tensor.dtype, tensor.shape, ()))
+            name: joined.tensors.get(name, StoredTensor(tensor.dtype, tensor.shape, ()))
             for name, tensor in index.tensors.items()
         },
         values=dict(sorted({**joined.values, **index.values}.items())),
@@ -130,11 +130,11 @@ def assemble(index: CheckpointIndex, manifests: Mapping[int, Manifest]) -> Manif
 
 def parse_manifest(key: Key, data: bytes) -> Manifest:
     """Return a whole manifest that was put together somewhere else and encoded. Raises UnknownFormat, Damaged."""
-    manifest = decode(data, key.manifest_name)
+    manifest = decode_manifest(data, key.manifest_name)
     if manifest.key != key:
         raise Damaged(key.manifest_name, f"is the manifest of another checkpoint, {manifest.key}")
     try:
         check_whole(manifest)
-    except (MissingRanks, Incomplete, Conflict) as error:
+    except (MissingRanks, Incomplete, WriterConflict) as error:
         raise Damaged(key.manifest_name, f"is not whole: {error}") from error
     return manifest

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 
 from everstep.checkpoint import control
-from everstep.checkpoint.control import Config
+from everstep.checkpoint.control import WriterConfig
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Attempt
 from everstep.checkpoint.liveness import ProcessIdentity
@@ -25,7 +25,7 @@ class Member:
 
     local: int
     process: ProcessIdentity
-    run: Config
+    run: WriterConfig
 
 
 class Membership:
@@ -36,14 +36,14 @@ class Membership:
     """
 
     def __init__(self) -> None:
-        self.config: Config | None = None
+        self.config: WriterConfig | None = None
         self.connected: dict[asyncio.StreamWriter, Member] = {}
         self.known: set[int] = set()
         self.gone: set[int] = set()
         self._processes: dict[int, ProcessIdentity] = {}  # the last one that has come as each local rank
-        self._coming: dict[asyncio.StreamWriter, tuple[Config, int]] = {}  # wait to take part; their process ids
+        self._coming: dict[asyncio.StreamWriter, tuple[WriterConfig, int]] = {}  # wait to take part; their process ids
 
-    def is_of_run(self, run: Config) -> bool:
+    def is_of_run(self, run: WriterConfig) -> bool:
         """Whether the run that has the node is this one."""
         return self.config is not None and identify_run(run) == identify_run(self.config)
 
@@ -52,7 +52,7 @@ class Membership:
         """Whether all ranks of the run said goodbye, and no connection is left."""
         return self.config is not None and not self.connected and self.gone >= set(range(len(self.config.ranks)))
 
-    async def wait_for_place(self, connection: asyncio.StreamWriter, config: Config, local: int) -> None:
+    async def wait_for_place(self, connection: asyncio.StreamWriter, config: WriterConfig, local: int) -> None:
         """Wait until nobody else has what this rank asks for: the node, if it is of another run, else its place in it.
 
         What was killed may take a while to die.
@@ -82,14 +82,14 @@ class Membership:
         finally:
             del self._coming[connection]
 
-    def take_over(self, config: Config) -> None:
+    def take_over(self, config: WriterConfig) -> None:
         """This run has the node from here on; whoever still speaks on a connection of the earlier one is told."""
         self.config = config
         self.known.clear()
         self.gone.clear()
         self._processes.clear()
 
-    def join(self, connection: asyncio.StreamWriter, local: int, config: Config) -> None:
+    def join(self, connection: asyncio.StreamWriter, local: int, config: WriterConfig) -> None:
         """This rank takes part in the run."""
         process = self._processes[local] = identify_process(connection)
         self.connected[connection] = Member(local, process, identify_run(config))
@@ -110,7 +110,7 @@ class Membership:
         """The processes of ranks that are alive, but the one at the other end of this connection."""
         return sorted({member.process.pid for member in self._list_alive(beside)})
 
-    def _list_occupants(self, connection: asyncio.StreamWriter, config: Config, local: int) -> list[Member]:
+    def _list_occupants(self, connection: asyncio.StreamWriter, config: WriterConfig, local: int) -> list[Member]:
         others = self._list_alive(beside=connection)
         if self.is_of_run(config):
             return [member for member in others if member.local == local]
@@ -124,7 +124,7 @@ class Membership:
         return [each for each in self.connected.values() if each.process.pid != pid and each.process.is_alive]
 
 
-def identify_run(config: Config) -> Config:
+def identify_run(config: WriterConfig) -> WriterConfig:
     """The run that a config is of: what is known only after its nodes have met makes no other one of it."""
     return replace(config, keeper=None)
 

@@ -8,18 +8,18 @@ from dataclasses import replace
 
 from everstep.checkpoint.coverage import check_cover, check_world
 from everstep.checkpoint.descriptions import is_description
-from everstep.checkpoint.errors import Conflict
-from everstep.checkpoint.format import Chunk, Manifest, Part, Shard, Tensor
-from everstep.checkpoint.lines import as_text, shortened
+from everstep.checkpoint.errors import WriterConflict
+from everstep.checkpoint.format import CheckpointPart, Chunk, Manifest, Shard, StoredTensor
+from everstep.checkpoint.lines import as_text, shorten_value
 
 
-def merge(node_manifests: Sequence[Manifest]) -> Manifest:
+def merge_node_manifests(node_manifests: Sequence[Manifest]) -> Manifest:
     """The manifest of a whole checkpoint from those of all its nodes, at least one.
 
     MissingRanks: a rank's part is missing. Incomplete: an element of a tensor is in no shard. Conflict: one is in two,
     or the nodes disagree about a tensor, a plain value or what they saved.
     """
-    merged = replace(join(node_manifests), nodes=len(node_manifests))
+    merged = replace(join_manifests(node_manifests), nodes=len(node_manifests))
     check_whole(merged)
     return merged
 
@@ -32,11 +32,11 @@ def check_whole(manifest: Manifest) -> None:
         check_cover(name, tensor.shape, ((*shard.offsets, *shard.sizes) for shard in tensor.shards))
 
 
-def join(manifests: Sequence[Manifest]) -> Manifest:
+def join_manifests(manifests: Sequence[Manifest]) -> Manifest:
     """One manifest with all parts, shards and values of these (a node's from its ranks'), complete or not. Conflict."""
     first = manifests[0]
-    parts: list[Part] = []
-    tensors: dict[str, Tensor] = {}
+    parts: list[CheckpointPart] = []
+    tensors: dict[str, StoredTensor] = {}
     shards: dict[str, list[Shard]] = defaultdict(list)
     values: dict[str, object] = {}
     for manifest in manifests:
@@ -45,21 +45,22 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
             known = tensors.setdefault(name, tensor)
             if (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
                 one, other = f"{known.dtype} {known.shape}", f"{tensor.dtype} {tensor.shape}"
-                raise Conflict(name, f"{one} for one writer, {other} for another")
-            shards[name].extend(_moved(shard, len(parts)) for shard in tensor.shards)
+                raise WriterConflict(name, f"{one} for one writer, {other} for another")
+            shards[name].extend(_move_shard(shard, len(parts)) for shard in tensor.shards)
         for name, value in manifest.values.items():
             if is_description(name):
                 value = values.get(name, value)
             if name in values and as_text(values[name]) != as_text(value):
-                raise Conflict(
-                    name, f"two writers disagree about this value: {shortened(values[name])}, {shortened(value)}"
+                raise WriterConflict(
+                    name,
+                    f"two writers disagree about this value: {shorten_value(values[name])}, {shorten_value(value)}",
                 )
             values[name] = value
         parts.extend(manifest.parts)
     seen: set[str] = set()
     for part in parts:
         if part.name in seen:
-            raise Conflict(part.name, "two writers name this part")
+            raise WriterConflict(part.name, "two writers name this part")
         seen.add(part.name)
     return replace(
         first,
@@ -67,7 +68,7 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
         parts=tuple(parts),
         # In the order in which encode() writes them: containers get their content back in it.
         tensors={
-            name: Tensor(known.dtype, known.shape, tuple(shards[name])) for name, known in sorted(tensors.items())
+            name: StoredTensor(known.dtype, known.shape, tuple(shards[name])) for name, known in sorted(tensors.items())
         },
         values=dict(sorted(values.items())),
     )
@@ -77,10 +78,12 @@ def _check_same(first: Manifest, other: Manifest) -> None:
     for what in ("key", "world", "model", "checksum"):
         ours, theirs = getattr(first, what), getattr(other, what)
         if ours != theirs:
-            raise Conflict(str(other.key), f"writers of one checkpoint disagree about its {what}: {ours}, {theirs}")
+            raise WriterConflict(
+                str(other.key), f"writers of one checkpoint disagree about its {what}: {ours}, {theirs}"
+            )
 
 
-def _moved(shard: Shard, by: int) -> Shard:
+def _move_shard(shard: Shard, by: int) -> Shard:
     """The same shard where its manifest's parts come after `by` others."""
     if not by:
         return shard

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from everstep.checkpoint.board import Board
+from everstep.checkpoint.board import KVStore
 
 _BLOCK = 16  # messages that are removed at a time
 
@@ -22,7 +22,7 @@ class MessageSeries:
         leads: Whether this is rank 0.
     """
 
-    def __init__(self, board: Board, kind: str, leads: bool) -> None:
+    def __init__(self, board: KVStore, kind: str, leads: bool) -> None:
         self._board = board
         self._kind = kind
         self._leads = leads

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from everstep.checkpoint import room
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, aligned
-from everstep.checkpoint.slot_files import naming_full_memory, secure
+from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, align_offset
+from everstep.checkpoint.slot_files import naming_full_memory, secure_directory
 
 _PREFIX = "restore-"
 _LOCK = "lock"  # held by the process that made the folder, for as long as it lives
@@ -31,8 +31,8 @@ class NodeCache:
 
     def __init__(self, memory: Path, name: str, *, shared: bool) -> None:
         # Beside the slots, not among them: they are a run's, which may remove them when it ends.
-        self._folder = _beside(memory, f"{_PREFIX}{name}")
-        self._pattern = _beside(memory, f"{_PREFIX}*").name
+        self._folder = _get_neighbour_path(memory, f"{_PREFIX}{name}")
+        self._pattern = _get_neighbour_path(memory, f"{_PREFIX}*").name
         self._lock: int | None = None
         self._shared = shared
         self._parts: dict[int, memoryview] = {}
@@ -44,7 +44,7 @@ class NodeCache:
             return
         until = time.monotonic() + _SECONDS
         while self._lock is None:
-            secure(self._folder)
+            secure_directory(self._folder)
             # Before it was locked somebody may have taken it for a dead one's.
             self._lock = _try_lock(self._folder / _LOCK, os.O_CREAT)
             if time.monotonic() > until:
@@ -77,15 +77,15 @@ class NodeCache:
         return (self._folder / name).read_bytes() if self._shared else self._messages[name]
 
     def check_room(self, need: int) -> None:
-        """room.NoRoom unless the node has so many bytes of memory; asked before it is taken."""
+        """room.InsufficientMemory unless the node has so many bytes of memory; asked before it is taken."""
         if self._shared:
-            room.check(self._folder, need, copies=1)
+            room.check_memory(self._folder, need, copies=1)
 
     def part(self, number: int, manifest: Manifest) -> memoryview:
         """The bytes of a part, as far as somebody has put them there."""
         if number not in self._parts:
             size = manifest.parts[number].size
-            self._parts[number] = memoryview(self._open(number, size) if self._shared else _own(size))
+            self._parts[number] = memoryview(self._open(number, size) if self._shared else _map_private_memory(size))
         return self._parts[number]
 
     def gives(self, number: int) -> bool:
@@ -126,7 +126,7 @@ class NodeCache:
             os.close(descriptor)
 
 
-def _beside(memory: Path, name: str) -> Path:
+def _get_neighbour_path(memory: Path, name: str) -> Path:
     """A path in the same memory as the folder `memory`, there or not: its neighbour, or in it where it is a mount."""
     if os.path.ismount(memory):  # Path.is_mount() raises where a writer that ends removes it meanwhile
         return memory / name
@@ -149,14 +149,14 @@ def _try_lock(path: Path, flags: int = 0) -> int | None:
     return None
 
 
-def _own(size: int) -> mmap.mmap:
+def _map_private_memory(size: int) -> mmap.mmap:
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without huge pages
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
 
 
-def units(chunks: Sequence[Chunk], manifest: Manifest) -> list[Chunk]:
+def list_read_units(chunks: Sequence[Chunk], manifest: Manifest) -> list[Chunk]:
     """What is read and verified for these chunks (in the order of the files): they, and the header of each part."""
     found: list[Chunk] = []
     for chunk in chunks:
@@ -166,14 +166,14 @@ def units(chunks: Sequence[Chunk], manifest: Manifest) -> list[Chunk]:
     return found
 
 
-def runs(units: Sequence[Chunk]) -> Iterator[list[Chunk]]:
+def iterate_runs(units: Sequence[Chunk]) -> Iterator[list[Chunk]]:
     """What one thread reads or verifies at a time: units of one part with nothing but padding between them, up to the
     bytes of the largest chunk."""
     run: list[Chunk] = []
     for unit in units:
         if run and not (
             unit.part == run[0].part
-            and unit.offset == aligned(run[-1].offset + run[-1].length)
+            and unit.offset == align_offset(run[-1].offset + run[-1].length)
             and unit.offset + unit.length <= run[0].offset + CHUNK
         ):
             yield run
@@ -183,7 +183,7 @@ def runs(units: Sequence[Chunk]) -> Iterator[list[Chunk]]:
         yield run
 
 
-def share(every: Sequence[Chunk], which: int, of: int) -> list[Chunk]:
+def take_share(every: Sequence[Chunk], which: int, of: int) -> list[Chunk]:
     """The share of one of a node's ranks: about as many bytes for each, one after the other in the files."""
     total = sum(unit.length for unit in every)
     mine, passed = [], 0
@@ -195,7 +195,7 @@ def share(every: Sequence[Chunk], which: int, of: int) -> list[Chunk]:
     return mine
 
 
-def pack(numbers: set[int], count: int) -> bytes:
+def pack_numbers(numbers: set[int], count: int) -> bytes:
     """A set of numbers below `count` as bits."""
     bits = bytearray(-(-count // 8))
     for number in numbers:
@@ -203,13 +203,13 @@ def pack(numbers: set[int], count: int) -> bytes:
     return bytes(bits)
 
 
-def unpack(packed: Sequence[bytes]) -> list[int]:
+def unpack_numbers(packed: Sequence[bytes]) -> list[int]:
     """All numbers of these sets, in order."""
     merged = 0
     for each in packed:
         merged |= int.from_bytes(each, "little")
-    return [8 * i + bit for i, byte in enumerate(_bytes(merged)) for bit in range(8) if byte >> bit & 1]
+    return [8 * i + bit for i, byte in enumerate(_count_number_bytes(merged)) for bit in range(8) if byte >> bit & 1]
 
 
-def _bytes(number: int) -> bytes:
+def _count_number_bytes(number: int) -> bytes:
     return number.to_bytes(-(-number.bit_length() // 8), "little")

@@ -14,11 +14,11 @@ from everstep.checkpoint.coverage import Region
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.index import CheckpointIndex
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.manifests import assemble, parse_index, parse_node
-from everstep.checkpoint.node_cache import NodeCache, pack, unpack
+from everstep.checkpoint.manifests import assemble_manifest, parse_index, parse_node
+from everstep.checkpoint.node_cache import NodeCache, pack_numbers, unpack_numbers
 from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.selection import rename_leaves, rename_manifest
-from everstep.checkpoint.state.flat import RANK, bind
+from everstep.checkpoint.state.flat import RANK, bind_kinds
 from everstep.checkpoint.state.kinds import Saved
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.topology import Topology
@@ -58,7 +58,7 @@ class NodeManifests:
     def ask(self, index: CheckpointIndex, objects: Mapping[str, object], options: RestoreOptions) -> None:
         """Say to the other ranks of the node what this one needs."""
         wanted = wanted_nodes(index, objects, self._topology.rank, self._topology.world, options)
-        self._cache.leave(f"nodes.{self._topology.local}", pack(wanted, len(index.nodes)))
+        self._cache.leave(f"nodes.{self._topology.local}", pack_numbers(wanted, len(index.nodes)))
 
     def fetch_share(self, index: CheckpointIndex) -> None:
         """Read this rank's share of what the ranks of the node have asked for. Missing, Damaged, StoreError."""
@@ -67,7 +67,7 @@ class NodeManifests:
 
     def manifest(self, index: CheckpointIndex) -> Manifest:
         """Return what the fetched node manifests say; the same on all ranks of the node. Damaged."""
-        return assemble(
+        return assemble_manifest(
             index,
             {number: parse_node(index, number, self._cache.message(f"node.{number}")) for number in self._asked(index)},
         )
@@ -75,7 +75,7 @@ class NodeManifests:
     def _asked(self, index: CheckpointIndex) -> list[int]:
         if len(index.nodes) == 1:
             return [0]
-        return unpack([self._cache.message(f"nodes.{local}") for local in range(len(self._topology.ranks))])
+        return unpack_numbers([self._cache.message(f"nodes.{local}") for local in range(len(self._topology.ranks))])
 
     def _fetch(self, index: CheckpointIndex, number: int) -> None:
         # Every rank of the node parses it, and finds out whether it is good.
@@ -96,21 +96,21 @@ def wanted_nodes(
     """
     found = index.nodes_of_ranks([rank]) if world == index.world else set()
     names = rename_leaves({name: name for name in index.tensors}, options.rename)
-    empty = rename_manifest(assemble(index, {}), options.rename)
+    empty = rename_manifest(assemble_manifest(index, {}), options.rename)
     everything = Saved.of(empty, allow_pickle=options.allow_pickle, casts=options.casts)
     wanted: dict[str, Sequence[Region] | None] = {}
-    for kind in bind(objects, rank=rank):
+    for kind in bind_kinds(objects, rank=rank):
         if kind.prefix.startswith(f"{RANK}."):
             continue  # on the node of that rank
         saved = everything.below(kind.prefix)
         if not saved:
             continue
         for name, target in kind.targets(saved, []).items():
-            wanted[names[name]] = _regions(target)
+            wanted[names[name]] = _list_regions(target)
     return found | index.nodes_of(wanted)
 
 
-def _regions(target: torch.Tensor) -> list[Region] | None:
+def _list_regions(target: torch.Tensor) -> list[Region] | None:
     """Which of a tensor's elements are here; None for all of them, or where that is not known."""
     if not is_dtensor(target):
         return None

@@ -11,11 +11,11 @@ import torch.distributed as dist
 
 from everstep.checkpoint.casting import Casts
 from everstep.checkpoint.format import Manifest
-from everstep.checkpoint.loading import resharded
-from everstep.checkpoint.state.flat import RANK, bind
+from everstep.checkpoint.loading import plan_resharded_reads
+from everstep.checkpoint.state.flat import RANK, bind_kinds
 from everstep.checkpoint.state.group_order import find_order_problems
-from everstep.checkpoint.state.kinds import WHOLE, Absent, Kind, Saved, StateMismatch
-from everstep.checkpoint.state.plain import Value
+from everstep.checkpoint.state.kinds import WHOLE, Absent, ObjectKind, Saved, StateMismatch
+from everstep.checkpoint.state.plain import StateValue
 from everstep.checkpoint.tensor_reader import TensorReader
 
 
@@ -37,7 +37,7 @@ class ObjectFilling:
         self, manifest: Manifest, objects: Mapping[str, object], casts: Casts, *, allow_pickle: bool, strict: bool
     ) -> None:
         self._manifest = manifest
-        self._kinds: list[tuple[Kind, Saved]] = []
+        self._kinds: list[tuple[ObjectKind, Saved]] = []
         self._tensors: dict[str, torch.Tensor] = {}
         self.left: list[str] = []
         self.missing: list[str] = []
@@ -45,7 +45,7 @@ class ObjectFilling:
         everything = Saved.of(manifest, allow_pickle=allow_pickle, casts=casts)
         exclusive: list[str] = []
         rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-        for kind in bind(objects, rank=rank):
+        for kind in bind_kinds(objects, rank=rank):
             if kind.prefix.startswith(f"{RANK}."):
                 self.left.append(kind.prefix.removeprefix(f"{RANK}.{rank}."))
                 continue
@@ -87,7 +87,7 @@ class ObjectFilling:
                 for dim, (start, length) in enumerate(zip(shard.offsets, shard.sizes, strict=True)):
                     box = box.narrow(dim, start, length)
                 yield _Box(name, number, (0,) * len(shard.sizes), shard.sizes, box)
-        for item in resharded(spread, self._manifest) if spread else ():  # which imports torch's planner
+        for item in plan_resharded_reads(spread, self._manifest) if spread else ():  # which imports torch's planner
             if 0 not in item.lengths:
                 yield _Box(item.name, item.shard, item.offsets, item.lengths, item.target)
 
@@ -104,4 +104,4 @@ class ObjectFilling:
                 reader.read_box(box.name, box.shard, box.offsets, box.sizes, box.target)
         for kind, saved in self._kinds:
             kind.load(saved, self._tensors)
-        return {kind.prefix: kind.value for kind, _ in self._kinds if isinstance(kind, Value)}
+        return {kind.prefix: kind.value for kind, _ in self._kinds if isinstance(kind, StateValue)}

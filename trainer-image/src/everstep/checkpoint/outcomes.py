@@ -9,13 +9,13 @@ from functools import partial
 from typing import Any
 
 from everstep.checkpoint.auto import Trigger
-from everstep.checkpoint.board import AgreementLost, Board
+from everstep.checkpoint.board import AgreementLost, KVStore
 from everstep.checkpoint.control import WriterLost
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.events import Event, Events, Metrics
+from everstep.checkpoint.events import CheckpointEvent, Events, Metrics
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.message_series import MessageSeries
-from everstep.checkpoint.save import Node
+from everstep.checkpoint.save import WriterConnection
 from everstep.checkpoint.store.base import open_store
 
 _log = logging.getLogger("everstep.checkpoint")
@@ -40,8 +40,8 @@ class SaveOutcomes:
 
     def __init__(
         self,
-        node: Node,
-        board: Board,
+        node: WriterConnection,
+        board: KVStore,
         leads: bool,
         trigger: Trigger,
         events: Events,
@@ -184,7 +184,7 @@ class SaveOutcomes:
             self._metrics.failed += 1
             if is_newest:  # an end may be heard after that of a later one
                 self.failure = f"step {key.step} was not saved: {result['failed']}"
-            self._events.emit(Event("failed", key, result["failed"]))
+            self._events.emit(CheckpointEvent("failed", key, result["failed"]))
             return
         figures = result["saved"]
         if is_newest:
@@ -197,11 +197,11 @@ class SaveOutcomes:
             self._metrics.duration = self._trigger.duration = figures["seconds"]
             self._metrics.bandwidth = figures["bytes"] / max(figures["seconds"], 1e-9)
             details["seconds"] = round(figures["seconds"], 3)
-        self._events.emit(Event("saved", key, "", details))
+        self._events.emit(CheckpointEvent("saved", key, "", details))
 
     def alarm(self, why: str) -> None:
         """Tell the user of something that may hold up saves."""
-        self._events.emit(Event("stalled", None, why))
+        self._events.emit(CheckpointEvent("stalled", None, why))
 
     def guard(self, work: Callable[[], Any]) -> None:
         """Do something that may fail because the writer is gone: that is told, and training goes on."""
@@ -214,9 +214,11 @@ class SaveOutcomes:
         key = Key.parse(report["key"])
         number = self.find_number(key)
         if report["event"] == "stalled":
-            self._events.emit(Event("stalled", key, report["why"], {"seconds": report["seconds"]}))
+            self._events.emit(CheckpointEvent("stalled", key, report["why"], {"seconds": report["seconds"]}))
         elif report["event"] == "retrying" and number is not None:
-            self._events.emit(Event("stalled", key, f"is tried again: {report['why']}", {"seconds": report["seconds"]}))
+            self._events.emit(
+                CheckpointEvent("stalled", key, f"is tried again: {report['why']}", {"seconds": report["seconds"]})
+            )
             if self._leads:
                 self._retrying.add(number)
             else:
@@ -231,14 +233,14 @@ class SaveOutcomes:
         elif report["event"] == "saved" and key == self.last and self._leads and self.failure is not None:
             self._tell_saved_at_last(key)
         elif report["event"] == "uncopied":
-            self._events.emit(Event("uncopied", key, report["why"]))
+            self._events.emit(CheckpointEvent("uncopied", key, report["why"]))
         elif report["event"] == "untidy":
             _log.warning("retention after %s: %s", key, report["why"])
 
     def _tell_saved_at_last(self, key: Key) -> None:
         self.failure = None
         self._metrics.saved += 1
-        self._events.emit(Event("saved", key))
+        self._events.emit(CheckpointEvent("saved", key))
 
     def _is_in_store(self, key: Key) -> bool:
         config = self._node.config

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from everstep.checkpoint import slot_marks
 from everstep.checkpoint.errors import Damaged, Missing, StoreError
-from everstep.checkpoint.format import Manifest, Part
+from everstep.checkpoint.format import CheckpointPart, Manifest
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.peer_server import held
+from everstep.checkpoint.peer_server import iterate_held_slots
 from everstep.checkpoint.proposals import MEMORY, STORE
 from everstep.checkpoint.slots import Slot
 from everstep.checkpoint.store.base import LocalStore, ObjectReader, Store
@@ -29,7 +29,7 @@ def hold_slots(memory: Path, key: Key, stack: ExitStack) -> bytes:
         What PartFiles.adopt() needs to know, on every rank of the node.
     """
     rows = []
-    for slot, own in held(memory):
+    for slot, own in iterate_held_slots(memory):
         if own.key != key:
             continue
         try:
@@ -67,7 +67,7 @@ class PartFiles:
             with self._expect_slot(slot):
                 stack.enter_context(slot.reading())
             for local, fields in enumerate(parts):
-                part = Part(*fields)
+                part = CheckpointPart(*fields)
                 number = numbers.get(part.name)
                 if number is not None and number not in self._slots and self._manifest.parts[number] == part:
                     with self._expect_slot(slot):

@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import CHUNK, Manifest, encode
+from everstep.checkpoint.format import CHUNK, Manifest, encode_manifest
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.peer_link import Address, Link, PeerLost
+from everstep.checkpoint.peer_link import Address, PeerLink, PeerLost
 from everstep.checkpoint.slots import Claim, Slot
 
 
@@ -69,7 +69,7 @@ class Copier:
                 continue
             why: str | None = None
             try:
-                send(*aim, job.slot, job.claim, job.manifest)
+                send_slot(*aim, job.slot, job.claim, job.manifest)
             except (CheckpointError, OSError) as error:
                 why = f"{error}"
                 if job.slot.claimed() != job.claim:
@@ -77,10 +77,10 @@ class Copier:
             self._report(job.claim.key, why)
 
 
-def send(address: Address, secret: str, slot: Slot, claim: Claim, manifest: Manifest) -> None:
+def send_slot(address: Address, secret: str, slot: Slot, claim: Claim, manifest: Manifest) -> None:
     """Returns when the other node has verified and keeps the copy. PeerLost; OSError when the slot is gone."""
-    data = encode(manifest)
-    with contextlib.closing(Link.connect(address, secret)) as link:
+    data = encode_manifest(manifest)
+    with contextlib.closing(PeerLink.connect(address, secret)) as link:
         link.tell(
             {
                 "verb": "put",
@@ -105,7 +105,7 @@ def send(address: Address, secret: str, slot: Slot, claim: Claim, manifest: Mani
         link.answer()
 
 
-def _send_part(link: Link, descriptor: int, size: int, wanted: Callable[[], bool]) -> None:
+def _send_part(link: PeerLink, descriptor: int, size: int, wanted: Callable[[], bool]) -> None:
     os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_SEQUENTIAL)
     for offset in range(0, size, 4 * CHUNK):
         if not wanted():

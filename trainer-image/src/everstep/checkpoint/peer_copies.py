@@ -15,21 +15,21 @@ from contextlib import suppress
 from pathlib import Path
 
 from everstep.checkpoint import room
-from everstep.checkpoint.checksum import digest
+from everstep.checkpoint.checksum import compute_checksum
 from everstep.checkpoint.errors import CheckpointError, Damaged, NoSlot
-from everstep.checkpoint.format import HEADER, Chunk, Manifest, decode
+from everstep.checkpoint.format import HEADER, Chunk, Manifest, decode_manifest
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.peer_link import TIMEOUT, Link
+from everstep.checkpoint.peer_link import TIMEOUT, PeerLink
 from everstep.checkpoint.slots import COPIES, READ_TIMEOUT, Claim, Slot, Slots
 
 _POLL = 0.02  # seconds
 
 
-class Refused(CheckpointError):
+class CopyRejected(CheckpointError):
     """This node does not take the copy; the message says why."""
 
 
-def of(directory: Path) -> Slots:
+def open_peer_copies(directory: Path) -> Slots:
     """The copies that the node with this slots' directory keeps, there or not."""
     return Slots(directory / COPIES)
 
@@ -39,16 +39,16 @@ class Copies:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._slots = of(directory)
+        self._slots = open_peer_copies(directory)
         self._turn = threading.Lock()
-        self._present: tuple[Key, Link] | None = None
+        self._present: tuple[Key, PeerLink] | None = None
 
     def need(self, sizes: Sequence[int], count: int) -> int:
         """Bytes of memory that `count` copies with parts of these sizes would take beyond what is there."""
         return self._slots.need(sizes, count)
 
     def reserve(self, sizes: Sequence[int], count: int) -> None:
-        """Allocates them. NoRoom."""
+        """Allocates them. InsufficientMemory."""
         Slots.create(self._slots.directory, 0)
         self._slots.reserve(sizes, count)
 
@@ -70,19 +70,19 @@ class Copies:
                     self._slots.move_away(slot)
         self._slots.clear_removed()
 
-    def take(self, link: Link, claim: Claim, data: bytes, count: int) -> None:
+    def take(self, link: PeerLink, claim: Claim, data: bytes, count: int) -> None:
         """Receives the parts of a node manifest (`data`) and verifies them; Refused before, Damaged and PeerLost later.
 
         A copy of an older checkpoint that still comes makes way; one of a newer checkpoint is never given up for this.
         """
-        manifest = decode(data, f"the node manifest of {claim.key}")
+        manifest = decode_manifest(data, f"the node manifest of {claim.key}")
         if manifest.key != claim.key or claim.locals != len(manifest.parts):
-            raise Refused("the node manifest is of something else")
+            raise CopyRejected("the node manifest is of something else")
         present = self._present
         if present is not None and present[0] < claim.key:
             present[1].abort()  # its sender may be frozen
         if not self._turn.acquire(timeout=TIMEOUT / 2):
-            raise Refused(f"{present[0] if present else 'another checkpoint'} is being copied here")
+            raise CopyRejected(f"{present[0] if present else 'another checkpoint'} is being copied here")
         self._present = (claim.key, link)
         try:
             self._take(link, claim, manifest, count)
@@ -90,21 +90,21 @@ class Copies:
             self._present = None
             self._turn.release()
 
-    def _take(self, link: Link, claim: Claim, manifest: Manifest, count: int) -> None:
+    def _take(self, link: PeerLink, claim: Claim, manifest: Manifest, count: int) -> None:
         whole = self._slots.whole()
         if whole and whole[0][1].key > claim.key:
-            raise Refused(f"a newer copy is here, {whole[0][1].key}")
+            raise CopyRejected(f"a newer copy is here, {whole[0][1].key}")
         sizes = [part.size for part in manifest.parts]
         need = self.need(sizes, count)
         if need > 0:
-            room.check(self._directory, need, copies=0, kept=count)
+            room.check_memory(self._directory, need, copies=0, kept=count)
             self.reserve(sizes, count)
         slot = self._claim_slot(claim, count)
         try:
             link.tell({"ok": None})  # now the bytes
             chunks = _by_part(manifest)
             for local, part in enumerate(manifest.parts):
-                _receive(link, slot.part(local), part.size, manifest, chunks[local])
+                _receive_part(link, slot.part(local), part.size, manifest, chunks[local])
             slot.complete(manifest)
             self._remove_surplus(count)
         except BaseException:
@@ -121,7 +121,7 @@ class Copies:
                 slot.claim(claim)
             except NoSlot as error:
                 if time.monotonic() >= until:
-                    raise Refused(str(error)) from error
+                    raise CopyRejected(str(error)) from error
                 time.sleep(_POLL)
             else:
                 return slot
@@ -146,7 +146,7 @@ def _by_part(manifest: Manifest) -> list[list[Chunk]]:
     return [sorted(chunks, key=lambda chunk: chunk.offset) for chunks in found]
 
 
-def _receive(link: Link, path: Path, size: int, manifest: Manifest, chunks: Sequence[Chunk]) -> None:
+def _receive_part(link: PeerLink, path: Path, size: int, manifest: Manifest, chunks: Sequence[Chunk]) -> None:
     """A part into its file; each chunk is summed as soon as it has come, while it is in the processor's cache."""
     with path.open("r+b") as file:
         pages = mmap.mmap(file.fileno(), size)
@@ -159,7 +159,7 @@ def _receive(link: Link, path: Path, size: int, manifest: Manifest, chunks: Sequ
             with data[at:end] as piece:
                 link.fill(piece)
             with data[chunk.offset : end] as piece:
-                if digest(manifest.checksum, piece) != chunk.sum:
+                if compute_checksum(manifest.checksum, piece) != chunk.sum:
                     raise Damaged(manifest.parts[chunk.part].name, f"bytes {chunk.offset} to {end} came otherwise")
             at = end
         with data[at:size] as piece:

@@ -35,7 +35,7 @@ class PeerLost(StoreError):
     """The other node's writer cannot be reached, says nothing, or has not what it is asked for."""
 
 
-class Link:
+class PeerLink:
     """One end of a connection whose other end has shown that it knows the secret. One thread at a time.
 
     Every call waits for TIMEOUT seconds at most and raises PeerLost; the connection is of no use then.
@@ -60,12 +60,12 @@ class Link:
             if not greeting.startswith(_GREETING):
                 raise PeerLost("is no writer of this version", name)
             theirs, ours = greeting[len(_GREETING) :], secrets.token_bytes(_NONCE)
-            link.put(ours + _proof(secret, b"client", theirs, ours))
+            link.put(ours + _compute_proof(secret, b"client", theirs, ours))
             try:
                 proof = link.get(hashlib.sha256().digest_size)
             except PeerLost as error:
                 raise PeerLost("does not know this attempt, or does not take part in it any more", name) from error
-            if not hmac.compare_digest(proof, _proof(secret, b"server", theirs, ours)):
+            if not hmac.compare_digest(proof, _compute_proof(secret, b"server", theirs, ours)):
                 raise PeerLost("does not know this attempt's secret", name)
             link._limit(TIMEOUT)
         except BaseException:
@@ -83,9 +83,9 @@ class Link:
             link.put(_GREETING + ours)
             answer = link.get(_NONCE + hashlib.sha256().digest_size)
             theirs, proof, known = answer[:_NONCE], answer[_NONCE:], secret()
-            if not known or not hmac.compare_digest(proof, _proof(known, b"client", ours, theirs)):
+            if not known or not hmac.compare_digest(proof, _compute_proof(known, b"client", ours, theirs)):
                 raise PeerLost("does not know the secret", link.name)
-            link.put(_proof(known, b"server", ours, theirs))
+            link.put(_compute_proof(known, b"server", ours, theirs))
             link._limit(TIMEOUT)
         except (PeerLost, OSError):
             link.close()
@@ -185,5 +185,5 @@ class Link:
         return PeerLost(why, self.name, may_pass=True)
 
 
-def _proof(secret: str, role: bytes, server: bytes, client: bytes) -> bytes:
+def _compute_proof(secret: str, role: bytes, server: bytes, client: bytes) -> bytes:
     return hmac.new(secret.encode(), b"everstep " + role + server + client, hashlib.sha256).digest()

@@ -6,19 +6,24 @@ import functools
 import threading
 from collections.abc import Callable, Mapping, Sequence
 
-from everstep.checkpoint.format import Manifest, decode
+from everstep.checkpoint.format import Manifest, decode_manifest
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.peer_link import Address, Link, PeerLost
+from everstep.checkpoint.peer_link import Address, PeerLink, PeerLost
 
 
 class Share:
     """An open connection to a node that holds one node's share of a checkpoint; its slot stays as it is meanwhile."""
 
     def __init__(
-        self, address: Address, secret: str, key: Key, node: int, decode: Callable[[bytes, str], Manifest] = decode
+        self,
+        address: Address,
+        secret: str,
+        key: Key,
+        node: int,
+        decode: Callable[[bytes, str], Manifest] = decode_manifest,
     ) -> None:
         """PeerLost when the share is not there."""
-        self._link = Link.connect(address, secret)
+        self._link = PeerLink.connect(address, secret)
         try:
             size = int(self._link.call("open", key=str(key), node=node))
             self.manifest = decode(self._link.get(size), f"the node manifest at {self._link.name}")
@@ -50,7 +55,7 @@ class PeerParts:
         self._own = threading.local()
         self._all: list[Share] = []
         self._lock = threading.Lock()
-        self._decoded = functools.lru_cache(maxsize=None)(decode)
+        self._decoded = functools.lru_cache(maxsize=None)(decode_manifest)
 
     def __contains__(self, name: str) -> bool:
         return name in self._names

@@ -26,7 +26,7 @@ from everstep.checkpoint.errors import CheckpointError, Missing
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.peer_copies import Copies
-from everstep.checkpoint.peer_link import MAX_MESSAGE, Link, PeerLost
+from everstep.checkpoint.peer_link import MAX_MESSAGE, PeerLink, PeerLost
 from everstep.checkpoint.slot_files import is_own
 from everstep.checkpoint.slots import Claim, Slot, Slots
 
@@ -69,11 +69,11 @@ class PeerServer:
     def _listen(self) -> socket.socket:
         """At the port of the writer before us, where it is free: others were told that one."""
         if self._only_reads:
-            return _bind(0)
+            return _bind_listener(0)
         file = self._directory / PORT
         with contextlib.suppress(OSError, ValueError):
-            return _bind(int(file.read_text()))
-        listener = _bind(0)
+            return _bind_listener(int(file.read_text()))
+        listener = _bind_listener(0)
         file.write_text(str(listener.getsockname()[1]))
         return listener
 
@@ -103,7 +103,7 @@ class PeerServer:
 
     def _attend(self, peer: socket.socket) -> None:
         try:
-            link = Link.accept(peer, lambda: self._secret)
+            link = PeerLink.accept(peer, lambda: self._secret)
             if link is None:
                 _log.warning("somebody who does not know the secret was sent away")
                 return
@@ -122,7 +122,7 @@ class _Visit:
     """One connection."""
 
     def __init__(
-        self, directory: Path, copies: Copies | None, count: int, run: str | None, link: Link, held: ExitStack
+        self, directory: Path, copies: Copies | None, count: int, run: str | None, link: PeerLink, held: ExitStack
     ) -> None:
         """`copies`: None where none are taken."""
         self._directory = directory
@@ -165,7 +165,7 @@ class _Visit:
     def _open(self, key: Key, node: int) -> None:
         self._held.close()
         self._files, self._manifest = [], None
-        for slot, found in held(self._directory, self._run):
+        for slot, found in iterate_held_slots(self._directory, self._run):
             claim = slot.claimed()
             if found.key != key or claim is None or claim.node != node:
                 continue
@@ -196,7 +196,7 @@ class _Visit:
         self._link.put_file(self._files[number], offset, length)
 
 
-def held(directory: Path, run: str | None = None) -> Iterator[tuple[Slot, Manifest]]:
+def iterate_held_slots(directory: Path, run: str | None = None) -> Iterator[tuple[Slot, Manifest]]:
     """The whole slots of a node and the whole copies that it keeps.
 
     `run`: what the store is called now, empty when it has no name, None when that is not known. Slots of another name
@@ -204,14 +204,14 @@ def held(directory: Path, run: str | None = None) -> Iterator[tuple[Slot, Manife
     """
     if not is_own(directory):
         return
-    for slots in (Slots(directory), peer_copies.of(directory)):
+    for slots in (Slots(directory), peer_copies.open_peer_copies(directory)):
         for slot, manifest in slots.whole():
             claim = slot.claimed()
             if claim is not None and (run is None or not claim.run or claim.run == run):
                 yield slot, manifest
 
 
-def _bind(port: int) -> socket.socket:
+def _bind_listener(port: int) -> socket.socket:
     if socket.has_dualstack_ipv6():
         return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
     return socket.create_server(("", port))

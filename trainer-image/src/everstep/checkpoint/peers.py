@@ -13,11 +13,11 @@ from pathlib import Path
 import torch.distributed as dist
 
 from everstep.checkpoint import placement
-from everstep.checkpoint.address import host
-from everstep.checkpoint.collectives import gather, tell
+from everstep.checkpoint.address import find_host_address
+from everstep.checkpoint.collectives import broadcast_from_first, gather_objects
 from everstep.checkpoint.peer_link import Address
 from everstep.checkpoint.peer_server import PeerServer
-from everstep.checkpoint.together import together
+from everstep.checkpoint.together import run_on_all_ranks
 from everstep.checkpoint.topology import Topology
 
 DOMAIN_VARIABLE = "EVERSTEP_FAILURE_DOMAIN"
@@ -42,11 +42,15 @@ class _Card:
     ranks: tuple[int, ...]
 
 
-def meet(port: int, secret: str, topology: Topology, group: dist.ProcessGroup | None) -> Peers:
+def connect_peers(port: int, secret: str, topology: Topology, group: dist.ProcessGroup | None) -> Peers:
     """Collective over `group` (gloo), of at least two nodes. `port`: of this node's writer."""
-    card = _Card(topology.node, domain(), (host(), port), topology.ranks) if topology.local == 0 else None
-    cards = sorted((each for each in gather(card, group) if each), key=lambda each: each.node)
-    keepers = placement.keepers([each.domain for each in cards])
+    card = (
+        _Card(topology.node, get_failure_domain(), (find_host_address(), port), topology.ranks)
+        if topology.local == 0
+        else None
+    )
+    cards = sorted((each for each in gather_objects(card, group) if each), key=lambda each: each.node)
+    keepers = placement.choose_copy_keepers([each.domain for each in cards])
     keeper = keepers[topology.node]
     assert keeper is not None
     kept = cards[keepers.index(topology.node)].ranks
@@ -75,16 +79,16 @@ def serve_reads(
     if not wanted:
         yield None
         return
-    secret = tell(secrets.token_hex(32), group)
+    secret = broadcast_from_first(secrets.token_hex(32), group)
     server = PeerServer(directory, only_reads=True, run=run) if topology.local == 0 else None
     try:
-        port = together(lambda: server.trust(secret, 0) if server is not None else None, group)
-        yield meet(port or 0, secret, topology, group)
+        port = run_on_all_ranks(lambda: server.trust(secret, 0) if server is not None else None, group)
+        yield connect_peers(port or 0, secret, topology, group)
     finally:
         if server is not None:
             server.close()
 
 
-def domain() -> str:
+def get_failure_domain() -> str:
     """What this node fails together with: EVERSTEP_FAILURE_DOMAIN (a rack, a zone), else the machine."""
     return os.environ.get(DOMAIN_VARIABLE) or os.environ.get("EVERSTEP_NODE_NAME") or socket.gethostname()

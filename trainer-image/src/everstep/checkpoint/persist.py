@@ -10,12 +10,22 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
-from everstep.checkpoint.checksum import digest
-from everstep.checkpoint.commit import announce, announced
+from everstep.checkpoint.checksum import compute_checksum
+from everstep.checkpoint.commit import announce_node, is_node_announced
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import CHUNK, HEADER, Chunk, Manifest, Part, Shard, Tensor, chunk_lengths, encode
-from everstep.checkpoint.merging import join
-from everstep.checkpoint.slots import Box, Record, Slot, Slots
+from everstep.checkpoint.format import (
+    CHUNK,
+    HEADER,
+    CheckpointPart,
+    Chunk,
+    Manifest,
+    Shard,
+    StoredTensor,
+    chunk_lengths,
+    encode_manifest,
+)
+from everstep.checkpoint.merging import join_manifests
+from everstep.checkpoint.slots import Box, PartRecord, Slot, Slots
 from everstep.checkpoint.store.base import Store
 
 
@@ -23,7 +33,7 @@ class GivenUp(CheckpointError):
     """The save was abandoned while it was being stored."""
 
 
-class Progress:
+class SaveProgress:
     """What a save has done, for who watches it from another thread; `give_up` ends it at its next chunk."""
 
     def __init__(self) -> None:
@@ -68,7 +78,7 @@ class Mappings:
                 del self._pages[path]
 
 
-def sum_slot(slots: Slots, slot: Slot, mappings: Mappings, pool: Executor, progress: Progress) -> Manifest:
+def sum_slot(slots: Slots, slot: Slot, mappings: Mappings, pool: Executor, progress: SaveProgress) -> Manifest:
     """Sums what the ranks have filled in and makes the slot whole; its node manifest. Conflict: its ranks disagree."""
     records = slot.records()
     if records is None:
@@ -79,49 +89,51 @@ def sum_slot(slots: Slots, slot: Slot, mappings: Mappings, pool: Executor, progr
         data = mappings.view(slot.part(local), records[local].size)
         return _sum_part(slots.layout(records[local].layout), data, records[local], created, progress)
 
-    manifest = join(list(pool.map(sum_part, range(len(records)))))
+    manifest = join_manifests(list(pool.map(sum_part, range(len(records)))))
     slot.complete(manifest)
     return manifest
 
 
 def store_slot(
-    store: Store, slot: Slot, node: int, manifest: Manifest, mappings: Mappings, pool: Executor, progress: Progress
+    store: Store, slot: Slot, node: int, manifest: Manifest, mappings: Mappings, pool: Executor, progress: SaveProgress
 ) -> None:
     """Puts the parts and then the node manifest: durable on return. See store_again for what was begun before."""
 
     def put(local: int) -> None:
         part = manifest.parts[local]
-        store.put(part.name, _pieces(mappings.view(slot.part(local), part.size), progress), part.size)
+        store.put(part.name, _iterate_pieces(mappings.view(slot.part(local), part.size), progress), part.size)
 
     list(pool.map(put, range(len(manifest.parts))))
     progress.step()
-    announce(store, node, manifest)
+    announce_node(store, node, manifest)
 
 
 def store_again(
-    store: Store, slot: Slot, node: int, manifest: Manifest, mappings: Mappings, pool: Executor, progress: Progress
+    store: Store, slot: Slot, node: int, manifest: Manifest, mappings: Mappings, pool: Executor, progress: SaveProgress
 ) -> None:
     """Like store_slot, for a slot that a writer which has died since may have begun to store. Conflict."""
-    if announced(store, node, manifest):
+    if is_node_announced(store, node, manifest):
         return
     # Maybe torn, and nobody else has heard of them; a name in a store is written once.
     # A mark that they were verified is not of what is written now.
-    name = manifest.key.node_manifest_name(node, digest(manifest.checksum, encode(manifest)))
+    name = manifest.key.node_manifest_name(node, compute_checksum(manifest.checksum, encode_manifest(manifest)))
     store.delete([manifest.key.mark_name(name), *(part.name for part in manifest.parts)])
     store_slot(store, slot, node, manifest, mappings, pool, progress)
 
 
-def _sum_part(boxes: Sequence[Box], data: memoryview, record: Record, created: float, progress: Progress) -> Manifest:
-    tensors: dict[str, Tensor] = {}
+def _sum_part(
+    boxes: Sequence[Box], data: memoryview, record: PartRecord, created: float, progress: SaveProgress
+) -> Manifest:
+    tensors: dict[str, StoredTensor] = {}
     for box in boxes:
         chunks, offset = [], box.offset
         for length in chunk_lengths(box.length):
-            chunks.append(Chunk(0, offset, length, digest(record.checksum, data[offset : offset + length])))
+            chunks.append(Chunk(0, offset, length, compute_checksum(record.checksum, data[offset : offset + length])))
             offset += length
             progress.step()
         shard = Shard(box.offsets, box.sizes, tuple(chunks))
         known = tensors.get(box.tensor)
-        tensors[box.tensor] = Tensor(box.dtype, box.shape, (*(known.shards if known else ()), shard))
+        tensors[box.tensor] = StoredTensor(box.dtype, box.shape, (*(known.shards if known else ()), shard))
     return Manifest(
         key=record.key,
         world=record.world,
@@ -129,13 +141,17 @@ def _sum_part(boxes: Sequence[Box], data: memoryview, record: Record, created: f
         model=record.model,
         checksum=record.checksum,
         created=created,
-        parts=(Part(record.key.part_name(record.rank), record.size, digest(record.checksum, data[:HEADER])),),
+        parts=(
+            CheckpointPart(
+                record.key.part_name(record.rank), record.size, compute_checksum(record.checksum, data[:HEADER])
+            ),
+        ),
         tensors=tensors,
         values=record.values,
     )
 
 
-def _pieces(data: memoryview, progress: Progress) -> Iterator[memoryview]:
+def _iterate_pieces(data: memoryview, progress: SaveProgress) -> Iterator[memoryview]:
     for start in range(0, len(data), CHUNK):
         progress.step()
         yield data[start : start + CHUNK]

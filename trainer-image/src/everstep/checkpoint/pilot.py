@@ -7,16 +7,16 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from everstep.checkpoint.agreement import Agreement, Decision, NotAsked
+from everstep.checkpoint.agreement import Agreement, NotAsked, SaveDecision
 from everstep.checkpoint.auto import Trigger
-from everstep.checkpoint.board import Board
+from everstep.checkpoint.board import KVStore
 from everstep.checkpoint.control import WriterLost
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.events import Event, Events, Metrics
+from everstep.checkpoint.events import CheckpointEvent, Events, Metrics
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.outcomes import SaveFailed, SaveOutcomes
 from everstep.checkpoint.same_step import StepsDiffer
-from everstep.checkpoint.save import Node, Saver
+from everstep.checkpoint.save import Saver, WriterConnection
 from everstep.checkpoint.session_end import SessionEnd, tell_unmet_request
 
 _log = logging.getLogger("everstep.checkpoint")
@@ -39,13 +39,13 @@ class Forecast:
 
 
 @dataclass
-class Pilot:
+class SaveCoordinator:
     """One rank's session between its restore and its end. Single-threaded."""
 
     saver: Saver
-    node: Node
+    node: WriterConnection
     agreement: Agreement
-    board: Board
+    board: KVStore
     trigger: Trigger
     attempt: Attempt
     events: Events
@@ -168,7 +168,7 @@ class Pilot:
 
     # ---- rank 0's choices
 
-    def _choose_early(self, step: int, ahead: int) -> Decision | None:
+    def _choose_early(self, step: int, ahead: int) -> SaveDecision | None:
         """The choice about the next step, one step before. None where a save is due and an earlier one is still being
         stored: it may be done when that step is made, and training goes on until then. Nor is anything waited for here:
         a rank that trains meanwhile would wait for this one, and could not say that its GPU has copied its part."""
@@ -178,7 +178,7 @@ class Pilot:
             return None
         return self._choose(step, ahead)
 
-    def _choose(self, step: int, ahead: int) -> Decision:
+    def _choose(self, step: int, ahead: int) -> SaveDecision:
         """What happens at the boundary that is reached with this step."""
         now = time.monotonic()
         self._outcomes.poll(0.0)
@@ -192,7 +192,7 @@ class Pilot:
             self.trigger.start(step, now)
         following = step + max(1, ahead)
         limit = self.trigger.limit(step)
-        decision = Decision(
+        decision = SaveDecision(
             save=save,
             next=following if limit is None else min(following, limit),
             replan=save and self._replan,
@@ -216,7 +216,7 @@ class Pilot:
             self.metrics.skipped += 1
             self.trigger.start(step, time.monotonic())
             waiting = self._outcomes.in_the_way[0]
-            self.events.emit(Event("stalled", waiting, "is still being stored: the next save is skipped"))
+            self.events.emit(CheckpointEvent("stalled", waiting, "is still being stored: the next save is skipped"))
         return False
 
     def _drop_what_is_too_late(self) -> None:
@@ -414,7 +414,7 @@ class Pilot:
         if seconds >= self._told + _TELL:
             self._told = seconds
             figures = {"seconds": round(seconds)}
-            self.events.emit(Event("stalled", None, "rank 0 has not decided whether to save", figures))
+            self.events.emit(CheckpointEvent("stalled", None, "rank 0 has not decided whether to save", figures))
         elif seconds < self._told:
             self._told = 0.0  # it waits for something else by now
         return pause

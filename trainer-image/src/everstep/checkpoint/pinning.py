@@ -36,11 +36,11 @@ class PinnedMemory:
         """
         if not memory.nbytes:
             return
-        code = _register(memory, device)
+        code = _register_memory(memory, device)
         if code == _ALREADY_REGISTERED:
             # By somebody who unmapped what was here before: copies would go to those pages, and none would say so.
-            _unregister(memory, device)
-            code = _register(memory, device)
+            _unregister_memory(memory, device)
+            code = _register_memory(memory, device)
         if code == _ALREADY_REGISTERED:
             raise CheckpointError(
                 f"the {memory.nbytes} bytes of a slot at {memory.data_ptr():#x} are registered with CUDA by something "
@@ -65,23 +65,23 @@ class PinnedMemory:
         """
         registered, self._registered = self._registered, []
         for memory, device in registered:
-            if not is_idle or _unregister(memory, device) != 0:
+            if not is_idle or _unregister_memory(memory, device) != 0:
                 _kept_for_ever.append(memory)
 
 
-def _register(memory: torch.Tensor, device: torch.device) -> int:
+def _register_memory(memory: torch.Tensor, device: torch.device) -> int:
     with torch.cuda.device(device):
         code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, _PORTABLE))
-    return _forgotten(code, device)
+    return _clear_cuda_error(code, device)
 
 
-def _unregister(memory: torch.Tensor, device: torch.device) -> int:
+def _unregister_memory(memory: torch.Tensor, device: torch.device) -> int:
     with torch.cuda.device(device):
         code = int(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
-    return _forgotten(code, device)
+    return _clear_cuda_error(code, device)
 
 
-def _forgotten(code: int, device: torch.device) -> int:
+def _clear_cuda_error(code: int, device: torch.device) -> int:
     """The same code. CUDA keeps the last error until somebody asks, and torch asks after each kernel that it starts:
     training's next kernel would fail for it. So one that nobody needs does."""
     if code != 0:

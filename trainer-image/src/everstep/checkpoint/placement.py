@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 
-def keepers(domains: Sequence[str]) -> tuple[int | None, ...]:
+def choose_copy_keepers(domains: Sequence[str]) -> tuple[int | None, ...]:
     """For each node, in their order, the node that keeps a copy of its slots; None for the only node of a run.
 
     `domains`: what each node fails together with (a rack, a zone, a machine), under any names. Every node keeps exactly

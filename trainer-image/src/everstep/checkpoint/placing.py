@@ -10,8 +10,8 @@ from math import prod
 
 import torch
 
-from everstep.checkpoint.chunk_reads import Destination, Read
-from everstep.checkpoint.format import Chunk, Shard, itemsize
+from everstep.checkpoint.chunk_reads import ChunkRead, Destination
+from everstep.checkpoint.format import Chunk, Shard, get_itemsize
 
 _HUGE = 4 << 20  # bytes of memory from which pages of 2 MiB are asked for
 
@@ -23,9 +23,11 @@ class ShardBox:
         self.dtype: torch.dtype = getattr(torch, dtype)
         self.lengths = tuple(lengths)
         self._shard = shard
-        self._size = itemsize(dtype)
-        self._first = _linear(offsets, shard.sizes)
-        last = _linear([offset + length - 1 for offset, length in zip(offsets, lengths, strict=True)], shard.sizes)
+        self._size = get_itemsize(dtype)
+        self._first = _compute_linear_index(offsets, shard.sizes)
+        last = _compute_linear_index(
+            [offset + length - 1 for offset, length in zip(offsets, lengths, strict=True)], shard.sizes
+        )
         # Bytes of the shard; between them are others than the box's unless it is in one piece.
         self.start, self.stop = self._first * self._size, (last + 1) * self._size
 
@@ -43,13 +45,13 @@ class ShardBox:
             passed += chunk.length
         return found
 
-    def reads_into(self, target: torch.Tensor) -> list[Read] | None:
+    def reads_into(self, target: torch.Tensor) -> list[ChunkRead] | None:
         """Reads that bring the box right into `target`; None where its memory is not the box's bytes in order."""
         address = host_address(target)
         if not address or target.dtype is not self.dtype or not self.in_one_piece:
             return None
         return [
-            Read(
+            ChunkRead(
                 chunk,
                 (
                     Destination(
@@ -67,27 +69,27 @@ class ShardBox:
         """Bytes of memory that reads_through() takes."""
         return sum(chunk.length for chunk, _ in self.chunks()) + 2 * self._size
 
-    def reads_through(self, memory: Memory, offset: int) -> tuple[list[Read], torch.Tensor]:
+    def reads_through(self, memory: Memory, offset: int) -> tuple[list[ChunkRead], torch.Tensor]:
         """Reads that bring the box's chunks into `memory` from `offset` on, and the box as a tensor in it."""
         chunks = self.chunks()
         begin = chunks[0][1]
         lead = begin % self._size  # a chunk may begin within an element
         to = memory.address + offset + lead
-        reads = [Read(chunk, (Destination(to + at - begin, 0, chunk.length),)) for chunk, at in chunks]
+        reads = [ChunkRead(chunk, (Destination(to + at - begin, 0, chunk.length),)) for chunk, at in chunks]
         elements = (self.room - self._size) // self._size
         flat = torch.frombuffer(memory.view, dtype=self.dtype, count=elements, offset=offset)
         strides = [prod(self._shard.sizes[dim + 1 :]) for dim in range(len(self._shard.sizes))]
         return reads, flat.as_strided(self.lengths, strides, (self.start - begin + lead) // self._size)
 
 
-def read_whole(shard: Shard, dtype: str, target: torch.Tensor) -> list[Read] | None:
+def read_whole(shard: Shard, dtype: str, target: torch.Tensor) -> list[ChunkRead] | None:
     """Return the reads that bring a whole shard into `target`; None where its memory is not the shard's in order."""
     address = host_address(target)
     if not address or target.dtype is not getattr(torch, dtype):
         return None
     reads = []
     for chunk in shard.chunks:
-        reads.append(Read(chunk, (Destination(address, 0, chunk.length),)))
+        reads.append(ChunkRead(chunk, (Destination(address, 0, chunk.length),)))
         address += chunk.length
     return reads
 
@@ -124,7 +126,7 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
-def _linear(position: Sequence[int], sizes: Sequence[int]) -> int:
+def _compute_linear_index(position: Sequence[int], sizes: Sequence[int]) -> int:
     """The row-major number of an element."""
     number = 0
     for at, extent in zip(position, sizes, strict=True):

@@ -69,7 +69,7 @@ class RankMessages:
         if isinstance(told, str):
             raise CheckpointError(told)
         writes, compares, sizes, model = told
-        return PlanShare(_places(writes, self._count), _places(compares, self._count), sizes, model)
+        return PlanShare(_decode_mask(writes, self._count), _decode_mask(compares, self._count), sizes, model)
 
     @staticmethod
     def sums(sums: Sequence[int]) -> bytes:
@@ -145,13 +145,13 @@ class PlanCoordinator:
         self._group_of_rank = [0] * len(details)
         compares = []
         for number, group in enumerate(groups):
-            compares.append(_mask(shares.replicas[number][0], len(group.spans)))
+            compares.append(_encode_mask(shares.replicas[number][0], len(group.spans)))
             for rank in group.ranks:
                 self._group_of_rank[rank] = number
-        model = fingerprint(shares.kinds)
+        model = fingerprint_model(shares.kinds)
         answers = []
         for rank, number in enumerate(self._group_of_rank):
-            writes = _mask(shares.writes[rank], len(groups[number].spans))
+            writes = _encode_mask(shares.writes[rank], len(groups[number].spans))
             answers.append(pickle.dumps((writes, compares[number], shares.sizes, model)))
         return answers
 
@@ -179,7 +179,7 @@ class PlanCoordinator:
         )
 
 
-def fingerprint(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
+def fingerprint_model(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
     """A hash of what a model is: names, dtypes and whole shapes of its tensors, in any order."""
     lines = sorted(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in kinds.items())
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
@@ -207,11 +207,11 @@ def _check_values(heads: Sequence[Sequence[bytes]], blobs: Mapping[bytes, bytes]
                 raise CheckpointError(f"{name} is not the same value on rank {holder} and on rank {rank}. {ADVICE}")
 
 
-def _mask(places: Ints, count: int) -> bytes:
+def _encode_mask(places: Ints, count: int) -> bytes:
     mask = np.zeros(count, bool)
     mask[places] = True
     return np.packbits(mask).tobytes()
 
 
-def _places(mask: bytes, count: int) -> Ints:
+def _decode_mask(mask: bytes, count: int) -> Ints:
     return np.flatnonzero(np.unpackbits(np.frombuffer(mask, np.uint8), count=count))

@@ -20,12 +20,12 @@ import xxhash
 from everstep.checkpoint.collectives import gather_bytes, scatter_bytes
 from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import HEADER, aligned, itemsize
+from everstep.checkpoint.format import HEADER, align_offset, get_itemsize
 from everstep.checkpoint.layouts import LayoutNames, Ownership, RankLayout, span_of_box
 from everstep.checkpoint.plan_coordinator import PlanCoordinator, RankMessages
 from everstep.checkpoint.replicas import checksum_tensors
 from everstep.checkpoint.slots import Box
-from everstep.checkpoint.state.flat import RANK, Flat, local
+from everstep.checkpoint.state.flat import RANK, Flat, get_local_tensor
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.structure_sums import describe_structures
 
@@ -33,7 +33,7 @@ Signature = Mapping[str, tuple[Any, ...]]
 
 
 @dataclass(frozen=True)
-class Plan:
+class WritePlan:
     """One rank's share: what goes to `boxes` of its part. `sizes`: bytes of the parts of all ranks."""
 
     boxes: tuple[Box, ...]
@@ -43,10 +43,10 @@ class Plan:
 
     def sources(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
         """The local tensors to be copied, in the order of `boxes`; for a state whose signature is the plan's."""
-        return [local(tensors[box.tensor]) for box in self.boxes]
+        return [get_local_tensor(tensors[box.tensor]) for box in self.boxes]
 
 
-def signature(tensors: Mapping[str, torch.Tensor], elsewhere: Collection[str] = ()) -> Signature:
+def compute_signature(tensors: Mapping[str, torch.Tensor], elsewhere: Collection[str] = ()) -> Signature:
     """The properties that a plan depends on: a state with other ones needs another plan. `elsewhere`: see Flat."""
     return {
         name: (tensor.dtype, tensor.shape, tensor._spec if is_dtensor(tensor) else None, name in elsewhere)
@@ -54,7 +54,9 @@ def signature(tensors: Mapping[str, torch.Tensor], elsewhere: Collection[str] = 
     }
 
 
-def make(state: Callable[[], Flat], rank: int, group: dist.ProcessGroup | None, *, compare: bool = False) -> Plan:
+def make_save_plan(
+    state: Callable[[], Flat], rank: int, group: dist.ProcessGroup | None, *, compare: bool = False
+) -> WritePlan:
     """Returns this rank's plan. Collective over `group` (gloo; None for one process), whatever fails on a rank.
 
     Args:
@@ -71,22 +73,27 @@ def make(state: Callable[[], Flat], rank: int, group: dist.ProcessGroup | None, 
     try:
         flat = state()
         pieces = list_boxes(flat, rank)
-        messages = RankMessages(_layout(pieces, rank), _checksum_values(flat, rank) if compare else {})
+        messages = RankMessages(_describe_rank_layout(pieces, rank), _checksum_values(flat, rank) if compare else {})
         head = messages.head()
     except Exception as error:  # the others wait for this rank: it tells them instead
         head = RankMessages.failure(f"rank {rank} cannot save its state: {error}")
-    wanted = _consult(head, coordinator.ask, group)
-    answer = _consult(messages.details(wanted) if messages else b"", coordinator.share, group)
-    share = (messages or RankMessages(_layout([], rank), {})).share(answer)
-    plan = _plan(
-        [pieces[place] for place in share.writes], share.sizes, share.model, signature(flat.tensors, flat.elsewhere)
+    wanted = _ask_first_rank(head, coordinator.ask, group)
+    answer = _ask_first_rank(messages.details(wanted) if messages else b"", coordinator.share, group)
+    share = (messages or RankMessages(_describe_rank_layout([], rank), {})).share(answer)
+    plan = _build_save_plan(
+        [pieces[place] for place in share.writes],
+        share.sizes,
+        share.model,
+        compute_signature(flat.tensors, flat.elsewhere),
     )
     if compare:
         try:
-            sums = RankMessages.sums(checksum_tensors([local(pieces[place].tensor) for place in share.compares]))
+            sums = RankMessages.sums(
+                checksum_tensors([get_local_tensor(pieces[place].tensor) for place in share.compares])
+            )
         except Exception as error:
             sums = RankMessages.failure(f"rank {rank} cannot read its state: {error}")
-        RankMessages.check(_consult(sums, coordinator.judge, group))
+        RankMessages.check(_ask_first_rank(sums, coordinator.judge, group))
     return plan
 
 
@@ -107,7 +114,7 @@ class Piece:
 
     @property
     def bytes(self) -> int:
-        return prod(self.sizes) * itemsize(self.dtype)
+        return prod(self.sizes) * get_itemsize(self.dtype)
 
 
 def list_boxes(flat: Flat, rank: int) -> list[Piece]:
@@ -138,7 +145,7 @@ def list_boxes(flat: Flat, rank: int) -> list[Piece]:
                 "without PerRank"
             )
         pieces.append(Piece(name, tensor, shape, offsets, sizes, claim))
-        itemsize(pieces[-1].dtype)
+        get_itemsize(pieces[-1].dtype)
     return pieces
 
 
@@ -151,13 +158,13 @@ def _shard_of(name: str, tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]
     if mesh.get_coordinate() is None:
         return (0,) * tensor.ndim, (0,) * tensor.ndim
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, mesh, tensor.placements)
-    held = local(tensor).shape
+    held = get_local_tensor(tensor).shape
     if tuple(held) != tuple(sizes):
         raise CheckpointError(f"{name}: a shard has the shape {list(held)}, and its placements say {list(sizes)}")
     return tuple(offsets), tuple(sizes)
 
 
-def _layout(pieces: Sequence[Piece], rank: int) -> RankLayout:
+def _describe_rank_layout(pieces: Sequence[Piece], rank: int) -> RankLayout:
     own = f"{RANK}.{rank}."
     spans = [span_of_box(piece.shape, piece.offsets, piece.sizes) for piece in pieces]
     return RankLayout(
@@ -171,16 +178,18 @@ def _layout(pieces: Sequence[Piece], rank: int) -> RankLayout:
     )
 
 
-def _plan(pieces: Sequence[Piece], sizes: tuple[int, ...], model: str, own: Signature) -> Plan:
+def _build_save_plan(pieces: Sequence[Piece], sizes: tuple[int, ...], model: str, own: Signature) -> WritePlan:
     boxes = []
     offset = HEADER
     for piece in sorted(pieces, key=lambda each: -each.bytes):
         boxes.append(Box(piece.name, piece.dtype, piece.shape, piece.offsets, piece.sizes, offset, piece.bytes))
-        offset = aligned(offset + piece.bytes)
-    return Plan(tuple(boxes), sizes, model, own)
+        offset = align_offset(offset + piece.bytes)
+    return WritePlan(tuple(boxes), sizes, model, own)
 
 
-def _consult(mine: bytes, decide: Callable[[Sequence[bytes]], list[bytes]], group: dist.ProcessGroup | None) -> bytes:
+def _ask_first_rank(
+    mine: bytes, decide: Callable[[Sequence[bytes]], list[bytes]], group: dist.ProcessGroup | None
+) -> bytes:
     """Return what rank 0 answers this rank, after it has heard all of them."""
     messages = gather_bytes(mine, group)
     return scatter_bytes(decide(messages) if messages is not None else None, group)

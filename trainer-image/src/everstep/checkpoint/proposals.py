@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import peer_server
-from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.candidates import list_candidates
 from everstep.checkpoint.control import is_occupied
 from everstep.checkpoint.errors import StoreError
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.leases import SECONDS, Lease
+from everstep.checkpoint.leases import SECONDS, CheckpointLease
 from everstep.checkpoint.slot_files import is_own
 from everstep.checkpoint.slots import Slots
 from everstep.checkpoint.store.base import Store
@@ -29,7 +29,7 @@ PEER = "peer"
 STORE = "store"
 
 
-def mine(
+def make_proposal(
     memory: Path,
     topology: Topology,
     *,
@@ -50,10 +50,14 @@ def mine(
         return None
     shares = {
         (str(manifest.key), claim.node, claim.nodes): [int(Path(part.name).stem) for part in manifest.parts]
-        for slot, manifest in peer_server.held(memory, run)
+        for slot, manifest in peer_server.iterate_held_slots(memory, run)
         if (claim := slot.claimed()) is not None
     }
-    own = [str(manifest.key) for slot, manifest in peer_server.held(memory, run) if slot.path.parent == memory]
+    own = [
+        str(manifest.key)
+        for slot, manifest in peer_server.iterate_held_slots(memory, run)
+        if slot.path.parent == memory
+    ]
     newest = own[:1]
     claimed_key = Slots(memory).find_newest_claimed(run)
     return {
@@ -114,14 +118,14 @@ class Proposals:
         self._attempt = attempt
         self._rejected: dict[tuple[Key, str], str] = {}
         self._last: tuple[Key, str] | None = None
-        self._lease: Lease | None = None
+        self._lease: CheckpointLease | None = None
 
     def next(self, offers: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
         """The next proposal as all ranks hear it (see Proposal).
 
         StoreError when the store cannot be listed and the nodes do not hold what must be the newest: no fresh start.
         """
-        everything = _held(offers)
+        everything = _list_held_shares(offers)
         held = {key: shares for key, shares in everything.items() if self._means(key)}
         complete = {key for key, shares in held.items() if self._serves(shares)}
         there = self._committed(max(held, default=None), complete, offers)
@@ -175,7 +179,7 @@ class Proposals:
     ) -> set[Key]:
         """What the store has; nothing when it cannot be asked and `newest`, the greatest in memory, must do."""
         try:
-            return set(Retry(tries=5, first=0.5, longest=5.0)(lambda: candidates(self._store)))
+            return set(Retry(tries=5, first=0.5, longest=5.0)(lambda: list_candidates(self._store)))
         except StoreError as error:
             bad = newest not in complete or (newest, MEMORY) in self._rejected
             if newest is None or bad or not self._must_be_newest(newest, offers):
@@ -196,13 +200,13 @@ class Proposals:
 
     def _hold(self, key: Key) -> None:
         try:
-            self._lease = Lease(self._store, key)
+            self._lease = CheckpointLease(self._store, key)
         except StoreError as error:
             # A reader that may not write reads all the same: what vanishes under it is a reason to fall back.
             _log.warning("no lease on checkpoint %s: %s", key, error)
 
 
-def _held(offers: Sequence[dict[str, Any] | None]) -> dict[Key, Shares]:
+def _list_held_shares(offers: Sequence[dict[str, Any] | None]) -> dict[Key, Shares]:
     """What nodes hold of each checkpoint."""
     found: dict[Key, dict[int, tuple[list[int], list[int]]]] = defaultdict(dict)
     counts: dict[Key, int] = {}

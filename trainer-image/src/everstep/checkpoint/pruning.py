@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from everstep.checkpoint import leases, retention
-from everstep.checkpoint.candidates import OnBytes, candidates
+from everstep.checkpoint.candidates import OnBytes, list_candidates
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.leases import ReadLease
@@ -89,7 +89,7 @@ def prune_by_hand(
         for _ in range(_PASSES):
             # Listed anew: what a run has removed since has made room for a newer one.
             gone = len(found.removed)
-            keys = candidates(found.store)
+            keys = list_candidates(found.store)
             count = len(found.newest(keys, keep_last, on_bytes=advance))
             verified = retention.find_kept(found, keys, keep_last=keep_last, keep_every=keep_every, on_bytes=advance)
             if count == keep_last or len(found.removed) == gone:
@@ -103,12 +103,12 @@ def prune_by_hand(
             return Pruning(())
         held.release_others(verified)
         now = leases.find_time(found.store)
-        leased = {key for key, until in leases.leases(found.store).values() if until > now}
-        stay = set(keys) - set(retention.plan(keys, leased, verified, keep_last, keep_every))
+        leased = {key for key, until in leases.list_leases(found.store).values() if until > now}
+        stay = set(keys) - set(retention.plan_retention(keys, leased, verified, keep_last, keep_every))
         needed = find_needed(stay, found.needs)
         if dry_run:
             leased |= needed
             planned = retention.plan_known(found.store, keys, leased, verified, keep_last, keep_every)
             return Pruning(tuple(verified), tuple(planned))
-        done = retention.prune(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=needed)
+        done = retention.prune_store(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=needed)
         return Pruning(tuple(verified), done=done)

@@ -16,9 +16,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from everstep.checkpoint import attempts, commit, fence
-from everstep.checkpoint.checksum import DEFAULT, digest
-from everstep.checkpoint.errors import CheckpointError, Conflict
-from everstep.checkpoint.format import HEADER, Chunk, Manifest, Part, Shard, Tensor, aligned, part_header, writer_of
+from everstep.checkpoint.checksum import DEFAULT, compute_checksum
+from everstep.checkpoint.errors import CheckpointError, WriterConflict
+from everstep.checkpoint.format import (
+    HEADER,
+    CheckpointPart,
+    Chunk,
+    Manifest,
+    Shard,
+    StoredTensor,
+    align_offset,
+    part_header,
+    writer_of,
+)
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.manifests import read_manifest
 from everstep.checkpoint.store.base import Store
@@ -63,16 +73,16 @@ def write_checkpoint(
         fenced: Why this attempt may not publish now, or None.
 
     Raises:
-        Conflict: `key` is committed already; it says by whom.
+        WriterConflict: `key` is committed already; it says by whom.
         StoreError: The store did not do it; where it failed within the commit, that may be there or not.
     """
     _check_free(store, key)
-    writer = digest(DEFAULT, f"{_PROCESS}/{os.getpid()}/{content}".encode())
+    writer = compute_checksum(DEFAULT, f"{_PROCESS}/{os.getpid()}/{content}".encode())
     header = part_header(key, 0, writer=f"process {os.getpid()} on {socket.gethostname()}")
     chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
-    part = Part(key.part_name(0, writer), _end(tensors.values()), digest(DEFAULT, header))
+    part = CheckpointPart(key.part_name(0, writer), _compute_end(tensors.values()), compute_checksum(DEFAULT, header))
     try:
-        store.put_whole(part.name, _body(header, tensors, chunks), part.size)
+        store.put_whole(part.name, _iterate_body(header, tensors, chunks), part.size)
         check()
     except CheckpointError:
         # The name is this process's own, and no manifest speaks of it unless an earlier try's does.
@@ -80,29 +90,29 @@ def write_checkpoint(
             with suppress(CheckpointError):
                 store.delete([part.name])
         raise
-    described = {name: _describe(tensor, chunks[name]) for name, tensor in tensors.items()}
+    described = {name: _describe_tensor(tensor, chunks[name]) for name, tensor in tensors.items()}
     manifest = Manifest(key, 1, 1, model, DEFAULT, time.time(), (part,), described, dict(values))
     _doubtful.add((store.url, part.name))
     try:
         commit.commit_alone(store, manifest, fenced=fenced)
-    except Conflict as error:
-        raise _conflict(store, key) from error
+    except WriterConflict as error:
+        raise _make_conflict(store, key) from error
     _doubtful.discard((store.url, part.name))
     return manifest
 
 
 def may_not_publish(store: Store, key: Key) -> str | None:
     """Return why a publisher may not commit this checkpoint now: it has a successor, or its node is fenced; or None."""
-    return attempts.find_successor(store, key.attempt) or fence.fenced(key.attempt)
+    return attempts.find_successor(store, key.attempt) or fence.explain_fence(key.attempt)
 
 
 def _check_free(store: Store, key: Key) -> None:
     if any(entry.name == key.manifest_name for entry in store.list(key.manifest_name)):
-        raise _conflict(store, key)
+        raise _make_conflict(store, key)
 
 
-def _conflict(store: Store, key: Key) -> Conflict:
-    return Conflict(key.manifest_name, f"is already committed by {find_writer(store, key)}")
+def _make_conflict(store: Store, key: Key) -> WriterConflict:
+    return WriterConflict(key.manifest_name, f"is already committed by {find_writer(store, key)}")
 
 
 def find_writer(store: Store, key: Key) -> str:
@@ -114,28 +124,28 @@ def find_writer(store: Store, key: Key) -> str:
     return "somebody else with the same attempt"
 
 
-def _end(tensors: Iterable[WholeTensor]) -> int:
+def _compute_end(tensors: Iterable[WholeTensor]) -> int:
     end = HEADER
     for tensor in tensors:
-        end = aligned(end) + tensor.size
+        end = align_offset(end) + tensor.size
     return end
 
 
-def _body(
+def _iterate_body(
     header: bytes, tensors: Mapping[str, WholeTensor], chunks: Mapping[str, list[Chunk]]
 ) -> Iterator[bytes | memoryview]:
     yield header
     at = len(header)
     for name, tensor in tensors.items():
-        yield bytes(aligned(at) - at)
-        at = aligned(at)
+        yield bytes(align_offset(at) - at)
+        at = align_offset(at)
         chunks[name].clear()  # a store may begin again
         for piece in tensor.read():
-            chunks[name].append(Chunk(0, at, len(piece), digest(DEFAULT, piece)))
+            chunks[name].append(Chunk(0, at, len(piece), compute_checksum(DEFAULT, piece)))
             yield piece
             at += len(piece)
 
 
-def _describe(tensor: WholeTensor, chunks: Sequence[Chunk]) -> Tensor:
+def _describe_tensor(tensor: WholeTensor, chunks: Sequence[Chunk]) -> StoredTensor:
     whole = Shard((0,) * len(tensor.shape), tensor.shape, tuple(chunks))
-    return Tensor(tensor.dtype, tensor.shape, (whole,) if chunks else ())
+    return StoredTensor(tensor.dtype, tensor.shape, (whole,) if chunks else ())

@@ -16,9 +16,9 @@ from functools import partial
 from pathlib import Path
 
 from everstep.checkpoint import attempts, fence, folder, retention
-from everstep.checkpoint.candidates import candidates, each_candidate, read_manifest
-from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing, StoreError
-from everstep.checkpoint.events import Callback, Event
+from everstep.checkpoint.candidates import each_candidate, list_candidates, read_manifest
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, StoreError, WriterConflict
+from everstep.checkpoint.events import Callback, CheckpointEvent
 from everstep.checkpoint.folder import Changed, Contents
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.keys import Attempt, Key
@@ -79,16 +79,16 @@ class Publisher:
         now. It may have been published and removed since; where it is not in the store, that is told.
         """
         if self.each is None:
-            return folder.holds(newest, contents)
+            return folder.holds_contents(newest, contents)
         step = step_of(path) or 0
-        committed = (_manifest(self.store, key) for key in candidates(self.store) if key.step == step)
-        if any(folder.holds(each, contents) for each in committed):
+        committed = (_read_manifest_if_any(self.store, key) for key in list_candidates(self.store) if key.step == step)
+        if any(folder.holds_contents(each, contents) for each in committed):
             return True
-        if step > newest.key.step or contents.changed > folder.changed(newest):
+        if step > newest.key.step or contents.changed > folder.get_changed_time(newest):
             return False
         if contents.files:
             why = f"{path} is older than {newest.key}, the newest checkpoint in the store, and would take its place"
-            self.tell(Event("skipped", why=why))
+            self.tell(CheckpointEvent("skipped", why=why))
         return True
 
     def run(self, stop: threading.Event, every: float = 1.0) -> None:
@@ -116,15 +116,15 @@ class Publisher:
             except (Changed, FileNotFoundError):
                 # It is being written, or was removed: it is looked at again.
                 self._seen.pop(path, None)
-            except Conflict as error:
+            except WriterConflict as error:
                 # What was complete first is this step's state; the others still get theirs.
                 self._published[path] = contents
                 why = f"{path} has other content than what was published: {error}, and a step is published once"
-                self.tell(Event("failed", self._key(path), why=why))
+                self.tell(CheckpointEvent("failed", self._key(path), why=why))
             except StoreError as error:
                 if not error.may_pass:
                     raise
-                self.tell(Event("failed", why=str(error)))
+                self.tell(CheckpointEvent("failed", why=str(error)))
         return done
 
     def _folders(self) -> list[Path]:
@@ -139,9 +139,9 @@ class Publisher:
 
     def _complete(self, path: Path, contents: Contents) -> bool:
         if self.marker is not None:
-            written = _marker(contents, self.marker)
+            written = _find_marker(contents, self.marker)
             before = self._published.get(path)
-            if written is None or (before is not None and written == _marker(before, self.marker)):
+            if written is None or (before is not None and written == _find_marker(before, self.marker)):
                 return False
             # In a folder that is used again and again, a marker that is older than a file is that of an earlier save.
             newer = next((file for file in contents.files if file.modified > written.modified), None)
@@ -150,7 +150,7 @@ class Publisher:
             if self._is_quiet(path, contents) and contents != self._told:
                 self._told = contents
                 why = f"{path / newer.path} was changed after {self.marker}: write that anew when all else is written"
-                self.tell(Event("failed", why=why))
+                self.tell(CheckpointEvent("failed", why=why))
             return False
         return self._is_quiet(path, contents)
 
@@ -169,7 +169,7 @@ class Publisher:
         self._published[path] = contents
         self._newest = max(self._newest, key.step)
         size = sum(file.size for file in contents.files)
-        self.tell(Event("saved", manifest.key, details={"bytes": size, "seconds": time.monotonic() - began}))
+        self.tell(CheckpointEvent("saved", manifest.key, details={"bytes": size, "seconds": time.monotonic() - began}))
         if self.keep_last is not None:
             self._tidy(key, self.keep_last)
         return manifest
@@ -180,10 +180,10 @@ class Publisher:
             key = self._key(path)
             fenced = partial(may_not_publish, self.store, key)
             try:
-                return folder.save(self.store, key, path, contents=contents, fenced=fenced)
-            except Conflict:
+                return folder.save_folder(self.store, key, path, contents=contents, fenced=fenced)
+            except WriterConflict:
                 manifest = read_manifest(self.store, key)
-                if folder.holds(manifest, contents):
+                if folder.holds_contents(manifest, contents):
                     return manifest  # our own, of a try whose answer was lost, or that of another publisher beside us
                 if self.each is not None:
                     raise
@@ -191,7 +191,7 @@ class Publisher:
 
     def _key(self, path: Path) -> Key:
         if self._attempt is None:
-            self._attempt = fence.given() or attempts.claim(self.store)
+            self._attempt = fence.get_given_attempt() or attempts.claim_next_attempt(self.store)
         return Key(self._attempt, self._newest + 1 if self.each is None else step_of(path) or 0)
 
     def _tidy(self, key: Key, keep_last: int) -> None:
@@ -199,14 +199,14 @@ class Publisher:
             verify_and_mark(self.store, key)
             retention.prune_verified(VerifiedCheckpoints(self.store), keep_last=keep_last)
         except CheckpointError as error:  # the next one that is published removes the old ones too
-            self.tell(Event("untidy", key, why=str(error)))
+            self.tell(CheckpointEvent("untidy", key, why=str(error)))
 
 
-def _marker(contents: Contents, name: str) -> folder.File | None:
+def _find_marker(contents: Contents, name: str) -> folder.File | None:
     return next((file for file in contents.files if file.path == name), None)
 
 
-def _manifest(store: Store, key: Key) -> Manifest | None:
+def _read_manifest_if_any(store: Store, key: Key) -> Manifest | None:
     with suppress(Missing, Damaged):
         return read_manifest(store, key)
     return None
@@ -215,12 +215,12 @@ def _manifest(store: Store, key: Key) -> Manifest | None:
 def _newest_good(store: Store) -> Manifest | None:
     """The newest checkpoint whose manifest holds: enough to know what this folder was."""
     for key in each_candidate(store):
-        if (found := _manifest(store, key)) is not None:
+        if (found := _read_manifest_if_any(store, key)) is not None:
             return found
     return None
 
 
-def publish(
+def publish_folder(
     store: Store, path: Path, *, step: int | None = None, on_bytes: Callable[[int], None] = lambda count: None
 ) -> Manifest:
     """Publish a folder once, as it is now. `step`: by default the number at its name's end, else the next one."""
@@ -229,5 +229,5 @@ def publish(
     if step is None:
         newest = _newest_good(store)
         step = newest.key.step + 1 if newest else 0
-    key = Key(fence.given() or attempts.claim(store), step)
-    return folder.save(store, key, path, fenced=partial(may_not_publish, store, key), on_bytes=on_bytes)
+    key = Key(fence.get_given_attempt() or attempts.claim_next_attempt(store), step)
+    return folder.save_folder(store, key, path, fenced=partial(may_not_publish, store, key), on_bytes=on_bytes)

@@ -21,7 +21,7 @@ def checksum_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     found = []
     for tensor in tensors:
         state = xxhash.xxh3_64()
-        for piece in _pieces(tensor.detach().resolve_conj().resolve_neg()):
+        for piece in _iterate_pieces(tensor.detach().resolve_conj().resolve_neg()):
             data = piece.reshape(-1).view(torch.uint8)
             if not data.is_cpu:
                 if buffer is None:
@@ -33,7 +33,7 @@ def checksum_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
     return found
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def _iterate_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Contiguous pieces of at most PIECE bytes, whose elements one after the other are those of the tensor."""
     if not tensor.numel():
         return
@@ -43,4 +43,4 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor.contiguous()
     else:
         for row in tensor:
-            yield from _pieces(row)
+            yield from _iterate_pieces(row)

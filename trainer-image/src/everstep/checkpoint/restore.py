@@ -21,21 +21,28 @@ from typing import Any, TypeVar
 
 from everstep.checkpoint.candidates import Readable, read_run
 from everstep.checkpoint.chunk_numbers import Chunks
-from everstep.checkpoint.chunk_reads import THREADS, ChunkReader, Read
+from everstep.checkpoint.chunk_reads import THREADS, ChunkRead, ChunkReader
 from everstep.checkpoint.errors import CheckpointError, Damaged, StoreError
-from everstep.checkpoint.format import Chunk, Manifest, decode, encode
+from everstep.checkpoint.format import Chunk, Manifest, decode_manifest, encode_manifest
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.loading import Loading
 from everstep.checkpoint.manifests import parse_manifest
-from everstep.checkpoint.merging import merge
-from everstep.checkpoint.node_cache import NodeCache, pack, runs, share, units, unpack
+from everstep.checkpoint.merging import merge_node_manifests
+from everstep.checkpoint.node_cache import (
+    NodeCache,
+    iterate_runs,
+    list_read_units,
+    pack_numbers,
+    take_share,
+    unpack_numbers,
+)
 from everstep.checkpoint.node_manifests import NodeManifests
 from everstep.checkpoint.part_files import PartFiles, hold_slots
 from everstep.checkpoint.peer_link import Address
 from everstep.checkpoint.peer_parts import PeerParts
-from everstep.checkpoint.peer_server import held
+from everstep.checkpoint.peer_server import iterate_held_slots
 from everstep.checkpoint.peers import Peers
-from everstep.checkpoint.proposals import MEMORY, PEER, STORE, Proposal, Proposals, mine
+from everstep.checkpoint.proposals import MEMORY, PEER, STORE, Proposal, Proposals, make_proposal
 from everstep.checkpoint.restore_options import RestoreOptions, find_difference
 from everstep.checkpoint.restore_steps import BadCheckpoint, UndefinedObjects, run_on_all_ranks
 from everstep.checkpoint.selection import NoSuchStep, rename_manifest
@@ -45,7 +52,7 @@ from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.retry import Retry
 from everstep.checkpoint.topology import Topology
 from everstep.checkpoint.user_metadata import read_metadata
-from everstep.checkpoint.vote import Vote
+from everstep.checkpoint.vote import RestoreConsensus
 
 _FARTHER = (MEMORY, PEER, STORE)
 
@@ -95,7 +102,7 @@ class Restorer:
         objects: Mapping[str, object],
         store: Store,
         topology: Topology,
-        vote: Vote,
+        vote: RestoreConsensus,
         memory: Path,
         *,
         peers: Peers | None = None,
@@ -155,7 +162,7 @@ class Restorer:
     def _offer(self) -> dict[str, Any]:
         """This rank's part of the message from which rank 0 makes a proposal."""
         try:
-            offer = mine(
+            offer = make_proposal(
                 self._memory,
                 self._topology,
                 run=self._run,
@@ -236,11 +243,17 @@ class Restorer:
             return None
         name = secrets.token_hex(8)
         if proposal.complete:
-            own = {claim.node: m for claim, m in _own(self._memory, key, self._run)} if self._offers(proposal) else {}
+            own = (
+                {claim.node: m for claim, m in _iterate_own_slots(self._memory, key, self._run)}
+                if self._offers(proposal)
+                else {}
+            )
             every = range(len(proposal.shares))
-            self._manifest = merge([own[number] if number in own else peers.manifest(number) for number in every])
+            self._manifest = merge_node_manifests(
+                [own[number] if number in own else peers.manifest(number) for number in every]
+            )
             if self._topology.world > 1:
-                self._vote.post(name, encode(self._manifest).decode())
+                self._vote.post(name, encode_manifest(self._manifest).decode())
         return name
 
     def _offers(self, proposal: Proposal) -> bool:
@@ -280,7 +293,7 @@ class Restorer:
         if self._topology.rank == 0:
             self._vote.remove(name)  # as large as the manifest, and every node has it
         if proposal.complete:
-            manifest = self._manifest if self._leads else decode(cache.message("manifest"), key.manifest_name)
+            manifest = self._manifest if self._leads else decode_manifest(cache.message("manifest"), key.manifest_name)
             assert manifest is not None
             return manifest
         index = nodes.index()
@@ -307,7 +320,7 @@ class Restorer:
                 options=self._options,
             )
             needs = set() if found.problems else found.needs(manifest, chunks, files.__contains__)
-            cache.leave(f"needs.{topology.local}", pack(needs, len(chunks.all)))
+            cache.leave(f"needs.{topology.local}", pack_numbers(needs, len(chunks.all)))
             return found
 
         loading: Loading = self._together(plan, local=True)
@@ -316,14 +329,14 @@ class Restorer:
         message = {
             "problems": [f"rank {topology.rank}: {each}" for each in loading.problems],
             "missing": loading.missing,
-            "wanted": pack(wanted, len(names)).hex(),
+            "wanted": pack_numbers(wanted, len(names)).hex(),
         }
 
         def fits(messages: list[Any]) -> dict[str, list[str]]:
             unexpected: list[str] = []
             problems = [each for message in messages for each in message["problems"]]
             if not problems:
-                taken = {names[i] for i in unpack([bytes.fromhex(message["wanted"]) for message in messages])}
+                taken = {names[i] for i in unpack_numbers([bytes.fromhex(message["wanted"]) for message in messages])}
                 below = tuple(f"{prefix}." for prefix in loading.exclusive())
                 unexpected = [name for name in names if name.startswith(below) and name not in taken]
                 if self._options.is_strict:
@@ -352,11 +365,11 @@ class Restorer:
         What comes from afar is brought into the node's memory; what goes into new tensors, into these.
         """
         topology = self._topology
-        needed = unpack([cache.message(f"needs.{local}") for local in range(len(topology.ranks))])
-        every = units([chunks.all[number] for number in needed], manifest)
+        needed = unpack_numbers([cache.message(f"needs.{local}") for local in range(len(topology.ranks))])
+        every = list_read_units([chunks.all[number] for number in needed], manifest)
         own = self._share([unit for unit in every if unit.part in files and not files.is_verified(unit.part)])
         first = loading.first_reads(manifest, files.__contains__)
-        reader.read([*map(Read, own), *first])
+        reader.read([*map(ChunkRead, own), *first])
         read = [*own, *(read.chunk for read in first)]
         far = [unit for unit in every if unit.part not in files]
         if self._leads:
@@ -369,7 +382,7 @@ class Restorer:
         return max(tiers, key=_FARTHER.index, default=MEMORY)
 
     def _share(self, every: Sequence[Chunk]) -> list[Chunk]:
-        return share(every, self._topology.local, len(self._topology.ranks))
+        return take_share(every, self._topology.local, len(self._topology.ranks))
 
     def _bring(self, mine: Sequence[Chunk], manifest: Manifest, cache: NodeCache, peers: PeerParts) -> None:
         """Reads these chunks into the node's memory and verifies them there."""
@@ -387,7 +400,7 @@ class Restorer:
 
         pool = ThreadPoolExecutor(THREADS, thread_name_prefix="restore")
         try:
-            for _ in pool.map(bring, runs(mine)):
+            for _ in pool.map(bring, iterate_runs(mine)):
                 pass
         finally:
             pool.shutdown(cancel_futures=True)
@@ -397,7 +410,7 @@ class Restorer:
     ) -> dict[str, Any]:
         """The objects take in what was verified. UndefinedObjects when it is not what it was any more."""
 
-        def read(reads: Sequence[Read]) -> None:
+        def read(reads: Sequence[ChunkRead]) -> None:
             try:
                 reader.read(reads)
             except (Damaged, StoreError) as error:
@@ -412,9 +425,9 @@ class Restorer:
         return run_on_all_ranks(self._vote, self._topology.rank, work, is_local=local)
 
 
-def _own(memory: Path, key: Key, run: str | None) -> Iterator[tuple[Claim, Manifest]]:
+def _iterate_own_slots(memory: Path, key: Key, run: str | None) -> Iterator[tuple[Claim, Manifest]]:
     """What this node's memory holds of a checkpoint."""
-    for slot, manifest in held(memory, run):
+    for slot, manifest in iterate_held_slots(memory, run):
         claim = slot.claimed()
         if claim is not None and claim.key == manifest.key == key:
             yield claim, manifest

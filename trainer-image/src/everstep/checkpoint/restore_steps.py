@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from everstep.checkpoint.errors import CheckpointError, Removed, RestoreFailed, is_damage
-from everstep.checkpoint.vote import Vote
+from everstep.checkpoint.vote import RestoreConsensus
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ class UndefinedObjects(Exception):
     """Bytes changed between the two passes, when objects had some of them already."""
 
 
-def run_on_all_ranks(vote: Vote, rank: int, work: Callable[[], T], *, is_local: bool) -> Any:
+def run_on_all_ranks(vote: RestoreConsensus, rank: int, work: Callable[[], T], *, is_local: bool) -> Any:
     """Every rank works, and fails where one of them does.
 
     Args:
@@ -50,7 +50,7 @@ def run_on_all_ranks(vote: Vote, rank: int, work: Callable[[], T], *, is_local: 
         message[kind] = f"rank {rank}: {error}"
         if isinstance(error, Removed):
             message = {"removed": error.name}
-    outcome = vote.agree(message, _judge)
+    outcome = vote.agree(message, _judge_votes)
     if outcome.get("failed"):
         if failure is not None and not (isinstance(failure, UndefinedObjects | Removed) or is_damage(failure)):
             raise failure
@@ -67,7 +67,7 @@ def run_on_all_ranks(vote: Vote, rank: int, work: Callable[[], T], *, is_local: 
     return made if is_local else outcome["made"]
 
 
-def _judge(messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _judge_votes(messages: list[dict[str, Any]]) -> dict[str, Any]:
     for kind in ("failed", "undefined", "removed", "bad"):
         said = [message[kind] for message in messages if kind in message]
         if said:

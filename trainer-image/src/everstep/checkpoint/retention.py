@@ -8,14 +8,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from everstep.checkpoint.best import KeepBest
-from everstep.checkpoint.candidates import candidates
+from everstep.checkpoint.candidates import list_candidates
 from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
 from everstep.checkpoint.keys import DATA, LEASES, Key
-from everstep.checkpoint.leases import find_time, leases
+from everstep.checkpoint.leases import find_time, list_leases
 from everstep.checkpoint.manifests import read_index
 from everstep.checkpoint.needs import find_needed
-from everstep.checkpoint.store.base import Entry, Store
-from everstep.checkpoint.verification import OnBytes, VerifiedCheckpoints, marks
+from everstep.checkpoint.store.base import Store, StoredObject
+from everstep.checkpoint.verification import OnBytes, VerifiedCheckpoints, list_marks
 
 SWEEP_AFTER = 24 * 3600.0  # seconds; longer than any save takes
 
@@ -29,7 +29,7 @@ class Pruned:
     swept: int = 0
 
 
-def plan(
+def plan_retention(
     keys: Collection[Key],
     leased: Collection[Key],
     verified: Collection[Key],
@@ -70,7 +70,7 @@ def plan_known(
     keep_every: int | None = None,
 ) -> list[Key]:
     """Return what plan() gives without what another version of everstep wrote: only that one can tell what may go."""
-    return [key for key in plan(keys, leased, verified, keep_last, keep_every) if not _is_unknown(store, key)]
+    return [key for key in plan_retention(keys, leased, verified, keep_last, keep_every) if not _is_unknown(store, key)]
 
 
 def find_kept(
@@ -97,7 +97,7 @@ def find_kept(
     return sorted(kept, reverse=True)
 
 
-def prune(
+def prune_store(
     store: Store,
     verified: Collection[Key],
     *,
@@ -113,19 +113,19 @@ def prune(
     one removes. `keep`: stays in any case. `clock`: of the store, which is asked by default; ages are told by no other.
     """
     # Data is listed before manifests: what is committed in between has its manifest in the second list.
-    data = _data(store)
-    keys = candidates(store)
+    data = _list_data(store)
+    keys = list_candidates(store)
     now = find_time(store) if clock is None else clock()
-    held = leases(store)
+    held = list_leases(store)
     stays = {key for key, expires in held.values() if expires > now} | set(keep)
     removed = plan_known(store, keys, stays, verified, keep_last, keep_every)
-    marked = marks(store)
+    marked = list_marks(store)
     for key in removed:
         store.delete([key.manifest_name])
         # Data before marks: what is half removed is nobody's, and the next call finds it by its data or its marks.
         store.delete([entry.name for entry in (*data.get(key, ()), *marked.get(key, ()))])
     newest = max(set(verified) & set(keys), default=None)
-    left: dict[Key, list[Entry]] = {}
+    left: dict[Key, list[StoredObject]] = {}
     for found in (data, marked):
         for key, entries in found.items():
             if newest is not None and key < newest and key not in keys:
@@ -159,13 +159,13 @@ def prune_verified(
     Raises:
         StoreError: The store did not do it; what is left is found by the next call.
     """
-    keys = candidates(found.store)
+    keys = list_candidates(found.store)
     best = set() if keep_best is None else keep_best.select(found, keys)
-    if not plan(keys, best, keys, keep_last, keep_every):
+    if not plan_retention(keys, best, keys, keep_last, keep_every):
         return Pruned()
     verified = find_kept(found, keys, keep_last=keep_last, keep_every=keep_every, on_bytes=on_bytes)
-    needed = find_needed(set(keys) - set(plan(keys, best, verified, keep_last, keep_every)), found.needs)
-    return prune(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=best | needed)
+    needed = find_needed(set(keys) - set(plan_retention(keys, best, verified, keep_last, keep_every)), found.needs)
+    return prune_store(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=best | needed)
 
 
 def _is_unknown(store: Store, key: Key) -> bool:
@@ -179,8 +179,8 @@ def _is_unknown(store: Store, key: Key) -> bool:
     return False
 
 
-def _data(store: Store) -> dict[Key, list[Entry]]:
-    found: dict[Key, list[Entry]] = defaultdict(list)
+def _list_data(store: Store) -> dict[Key, list[StoredObject]]:
+    found: dict[Key, list[StoredObject]] = defaultdict(list)
     for entry in store.list(DATA):
         with suppress(ValueError):  # no file of a checkpoint: somebody else's
             found[Key.of_data(entry.name)].append(entry)

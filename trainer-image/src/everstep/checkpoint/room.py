@@ -18,12 +18,12 @@ _SPARE_MEMORY = 64 << 20
 _SPARE_FILES = 512 << 10
 
 
-class NoRoom(CheckpointError):
+class InsufficientMemory(CheckpointError):
     """The slots do not fit; the message says by how much and what to change."""
 
 
-def check(directory: Path, need: int, copies: int, kept: int = 0) -> None:
-    """NoRoom unless `need` more bytes fit into the directory's file system, our cgroups and the machine's memory.
+def check_memory(directory: Path, need: int, copies: int, kept: int = 0) -> None:
+    """Raises InsufficientMemory unless `need` more bytes fit into the file system, our cgroups and the memory.
 
     `copies` and `kept`, for the message: slots of this node, and copies of another's.
     """
@@ -32,17 +32,20 @@ def check(directory: Path, need: int, copies: int, kept: int = 0) -> None:
     on_files = shutil.disk_usage(directory).free
     rooms = [
         (on_files, _SPARE_FILES, f"the file system of {directory}", "give it more (sizeLimit, --shm-size)"),
-        (_machine(), _SPARE_MEMORY, "this machine", "use a greater one"),
-        *((free, _SPARE_MEMORY, f"the memory limit of cgroup {name}", "raise the limit") for free, name in cgroups()),
+        (_get_machine_memory(), _SPARE_MEMORY, "this machine", "use a greater one"),
+        *(
+            (free, _SPARE_MEMORY, f"the memory limit of cgroup {name}", "raise the limit")
+            for free, name in iterate_cgroup_limits()
+        ),
     ]
     free, spare, where, remedy = min(rooms, key=lambda room: room[0] - room[1])
     if need + spare > free:
         fewer = " or use slots=1" * (max(copies, kept) > 1) + " or peers=0" * (kept > 0)
         parts = [f"{copies} slot{'s' * (copies > 1)} for checkpoints"] if copies else []
         parts += [f"{kept} cop{'ies' if kept > 1 else 'y'} of another node's slots"] if kept else []
-        raise NoRoom(
-            f"{' and '.join(parts)} need {_size(need)} more memory, {where} has {_size(free)} left, and {_size(spare)} "
-            f"must stay free: {_size(need + spare - free)} are missing; {remedy}{fewer}"
+        raise InsufficientMemory(
+            f"{' and '.join(parts)} need {_format_size(need)} more memory, {where} has {_format_size(free)} left, and "
+            f"{_format_size(spare)} must stay free: {_format_size(need + spare - free)} are missing; {remedy}{fewer}"
         )
 
 
@@ -50,35 +53,35 @@ def check_files(directory: Path, largest: int, count: int) -> None:
     """See that `count` more files may be made in a directory, of up to `largest` bytes each.
 
     Raises:
-        NoRoom: The limit of a file is less, or the file system has fewer inodes left.
+        InsufficientMemory: The limit of a file is less, or the file system has fewer inodes left.
     """
     limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
     if resource.RLIM_INFINITY != limit < largest:
-        raise NoRoom(
-            f"a rank's part has up to {_size(largest)}, and a file of this user {_size(limit)} at most (ulimit -f): "
-            "raise the limit"
+        raise InsufficientMemory(
+            f"a rank's part has up to {_format_size(largest)}, and a file of this user {_format_size(limit)} at most "
+            "(ulimit -f): raise the limit"
         )
     found = os.statvfs(directory)
     if found.f_files and found.f_favail < count:
-        raise NoRoom(
+        raise InsufficientMemory(
             f"the slots are up to {count} files, and the file system of {directory} has {found.f_favail} inodes left "
             "(df -i): give it more (nr_inodes)"
         )
 
 
-def available() -> int:
+def get_available_memory() -> int:
     """Bytes of memory that can be had: the least of what the machine and each cgroup above us has left."""
-    return min([_machine(), *(left for left, _ in cgroups())])
+    return min([_get_machine_memory(), *(left for left, _ in iterate_cgroup_limits())])
 
 
-def _machine() -> int:
+def _get_machine_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-def cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iterator[tuple[int, str]]:
+def iterate_cgroup_limits(own: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iterator[tuple[int, str]]:
     """(bytes left, name) of each cgroup above us that has a memory limit, of either version."""
     for line in own.read_text().splitlines() if own.exists() else ():
         _, controllers, path = line.split(":", 2)
@@ -90,12 +93,12 @@ def cgroups(own: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iter
         for each in (group, *group.parents):
             if not each.is_relative_to(base):
                 break
-            left = _left(each, *files)
+            left = _read_memory_left(each, *files)
             if left is not None:
                 yield left, f"/{each.relative_to(base)}"
 
 
-def _left(group: Path, limit: str, usage: str) -> int | None:
+def _read_memory_left(group: Path, limit: str, usage: str) -> int | None:
     try:
         most, used = (group / limit).read_text().strip(), int((group / usage).read_text())
         if not most.isdecimal() or int(most) >= 1 << 60:  # version 1 says "none" by a great number
@@ -108,5 +111,5 @@ def _left(group: Path, limit: str, usage: str) -> int | None:
     return int(most) - used + cached
 
 
-def _size(count: int) -> str:
+def _format_size(count: int) -> str:
     return f"{count / 1e9:.2f} GB" if abs(count) >= 1e8 else f"{count / 1e6:.1f} MB"

@@ -14,20 +14,20 @@ import torch
 import torch.distributed as dist
 
 from everstep.checkpoint import control, planning, room
-from everstep.checkpoint.control import Config, Link, WriterLost
+from everstep.checkpoint.control import WriterConfig, WriterLink, WriterLost
 from everstep.checkpoint.device_staging import choose_staging
 from everstep.checkpoint.errors import CheckpointError, RankLost
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.planning import Plan
+from everstep.checkpoint.planning import WritePlan
 from everstep.checkpoint.same_step import check_same_step
 from everstep.checkpoint.slot_files import check_is_own
-from everstep.checkpoint.slots import Record, Slot, Slots
+from everstep.checkpoint.slots import PartRecord, Slot, Slots
 from everstep.checkpoint.snapshot import Snapshots
 from everstep.checkpoint.staging import Staging
-from everstep.checkpoint.state.flat import Flat, coming, flatten, of_optimizers
-from everstep.checkpoint.state.kinds import unwrap
+from everstep.checkpoint.state.flat import Flat, flatten_objects, of_optimizers, predict_optimizer_tensors
+from everstep.checkpoint.state.kinds import unwrap_marked
 from everstep.checkpoint.state.steps import STEPS, has_hooked_steps
-from everstep.checkpoint.together import together
+from everstep.checkpoint.together import run_on_all_ranks
 from everstep.checkpoint.topology import Topology
 from everstep.checkpoint.user_metadata import pack_metadata
 
@@ -39,16 +39,16 @@ _AGAIN = 10.0  # seconds between two tries to find a lost writer
 _SEEN = 1.0  # seconds that a writer may take to see that a rank is gone
 
 
-class Node:
+class WriterConnection:
     """This rank's connection to its node's writer, made again when the writer is lost."""
 
-    def __init__(self, directory: Path, config: Config, local: int, linger: float) -> None:
+    def __init__(self, directory: Path, config: WriterConfig, local: int, linger: float) -> None:
         self.directory = directory
         self.config = config
         self.kept: tuple[int, ...] = ()  # ranks of another node, whose copies are kept here
         self._local = local
         self._linger = linger
-        self._link: Link | None = control.join(directory, config, local, linger)
+        self._link: WriterLink | None = control.join_writer(directory, config, local, linger)
         self._tried = time.monotonic()
         self.connections = 1  # so many times it was made
 
@@ -57,7 +57,7 @@ class Node:
         """Where other nodes reach our writer."""
         return None if self._link is None else self._link.port
 
-    def settle(self, config: Config, kept: tuple[int, ...]) -> None:
+    def settle(self, config: WriterConfig, kept: tuple[int, ...]) -> None:
         """Tells the writer what is known only after all nodes have met; all ranks of the node do."""
         self.config, self.kept = config, kept
         link = self._found()
@@ -68,18 +68,18 @@ class Node:
             self._found()
 
     def call(self, verb: str, timeout: float = control.ANSWER_TIMEOUT, **fields: Any) -> Any:
-        """See Link.call; a writer that was lost before is looked for first."""
+        """See WriterLink.call; a writer that was lost before is looked for first."""
         return self.answer(self.tell(verb, **fields), timeout)
 
     def call_until_heard(self, verb: str, timeout: float = control.ANSWER_TIMEOUT, **fields: Any) -> Any:
-        """See Link.call, for what may be said twice: where the writer is lost meanwhile, a new one is told, once."""
+        """See WriterLink.call, for what may be said twice: where the writer is lost, a new one is told, once."""
         try:
             return self.call(verb, timeout, **fields)
         except WriterLost:
             return self.call(verb, timeout, **fields)
 
     def tell(self, verb: str, **fields: Any) -> int:
-        """See Link.tell."""
+        """See WriterLink.tell."""
         try:
             return self._found().tell(verb, **fields)
         except WriterLost:
@@ -87,7 +87,7 @@ class Node:
             raise
 
     def answer(self, number: int, timeout: float = control.ANSWER_TIMEOUT) -> Any:
-        """See Link.answer."""
+        """See WriterLink.answer."""
         if self._link is None:
             raise WriterLost("the writer is gone")
         try:
@@ -121,10 +121,10 @@ class Node:
             self._link.close()
             self._link = None
 
-    def _found(self) -> Link:
+    def _found(self) -> WriterLink:
         if self._link is None:
             self._tried = time.monotonic()
-            self._link = control.join(self.directory, self.config, self._local, self._linger)
+            self._link = control.join_writer(self.directory, self.config, self._local, self._linger)
             self.connections += 1
         return self._link
 
@@ -143,7 +143,7 @@ def check_values(objects: Mapping[str, object], topology: Topology, how: How) ->
     Raises:
         CheckpointError: A value of this rank has a type that no checkpoint holds.
     """
-    flatten(objects, rank=topology.rank, step=None, allow_pickle=how.allow_pickle)
+    flatten_objects(objects, rank=topology.rank, step=None, allow_pickle=how.allow_pickle)
 
 
 def check_start(
@@ -165,21 +165,26 @@ def check_start(
         slots: How many there will be.
 
     Raises:
-        CheckpointError: A value cannot be saved, the ranks' states do not fit together, there is no room (NoRoom), or
-            the slots that are there are another user's.
+        CheckpointError: A value cannot be saved, the ranks' states do not fit together, there is no room
+            (InsufficientMemory), or the slots that are there are another user's.
     """
-    together(lambda: check_is_own(directory), group)
-    plan = planning.make(lambda: _after_a_step(objects, topology.rank, how), topology.rank, group)
+    run_on_all_ranks(lambda: check_is_own(directory), group)
+    plan = planning.make_save_plan(lambda: _after_a_step(objects, topology.rank, how), topology.rank, group)
     sizes = [plan.sizes[rank] for rank in topology.ranks]
     memory = next(folder for folder in (directory, *directory.absolute().parents) if folder.is_dir())
-    room.check(memory, Slots(directory).need(sizes, slots), slots)
+    room.check_memory(memory, Slots(directory).need(sizes, slots), slots)
 
 
 class Saver:
     """Saves the objects it was given, when it is told to. Every method may raise CheckpointError."""
 
     def __init__(
-        self, objects: Mapping[str, object], topology: Topology, group: dist.ProcessGroup | None, node: Node, how: How
+        self,
+        objects: Mapping[str, object],
+        topology: Topology,
+        group: dist.ProcessGroup | None,
+        node: WriterConnection,
+        how: How,
     ) -> None:
         self._objects = dict(objects)
         self._topology = topology
@@ -187,12 +192,12 @@ class Saver:
         self._node = node
         self._slots = Slots(node.directory)
         self._how = how
-        self._plan: Plan | None = None
+        self._plan: WritePlan | None = None
         self._bulk: frozenset[str] = frozenset()  # names of what was planned for bytes of arrays
         self._layout = ""
         self._staging: Staging | None = None
         self._snapshots: Snapshots | None = None
-        self._copying: tuple[Slot, Record] | None = None
+        self._copying: tuple[Slot, PartRecord] | None = None
         self._begun: tuple[Slot, Flat] | None = None
         self.note: Callable[[int], Mapping[str, Any]] = lambda step: {}  # a user's metadata for a step
 
@@ -220,9 +225,9 @@ class Saver:
             _log.warning("the slots in %s were removed by another process: they are made anew", self._slots.directory)
             return False
         begun = self._node.tell("begin", key=str(key))  # the writer looks for a slot while we look at our state
-        flat = self._flat(key.step).fitted(self._plan.signature, self._bulk, planning.signature)
+        flat = self._flat(key.step).fitted(self._plan.signature, self._bulk, planning.compute_signature)
         self._begun = (self._slots[self._node.answer(begun, ALLOCATION_TIMEOUT)], flat)
-        return planning.signature(flat.tensors, flat.elsewhere) == self._plan.signature
+        return planning.compute_signature(flat.tensors, flat.elsewhere) == self._plan.signature
 
     def take(self, key: Key, replan: bool) -> None:
         """Copies the state into a slot. Collective only with `replan`; without it begin() was called before.
@@ -240,9 +245,9 @@ class Saver:
         self._begun = None
         assert self._plan is not None
         assert self._snapshots is not None
-        flat = flat.fitted(self._plan.signature, self._bulk, planning.signature)
+        flat = flat.fitted(self._plan.signature, self._bulk, planning.compute_signature)
         self._snapshots.take(slot, key, flat.tensors, is_beside_training=STEPS.are_announced(self._optimizers()))
-        record = Record(
+        record = PartRecord(
             key=key,
             rank=self._topology.rank,
             world=self._topology.world,
@@ -310,7 +315,7 @@ class Saver:
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
         """Those whose state may be copied beside training."""
-        every = [unwrap(each) for each in self._objects.values()]
+        every = [unwrap_marked(each) for each in self._objects.values()]
         return [each for each in every if isinstance(each, torch.optim.Optimizer) and has_hooked_steps(each)]
 
     def _finish_earlier(self) -> None:
@@ -323,7 +328,7 @@ class Saver:
         return self._flat(step)
 
     def _flat(self, step: int | None) -> Flat:
-        return flatten(self._objects, rank=self._topology.rank, step=step, allow_pickle=self._how.allow_pickle)
+        return flatten_objects(self._objects, rank=self._topology.rank, step=step, allow_pickle=self._how.allow_pickle)
 
     def _after_a_step(self) -> Flat:
         return _after_a_step(self._objects, self._topology.rank, self._how)
@@ -341,7 +346,7 @@ class Saver:
         try:
             if step is not None:
                 check_same_step(step, self._group)
-            plan = planning.make(made, topology.rank, self._group, compare=step is not None)
+            plan = planning.make_save_plan(made, topology.rank, self._group, compare=step is not None)
         except RankLost as error:
             raise RankLost(error.ranks or self._absent(), "left while ranks planned this save together") from error
         sizes = [[plan.sizes[rank] for rank in ranks] for ranks in (topology.ranks, self._node.kept)]
@@ -371,5 +376,7 @@ class Saver:
 
 
 def _after_a_step(objects: Mapping[str, object], rank: int, how: How) -> Flat:
-    flat = flatten(objects, rank=rank, step=None, allow_pickle=how.allow_pickle)
-    return Flat({**flat.tensors, **coming(objects, rank=rank)}, flat.values, flat.bulk, flat.elsewhere)
+    flat = flatten_objects(objects, rank=rank, step=None, allow_pickle=how.allow_pickle)
+    return Flat(
+        {**flat.tensors, **predict_optimizer_tensors(objects, rank=rank)}, flat.values, flat.bulk, flat.elsewhere
+    )

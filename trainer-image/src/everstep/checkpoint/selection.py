@@ -102,7 +102,7 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
         return {name: name for name in given}
     given = list(given)
     # A prefix may end with the dot that is behind the name of a part.
-    by_name = rename if callable(rename) else _renaming(rename, given)
+    by_name = rename if callable(rename) else _make_renaming(rename, given)
     by_part = rename if callable(rename) else _of_parts(by_name)
     found: dict[str, str] = {}
     origin: dict[str, str] = {}
@@ -126,7 +126,7 @@ def _new_names(given: Iterable[str], rename: Rename | None) -> dict[str, str]:
     return found
 
 
-def _renaming(prefixes: Mapping[str, str | None], given: Sequence[str]) -> Callable[[str], str | None]:
+def _make_renaming(prefixes: Mapping[str, str | None], given: Sequence[str]) -> Callable[[str], str | None]:
     """Return the function that a mapping stands for: what an optimizer has of a parameter goes with the parameter."""
     every = dict(prefixes)
     params: dict[str, set[str]] = {}  # by their optimizer

@@ -15,23 +15,23 @@ from everstep.checkpoint import attempts, checksum, claiming, fence, topology
 from everstep.checkpoint.agreement import Agreement
 from everstep.checkpoint.arguments import check_arguments
 from everstep.checkpoint.arrivals import Arrivals
-from everstep.checkpoint.auto import Trigger, learned
+from everstep.checkpoint.auto import Trigger, estimate_mean_time_between_failures
 from everstep.checkpoint.best import Mode
-from everstep.checkpoint.board import Alone, Board, Shared
+from everstep.checkpoint.board import KVStore, LocalKVStore, SharedKVStore
 from everstep.checkpoint.busy import check_process, one_at_a_time
 from everstep.checkpoint.casting import Cast, Casts
 from everstep.checkpoint.claiming import LastSeen
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.events import Callback, Event, Events, Metrics
+from everstep.checkpoint.events import Callback, CheckpointEvent, Events, Metrics
 from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.keys import Attempt, Key, check_deadline, check_step
 from everstep.checkpoint.outcomes import SaveFailed
 from everstep.checkpoint.peers import serve_reads
-from everstep.checkpoint.pilot import Forecast, Pilot, Policy
+from everstep.checkpoint.pilot import Forecast, Policy, SaveCoordinator
 from everstep.checkpoint.restore import Restored, Restorer
 from everstep.checkpoint.restore_options import RestoreOptions
 from everstep.checkpoint.rng import Rng
-from everstep.checkpoint.save import How, Node, Saver, check_start, check_values
+from everstep.checkpoint.save import How, Saver, WriterConnection, check_start, check_values
 from everstep.checkpoint.selection import Rename
 from everstep.checkpoint.session_end import tell_unmet_request
 from everstep.checkpoint.slots import default_directory, default_memory
@@ -39,9 +39,9 @@ from everstep.checkpoint.source_ranks import check_source_ranks
 from everstep.checkpoint.state.kinds import PerRank
 from everstep.checkpoint.state.loader_samplers import warn_of_random_samplers
 from everstep.checkpoint.store.base import Store, open_store
-from everstep.checkpoint.together import together
+from everstep.checkpoint.together import run_on_all_ranks
 from everstep.checkpoint.user_metadata import pack_metadata
-from everstep.checkpoint.vote import Vote
+from everstep.checkpoint.vote import RestoreConsensus
 
 __all__ = ["Checkpointer", "Forecast", "SaveFailed"]
 
@@ -113,15 +113,15 @@ class Checkpointer:
         self._events = Events()
         self._metrics = Metrics()
         self._how = How(checksum, allow_pickle)
-        self._pilot: Pilot | None = None
+        self._pilot: SaveCoordinator | None = None
         self._group = open_host_group(timeout)
-        self._topology = topology.find(self._group)
+        self._topology = topology.find_topology(self._group)
         self._options = dict(options or {})
         self.store: Store = open_store(store, **self._options)
 
         # Nothing is written anywhere, and nobody else's is touched, before this session saves: see _claim().
         self.attempt: Attempt | None = None
-        self._given = Attempt(*given["attempt"]) if attempt is not None else fence.given()
+        self._given = Attempt(*given["attempt"]) if attempt is not None else fence.get_given_attempt()
         self._time_between_failures = time_between_failures
         self._settings: dict[str, Any] = {
             **{name: given[name] for name in _OF_WRITER},
@@ -133,7 +133,7 @@ class Checkpointer:
         # The writer works in another folder than we do.
         self._directory = Path(memory).absolute() if memory is not None else default_directory(self.store.url, place)
         self._linger = given["linger"]
-        self._node: Node | None = None
+        self._node: WriterConnection | None = None
         self._process = os.getpid()
         self._is_closed = False
         self._objects: dict[str, object] | None = None
@@ -142,11 +142,11 @@ class Checkpointer:
         self._noted: dict[str, Any] = {}  # for the save that is being begun
         self._has_restored = False
         self._wish: tuple[float | None] | None = None  # until when a save is asked for, before there is a pilot
-        board: Board = Shared.open(self._group, timeout) if self._group is not None else Alone()
+        board: KVStore = SharedKVStore.open(self._group, timeout) if self._group is not None else LocalKVStore()
         self._agreement = Agreement(board, self._topology.rank, timeout)
         self._board = board
         self._arrivals = Arrivals(board, self._topology.rank, self._group)
-        self._vote = Vote(board, self._topology.rank, self._topology.world, timeout)
+        self._vote = RestoreConsensus(board, self._topology.rank, self._topology.world, timeout)
         self._policy: Policy = policy
         self._timeout = timeout
         self._commit_timeout = commit_timeout
@@ -190,7 +190,7 @@ class Checkpointer:
 
         with self._arrivals.naming_absent("restore()"):
             check_source_ranks(everything, self._group)
-            options = together(check, self._group)
+            options = run_on_all_ranks(check, self._group)
         run = attempts.read_run(self.store) if self._topology.local == 0 else None
         with serve_reads(self._directory, self._topology, self._group, run, wanted=self._keeps_copies) as peers:
             restorer = Restorer(
@@ -210,10 +210,10 @@ class Checkpointer:
         self._seen = LastSeen(restorer.newest_seen, restored.key)
         for key, why in restored.fell_back.items():
             self._metrics.fell_back += 1
-            self._events.emit(Event("fell_back", Key.parse(key), why))
+            self._events.emit(CheckpointEvent("fell_back", Key.parse(key), why))
         if restored.key is not None:
             figures = {"tier": restored.tier, "bytes": restored.bytes, "seconds": round(restored.seconds, 3)}
-            self._events.emit(Event("restored", restored.key, "", figures))
+            self._events.emit(CheckpointEvent("restored", restored.key, "", figures))
         self._set_objects(everything, restored.step)
         return restored
 
@@ -228,7 +228,9 @@ class Checkpointer:
         if self._pilot is None and not self._has_restored:
             keep_last = self._settings["keep_last"]
             with self._arrivals.naming_absent("track()"):
-                together(lambda: self._first(lambda: claiming.check_is_empty(self.store, keep_last)), self._group)
+                run_on_all_ranks(
+                    lambda: self._first(lambda: claiming.check_is_empty(self.store, keep_last)), self._group
+                )
             self._seen = LastSeen(None, None)
         self._track(objects)
 
@@ -382,14 +384,14 @@ class Checkpointer:
             # The same one: its saves may not have ended yet, and all ranks go on with the numbers that they have.
             self._pilot.go_on(self._saver(self._pilot.node), step)
 
-    def _claimed(self) -> Pilot:
+    def _claimed(self) -> SaveCoordinator:
         """The pilot; the first call of all ranks claims the store and the slots for them. Collective then."""
         if self._pilot is not None:
             return self._pilot
         if self._objects is None:
             raise CheckpointError("nothing is tracked yet: call restore(model=…, optimizer=…) first")
         node = self._node = self._node or self._claim()
-        self._pilot = Pilot(
+        self._pilot = SaveCoordinator(
             saver=self._saver(node),
             node=node,
             agreement=self._agreement,
@@ -407,12 +409,12 @@ class Checkpointer:
             self._pilot.request(None if until is None else max(0.0, until - time.monotonic()))
         return self._pilot
 
-    def _saver(self, node: Node) -> Saver:
+    def _saver(self, node: WriterConnection) -> Saver:
         assert self._objects is not None
         saver = Saver(self._objects, self._topology, self._group, node, self._how)
         saver.note = self._note
         try:
-            together(saver.prepare, self._group)
+            run_on_all_ranks(saver.prepare, self._group)
         except BaseException:
             saver.close()
             raise
@@ -422,7 +424,7 @@ class Checkpointer:
         kept = self.metadata
         return {**(kept(step) if callable(kept) else kept), **self._noted}
 
-    def _claim(self) -> Node:
+    def _claim(self) -> WriterConnection:
         """Take the attempt, this node's writer and its slots for this run. Collective."""
         node = claiming.claim_node(
             self.store,
@@ -441,7 +443,7 @@ class Checkpointer:
 
     def _learn_failures(self) -> None:
         if self._trigger.auto and self._time_between_failures is None:
-            self._trigger.between_failures = learned(*claiming.read_history(self.store))
+            self._trigger.between_failures = estimate_mean_time_between_failures(*claiming.read_history(self.store))
 
     def _first(self, make: Any) -> Any:
         return make() if self._topology.rank == 0 else None

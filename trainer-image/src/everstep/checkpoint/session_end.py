@@ -10,9 +10,9 @@ from collections.abc import Callable
 from everstep.checkpoint.agreement import Agreement
 from everstep.checkpoint.board import AgreementLost
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.events import Event, Events
+from everstep.checkpoint.events import CheckpointEvent, Events
 from everstep.checkpoint.outcomes import SaveFailed, SaveOutcomes
-from everstep.checkpoint.save import Node
+from everstep.checkpoint.save import WriterConnection
 
 _BRIEF = 2.0  # seconds that telling it may take after an error
 _LOOK = 0.25  # seconds between two looks for ranks that are lost
@@ -35,7 +35,7 @@ def tell_unmet_request(events: Events, deadline: float | None, raises: bool) -> 
         "a save was asked for by request(), and no step() that could take it came before the session ended: "
         "call save(step) before the end"
     )
-    events.emit(Event("failed", None, why))
+    events.emit(CheckpointEvent("failed", None, why))
     if raises and (deadline is None or time.monotonic() < deadline):
         raise SaveFailed(why)
 
@@ -49,7 +49,7 @@ class SessionEnd:
         outcomes: Through it rank 0 is told.
     """
 
-    def __init__(self, node: Node, agreement: Agreement, outcomes: SaveOutcomes) -> None:
+    def __init__(self, node: WriterConnection, agreement: Agreement, outcomes: SaveOutcomes) -> None:
         self.ended: set[int] = set()  # on rank 0: ranks whose session is over
         self._node = node
         self._agreement = agreement

@@ -18,7 +18,7 @@ import xxhash
 
 from everstep.checkpoint.coverage import uneven_region
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import ALIGN, HEADER, itemsize
+from everstep.checkpoint.format import ALIGN, HEADER, get_itemsize
 from everstep.checkpoint.layouts import LayoutNames, Ownership, box_of_span, extents_of
 
 Ints = np.ndarray[Any, np.dtype[Any]]
@@ -73,7 +73,7 @@ def share_writes(groups: Sequence[LayoutGroup]) -> WriteShares:
     loads = np.zeros(world, np.int64)
     for group, size, own in zip(groups, bytes_of, own_places, strict=True):
         loads[list(group.ranks)] += int(size[own].sum())
-    owners = _assign(boxes, groups, loads)
+    owners = _assign_writers(boxes, groups, loads)
     writes: list[list[Ints]] = [[] for _ in range(world)]
     for number, group in enumerate(groups):
         for rank in group.ranks:
@@ -89,7 +89,7 @@ def share_writes(groups: Sequence[LayoutGroup]) -> WriteShares:
         writes[rank].append(boxes.place[by_owner[cuts[rank] : cuts[rank + 1]]])
     found = tuple(np.sort(np.concatenate(each)).astype(np.int32) for each in writes)
     sizes = tuple(_part_size(bytes_of[number][each]) for number, each in zip(group_of_rank, found, strict=True))
-    replicas = tuple(_replicas(boxes, groups))
+    replicas = tuple(_iterate_replicas(boxes, groups))
     return WriteShares(found, sizes, replicas, table.names, boxes.tensor, table.kinds)
 
 
@@ -165,13 +165,13 @@ class _Boxes:
         self.start = np.flatnonzero(fresh)
         self.count = np.diff(np.append(self.start, len(tensor)))
         self.tensor, self.first, self.last = tensor[fresh], first[fresh], last[fresh]
-        self.volume = _volumes(self.tensor, self.first, self.last, extents_of(table.shapes))
-        width = np.array([itemsize(table.kinds[name][0]) for name in table.names], np.int64)
+        self.volume = _compute_volumes(self.tensor, self.first, self.last, extents_of(table.shapes))
+        width = np.array([get_itemsize(table.kinds[name][0]) for name in table.names], np.int64)
         self.size = self.volume * width[self.tensor] if len(width) else self.volume
         self.of_tensor = np.searchsorted(self.tensor, np.arange(len(table.names) + 1))
 
 
-def _volumes(tensor: Ints, first: Ints, last: Ints, extents: Ints) -> Ints:
+def _compute_volumes(tensor: Ints, first: Ints, last: Ints, extents: Ints) -> Ints:
     """The elements of each box; `extents` of all tensors as LayoutNames has them."""
     volume = np.ones(len(tensor), np.int64)
     for low in range(0, len(tensor), _SLICE):
@@ -205,7 +205,7 @@ def _check_cover(table: _Table, boxes: _Boxes, groups: Sequence[LayoutGroup]) ->
             found = [box_of_span(shape, int(one), int(other)) for one, other in zip(first, last, strict=True)]
             uneven = uneven_region(shape, found)
             if uneven is not None:
-                raise CheckpointError(_explain(name, *uneven, found, [groups[each].ranks[0] for each in
+                raise CheckpointError(_explain_disagreement(name, *uneven, found, [groups[each].ranks[0] for each in
                                       boxes.group[boxes.start[low:high]]]))  # fmt: skip
         seen.add(pattern)
 
@@ -216,7 +216,7 @@ def _is_in_rows(first: Ints, last: Ints, volume: Ints, numel: int) -> bool:
     return bool(follow and np.array_equal(volume, last - first + 1))
 
 
-def _explain(
+def _explain_disagreement(
     name: str,
     region: tuple[tuple[int, int], ...],
     count: int,
@@ -237,19 +237,19 @@ def _explain(
     )
 
 
-def _assign(boxes: _Boxes, groups: Sequence[LayoutGroup], loads: Ints) -> Ints:
+def _assign_writers(boxes: _Boxes, groups: Sequence[LayoutGroup], loads: Ints) -> Ints:
     """The rank that writes each box. `loads`: the bytes of each rank so far."""
     owners = np.zeros(len(boxes.tensor), np.int32)
     by_holders: dict[int, list[tuple[Ints, Ints]]] = defaultdict(list)
-    for ranks, members in _classes(boxes, groups):
+    for ranks, members in _iterate_classes(boxes, groups):
         by_holders[len(ranks)].append((ranks, members))
     for count in sorted(by_holders):
-        for batch in _disjoint(by_holders[count], len(loads)):
-            _spread(batch, boxes.size, owners, loads)
+        for batch in _iterate_disjoint_batches(by_holders[count], len(loads)):
+            _spread_boxes(batch, boxes.size, owners, loads)
     return owners
 
 
-def _classes(boxes: _Boxes, groups: Sequence[LayoutGroup]) -> Iterator[tuple[Ints, Ints]]:
+def _iterate_classes(boxes: _Boxes, groups: Sequence[LayoutGroup]) -> Iterator[tuple[Ints, Ints]]:
     """Boxes by who holds them: (ranks in order, boxes in order)."""
     for count in np.unique(boxes.count):
         rows = np.flatnonzero(boxes.count == count)
@@ -263,7 +263,7 @@ def _classes(boxes: _Boxes, groups: Sequence[LayoutGroup]) -> Iterator[tuple[Int
             yield ranks, rows[order[cuts[number] : cuts[number + 1]]]
 
 
-def _disjoint(classes: Sequence[tuple[Ints, Ints]], world: int) -> Iterator[list[tuple[Ints, Ints]]]:
+def _iterate_disjoint_batches(classes: Sequence[tuple[Ints, Ints]], world: int) -> Iterator[list[tuple[Ints, Ints]]]:
     """The same classes in batches, in which no two share a rank."""
     batch: list[tuple[Ints, Ints]] = []
     taken = np.zeros(world, bool)
@@ -277,7 +277,7 @@ def _disjoint(classes: Sequence[tuple[Ints, Ints]], world: int) -> Iterator[list
         yield batch
 
 
-def _spread(classes: list[tuple[Ints, Ints]], size: Ints, owners: Ints, loads: Ints) -> None:
+def _spread_boxes(classes: list[tuple[Ints, Ints]], size: Ints, owners: Ints, loads: Ints) -> None:
     """Each class gives its next box, the largest first, to that of its ranks which has least; all classes at once."""
     classes.sort(key=lambda each: -len(each[1]))
     holders = np.stack([ranks for ranks, _ in classes])
@@ -299,7 +299,7 @@ def _spread(classes: list[tuple[Ints, Ints]], size: Ints, owners: Ints, loads: I
         loads[ranks] += size[given]
 
 
-def _replicas(boxes: _Boxes, groups: Sequence[LayoutGroup]) -> Iterator[tuple[Ints, Ints]]:
+def _iterate_replicas(boxes: _Boxes, groups: Sequence[LayoutGroup]) -> Iterator[tuple[Ints, Ints]]:
     """For each group, places and boxes of what several ranks hold, in the order of places."""
     ranks = np.array([len(group.ranks) for group in groups])
     holders = np.add.reduceat(ranks[boxes.group], boxes.start) if len(boxes.start) else np.empty(0, int)
@@ -313,7 +313,7 @@ def _replicas(boxes: _Boxes, groups: Sequence[LayoutGroup]) -> Iterator[tuple[In
 def _bytes_of(group: LayoutGroup) -> Ints:
     """Bytes of each box of a layout."""
     tensors, spans = group.tensors, group.spans
-    volumes = _volumes(np.arange(len(spans)), spans[:, 0], spans[:, 1], tensors.extents)
+    volumes = _compute_volumes(np.arange(len(spans)), spans[:, 0], spans[:, 1], tensors.extents)
     return np.asarray(volumes * tensors.widths)
 
 

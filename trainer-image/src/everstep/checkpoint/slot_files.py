@@ -21,7 +21,7 @@ _ANOTHER = f"name another memory: memory=... or {MEMORY_VARIABLE}"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
-def secure(directory: Path) -> None:
+def secure_directory(directory: Path) -> None:
     """Make the directory, or see that it is ours: in a memory that all may write, another user could have made it.
 
     Raises:

@@ -14,7 +14,7 @@ import stat
 from collections.abc import Callable
 from pathlib import Path
 
-from everstep.checkpoint.chunk_reads import ChunkReader, Read
+from everstep.checkpoint.chunk_reads import ChunkRead, ChunkReader
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.format import HEADER, Chunk, Manifest
 from everstep.checkpoint.slot_files import replace_file
@@ -45,15 +45,15 @@ def verify_slot(slot: Slot, manifest: Manifest, alive: Callable[[], None] = lamb
         manifest.checksum,
         alive,
     )
-    reads = [Read(Chunk(number, 0, HEADER, part.header)) for number, part in enumerate(manifest.parts)]
+    reads = [ChunkRead(Chunk(number, 0, HEADER, part.header)) for number, part in enumerate(manifest.parts)]
     for tensor in manifest.tensors.values():
-        reads += [Read(chunk) for shard in tensor.shards for chunk in shard.chunks]
-    before = _identity(slot, manifest)
+        reads += [ChunkRead(chunk) for shard in tensor.shards for chunk in shard.chunks]
+    before = _identify_files(slot, manifest)
     try:
         reader.read(reads)
     except (CheckpointError, OSError):
         return None
-    return before if before == _identity(slot, manifest) else None
+    return before if before == _identify_files(slot, manifest) else None
 
 
 def leave_mark(slot: Slot, mark: bytes) -> None:
@@ -67,7 +67,7 @@ def is_marked(slot: Slot, manifest: Manifest) -> bool:
         found = slot.path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
             return False
-        return (slot.path / VERIFIED).read_bytes() == _identity(slot, manifest)
+        return (slot.path / VERIFIED).read_bytes() == _identify_files(slot, manifest)
     except OSError:
         return False
 
@@ -78,7 +78,7 @@ def remove_mark(slot: Slot) -> None:
         (slot.path / VERIFIED).unlink()
 
 
-def _identity(slot: Slot, manifest: Manifest) -> bytes | None:
+def _identify_files(slot: Slot, manifest: Manifest) -> bytes | None:
     """Return what tells these files from any others; None when they cannot be told."""
     try:
         parts = [slot.part(number).stat() for number in range(len(manifest.parts))]

@@ -38,7 +38,7 @@ from pathlib import Path
 
 from everstep.checkpoint import room
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, NoSlot, UnknownFormat
-from everstep.checkpoint.format import Manifest, decode, encode
+from everstep.checkpoint.format import Manifest, decode_manifest, encode_manifest
 from everstep.checkpoint.keys import Attempt, Key
 from everstep.checkpoint.slot_files import (
     MEMORY_VARIABLE,
@@ -47,7 +47,7 @@ from everstep.checkpoint.slot_files import (
     list_files,
     read_json,
     replace_file,
-    secure,
+    secure_directory,
 )
 
 MEMORY = Path("/dev/shm")  # noqa: S108 - the node's own shared memory; the folder in it is ours alone
@@ -56,7 +56,7 @@ COPIES = "peer"
 READ_TIMEOUT = 10.0  # seconds that a save or a copy waits for a slot which processes that restore still read
 
 
-class State(enum.Enum):
+class SlotState(enum.Enum):
     """How far a slot is; each one implies those before it."""
 
     EMPTY = "empty"
@@ -92,7 +92,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Record:
+class PartRecord:
     """What a rank says when its part of a slot is filled. `size` in bytes, header included; `values` are packed."""
 
     key: Key
@@ -154,7 +154,7 @@ class Slot:
         fields = read_json(self.path / "claim.json")
         return None if fields is None else Claim(**{**fields, "key": Key.parse(str(fields["key"]))})
 
-    def record(self, local: int, record: Record) -> None:
+    def record(self, local: int, record: PartRecord) -> None:
         """This local rank is done."""
         replace_file(self.path / f"{local}.json", {**vars(record), "key": str(record.key)})
 
@@ -163,7 +163,7 @@ class Slot:
         fields = read_json(self.path / f"{local}.json")
         return fields is not None and fields["key"] == str(key)
 
-    def records(self) -> list[Record] | None:
+    def records(self) -> list[PartRecord] | None:
         """Those of all local ranks in order; None when one is not done."""
         claim = self.claimed()
         if claim is None:
@@ -173,19 +173,19 @@ class Slot:
             fields = read_json(self.path / f"{local}.json")
             if fields is None or fields["key"] != str(claim.key):
                 return None
-            found.append(Record(**{**fields, "key": claim.key}))
+            found.append(PartRecord(**{**fields, "key": claim.key}))
         return found
 
     def complete(self, manifest: Manifest) -> None:
         """The slot is whole."""
-        replace_file(self.path / "slot.json", encode(manifest))
+        replace_file(self.path / "slot.json", encode_manifest(manifest))
         replace_file(self.path / "whole", str(manifest.key).encode())
 
     def manifest(self) -> Manifest | None:
         """The node manifest of a slot that is whole."""
         claim = self.claimed()
         try:
-            found = _decoded((self.path / "slot.json").read_bytes(), str(self.path / "slot.json"))
+            found = _decode_slot_manifest((self.path / "slot.json").read_bytes(), str(self.path / "slot.json"))
         except (FileNotFoundError, Damaged, UnknownFormat):
             return None  # a writer of another version may have summed it: it is summed again
         return found if claim is not None and found.key == claim.key else None
@@ -199,15 +199,15 @@ class Slot:
         replace_file(self.path / "stored", str(key).encode())
 
     @property
-    def state(self) -> State:
+    def state(self) -> SlotState:
         claim = self.claimed()
         if claim is None:
-            return State.EMPTY
-        for name, state in (("stored", State.STORED), ("whole", State.WHOLE)):
+            return SlotState.EMPTY
+        for name, state in (("stored", SlotState.STORED), ("whole", SlotState.WHOLE)):
             with contextlib.suppress(FileNotFoundError):
                 if (self.path / name).read_text() == str(claim.key):
                     return state
-        return State.FILLING if self.records() is None else State.FILLED
+        return SlotState.FILLING if self.records() is None else SlotState.FILLED
 
     @contextmanager
     def reading(self) -> Iterator[None]:
@@ -258,7 +258,7 @@ class Slots:
     @classmethod
     def create(cls, directory: Path, count: int) -> Slots:
         """Makes what is missing; CheckpointError when the directory is not ours alone."""
-        secure(directory)
+        secure_directory(directory)
         (directory / "layouts").mkdir(mode=0o700, exist_ok=True)
         made = cls(directory)
         made._make_folders(count)
@@ -280,7 +280,7 @@ class Slots:
         whole = [
             (claim.key, slot.number)
             for slot in self
-            if (claim := slot.claimed()) and slot.state in (State.WHOLE, State.STORED)
+            if (claim := slot.claimed()) and slot.state in (SlotState.WHOLE, SlotState.STORED)
         ]
         return self[max(whole)[1]] if whole else None
 
@@ -310,11 +310,11 @@ class Slots:
         return sum(max(0, size - find_size(slot.part(local))) for slot in every for local, size in enumerate(sizes))
 
     def check(self, sizes: Sequence[int], count: int) -> None:
-        """room.NoRoom when so many slots with parts of these sizes do not fit into the memory."""
-        room.check(self.directory, self.need(sizes, count), copies=count)
+        """room.InsufficientMemory when so many slots with parts of these sizes do not fit into the memory."""
+        room.check_memory(self.directory, self.need(sizes, count), copies=count)
 
     def reserve(self, sizes: Sequence[int], count: int) -> None:
-        """Makes so many slots and allocates their parts. Files never shrink. NoRoom, and then nothing was made."""
+        """Makes so many slots and allocates their parts. Files never shrink. InsufficientMemory: nothing was made."""
         self.check(sizes, count)
         self._make_folders(count)
         for slot in self.first(count):
@@ -418,6 +418,6 @@ class Slots:
 
 
 @functools.lru_cache(maxsize=8)
-def _decoded(data: bytes, name: str) -> Manifest:
+def _decode_slot_manifest(data: bytes, name: str) -> Manifest:
     # A restore asks for the same few again and again; one of ten thousand chunks takes a tenth of a second to decode.
-    return decode(data, name)
+    return decode_manifest(data, name)

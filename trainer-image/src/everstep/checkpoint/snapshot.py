@@ -13,7 +13,7 @@ import torch
 
 from everstep.checkpoint.format import HEADER, part_header
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.planning import Plan
+from everstep.checkpoint.planning import WritePlan
 from everstep.checkpoint.slots import Box, Slot, Slots
 from everstep.checkpoint.staging import Staging
 from everstep.checkpoint.topology import Topology
@@ -30,9 +30,9 @@ class Window:
             self._file = os.fstat(file.fileno())
             self._pages = mmap.mmap(file.fileno(), size)
         self._bytes = torch.frombuffer(self._pages, dtype=torch.uint8)
-        populate(self._bytes.data_ptr(), size)
+        populate_pages(self._bytes.data_ptr(), size)
         staging.adopt(self._bytes)
-        self.targets = [_view(self._bytes, box) for box in boxes]
+        self.targets = [_view_box(self._bytes, box) for box in boxes]
 
     @property
     def is_current(self) -> bool:
@@ -51,7 +51,13 @@ class Snapshots:
     """The windows of one rank, for one plan; all are made when the first is used."""
 
     def __init__(
-        self, slots: Slots, plan: Plan, topology: Topology, checksum: str, staging: Staging, steady: Collection[str]
+        self,
+        slots: Slots,
+        plan: WritePlan,
+        topology: Topology,
+        checksum: str,
+        staging: Staging,
+        steady: Collection[str],
     ) -> None:
         """`steady`: names of tensors that nobody changes before the next step of an optimizer."""
         self._slots = slots
@@ -87,12 +93,12 @@ class Snapshots:
         return Window(slot.part(self._local), self._plan.boxes, size, self._staging)
 
 
-def _view(data: torch.Tensor, box: Box) -> torch.Tensor:
+def _view_box(data: torch.Tensor, box: Box) -> torch.Tensor:
     dtype = getattr(torch, box.dtype)
     return data[box.offset : box.offset + box.length].view(dtype).view(box.sizes)
 
 
-def populate(address: int, size: int) -> None:
+def populate_pages(address: int, size: int) -> None:
     """Makes this process's page tables, for pages that the slot has already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch.distributed as dist
 
-from everstep.checkpoint.collectives import gather
+from everstep.checkpoint.collectives import gather_objects
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state.kinds import FromRank
 
@@ -24,7 +24,7 @@ def check_source_ranks(objects: Mapping[str, object], group: dist.ProcessGroup |
         CheckpointError: On all ranks, where an object of any of them comes from a rank that does not have it.
     """
     sources = {name: each.rank for name, each in objects.items() if isinstance(each, FromRank)}
-    for rank, named in enumerate(given := gather(sources, group)):
+    for rank, named in enumerate(given := gather_objects(sources, group)):
         for name, source in named.items():
             shown = f"{name}: FromRank(…, rank={source}) of rank {rank}"
             if source >= len(given):

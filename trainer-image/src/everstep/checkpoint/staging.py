@@ -60,7 +60,7 @@ class Host:
     ) -> None:
         moves: list[tuple[int, int, int]] = []
         for target, source in zip(targets, sources, strict=True):
-            to, from_ = _address(target), _address(source)
+            to, from_ = _get_address(target), _get_address(source)
             if to and from_ and target.dtype is source.dtype:
                 moves.append((to, from_, target.nbytes))
             else:
@@ -70,14 +70,14 @@ class Host:
     def move(self, moves: Sequence[tuple[int, int, int]]) -> None:
         """Copies bytes: (to, from, how many)."""
         if self._threads == 1 or sum(size for _, _, size in moves) < 2 * _PIECE:
-            _move([moves])
+            _copy_pieces([moves])
             return
         # Whoever is free takes the next piece. The threads are new ones: those go to an idle processor, while one that
         # is woken up often stays on the processor of whoever woke it, and waits there for half of the copy.
-        rest = iter(_pieces(moves, self._threads))
+        rest = iter(_split_moves(moves, self._threads))
         with ThreadPoolExecutor(self._threads - 1, "everstep-copy") as pool:
-            others = [pool.submit(_move, rest) for _ in range(self._threads - 1)]
-            _move(rest)
+            others = [pool.submit(_copy_pieces, rest) for _ in range(self._threads - 1)]
+            _copy_pieces(rest)
         for each in others:
             each.result()
 
@@ -94,7 +94,7 @@ class Host:
         pass
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _get_address(tensor: torch.Tensor) -> int:
     """Where its bytes lie in main memory one after the other; 0 for others, and for a wrapper, which has no address:
     torch knows how to copy them."""
     plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
@@ -104,14 +104,14 @@ def _address(tensor: torch.Tensor) -> int:
 Moves = list[tuple[int, int, int]]
 
 
-def _move(pieces: Iterable[Sequence[tuple[int, int, int]]]) -> None:
+def _copy_pieces(pieces: Iterable[Sequence[tuple[int, int, int]]]) -> None:
     memmove = ctypes.memmove  # gives the interpreter lock away
     for piece in pieces:
         for to, from_, size in piece:
             memmove(to, from_, size)
 
 
-def _pieces(moves: Sequence[tuple[int, int, int]], threads: int) -> list[Moves]:
+def _split_moves(moves: Sequence[tuple[int, int, int]], threads: int) -> list[Moves]:
     """The same copies in pieces: large ones first, since each takes the interpreter lock, and smaller ones in the end,
     for which no thread waits long (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987)."""
     left = sum(size for _, _, size in moves)

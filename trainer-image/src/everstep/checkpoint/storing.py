@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from everstep.checkpoint.commit import Fenced
-from everstep.checkpoint.control import Config
+from everstep.checkpoint.control import WriterConfig
 from everstep.checkpoint.errors import CheckpointError, StoreError
 from everstep.checkpoint.keeping import Committed, Keeper, Save
 from everstep.checkpoint.keys import Attempt, Key
@@ -51,7 +51,7 @@ class Storing:
         return bool(self._tasks)
 
     def start(
-        self, slot: Slot, claim: Claim, config: Config, *, left_behind: bool = False, again: bool = False
+        self, slot: Slot, claim: Claim, config: WriterConfig, *, left_behind: bool = False, again: bool = False
     ) -> None:
         """Begin to store a slot.
 
@@ -67,7 +67,7 @@ class Storing:
         self._tasks.add(task)
         task.add_done_callback(self._forget)
 
-    def take_over(self, config: Config) -> None:
+    def take_over(self, config: WriterConfig) -> None:
         """Go on with what an earlier run's ranks had filled, for the run that has the node from here on."""
         for save in self.saves.values():
             save.config = config
@@ -88,7 +88,7 @@ class Storing:
         found = [(slot, claim) for slot in self._slots if (claim := slot.claimed()) and claim.key in self._failed]
         return [each for each in found if self.newest is None or each[1].key > self.newest]
 
-    def try_again(self, config: Config) -> None:
+    def try_again(self, config: WriterConfig) -> None:
         """Store again what has failed, now and then, for as long as this process is here: a store may be back, and what
         was wrong with it may have been set right."""
         if not self._failed or self.saves or time.monotonic() < self._next_try:

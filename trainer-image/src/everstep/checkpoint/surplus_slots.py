@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Collection
 
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.slots import Slot, Slots, State
+from everstep.checkpoint.slots import Slot, Slots, SlotState
 
 
 def move_surplus_away(slots: Slots, count: int, saves: Collection[Key], newest: Key | None) -> list[Slot]:
@@ -28,7 +28,7 @@ def move_surplus_away(slots: Slots, count: int, saves: Collection[Key], newest: 
         claim = slot.claimed()
         if claim is not None:
             is_obsolete = newest is not None and newest > claim.key
-            if claim.key in saves or not (is_obsolete or slot.state is State.STORED):
+            if claim.key in saves or not (is_obsolete or slot.state is SlotState.STORED):
                 continue
         with contextlib.suppress(OSError):  # it is tried again
             if slots.move_away(slot):

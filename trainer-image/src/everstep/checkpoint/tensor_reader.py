@@ -66,12 +66,12 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         shard = tensor.shards[number]
         is_direct = has_plain_memory(target) and dtype_name(target.dtype) == tensor.dtype
         if tuple(sizes) == shard.sizes and is_direct:
-            self._read_chunks(shard.chunks, _bytes(target))
+            self._read_chunks(shard.chunks, _view_bytes(target))
             return
         chunks, begin = self._within(shard, tensor.dtype, offsets, sizes)
         dtype = getattr(torch, tensor.dtype)
         raw = torch.zeros(prod(shard.sizes), dtype=dtype)  # pages that are not read are never made
-        view = _bytes(raw)
+        view = _view_bytes(raw)
         self._read_chunks(chunks, view[begin : begin + sum(chunk.length for chunk in chunks)])
         box = raw.view(shard.sizes)
         for dim, (start, length) in enumerate(zip(offsets, sizes, strict=True)):
@@ -103,7 +103,10 @@ class TensorReader(AbstractContextManager["TensorReader"]):
         """The chunks that hold a box, and at which byte of the shard the first of them begins."""
         size = getattr(torch, dtype).itemsize
         last = [offset + length - 1 for offset, length in zip(offsets, sizes, strict=True)]
-        start, stop = _linear(offsets, shard.sizes) * size, (_linear(last, shard.sizes) + 1) * size
+        start, stop = (
+            _compute_linear_index(offsets, shard.sizes) * size,
+            (_compute_linear_index(last, shard.sizes) + 1) * size,
+        )
         found: list[Chunk] = []
         begin = at = 0
         for chunk in shard.chunks:
@@ -131,12 +134,12 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             pass
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def _view_bytes(tensor: torch.Tensor) -> memoryview:
     flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
     return memoryview(flat)
 
 
-def _linear(position: Iterable[int], sizes: Iterable[int]) -> int:
+def _compute_linear_index(position: Iterable[int], sizes: Iterable[int]) -> int:
     """The row-major number of an element."""
     number = 0
     for at, extent in zip(position, sizes, strict=True):

@@ -7,13 +7,13 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from everstep.checkpoint.collectives import gather
+from everstep.checkpoint.collectives import gather_objects
 from everstep.checkpoint.errors import CheckpointError
 
 T = TypeVar("T")
 
 
-def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
+def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
     """What `work` gives this rank; its error here, and CheckpointError with the same words where it did not fail.
 
     Collective over `group` (gloo; None for one process): without it, a rank that fails at its start leaves the others
@@ -27,7 +27,7 @@ def together(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
         result = work()
     except Exception as error:
         failure = error
-    failures = gather(None if failure is None else f"rank {dist.get_rank()}: {failure}", group)
+    failures = gather_objects(None if failure is None else f"rank {dist.get_rank()}: {failure}", group)
     if failure is not None:
         raise failure
     if any(failures):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from everstep.checkpoint.collectives import gather
+from everstep.checkpoint.collectives import gather_objects
 from everstep.checkpoint.errors import CheckpointError
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -31,7 +31,7 @@ class Topology:
         return self.ranks.index(self.rank)
 
 
-def find(group: dist.ProcessGroup | None) -> Topology:
+def find_topology(group: dist.ProcessGroup | None) -> Topology:
     """Collective over `group` (gloo; None for one process). A launcher's node rank counts, else the host's name."""
     if group is None:
         if int(os.environ.get("WORLD_SIZE") or 1) > 1:
@@ -42,7 +42,7 @@ def find(group: dist.ProcessGroup | None) -> Topology:
         return Topology(0, 1, 0, 1, (0,))
     rank, world = dist.get_rank(), dist.get_world_size()
     name = os.environ.get("GROUP_RANK") or os.environ.get("NODE_RANK") or socket.gethostname()
-    names = gather(name, group)
+    names = gather_objects(name, group)
     order = list(dict.fromkeys(names))
     ranks = tuple(other for other in range(world) if names[other] == name)
     return Topology(rank, world, order.index(name), len(order), ranks)
@@ -59,14 +59,14 @@ def find_place(topology: Topology, memory: Path, group: dist.ProcessGroup | None
         memory: The folder in which the slots are, there or not.
         group: See find().
     """
-    mine = _identify(memory)
-    leaders = gather((topology.node, mine) if topology.local == 0 else None, group)
+    mine = _identify_machine(memory)
+    leaders = gather_objects((topology.node, mine) if topology.local == 0 else None, group)
     known = dict(each for each in leaders if each is not None)
     sharing = sorted(node for node, memory_of in known.items() if memory_of == known[topology.node])
     return sharing.index(topology.node)
 
 
-def _identify(memory: Path) -> tuple[str, int, int, str]:
+def _identify_machine(memory: Path) -> tuple[str, int, int, str]:
     """The machine since its boot, and the folder (or, until it is made, the nearest one above it)."""
     with contextlib.suppress(OSError):
         boot = _BOOT.read_text().strip()

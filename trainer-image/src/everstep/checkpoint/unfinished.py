@@ -28,12 +28,12 @@ _DEAD_AFTER = 3600.0  # seconds without a change
 
 
 @contextmanager
-def beside(into: Path) -> Iterator[Path]:
+def make_unfinished_folder(into: Path) -> Iterator[Path]:
     """A new folder on the file system of `into`, whose parent exists. It goes with all that is still in it."""
     while True:
-        path = into.with_name(f"{_PREFIX}{into.name}-{_mount(into.parent)}-{secrets.token_hex(4)}")
+        path = into.with_name(f"{_PREFIX}{into.name}-{_identify_mount(into.parent)}-{secrets.token_hex(4)}")
         path.mkdir()
-        with _locked(path) as lock:
+        with _hold_lock(path) as lock:
             # Between the two lines above somebody may have taken it for a dead one's.
             if lock is _Lock.THEIRS or not path.exists():
                 continue
@@ -44,27 +44,27 @@ def beside(into: Path) -> Iterator[Path]:
             return
 
 
-def clear(into: Path, clock: Callable[[], float] = time.time) -> None:
+def clear_unfinished(into: Path, clock: Callable[[], float] = time.time) -> None:
     """Removes what processes that died have left beside `into`."""
     pattern = re.compile(rf"{re.escape(_PREFIX + into.name)}-(.+)-[0-9a-f]{{8}}")
-    here = _mount(into.parent)
+    here = _identify_mount(into.parent)
     for path in into.parent.iterdir():
         found = pattern.fullmatch(path.name)
         if not found:
             continue
-        with _locked(path) as lock:
+        with _hold_lock(path) as lock:
             dead = lock is _Lock.OURS and found[1] == here
-            if dead or (lock is not _Lock.THEIRS and clock() - _changed(path) > _DEAD_AFTER):
+            if dead or (lock is not _Lock.THEIRS and clock() - _get_newest_change(path) > _DEAD_AFTER):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def put(made: Path, into: Path, *, replace: bool) -> None:
+def put_in_place(made: Path, into: Path, *, replace: bool) -> None:
     """Renames a folder to where it belongs; with `replace` whatever is there goes into `made`'s folder.
 
     Where others do the same, each puts a whole folder, and the last one's stays. CheckpointError.
     """
     try:
-        while not _renamed(made, into):
+        while not _try_rename(made, into):
             if not replace:
                 raise CheckpointError(f"{into} was made by somebody else meanwhile")
             with suppress(FileNotFoundError):
@@ -75,7 +75,7 @@ def put(made: Path, into: Path, *, replace: bool) -> None:
         ) from error
 
 
-def _renamed(made: Path, into: Path) -> bool:
+def _try_rename(made: Path, into: Path) -> bool:
     """False when something is there."""
     try:
         made.rename(into)
@@ -95,7 +95,7 @@ class _Lock(enum.Enum):
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[_Lock]:
+def _hold_lock(path: Path) -> Iterator[_Lock]:
     """Whose the folder is meanwhile."""
     with ExitStack() as stack:
         lock = _Lock.UNKNOWN
@@ -110,7 +110,7 @@ def _locked(path: Path) -> Iterator[_Lock]:
         yield lock
 
 
-def _mount(folder: Path) -> str:
+def _identify_mount(folder: Path) -> str:
     """Two processes with the same one see each other's locks."""
     try:
         boot = _BOOT.read_text()[:8]
@@ -119,7 +119,7 @@ def _mount(folder: Path) -> str:
     return f"{boot}.{folder.stat().st_dev:x}"
 
 
-def _changed(path: Path) -> float:
+def _get_newest_change(path: Path) -> float:
     """The newest change in a tree, in seconds since 1970, by what nobody can set: files get the times they had."""
     newest = 0.0
     for each in (path, *path.rglob("*")):

@@ -26,7 +26,7 @@ def pack_metadata(metadata: Mapping[str, Any]) -> dict[str, object]:
         raise CheckpointError(f"metadata is a {type(metadata).__name__}: give a dictionary, as {{'loss': 0.5}}")
     if not metadata:
         return {}
-    plain = {str(name): _plain(value, str(name), 1) for name, value in metadata.items()}
+    plain = {str(name): _to_json_value(value, str(name), 1) for name, value in metadata.items()}
     try:
         text = json.dumps(plain)
     except ValueError as error:
@@ -55,7 +55,7 @@ def read_metadata(values: Mapping[str, object]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _plain(value: Any, name: str, depth: int) -> Any:
+def _to_json_value(value: Any, name: str, depth: int) -> Any:
     """A value as JSON has it; a number of NumPy or a tensor of one element as the number that it is."""
     if depth > DEEPEST:
         top = name.partition(".")[0].partition("[")[0]
@@ -63,9 +63,9 @@ def _plain(value: Any, name: str, depth: int) -> Any:
             f"metadata {top!r} is nested more than {DEEPEST} deep, or holds itself: note what is flat"
         )
     if isinstance(value, Mapping):
-        return {str(key): _plain(each, f"{name}.{key}", depth + 1) for key, each in value.items()}
+        return {str(key): _to_json_value(each, f"{name}.{key}", depth + 1) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(each, f"{name}[{place}]", depth + 1) for place, each in enumerate(value)]
+        return [_to_json_value(each, f"{name}[{place}]", depth + 1) for place, each in enumerate(value)]
     why: Exception | None = None
     try:
         item = getattr(value, "item", None)

@@ -58,7 +58,7 @@ class InPart:
         return found.reshape(self.shape[::-1]).T if self.order == "F" else found.reshape(self.shape)
 
 
-class Refused(CheckpointError):
+class UnsupportedValue(CheckpointError):
     """The value at `path` cannot be saved, or not be restored, without pickle."""
 
     def __init__(self, path: str, why: str) -> None:
@@ -66,7 +66,7 @@ class Refused(CheckpointError):
         self.path = path
 
 
-def pack(value: Any, path: str = "", *, allow_pickle: bool = False) -> object:
+def pack_value(value: Any, path: str = "", *, allow_pickle: bool = False) -> object:
     """What json can write for `value`; `path` names it in messages. Refused for a type without a tag."""
     kind = type(value)
     if value is None or kind in (bool, str):
@@ -78,20 +78,20 @@ def pack(value: Any, path: str = "", *, allow_pickle: bool = False) -> object:
     if kind is list:
         if _is_itself(value):
             return list(value)
-        return [pack(each, f"{path}[{i}]", allow_pickle=allow_pickle) for i, each in enumerate(value)]
-    return _tagged(value, path, allow_pickle)
+        return [pack_value(each, f"{path}[{i}]", allow_pickle=allow_pickle) for i, each in enumerate(value)]
+    return _encode_tagged(value, path, allow_pickle)
 
 
 def check_size(packed: object, name: str) -> None:
     """Refuse a value that would make the manifest, which every rank reads, too large.
 
     Raises:
-        Refused: It takes more than LARGEST_VALUE bytes.
+        UnsupportedValue: It takes more than LARGEST_VALUE bytes.
     """
     if isinstance(packed, list | dict) or (isinstance(packed, str) and len(packed) > LARGEST_VALUE):
         size = _rough_size(packed)
         if size > LARGEST_VALUE:
-            raise Refused(
+            raise UnsupportedValue(
                 name,
                 f"takes about {size >> 20} MiB as a plain value, and at most {LARGEST_VALUE >> 20} MiB may: keep it as "
                 "a NumPy array or a tensor, which are saved as bytes, or save less of it",
@@ -112,28 +112,30 @@ def _rough_size(packed: object) -> int:
     return 8
 
 
-def unpack(packed: Any, path: str = "", *, allow_pickle: bool = False) -> Any:
+def unpack_value(packed: Any, path: str = "", *, allow_pickle: bool = False) -> Any:
     """The value that pack() was given. Refused for a tag that is unknown, damaged, or a pickle that is not allowed."""
     if packed is None or isinstance(packed, bool | str | int | float):
         return packed
     if isinstance(packed, list):
-        return [unpack(each, f"{path}[{i}]", allow_pickle=allow_pickle) for i, each in enumerate(packed)]
+        return [unpack_value(each, f"{path}[{i}]", allow_pickle=allow_pickle) for i, each in enumerate(packed)]
     if not (isinstance(packed, dict) and len(packed) == 1):
-        raise Refused(path, "is not a packed value: an object has exactly one key, its tag")
+        raise UnsupportedValue(path, "is not a packed value: an object has exactly one key, its tag")
     ((tag, content),) = packed.items()
     if tag == "pickle" and not allow_pickle:
-        raise Refused(path, "was saved with allow_pickle=True and can only be restored so, from a store that you trust")
+        raise UnsupportedValue(
+            path, "was saved with allow_pickle=True and can only be restored so, from a store that you trust"
+        )
     try:
-        return _untagged(tag, content, path, allow_pickle)
+        return _decode_tagged(tag, content, path, allow_pickle)
     except (ValueError, TypeError, KeyError, AttributeError, ImportError, struct.error) as error:
-        raise Refused(path, f"what is tagged {tag!r} cannot be read: {error}") from error
+        raise UnsupportedValue(path, f"what is tagged {tag!r} cannot be read: {error}") from error
 
 
-def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
+def _encode_tagged(value: Any, path: str, allow_pickle: bool) -> object:
     name = type(value).__name__
 
     def inner(each: Any, where: str) -> object:
-        return pack(each, f"{path}[{where}]", allow_pickle=allow_pickle)
+        return pack_value(each, f"{path}[{where}]", allow_pickle=allow_pickle)
 
     def pairs() -> list[list[object]]:
         keys = [inner(key, f"key {key!r}") for key in value]  # first: a value may be refused because of another's key
@@ -152,7 +154,7 @@ def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
         # Sorted, so that equal sets of two ranks are equal bytes.
         return {name: sorted((inner(each, repr(each)) for each in value), key=json.dumps)}
     if type(value) in (bytes, bytearray):
-        return {name: _base64(value)}
+        return {name: _encode_base64(value)}
     if type(value) is complex:
         return {name: struct.pack(">dd", value.real, value.imag).hex()}
     if type(value) is InPart:
@@ -161,16 +163,16 @@ def _tagged(value: Any, path: str, allow_pickle: bool) -> object:
     if known:
         return known
     if allow_pickle:
-        return {"pickle": _base64(pickle.dumps(value))}
+        return {"pickle": _encode_base64(pickle.dumps(value))}
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(value, torch.Tensor):
-        raise Refused(
+        raise UnsupportedValue(
             path,
             "a tensor cannot be saved inside of what is saved as one value: hold it in dictionaries whose keys are "
             "plain values (text, numbers, tuples of them …), lists and tuples, or pass allow_pickle=True",
         )
     kind = _name_kind(value)
-    raise Refused(
+    raise UnsupportedValue(
         path, f"{kind} cannot be saved without pickle; save {_find_instead(value)}, or pass allow_pickle=True"
     )
 
@@ -191,9 +193,9 @@ def _find_instead(value: Any) -> str:
     return "plain values that make it again (numbers, text, lists and dictionaries of them)"
 
 
-def _untagged(tag: str, content: Any, path: str, allow_pickle: bool) -> Any:
+def _decode_tagged(tag: str, content: Any, path: str, allow_pickle: bool) -> Any:
     def inner(each: Any) -> Any:
-        return unpack(each, f"{path}.{tag}", allow_pickle=allow_pickle)
+        return unpack_value(each, f"{path}.{tag}", allow_pickle=allow_pickle)
 
     if tag in _PAIRS:
         return _PAIRS[tag]([(inner(key), inner(value)) for key, value in content])
@@ -221,7 +223,7 @@ def _untagged(tag: str, content: Any, path: str, allow_pickle: bool) -> Any:
             return _to_torch(tag, content)
         case "pickle":
             return pickle.loads(base64.b64decode(content, validate=True))  # noqa: S301 (the caller has allowed it)
-    raise Refused(path, f"the format knows no values that are tagged {tag!r}")
+    raise UnsupportedValue(path, f"the format knows no values that are tagged {tag!r}")
 
 
 def _is_itself(items: Sequence[Any]) -> bool:
@@ -229,7 +231,7 @@ def _is_itself(items: Sequence[Any]) -> bool:
     return set(map(type, items)) == {int} and min(items) > -_EXACT and max(items) < _EXACT
 
 
-def _base64(data: bytes | bytearray) -> str:
+def _encode_base64(data: bytes | bytearray) -> str:
     return base64.b64encode(data).decode()
 
 
@@ -241,7 +243,9 @@ def _of_numpy(value: Any) -> dict[str, object] | None:
     if not is_plain_array(value):
         return None
     tag = "numpy.ndarray" if type(value) is numpy.ndarray else "numpy.scalar"
-    return {tag: {"dtype": _from_dtype(value.dtype), "shape": list(value.shape), "data": _base64(value.tobytes())}}
+    return {
+        tag: {"dtype": _from_dtype(value.dtype), "shape": list(value.shape), "data": _encode_base64(value.tobytes())}
+    }
 
 
 def _to_numpy(tag: str, content: dict[str, Any]) -> Any:
@@ -319,19 +323,19 @@ def _from_dtype(dtype: Any) -> Any:
 def _to_dtype(described: Any) -> Any:
     import numpy
 
-    dtype = numpy.lib.format.descr_to_dtype(_fields(described))
+    dtype = numpy.lib.format.descr_to_dtype(_decode_fields(described))
     if dtype.kind not in _PLAIN_KINDS or dtype.hasobject:
         raise ValueError(f"no plain dtype: {dtype}")
     return dtype
 
 
-def _fields(described: Any) -> Any:
+def _decode_fields(described: Any) -> Any:
     """JSON knows no tuples, of which NumPy wants a field to be one."""
     if isinstance(described, str):
         return described
     found = []
     for name, inner, *shape in described:
-        found.append((tuple(name) if isinstance(name, list) else name, _fields(inner), *map(tuple, shape)))
+        found.append((tuple(name) if isinstance(name, list) else name, _decode_fields(inner), *map(tuple, shape)))
     return found
 
 

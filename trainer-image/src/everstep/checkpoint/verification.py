@@ -12,16 +12,24 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from everstep.checkpoint.candidates import OnBytes, check_present, is_committed, verify, verify_node
-from everstep.checkpoint.checksum import DEFAULT, digest
+from everstep.checkpoint.candidates import OnBytes, check_present, is_committed, verify_checkpoint, verify_node
+from everstep.checkpoint.checksum import DEFAULT, compute_checksum
 from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, UnknownFormat, is_damage
 from everstep.checkpoint.index import CheckpointIndex, NodeShare
 from everstep.checkpoint.keys import VERIFIED, Key
 from everstep.checkpoint.manifests import parse_index, read_index
 from everstep.checkpoint.needs import read_needs
-from everstep.checkpoint.store.base import Entry, Store
+from everstep.checkpoint.store.base import Store, StoredObject
 
-__all__ = ["OnBytes", "VerifiedCheckpoints", "mark_name", "mark_node", "marks", "unmarked", "verify_and_mark"]
+__all__ = [
+    "OnBytes",
+    "VerifiedCheckpoints",
+    "list_marks",
+    "list_unverified_nodes",
+    "mark_name",
+    "mark_node",
+    "verify_and_mark",
+]
 
 
 def mark_node(store: Store, index: CheckpointIndex, node: int) -> None:
@@ -34,7 +42,7 @@ def mark_name(index: CheckpointIndex, node: int) -> str:
     return index.key.mark_name(index.nodes[node].name)
 
 
-def unmarked(store: Store, index: CheckpointIndex) -> list[int]:
+def list_unverified_nodes(store: Store, index: CheckpointIndex) -> list[int]:
     """Return the nodes of a checkpoint whose shares nobody has verified yet."""
     there = {entry.name for entry in store.list(index.key.mark_prefix)}
     return [node for node in range(len(index.nodes)) if mark_name(index, node) not in there]
@@ -43,7 +51,7 @@ def unmarked(store: Store, index: CheckpointIndex) -> list[int]:
 def mark_all(store: Store, key: Key) -> None:
     """Leave the marks that are missing of a checkpoint that was verified."""
     index = read_index(store, key)
-    for node in unmarked(store, index):
+    for node in list_unverified_nodes(store, index):
         mark_node(store, index, node)
 
 
@@ -52,7 +60,7 @@ def verify_and_mark(
 ) -> None:
     """Verify the shares of a checkpoint that have no mark yet, and mark them if asked. Raises as verify() does."""
     index = read_index(store, key)
-    for node in unmarked(store, index):
+    for node in list_unverified_nodes(store, index):
         verify_node(store, index, node, threads=threads, on_bytes=on_bytes)
         if mark:
             mark_node(store, index, node)
@@ -84,7 +92,7 @@ class VerifiedCheckpoints:
 
     def marked(self, keys: Iterable[Key], count: int | None = None) -> list[Key]:
         """Return those of these keys, greatest first, whose shares all have their marks; the first `count` of them."""
-        there = marks(self.store)
+        there = list_marks(self.store)
         found: list[Key] = []
         for key in sorted(keys, reverse=True):
             if len(found) == count:
@@ -125,7 +133,7 @@ class VerifiedCheckpoints:
 
         def look() -> None:
             data = self.store.read(key.manifest_name)
-            sum_ = digest(DEFAULT, data)
+            sum_ = compute_checksum(DEFAULT, data)
             if self._known.get(key, ("", ()))[0] != sum_:
                 self._parse(key, sum_, data)
             check_present(self.store, key, self._known[key][1])
@@ -135,7 +143,7 @@ class VerifiedCheckpoints:
     def still_holds(self, key: Key, *, on_bytes: OnBytes = lambda count: None) -> bool:
         """Read a checkpoint, whatever marks it has; they are removed when it is no longer good."""
         self.hold(key)
-        return self._holds(key, lambda: verify(self.store, key, threads=self.threads, on_bytes=on_bytes))
+        return self._holds(key, lambda: verify_checkpoint(self.store, key, threads=self.threads, on_bytes=on_bytes))
 
     def _verify(self, key: Key, on_bytes: OnBytes) -> bool:
         def read() -> None:
@@ -144,7 +152,7 @@ class VerifiedCheckpoints:
                 verify_and_mark(self.store, key, mark=self.mark, threads=self.threads, on_bytes=on_bytes)
                 check_present(self.store, key, read_index(self.store, key).nodes)
                 return
-            verify(self.store, key, threads=self.threads, on_bytes=on_bytes)
+            verify_checkpoint(self.store, key, threads=self.threads, on_bytes=on_bytes)
             if self.mark:
                 mark_all(self.store, key)
             self._read.add(key)  # what is asked for again in the same pass was read a moment ago
@@ -191,15 +199,15 @@ class VerifiedCheckpoints:
         if key not in self._known:
             try:
                 data = self.store.read(key.manifest_name)
-                self._parse(key, digest(DEFAULT, data), data)
+                self._parse(key, compute_checksum(DEFAULT, data), data)
             except (Missing, Damaged, UnknownFormat):
                 return frozenset({""})
         return frozenset(key.mark_name(share.name) for share in self._known[key][1])
 
 
-def marks(store: Store) -> dict[Key, list[Entry]]:
+def list_marks(store: Store) -> dict[Key, list[StoredObject]]:
     """Return all marks by the checkpoint that they are of; it may be gone."""
-    found: dict[Key, list[Entry]] = {}
+    found: dict[Key, list[StoredObject]] = {}
     for entry in store.list(VERIFIED):
         with suppress(ValueError):  # whoever put another file there
             found.setdefault(Key.of_mark(entry.name), []).append(entry)

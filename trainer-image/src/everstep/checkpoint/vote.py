@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from everstep.checkpoint.board import AgreementLost, Board
+from everstep.checkpoint.board import AgreementLost, KVStore
 from everstep.checkpoint.errors import CheckpointError, RankLost
 
 PATIENCE = 180.0  # seconds without a sign of life; longer than any single call of a store, with its retries
@@ -22,11 +22,11 @@ _BEAT = 1.0  # seconds
 _SETTLE = 10.0  # seconds
 
 
-class Vote:
+class RestoreConsensus:
     """One rank's side. All ranks call agree() equally often; `patience` in seconds."""
 
     def __init__(
-        self, board: Board, rank: int, world: int, patience: float = PATIENCE, ranks: Sequence[int] | None = None
+        self, board: KVStore, rank: int, world: int, patience: float = PATIENCE, ranks: Sequence[int] | None = None
     ) -> None:
         """`ranks`: what those that vote are called in messages, where they are not all ranks of the run."""
         self._board = board
@@ -150,7 +150,7 @@ class Vote:
 class _Signs:
     """Since when each rank that is waited for has been silent, by our own clock."""
 
-    def __init__(self, board: Board, patience: float) -> None:
+    def __init__(self, board: KVStore, patience: float) -> None:
         self._board = board
         self._patience = patience
         self._seen: dict[int, tuple[int, float]] = {}

@@ -22,19 +22,19 @@ from pathlib import Path
 from typing import Any
 
 from everstep.checkpoint import attempts, control, peer_copies, room
-from everstep.checkpoint.control import Config
+from everstep.checkpoint.control import WriterConfig
 from everstep.checkpoint.errors import CheckpointError, NoSlot, RankLost
 from everstep.checkpoint.filling import Filling
 from everstep.checkpoint.idle_verifier import IdleVerifier
 from everstep.checkpoint.keeping import Keeper
 from everstep.checkpoint.keys import Attempt, Key
-from everstep.checkpoint.lock import lock
+from everstep.checkpoint.lock import lock_directory
 from everstep.checkpoint.membership import Member, Membership
 from everstep.checkpoint.peer_copier import Copier
 from everstep.checkpoint.peer_server import PeerServer
 from everstep.checkpoint.save_ends import SaveEnds
 from everstep.checkpoint.slot_choice import choose_slot, will_be_free
-from everstep.checkpoint.slots import Claim, Slot, Slots, State
+from everstep.checkpoint.slots import Claim, Slot, Slots, SlotState
 from everstep.checkpoint.store.base import open_store
 from everstep.checkpoint.storing import Storing
 from everstep.checkpoint.surplus_slots import move_surplus_away
@@ -76,7 +76,7 @@ class Writer:
         path = self._slots.directory / control.SOCKET
         path.unlink(missing_ok=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
-        with control.short(path) as name:
+        with control.shorten_socket_path(path) as name:
             listener.bind(name)
         path.chmod(0o600)
         server = await asyncio.start_unix_server(self._accept, sock=listener, limit=control.MAX_LINE)
@@ -93,7 +93,7 @@ class Writer:
     # ---- the ranks
 
     @property
-    def _config(self) -> Config | None:
+    def _config(self) -> WriterConfig | None:
         return self._membership.config
 
     @property
@@ -168,7 +168,7 @@ class Writer:
     async def _hello(self, writer: asyncio.StreamWriter, said: dict[str, Any]) -> dict[str, Any]:
         if said["protocol"] != control.PROTOCOL:
             raise CheckpointError(f"this writer speaks protocol {control.PROTOCOL}, not {said['protocol']}")
-        config = Config(**said["config"])
+        config = WriterConfig(**said["config"])
         local = int(said["local"])
         self._verifier.stop()
         await self._disown(config)
@@ -189,7 +189,7 @@ class Writer:
             self._recover(slot, config)
         return {"port": self._peers.trust(config.secret, config.slots)}
 
-    def _take_over(self, config: Config) -> None:
+    def _take_over(self, config: WriterConfig) -> None:
         """This run has the node from here on. What an earlier one's ranks had filled is still stored: see _recover."""
         Slots.create(self._slots.directory, 0)  # reserve() makes the slots, once they are known to find room
         self._membership.take_over(config)
@@ -199,18 +199,18 @@ class Writer:
         for slot in self._slots:
             self._keeper.forget(slot)  # parts that the run does without are kept mapped by nobody
 
-    async def _disown(self, config: Config) -> None:
+    async def _disown(self, config: WriterConfig) -> None:
         """Frees what a run left here whose store was deleted since. Which of the two goes on, the store knows."""
 
         def another(run: str) -> bool:
             return bool(run and config.run) and run != config.run
 
-        places = [*self._slots, *peer_copies.of(self._slots.directory)]
+        places = [*self._slots, *peer_copies.open_peer_copies(self._slots.directory)]
         strangers = [slot for slot in places if (claim := slot.claimed()) is not None and another(claim.run)]
         if not strangers and not (self._config and another(self._config.run)):
             return
         store = open_store(config.url, **config.options)
-        why = await self._loop.run_in_executor(None, partial(attempts.replaced, store, config.run))
+        why = await self._loop.run_in_executor(None, partial(attempts.explain_replaced_store, store, config.run))
         if why is not None:
             raise CheckpointError(why)
         if self._config and another(self._config.run):
@@ -220,19 +220,21 @@ class Writer:
         for slot in strangers:
             slot.release()
 
-    def _recover(self, slot: Slot, config: Config) -> None:
+    def _recover(self, slot: Slot, config: WriterConfig) -> None:
         """Slots that no living save is about: a writer or an attempt before us left them."""
         claim = slot.claimed()
         if claim is None or claim.key in self._storing.saves:
             return
         match slot.state:
-            case State.FILLING if claim.key not in self._filling or claim.key.attempt != Attempt.parse(config.attempt):
+            case SlotState.FILLING if claim.key not in self._filling or claim.key.attempt != Attempt.parse(
+                config.attempt
+            ):
                 slot.release()
-            case State.FILLED | State.WHOLE:
+            case SlotState.FILLED | SlotState.WHOLE:
                 _log.info("%s was left behind: storing it", claim.key)
                 self._filling.forget(claim.key)
                 self._storing.start(slot, claim, config, left_behind=True)
-            case State.STORED if claim.node == 0:  # the writer before us may have died just before the commit
+            case SlotState.STORED if claim.node == 0:  # the writer before us may have died just before the commit
                 self._storing.start(slot, claim, config, left_behind=True)
 
     def _lose(self, writer: asyncio.StreamWriter) -> None:
@@ -269,8 +271,8 @@ class Writer:
             if own + need > 0:
                 files = count * _FILES_OF_A_RANK * (len(sizes) + len(kept) + 1)
                 room.check_files(self._slots.directory, max([*sizes, *kept]), files)
-            room.check(self._slots.directory, own + need, count, count if kept else 0)
-        except room.NoRoom as error:
+            room.check_memory(self._slots.directory, own + need, count, count if kept else 0)
+        except room.InsufficientMemory as error:
             self._found_no_room = True
             if not kept or self._config.insist:
                 raise
@@ -365,7 +367,7 @@ class Writer:
     def _is_summing(self) -> bool:
         """Whether something that all ranks have filled is going to be whole."""
         return any(
-            slot.state is State.FILLED and (claim.key in self._storing.saves or claim.key in self._filling)
+            slot.state is SlotState.FILLED and (claim.key in self._storing.saves or claim.key in self._filling)
             for slot in self._slots
             if (claim := slot.claimed()) is not None
         )
@@ -439,13 +441,13 @@ class Writer:
         if time.monotonic() - max(self._idle_since, self._storing.quiet_since) < self._linger:
             return False
         # Nobody came back. What is in the store too need not take memory from whoever is next on this node.
-        if all(slot.state in (State.EMPTY, State.FILLING, State.STORED) for slot in self._slots):
+        if all(slot.state in (SlotState.EMPTY, SlotState.FILLING, SlotState.STORED) for slot in self._slots):
             return self._remove_slots()
         return True
 
     def _has_slots(self) -> bool:
         """Whether there is any slot, of this node or of another one's."""
-        return any(True for _ in (*self._slots, *peer_copies.of(self._slots.directory)))
+        return any(True for _ in (*self._slots, *peer_copies.open_peer_copies(self._slots.directory)))
 
     def _remove_slots(self) -> bool:
         """Whether the memory was given back. A process that restores from it is waited for, as long as ranks are."""
@@ -467,7 +469,7 @@ class Writer:
                 writer.write(line)
 
 
-async def _serve(directory: Path, linger: float, has_directory: Callable[[], bool]) -> None:
+async def _serve_node(directory: Path, linger: float, has_directory: Callable[[], bool]) -> None:
     writer = Writer(directory, linger, has_directory)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, writer.tell_to_end)
@@ -486,9 +488,9 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)  # these are meant for the ranks
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))  # training first
-    locked = lock(arguments.directory, arguments.patience)
+    locked = lock_directory(arguments.directory, arguments.patience)
     Slots(arguments.directory).clear_removed()
-    asyncio.run(_serve(arguments.directory, arguments.linger, lambda: locked.is_valid))
+    asyncio.run(_serve_node(arguments.directory, arguments.linger, lambda: locked.is_valid))
     locked.release()
     sys.stderr.flush()
     os._exit(0)  # a thread that hangs in a store would be waited for

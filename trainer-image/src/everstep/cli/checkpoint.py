@@ -19,17 +19,19 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-Uri = Annotated[str, typer.Argument(metavar="URI", help="A folder or a URL, as given to everstep.checkpointer().")]
-Which = Annotated[
+UriArgument = Annotated[
+    str, typer.Argument(metavar="URI", help="A folder or a URL, as given to everstep.checkpointer().")
+]
+KeyOption = Annotated[
     str | None,
     typer.Option("--key", "-k", metavar="KEY", help="A step (500) or attempt-step (2.3-500). Default: newest."),
 ]
-Threads = Annotated[int, typer.Option("--threads", min=1, help="Reads at a time, of 8 MiB each.")]
-Json = Annotated[bool, typer.Option("--json", help="For programs.")]
+ThreadsOption = Annotated[int, typer.Option("--threads", min=1, help="Reads at a time, of 8 MiB each.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
 
 
 @app.command("ls")
-def ls(uri: Uri, as_json: Json = False) -> None:
+def ls(uri: UriArgument, as_json: JsonOption = False) -> None:
     """List what was committed, newest first.
 
     Only indexes are read and checked; `verify` reads everything. VERIFIED: all bytes were read back after the save.
@@ -37,46 +39,46 @@ def ls(uri: Uri, as_json: Json = False) -> None:
     import json
     from concurrent.futures import ThreadPoolExecutor
 
-    from everstep.checkpoint.candidates import candidates, read_index
+    from everstep.checkpoint.candidates import list_candidates, read_index
     from everstep.checkpoint.errors import Damaged, Missing, UnknownFormat
     from everstep.checkpoint.keys import Key
     from everstep.checkpoint.verification import VerifiedCheckpoints
-    from everstep.cli.checkpoint_view import Row, row_json, table
-    from everstep.cli.places import opened, said
-    from everstep.cli.terminal import stderr, stdout
+    from everstep.cli.checkpoint_view import CheckpointRow, describe_row, make_checkpoint_table
+    from everstep.cli.places import open_named_store, translate_errors
+    from everstep.cli.terminal import make_stderr, make_stdout
 
-    with said():
-        store = opened(uri)
+    with translate_errors():
+        store = open_named_store(uri)
 
-        def row(key: Key) -> Row | None:
+        def row(key: Key) -> CheckpointRow | None:
             try:
-                return Row(key, read_index(store, key), is_verified=key in verified)
+                return CheckpointRow(key, read_index(store, key), is_verified=key in verified)
             except Missing:
                 return None  # removed meanwhile
             except Damaged as error:
-                return Row(key, None, why=f"damaged: {error}")
+                return CheckpointRow(key, None, why=f"damaged: {error}")
             except UnknownFormat as error:
-                return Row(key, None, why=f"unknown: {error}")
+                return CheckpointRow(key, None, why=f"unknown: {error}")
 
-        keys = candidates(store)
+        keys = list_candidates(store)
         verified = set(VerifiedCheckpoints(store).marked(keys))
         with ThreadPoolExecutor(8) as pool:
             rows = [each for each in pool.map(row, keys) if each is not None]
     if as_json:
         for each in rows:
-            stdout().print(json.dumps(row_json(each)))
+            make_stdout().print(json.dumps(describe_row(each)))
     elif rows:
-        stdout().print(table(rows))
+        make_stdout().print(make_checkpoint_table(rows))
     else:
-        stderr().print(f"There are no checkpoints in {store.url}.")
+        make_stderr().print(f"There are no checkpoints in {store.url}.")
 
 
 @app.command("verify")
 def verify(
-    uri: Uri,
-    key: Which = None,
+    uri: UriArgument,
+    key: KeyOption = None,
     every: Annotated[bool, typer.Option("--all", help="All checkpoints, not the newest only.")] = False,
-    threads: Threads = 4,
+    threads: ThreadsOption = 4,
 ) -> None:
     """Read every byte and check every checksum. Ends with 3 if anything that was asked for is not good.
 
@@ -85,43 +87,45 @@ def verify(
     """
     from everstep.checkpoint import candidates
     from everstep.checkpoint.errors import CheckpointError, Removed, UnknownFormat, is_damage
-    from everstep.checkpoint.leases import reading
-    from everstep.cli.checkpoint_view import size
-    from everstep.cli.places import NO, matching, opened, said, short
-    from everstep.cli.terminal import stderr, stdout
-    from everstep.cli.transfer import advancing, size_text, transfer
+    from everstep.checkpoint.leases import hold_read_lease
+    from everstep.cli.checkpoint_view import total_bytes
+    from everstep.cli.places import EXIT_NOT_GOOD, format_key, list_matching_keys, open_named_store, translate_errors
+    from everstep.cli.terminal import make_stderr, make_stdout
+    from everstep.cli.transfer import format_size, make_renewing_counter, show_transfer
 
     bad = read = 0
-    with said():
-        store = opened(uri)
-        wanted = matching(store, None if every else key)
+    with translate_errors():
+        store = open_named_store(uri)
+        wanted = list_matching_keys(store, None if every else key)
         only_newest = key is None and not every
         for each in candidates.each_candidate(store) if only_newest else wanted:
             try:
-                with reading(store, each) as lease:
+                with hold_read_lease(store, each) as lease:
                     manifest = candidates.read_manifest(store, each)
-                    with transfer(f"verify {short(each)}", size(manifest)) as on_bytes:
-                        candidates.verify(store, each, threads=threads, on_bytes=advancing(lease.renew, on_bytes))
-                stdout().print(f"{short(each)} is good, {size_text(size(manifest))}")
+                    with show_transfer(f"verify {format_key(each)}", total_bytes(manifest)) as on_bytes:
+                        candidates.verify_checkpoint(
+                            store, each, threads=threads, on_bytes=make_renewing_counter(lease.renew, on_bytes)
+                        )
+                make_stdout().print(f"{format_key(each)} is good, {format_size(total_bytes(manifest))}")
             except Removed as error:
-                stderr().print(f"{short(each)}: {error}", style="yellow")
+                make_stderr().print(f"{format_key(each)}: {error}", style="yellow")
                 continue
             except CheckpointError as error:
                 if not (is_damage(error) or isinstance(error, UnknownFormat)):
                     raise
                 bad += 1
-                stderr().print(f"{short(each)} is not good: {error}", style="red")
+                make_stderr().print(f"{format_key(each)} is not good: {error}", style="red")
             read += 1
             if only_newest:
                 break
     if bad or not read:
-        raise typer.Exit(NO)
+        raise typer.Exit(EXIT_NOT_GOOD)
 
 
 @app.command("show")
 def show(
-    uri: Uri,
-    key: Which = None,
+    uri: UriArgument,
+    key: KeyOption = None,
     with_values: Annotated[bool, typer.Option("--values", help="Plain values too: step counts, RNG states …")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="The manifest itself: the format of docs/reference/checkpoint-format.md.")
@@ -131,32 +135,32 @@ def show(
 
     Tensors with type, shape and size; with --values the plain values too.
     """
-    from everstep.cli.checkpoint_view import summary, tensors, values
-    from everstep.cli.places import chosen, opened, said
-    from everstep.cli.terminal import stdout
+    from everstep.cli.checkpoint_view import make_tensor_table, make_value_table, summarize_checkpoint
+    from everstep.cli.places import hold_chosen, open_named_store, translate_errors
+    from everstep.cli.terminal import make_stdout
 
-    with said():
-        store = opened(uri)
-        with chosen(store, key) as (manifest, _):
+    with translate_errors():
+        store = open_named_store(uri)
+        with hold_chosen(store, key) as (manifest, _):
             if as_json:
-                stdout().print(store.read(manifest.key.manifest_name).split(b"\n")[0].decode())
+                make_stdout().print(store.read(manifest.key.manifest_name).split(b"\n")[0].decode())
                 return
-    out = stdout()
-    out.print(summary(manifest))
+    out = make_stdout()
+    out.print(summarize_checkpoint(manifest))
     out.print()
-    out.print(tensors(manifest))
+    out.print(make_tensor_table(manifest))
     if with_values:
         out.print()
-        out.print(values(manifest))
+        out.print(make_value_table(manifest))
 
 
 @app.command("diff")
 def diff(
-    uri: Uri,
+    uri: UriArgument,
     other: Annotated[
         str | None, typer.Argument(metavar="[OTHER]", help="Another store. Default: the same one.")
     ] = None,
-    key: Which = None,
+    key: KeyOption = None,
     other_key: Annotated[
         str | None,
         typer.Option("--other-key", metavar="KEY", help="In the other store. Default: the same key, or newest."),
@@ -166,39 +170,39 @@ def diff(
 
     However they are sharded: by names, types, shapes, elements and plain values. Ends with 3 if they differ.
     """
-    from everstep.checkpoint.difference import differences
+    from everstep.checkpoint.difference import iterate_differences
     from everstep.cli.errors import CliError
-    from everstep.cli.places import NO, chosen, opened, said, short
-    from everstep.cli.terminal import stderr, stdout
-    from everstep.cli.transfer import advancing, transfer
+    from everstep.cli.places import EXIT_NOT_GOOD, format_key, hold_chosen, open_named_store, translate_errors
+    from everstep.cli.terminal import make_stderr, make_stdout
+    from everstep.cli.transfer import make_renewing_counter, show_transfer
 
     if other is None and other_key is None:
         raise CliError("compare with what? Give another store, or --other-key", 2)
     count = 0
-    with said():
-        store = opened(uri)
-        second = store if other is None else opened(other)
-        with chosen(store, key) as (ours, lease), chosen(second, other_key or key) as (theirs, other_lease):
-            first, other_one = short(ours.key), short(theirs.key)
-            with transfer(f"compare {first} and {other_one}", None) as on_bytes:
-                advance = advancing(lease.renew, advancing(other_lease.renew, on_bytes))
-                for each in differences((store, ours), (second, theirs), on_bytes=advance):
+    with translate_errors():
+        store = open_named_store(uri)
+        second = store if other is None else open_named_store(other)
+        with hold_chosen(store, key) as (ours, lease), hold_chosen(second, other_key or key) as (theirs, other_lease):
+            first, other_one = format_key(ours.key), format_key(theirs.key)
+            with show_transfer(f"compare {first} and {other_one}", None) as on_bytes:
+                advance = make_renewing_counter(lease.renew, make_renewing_counter(other_lease.renew, on_bytes))
+                for each in iterate_differences((store, ours), (second, theirs), on_bytes=advance):
                     count += 1
-                    stdout().print(f"{each.name}: {each.what}")
+                    make_stdout().print(f"{each.name}: {each.what}")
     if count:
-        raise typer.Exit(NO)
-    stderr().print(f"{first} and {other_one} hold the same.")
+        raise typer.Exit(EXIT_NOT_GOOD)
+    make_stderr().print(f"{first} and {other_one} hold the same.")
 
 
 @app.command("prune")
 def prune(
-    uri: Uri,
+    uri: UriArgument,
     keep_last: Annotated[int, typer.Option("--keep-last", min=1, help="So many of the newest stay.")],
     keep_every: Annotated[
         int | None, typer.Option("--keep-every", min=1, help="Those whose step is a multiple stay too.")
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
-    threads: Threads = 4,
+    threads: ThreadsOption = 4,
 ) -> None:
     """Remove old checkpoints and what dead saves left behind.
 
@@ -209,46 +213,46 @@ def prune(
     from everstep.checkpoint.pruning import prune_by_hand
     from everstep.checkpoint.verification import VerifiedCheckpoints
     from everstep.cli.errors import CliError
-    from everstep.cli.places import NO, matching, opened, said, short
-    from everstep.cli.terminal import stderr, stdout
-    from everstep.cli.transfer import transfer
+    from everstep.cli.places import EXIT_NOT_GOOD, format_key, list_matching_keys, open_named_store, translate_errors
+    from everstep.cli.terminal import make_stderr, make_stdout
+    from everstep.cli.transfer import show_transfer
 
-    with said():
-        store = opened(uri)
-        matching(store, None)
+    with translate_errors():
+        store = open_named_store(uri)
+        list_matching_keys(store, None)
         # What was verified once may have been damaged since, and is to stay alone perhaps.
         found = VerifiedCheckpoints(store, mark=not dry_run, believe_marks=False, threads=threads)
-        with transfer("verify", None) as on_bytes:
+        with show_transfer("verify", None) as on_bytes:
             pruning = prune_by_hand(
                 found, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run, on_bytes=on_bytes
             )
     for key, why in found.bad.items():
-        stderr().print(f"{short(key)} is not good: {why}", style="red")
+        make_stderr().print(f"{format_key(key)} is not good: {why}", style="red")
     for key, why in found.unknown.items():
-        stderr().print(f"{short(key)} stays: {why}", style="yellow")
+        make_stderr().print(f"{format_key(key)} stays: {why}", style="yellow")
     if not pruning.verified:
-        raise CliError(f"no checkpoint in {store.url} is good: nothing is removed", NO)
+        raise CliError(f"no checkpoint in {store.url} is good: nothing is removed", EXIT_NOT_GOOD)
     for key in pruning.planned:
-        stdout().print(f"{short(key)} would go")
+        make_stdout().print(f"{format_key(key)} would go")
     if dry_run:
         return
     for key in pruning.done.removed:
-        stdout().print(f"{short(key)} is removed")
+        make_stdout().print(f"{format_key(key)} is removed")
     for key in pruning.done.leftovers:
-        stdout().print(f"{short(key)}, which was never committed, is removed")
-    stderr().print(
-        f"{short(pruning.verified[0])} is good and stays; {len(pruning.done.removed)} removed, "
+        make_stdout().print(f"{format_key(key)}, which was never committed, is removed")
+    make_stderr().print(
+        f"{format_key(pruning.verified[0])} is good and stays; {len(pruning.done.removed)} removed, "
         f"{pruning.done.swept} leftovers swept."
     )
 
 
 @app.command("copy")
 def copy(
-    uri: Uri,
+    uri: UriArgument,
     target: Annotated[str, typer.Argument(metavar="TARGET", help="The store to copy into.")],
-    key: Which = None,
+    key: KeyOption = None,
     every: Annotated[bool, typer.Option("--all", help="All checkpoints, oldest first.")] = False,
-    threads: Threads = 4,
+    threads: ThreadsOption = 4,
 ) -> None:
     """Copy a checkpoint into another store. Every byte is verified on its way; a copy that dies is no checkpoint.
 
@@ -259,11 +263,18 @@ def copy(
     from everstep.checkpoint.copying import CopyOutcome
     from everstep.checkpoint.errors import CheckpointError, Removed, UnknownFormat, is_damage
     from everstep.checkpoint.keys import Key
-    from everstep.checkpoint.leases import reading
-    from everstep.cli.checkpoint_view import size
-    from everstep.cli.places import NO, first_good, matching, opened, said, short
-    from everstep.cli.terminal import stderr, stdout
-    from everstep.cli.transfer import transfer
+    from everstep.checkpoint.leases import hold_read_lease
+    from everstep.cli.checkpoint_view import total_bytes
+    from everstep.cli.places import (
+        EXIT_NOT_GOOD,
+        format_key,
+        list_matching_keys,
+        open_named_store,
+        read_first_good,
+        translate_errors,
+    )
+    from everstep.cli.terminal import make_stderr, make_stdout
+    from everstep.cli.transfer import show_transfer
 
     words = {
         CopyOutcome.COPIED: "is copied to",
@@ -271,37 +282,37 @@ def copy(
         CopyOutcome.REPAIRED: "was there before, was not good, and is now, in",
     }
     copied = left_out = 0
-    with said():
-        source, into = opened(uri), opened(target)
+    with translate_errors():
+        source, into = open_named_store(uri), open_named_store(target)
 
         def copy_one(each: Key) -> None:
-            with reading(source, each):
-                total = size(candidates.read_manifest(source, each))
-                with transfer(f"copy {short(each)}", total) as on_bytes:
-                    outcome = copying.copy(source, into, each, threads=threads, on_bytes=on_bytes)
-            stdout().print(f"{short(each)} {words[outcome]} {into.url}")
+            with hold_read_lease(source, each):
+                total = total_bytes(candidates.read_manifest(source, each))
+                with show_transfer(f"copy {format_key(each)}", total) as on_bytes:
+                    outcome = copying.copy_checkpoint(source, into, each, threads=threads, on_bytes=on_bytes)
+            make_stdout().print(f"{format_key(each)} {words[outcome]} {into.url}")
 
-        for each in reversed(matching(source, None)) if every else ():
+        for each in reversed(list_matching_keys(source, None)) if every else ():
             try:
                 copy_one(each)
                 copied += 1
             except Removed as error:
-                stderr().print(f"{short(each)}: {error}", style="yellow")
+                make_stderr().print(f"{format_key(each)}: {error}", style="yellow")
             except CheckpointError as error:
                 if not (is_damage(error) or isinstance(error, UnknownFormat)):
                     raise
                 left_out += 1
-                stderr().print(f"{short(each)} is left out: {error}", style="red")
+                make_stderr().print(f"{format_key(each)} is left out: {error}", style="red")
         if not copied and not left_out:
-            first_good(source, key, copy_one)
+            read_first_good(source, key, copy_one)
     if left_out:
-        raise typer.Exit(NO)
+        raise typer.Exit(EXIT_NOT_GOOD)
 
 
 @app.command("publish")
 def publish(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What another program has saved, or will save.")],
-    uri: Uri,
+    uri: UriArgument,
     step: Annotated[
         int | None, typer.Option("--step", min=0, help="Default: the number at the folder's end, else the next one.")
     ] = None,
@@ -331,36 +342,36 @@ def publish(
     import threading
 
     from everstep.checkpoint import publisher
-    from everstep.checkpoint.events import Event
+    from everstep.checkpoint.events import CheckpointEvent
     from everstep.checkpoint.folder import Contents
     from everstep.cli.errors import CliError
-    from everstep.cli.places import opened, said, short
-    from everstep.cli.terminal import stderr, stdout
-    from everstep.cli.transfer import transfer
+    from everstep.cli.places import format_key, open_named_store, translate_errors
+    from everstep.cli.terminal import make_stderr, make_stdout
+    from everstep.cli.transfer import show_transfer
 
     if not watch and (marker or each or keep_last):
         raise CliError("--marker, --each and --keep-last need --watch", 2)
     if watch and step is not None:
         raise CliError("--step is for publishing once: with --watch steps are counted", 2)
 
-    def tell(event: Event) -> None:
+    def tell(event: CheckpointEvent) -> None:
         if event.name == "saved" and event.key is not None:
-            stdout().print(f"{folder} is published as {short(event.key)}")
+            make_stdout().print(f"{folder} is published as {format_key(event.key)}")
         elif event.name == "untidy":
-            stderr().print(f"older ones were not removed: {event.why}", style="yellow")
+            make_stderr().print(f"older ones were not removed: {event.why}", style="yellow")
         elif event.name == "skipped":
-            stderr().print(f"not published: {event.why}", style="yellow")
+            make_stderr().print(f"not published: {event.why}", style="yellow")
         else:
             again = "" if event.key else " yet, it is tried again"
-            stderr().print(f"not published{again}: {event.why}", style="yellow")
+            make_stderr().print(f"not published{again}: {event.why}", style="yellow")
 
-    with said():
-        store = opened(uri)
+    with translate_errors():
+        store = open_named_store(uri)
         if not watch:
             total = sum(file.size for file in Contents.of(folder).files)
-            with transfer(f"publish {folder}", total) as on_bytes:
-                manifest = publisher.publish(store, folder, step=step, on_bytes=on_bytes)
-            stdout().print(f"{folder} is published as {short(manifest.key)}")
+            with show_transfer(f"publish {folder}", total) as on_bytes:
+                manifest = publisher.publish_folder(store, folder, step=step, on_bytes=on_bytes)
+            make_stdout().print(f"{folder} is published as {format_key(manifest.key)}")
             return
         stop = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -372,14 +383,14 @@ def publish(
 
 @app.command("restore")
 def restore(
-    uri: Uri,
+    uri: UriArgument,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Where the folder is to be; not there yet, or empty.")],
-    key: Which = None,
+    key: KeyOption = None,
     replace: Annotated[bool, typer.Option("--replace", help="Put it in the place of what is there.")] = False,
     if_any: Annotated[
         bool, typer.Option("--if-any", help="End with 0 when nothing was ever saved: a first start.")
     ] = False,
-    threads: Threads = 4,
+    threads: ThreadsOption = 4,
 ) -> None:
     """Bring a published folder back.
 
@@ -390,24 +401,24 @@ def restore(
     from everstep.checkpoint import candidates
     from everstep.checkpoint import folder as folders
     from everstep.checkpoint.format import Manifest
-    from everstep.cli.checkpoint_view import size
-    from everstep.cli.places import opened, said, short, step_or_key
-    from everstep.cli.terminal import stderr, stdout
-    from everstep.cli.transfer import transfer
+    from everstep.cli.checkpoint_view import total_bytes
+    from everstep.cli.places import format_key, open_named_store, resolve_step, translate_errors
+    from everstep.cli.terminal import make_stderr, make_stdout
+    from everstep.cli.transfer import show_transfer
 
-    with said(), ExitStack() as bars:
-        store = opened(uri)
-        if if_any and not candidates.candidates(store):
-            stderr().print(f"Nothing was saved in {store.url} yet.")
+    with translate_errors(), ExitStack() as bars:
+        store = open_named_store(uri)
+        if if_any and not candidates.list_candidates(store):
+            make_stderr().print(f"Nothing was saved in {store.url} yet.")
             return
-        wanted = step_or_key(store, key) if key else None
+        wanted = resolve_step(store, key) if key else None
         advance = [lambda count: None]
 
         def begin(manifest: Manifest) -> None:
             bars.close()
-            advance[0] = bars.enter_context(transfer(f"restore {short(manifest.key)}", size(manifest)))
+            advance[0] = bars.enter_context(show_transfer(f"restore {format_key(manifest.key)}", total_bytes(manifest)))
 
-        manifest, bad = folders.restore(
+        manifest, bad = folders.restore_folder(
             store,
             folder,
             step=wanted,
@@ -417,5 +428,5 @@ def restore(
             on_bytes=lambda count: advance[0](count),
         )
     for why in bad:
-        stderr().print(f"not good, passed over: {why}", style="red")
-    stdout().print(f"{folder} is {short(manifest.key)} again")
+        make_stderr().print(f"not good, passed over: {why}", style="red")
+    make_stdout().print(f"{folder} is {format_key(manifest.key)} again")

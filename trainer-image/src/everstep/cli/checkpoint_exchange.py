@@ -8,10 +8,10 @@ from typing import Annotated, Any
 
 import typer
 
-from everstep.cli.checkpoint import Uri, Which
+from everstep.cli.checkpoint import KeyOption, UriArgument
 
 
-class Format(StrEnum):
+class ForeignFormat(StrEnum):
     """Foreign formats."""
 
     safetensors = "safetensors"
@@ -20,25 +20,29 @@ class Format(StrEnum):
     torch = "torch"
 
 
-Renames = Annotated[
+RenameOption = Annotated[
     list[str] | None,
     typer.Option("--rename", metavar="OLD=NEW", help="A prefix of names and what takes its place. May be repeated."),
 ]
-Name = Annotated[str, typer.Option("--object", metavar="NAME", help="The object, as the training script calls it.")]
-Only = Annotated[
+ObjectOption = Annotated[
+    str, typer.Option("--object", metavar="NAME", help="The object, as the training script calls it.")
+]
+OnlyOption = Annotated[
     list[str] | None,
     typer.Option("--only", metavar="GLOB", help="Of full names, as 'model.*'. May be repeated. Default: everything."),
 ]
 
 
 def export(
-    uri: Uri,
+    uri: UriArgument,
     target: Annotated[Path, typer.Argument(metavar="TARGET", help="A folder, or a file that ends with .safetensors.")],
-    to: Annotated[Format, typer.Option("--to", help="safetensors and huggingface: one object; dcp: all of them.")],
-    key: Which = None,
-    name: Name = "model",
-    only: Only = None,
-    rename: Renames = None,
+    to: Annotated[
+        ForeignFormat, typer.Option("--to", help="safetensors and huggingface: one object; dcp: all of them.")
+    ],
+    key: KeyOption = None,
+    name: ObjectOption = "model",
+    only: OnlyOption = None,
+    rename: RenameOption = None,
     dtype: Annotated[
         str | None, typer.Option("--dtype", metavar="TYPE", help="For floating tensors: bfloat16, float32 …")
     ] = None,
@@ -57,42 +61,44 @@ def export(
     """
     from everstep.checkpoint.exchange import exporting
     from everstep.cli.errors import CliError
-    from everstep.cli.places import opened, said, short, step_or_key
-    from everstep.cli.terminal import stdout
+    from everstep.cli.places import format_key, open_named_store, resolve_step, translate_errors
+    from everstep.cli.terminal import make_stdout
 
-    if to is Format.torch:
+    if to is ForeignFormat.torch:
         raise CliError("--to torch is not there: load it with everstep.load() and save that with torch.save()", 2)
-    if to is Format.dcp and config is not None:
+    if to is ForeignFormat.dcp and config is not None:
         raise CliError("--config is for --to safetensors and huggingface", 2)
-    if to is not Format.dcp and only:
+    if to is not ForeignFormat.dcp and only:
         raise CliError("--only is for --to dcp: name one --object otherwise", 2)
-    if to is Format.huggingface and target.suffix == ".safetensors":
+    if to is ForeignFormat.huggingface and target.suffix == ".safetensors":
         raise CliError(f"{target} is a file, and Hugging Face reads a folder: give one, or --to safetensors", 2)
     try:
         limit = exporting.parse_size(max_shard_size)
     except ValueError as error:
         raise CliError(f"--max-shard-size: {error}", 2) from error
-    cast, renames = _dtype(dtype), _renames(rename)
-    with said():
-        wanted = step_or_key(opened(uri), key)
-        if to is Format.dcp:
+    cast, renames = _parse_dtype(dtype), _parse_renames(rename)
+    with translate_errors():
+        wanted = resolve_step(open_named_store(uri), key)
+        if to is ForeignFormat.dcp:
             done = exporting.export_dcp(uri, target, step=wanted, only=only, rename=renames, cast=cast, replace=replace)
         else:
             done = exporting.export_safetensors(
                 uri, target, step=wanted, name=name, rename=renames, cast=cast, max_shard_bytes=limit, config=config,
                 replace=replace,
             )  # fmt: skip
-    stdout().print(f"{short(done)} is exported to {target}")
+    make_stdout().print(f"{format_key(done)} is exported to {target}")
 
 
 def import_(
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A file or a folder of another library.")],
-    uri: Uri,
-    from_: Annotated[Format, typer.Option("--from", help="torch: a file of torch.save(). dcp: only if you trust it.")],
+    uri: UriArgument,
+    from_: Annotated[
+        ForeignFormat, typer.Option("--from", help="torch: a file of torch.save(). dcp: only if you trust it.")
+    ],
     step: Annotated[int, typer.Option("--step", min=0, help="The steps that it stands for.")] = 0,
-    name: Name = "model",
-    only: Only = None,
-    rename: Renames = None,
+    name: ObjectOption = "model",
+    only: OnlyOption = None,
+    rename: RenameOption = None,
     optimizer_order: Annotated[
         Path | None,
         typer.Option("--optimizer-order", metavar="FILE", help="Names of the optimizer's parameters, one a line."),
@@ -105,28 +111,28 @@ def import_(
     """
     from everstep.checkpoint.exchange import importing
     from everstep.cli.errors import CliError
-    from everstep.cli.places import said, short
-    from everstep.cli.terminal import stdout
+    from everstep.cli.places import format_key, translate_errors
+    from everstep.cli.terminal import make_stdout
 
-    readers: dict[Format, Any] = {
-        Format.torch: importing.import_torch,
-        Format.dcp: importing.import_dcp,
-        Format.safetensors: importing.import_safetensors,
-        Format.huggingface: importing.import_safetensors,
+    readers: dict[ForeignFormat, Any] = {
+        ForeignFormat.torch: importing.import_torch,
+        ForeignFormat.dcp: importing.import_dcp,
+        ForeignFormat.safetensors: importing.import_safetensors,
+        ForeignFormat.huggingface: importing.import_safetensors,
     }
-    with said():
+    with translate_errors():
         if not source.exists():
             raise FileNotFoundError(f"there is no {source}")
         more: dict[str, Any] = {}
         if optimizer_order is not None:
-            if from_ not in (Format.torch, Format.dcp):
+            if from_ not in (ForeignFormat.torch, ForeignFormat.dcp):
                 raise CliError(f"--optimizer-order is for --from torch or dcp: {from_.value} holds no optimizer", 2)
             more["optimizer_order"] = optimizer_order.read_text().split()
-        key = readers[from_](source, uri, step=step, name=name, only=only, rename=_renames(rename), **more)
-    stdout().print(f"{source} is imported as {short(key)}")
+        key = readers[from_](source, uri, step=step, name=name, only=only, rename=_parse_renames(rename), **more)
+    make_stdout().print(f"{source} is imported as {format_key(key)}")
 
 
-def _renames(given: list[str] | None) -> dict[str, str] | None:
+def _parse_renames(given: list[str] | None) -> dict[str, str] | None:
     from everstep.cli.errors import CliError
 
     found: dict[str, str] = {}
@@ -138,7 +144,7 @@ def _renames(given: list[str] | None) -> dict[str, str] | None:
     return found or None
 
 
-def _dtype(name: str | None) -> Any:
+def _parse_dtype(name: str | None) -> Any:
     from everstep.cli.errors import CliError
 
     if name is None:

@@ -12,16 +12,16 @@ GROUP = "everstep.dev"
 VERSION = "v1alpha1"
 JOB_LABEL = f"{GROUP}/job"
 INDEX_LABEL = f"{GROUP}/index"
-FINISHED = frozenset({"Succeeded", "Failed"})
+FINISHED_PHASES = frozenset({"Succeeded", "Failed"})
 
-Object = dict[str, Any]
+ApiObject = dict[str, Any]
 
 
 class LogsNotReadyError(Exception):
     """The container has not started yet, or its pod is gone."""
 
 
-class Cluster:
+class ClusterClient:
     """A client of a cluster. It is safe to use from several threads."""
 
     def __init__(self, context: str | None, namespace: str | None) -> None:
@@ -32,26 +32,26 @@ class Cluster:
                 "this command talks to a cluster and needs the Kubernetes client: pip install 'everstep[operator]'"
             ) from None
         try:
-            _login(config, context)
+            _load_credentials(config, context)
         except config.ConfigException as error:
             raise CliError(f"no cluster to talk to: {error}. Set KUBECONFIG, or choose one with --context") from None
         self._api = client.ApiClient()
         self._errors = client.exceptions
-        self.namespace = namespace or _namespace_of(config, context)
+        self.namespace = namespace or _find_namespace(config, context)
 
-    def job(self, name: str) -> Object | None:
+    def job(self, name: str) -> ApiObject | None:
         return self._get(f"/apis/{GROUP}/{VERSION}/namespaces/{self.namespace}/trainingjobs/{name}")
 
-    def existing_job(self, name: str) -> Object:
+    def existing_job(self, name: str) -> ApiObject:
         job = self.job(name)
         if job is None:
             raise CliError(f"there is no TrainingJob {name} in namespace {self.namespace}: kubectl get trainingjobs -A")
         return job
 
-    def pods(self, job: str) -> list[Object]:
+    def pods(self, job: str) -> list[ApiObject]:
         """Return the job's pods by index, those that are going included."""
         found = self._get(f"/api/v1/namespaces/{self.namespace}/pods", labelSelector=f"{JOB_LABEL}={job}")
-        items: list[Object] = found["items"] if found else []
+        items: list[ApiObject] = found["items"] if found else []
         return sorted(items, key=lambda pod: int(pod["metadata"]["labels"].get(INDEX_LABEL, 0)))
 
     def log(self, pod: str, *, follow: bool, since: str = "") -> Iterator[str]:
@@ -91,9 +91,9 @@ class Cluster:
         if rest:
             yield rest.decode(errors="replace")
 
-    def _get(self, path: str, **query: str) -> Object | None:
+    def _get(self, path: str, **query: str) -> ApiObject | None:
         try:
-            answer: Object = self._call(path, query, raw=False)
+            answer: ApiObject = self._call(path, query, raw=False)
         except self._errors.ApiException as error:
             if error.status == 404:
                 return None
@@ -129,7 +129,7 @@ class Cluster:
         return CliError(f"the API server refused: {message}")
 
 
-def _login(config: Any, context: str | None) -> None:
+def _load_credentials(config: Any, context: str | None) -> None:
     try:
         config.load_kube_config(context=context)
     except config.ConfigException:
@@ -139,7 +139,7 @@ def _login(config: Any, context: str | None) -> None:
         config.load_incluster_config()
 
 
-def _namespace_of(config: Any, context: str | None) -> str:
+def _find_namespace(config: Any, context: str | None) -> str:
     """Return the context's namespace, as kubectl takes it."""
     try:
         contexts, active = config.list_kube_config_contexts()

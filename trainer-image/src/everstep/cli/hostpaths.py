@@ -14,14 +14,14 @@ PYTHONS = ("python", "python3")
 
 
 @dataclass(frozen=True)
-class Mapping:
+class PathMapping:
     """A folder of the image and the one that stands for it here: `--map /opt/everstep/examples=examples`."""
 
     inside: PurePosixPath
     outside: Path
 
     @classmethod
-    def parse(cls, text: str) -> Mapping:
+    def parse(cls, text: str) -> PathMapping:
         inside, equals, outside = text.partition("=")
         if not equals or not inside.startswith("/") or not outside:
             raise CliError(
@@ -44,8 +44,8 @@ class HostCommand:
     changed: tuple[tuple[str, str], ...]
 
 
-def on_this_host(
-    command: Sequence[str], beside: Path, mappings: Sequence[Mapping] = (), python: str | None = None
+def adapt_command(
+    command: Sequence[str], beside: Path, mappings: Sequence[PathMapping] = (), python: str | None = None
 ) -> HostCommand:
     """Return the command as it can run here.
 
@@ -64,7 +64,7 @@ def on_this_host(
     argv: list[str] = []
     changed: list[tuple[str, str]] = []
     for position, word in enumerate(command):
-        here = _path(word, beside, mappings)
+        here = _map_path(word, beside, mappings)
         if position == 0 and word in PYTHONS:
             here = python or (word if shutil.which(word) else sys.executable)
         if here != word:
@@ -77,7 +77,7 @@ def on_this_host(
     return HostCommand(tuple(argv), tuple(changed))
 
 
-def _path(word: str, beside: Path, mappings: Sequence[Mapping]) -> str:
+def _map_path(word: str, beside: Path, mappings: Sequence[PathMapping]) -> str:
     if not word.startswith("/") or Path(word).exists():
         return word
     inside = PurePosixPath(word)

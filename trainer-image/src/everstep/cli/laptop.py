@@ -13,38 +13,38 @@ from types import FrameType
 from typing import Any
 
 from everstep.cli.errors import CliError
-from everstep.cli.live import Screen
+from everstep.cli.live import LiveScreen
 from everstep.cli.local import EPOCH, LocalAgents
-from everstep.cli.prepare import Prepared
-from everstep.cli.story import Story
-from everstep.cli.terminal import duration
+from everstep.cli.prepare import PreparedJob
+from everstep.cli.story import StateNarrator
+from everstep.cli.terminal import format_duration
 
 START_SECONDS = 30.0
 POLL_SECONDS = 1.0  # a long poll; Ctrl-C is looked at in between
 MIN_PAUSE = 0.1
 LEAVE_SECONDS = 15.0  # an agent's own last word, after the ranks have ended
-INTERRUPTED = 130
+INTERRUPTED_EXIT_CODE = 130
 
 
-class Laptop:
+class LocalRun:
     """One run of one job."""
 
-    def __init__(self, prepared: Prepared, base: Path | None) -> None:
+    def __init__(self, prepared: PreparedJob, base: Path | None) -> None:
         self._prepared = prepared
         self._base = base.absolute() if base else Path(tempfile.mkdtemp(prefix=f"everstep-{prepared.name}-"))
-        self._story = Story(prepared.restarts)
+        self._story = StateNarrator(prepared.restarts)
         self._interrupts = 0
         self._stop_sent = False
 
     def run(self) -> int:
         """Run the job and return its exit code; 130 if it was interrupted."""
-        from everstep.agent_zip import build
+        from everstep.agent_zip import build_zipapp
 
         started = time.time()
         agent = self._base / "agent.pyz"
         self._base.mkdir(parents=True, exist_ok=True)
-        agent.write_bytes(build())
-        with Screen(self._prepared.name) as screen, self._signals():
+        agent.write_bytes(build_zipapp())
+        with LiveScreen(self._prepared.name) as screen, self._signals():
             for note in self._prepared.notes:
                 screen.say(note)
             agents = LocalAgents(self._prepared.local, self._base, agent, screen.log)
@@ -60,7 +60,7 @@ class Laptop:
                 screen.say(line)
         return code
 
-    def _follow(self, agents: LocalAgents, screen: Screen) -> None:
+    def _follow(self, agents: LocalAgents, screen: LiveScreen) -> None:
         """Poll the leader until it has told the outcome, or has ended."""
         from everstep.agent.client import LeaderClient, LeaderError
 
@@ -103,14 +103,14 @@ class Laptop:
         finally:
             leader.close()
 
-    def _verdict(self, agents: LocalAgents, screen: Screen) -> int:
+    def _verdict(self, agents: LocalAgents, screen: LiveScreen) -> int:
         outcome: dict[str, Any] = self._story.outcome or agents.last_word()
         result = outcome.get("result")
         code = int(outcome.get("exitCode") or 0)
         message = f": {outcome['message']}" if outcome.get("message") else ""
         if self._interrupts:
             screen.say("stopped" if result == "stopped" else "killed")
-            return INTERRUPTED
+            return INTERRUPTED_EXIT_CODE
         if result == "succeeded":
             screen.say("succeeded", "green")
             return 0
@@ -120,10 +120,10 @@ class Laptop:
         return code or 1
 
     def _summary(self, started: float, ended: float) -> Iterator[str]:
-        words = [f"{duration(ended - started)} in all"]
+        words = [f"{format_duration(ended - started)} in all"]
         if self._story.ranks_started is not None:
             words.append(
-                f"{duration(max(0.0, self._story.ranks_started - started))} until the first ranks were started"
+                f"{format_duration(max(0.0, self._story.ranks_started - started))} until the first ranks were started"
             )
         words.append("1 restart" if self._story.restarts == 1 else f"{self._story.restarts} restarts")
         if (step := self._story.progress.get("step")) is not None:

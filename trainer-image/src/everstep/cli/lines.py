@@ -16,7 +16,7 @@ COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red", "bright_cyan", "
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class LogLine:
     """A log line. `rank` is None for what the agent itself says; `stamp` sorts by time and is empty when unknown."""
 
     pod: str
@@ -25,7 +25,7 @@ class Line:
     stamp: str = ""
 
 
-def parse(raw: str, pod: str, *, stamped: bool) -> Line:
+def parse_line(raw: str, pod: str, *, stamped: bool) -> LogLine:
     """Parse a log line.
 
     Args:
@@ -39,37 +39,37 @@ def parse(raw: str, pod: str, *, stamped: bool) -> Line:
         stamp = f"{found[1]}.{(found[2] or ''):0<9}"
         text = text[found.end() :]
     if tag := _TAG.match(text):
-        return Line(pod, text[tag.end() :], int(tag[1]), stamp)
-    return Line(pod, text, None, stamp)
+        return LogLine(pod, text[tag.end() :], int(tag[1]), stamp)
+    return LogLine(pod, text, None, stamp)
 
 
-def wanted(line: Line, rank: int | None) -> bool:
+def is_wanted(line: LogLine, rank: int | None) -> bool:
     return rank is None or line.rank == rank
 
 
-def only_rank(job: dict[str, Any], rank: int | None) -> int | None:
+def rank_filter(job: dict[str, Any], rank: int | None) -> int | None:
     """Return the rank to filter by. A job of one rank is not tagged: asking for its rank 0 is asking for everything."""
     spec = job.get("spec", {})
     single = spec.get("numNodes", 1) == 1 and spec.get("numProcPerNode", 1) == 1
     return None if single and rank == 0 else rank
 
 
-def merged(pods: Iterable[Iterable[Line]]) -> Iterator[Line]:
+def merge_lines(pods: Iterable[Iterable[LogLine]]) -> Iterator[LogLine]:
     """Yield several pods' lines in the order of time; each pod's own order is kept, even where its clock stepped
     back."""
-    return (line for _, line in merge(*(_never_back(lines) for lines in pods), key=lambda pair: pair[0]))
+    return (line for _, line in merge(*(_monotonic_stamps(lines) for lines in pods), key=lambda pair: pair[0]))
 
 
-def _never_back(lines: Iterable[Line]) -> Iterator[tuple[str, Line]]:
+def _monotonic_stamps(lines: Iterable[LogLine]) -> Iterator[tuple[str, LogLine]]:
     latest = ""
     for line in lines:
         latest = max(latest, line.stamp)
         yield latest, line
 
 
-def colour(rank: int) -> str:
+def rank_colour(rank: int) -> str:
     return COLOURS[rank % len(COLOURS)]
 
 
-def label(line: Line) -> str:
+def line_label(line: LogLine) -> str:
     return f"rank {line.rank}" if line.rank is not None else line.pod

@@ -9,11 +9,11 @@ from typing import Any
 from rich.progress import BarColumn, Progress, ProgressColumn, SpinnerColumn, Task, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from everstep.cli.lines import Line
-from everstep.cli.terminal import duration, log_text, stderr, stdout
+from everstep.cli.lines import LogLine
+from everstep.cli.terminal import format_duration, format_log_line, make_stderr, make_stdout
 
 
-class _Bar(ProgressColumn):
+class _EstimateBar(ProgressColumn):
     """Nothing until the total is known: a job need not report progress."""
 
     def __init__(self) -> None:
@@ -24,18 +24,18 @@ class _Bar(ProgressColumn):
         return self._bar.render(task) if task.total else Text("")
 
 
-class Screen:
+class LiveScreen:
     """Log lines go to stdout and everstep's own to stderr, as with any program; a terminal shows both above the bar."""
 
     def __init__(self, name: str) -> None:
-        self._out, self._err = stdout(), stderr()
+        self._out, self._err = make_stdout(), make_stderr()
         self._name = name
         self._progress: Progress | None = None
         if self._out.is_terminal:
             self._progress = Progress(
                 SpinnerColumn(),
                 TextColumn("{task.description}"),
-                _Bar(),
+                _EstimateBar(),
                 TextColumn("{task.fields[words]}"),
                 TimeElapsedColumn(),
                 console=self._out,
@@ -43,7 +43,7 @@ class Screen:
             )
             self._task = self._progress.add_task(name, total=None, words="")
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> LiveScreen:
         if self._progress:
             self._progress.start()
         return self
@@ -52,8 +52,8 @@ class Screen:
         if self._progress:
             self._progress.stop()
 
-    def log(self, line: Line) -> None:
-        self._out.print(log_text(line))
+    def log(self, line: LogLine) -> None:
+        self._out.print(format_log_line(line))
 
     def say(self, words: str, style: str = "bold") -> None:
         # Two consoles would tear the bar apart: while there is one, all goes through its own.
@@ -63,10 +63,10 @@ class Screen:
         """Show a leader's state in the bar."""
         if self._progress is None:
             return
-        self._progress.update(self._task, **bar(self._name, state))
+        self._progress.update(self._task, **describe_progress(self._name, state))
 
 
-def bar(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+def describe_progress(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return what the bar says: description, words, and the progress if the ranks report any."""
     progress = state.get("progress") or {}
     step, total, rate = progress.get("step"), progress.get("totalSteps"), progress.get("stepsPerSecond")
@@ -78,7 +78,7 @@ def bar(name: str, state: Mapping[str, Any]) -> dict[str, Any]:
     if rate:
         words.append(f"{rate:.3g}/s")
         if total and step is not None and total > step:
-            words.append(f"{duration((total - step) / rate)} left")
+            words.append(f"{format_duration((total - step) / rate)} left")
     words += [f"{key} {value:.4g}" for key, value in sorted((progress.get("metrics") or {}).items())]
     return {
         "description": f"{name} {state['epoch']}.{state['generation']}",

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from everstep.cli.lines import Line, parse
+from everstep.cli.lines import LogLine, parse_line
 
-ADDRESS = "127.0.0.1"
+LOOPBACK_ADDRESS = "127.0.0.1"
 EPOCH = 1
 TOKEN_BYTES = 32
 KILL_SECONDS = 5.0
@@ -43,17 +43,17 @@ class LocalAgents:
     """A set of agents of one run. `write` is called with each line of output, from a thread of its own for each
     stream."""
 
-    def __init__(self, job: LocalJob, base: Path, agent: Path, write: Callable[[Line], None]) -> None:
+    def __init__(self, job: LocalJob, base: Path, agent: Path, write: Callable[[LogLine], None]) -> None:
         self.base = base
         self.token = secrets.token_bytes(TOKEN_BYTES)
-        ports = free_ports(job.nodes)
-        self.addresses = {index: f"{ADDRESS}:{port}" for index, port in enumerate(ports)}
+        ports = find_free_ports(job.nodes)
+        self.addresses = {index: f"{LOOPBACK_ADDRESS}:{port}" for index, port in enumerate(ports)}
         self._write = write
         self._threads: list[threading.Thread] = []
         self._processes: list[subprocess.Popen[str]] = []
         base.mkdir(parents=True, exist_ok=True)
-        _private(base / "token", self.token)
-        (base / "job.json").write_text(json.dumps({**job.config, "job": _identity(job.config["job"])}))
+        _write_private_file(base / "token", self.token)
+        (base / "job.json").write_text(json.dumps({**job.config, "job": _identify_job(job.config["job"])}))
         try:
             for index, port in enumerate(ports):
                 self._processes.append(self._start(index, port, agent, job.environment))
@@ -105,7 +105,7 @@ class LocalAgents:
     def _start(self, index: int, port: int, agent: Path, environment: Mapping[str, str]) -> subprocess.Popen[str]:
         command: Sequence[str] = (
             *(sys.executable, "-I", "-S", "-B", str(agent), "run", "--local", str(self.base)),
-            *("--index", str(index), "--port", str(port), "--address", ADDRESS),
+            *("--index", str(index), "--port", str(port), "--address", LOOPBACK_ADDRESS),
         )
         process = subprocess.Popen(
             command,
@@ -117,7 +117,7 @@ class LocalAgents:
             errors="replace",
             # The terminal's Ctrl-C is for us: the job is stopped through its leader, with grace.
             start_new_session=True,
-            preexec_fn=_stop_with_parent(),
+            preexec_fn=_make_parent_death_hook(),
         )
         for stream in (process.stdout, process.stderr):
             assert stream is not None
@@ -128,10 +128,10 @@ class LocalAgents:
 
     def _read(self, node: str, stream: IO[str]) -> None:
         for raw in stream:
-            self._write(parse(raw, node, stamped=False))
+            self._write(parse_line(raw, node, stamped=False))
 
 
-def _stop_with_parent() -> Callable[[], object] | None:
+def _make_parent_death_hook() -> Callable[[], object] | None:
     """Return a hook that ends an agent with this process, or None: whoever kills `everstep run` does not mean to train
     on unseen. Linux only."""
     import ctypes
@@ -143,20 +143,20 @@ def _stop_with_parent() -> Callable[[], object] | None:
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
-def free_ports(count: int) -> list[int]:
+def find_free_ports(count: int) -> list[int]:
     """Return ports nobody listens on; all are held until all are found, so that they differ."""
     with contextlib.ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
-            each.bind((ADDRESS, 0))
+            each.bind((LOOPBACK_ADDRESS, 0))
         return [int(each.getsockname()[1]) for each in sockets]
 
 
-def _identity(job: Mapping[str, Any]) -> dict[str, Any]:
+def _identify_job(job: Mapping[str, Any]) -> dict[str, Any]:
     return {**job, "uid": job.get("uid") or str(uuid.uuid4())}
 
 
-def _private(path: Path, content: bytes) -> None:
+def _write_private_file(path: Path, content: bytes) -> None:
     path.unlink(missing_ok=True)
     with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
         file.write(content)

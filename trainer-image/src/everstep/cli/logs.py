@@ -23,27 +23,27 @@ def logs(
     failed last stays in the job's status: --previous shows it.
     """
     from everstep.cli import tail
-    from everstep.cli.cluster import Cluster
+    from everstep.cli.cluster import ClusterClient
     from everstep.cli.errors import CliError
-    from everstep.cli.lines import only_rank
-    from everstep.cli.terminal import log_text, stdout
+    from everstep.cli.lines import rank_filter
+    from everstep.cli.terminal import format_log_line, make_stdout
 
-    cluster = Cluster(context, namespace)
+    cluster = ClusterClient(context, namespace)
     found = cluster.existing_job(job)
-    console = stdout()
+    console = make_stdout()
     if previous:
         failure = found.get("status", {}).get("lastFailure")
         if not failure:
             raise CliError(f"nothing of {job} has failed so far")
         if rank is not None and failure.get("rank") != rank:
             raise CliError(f"the last failure was not rank {rank}'s: everstep status {job}")
-        for line in tail.of_failure(failure):
-            console.print(log_text(line))
+        for line in tail.list_failure_lines(failure):
+            console.print(format_log_line(line))
         return
-    rank = only_rank(found, rank)
-    lines = tail.followed(cluster, job, rank) if follow else tail.past(cluster, job, rank)
+    rank = rank_filter(found, rank)
+    lines = tail.follow_lines(cluster, job, rank) if follow else tail.read_past_lines(cluster, job, rank)
     try:
         for line in lines:
-            console.print(log_text(line))
+            console.print(format_log_line(line))
     except KeyboardInterrupt:
         raise typer.Exit(130) from None

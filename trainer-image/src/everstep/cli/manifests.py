@@ -12,25 +12,25 @@ if TYPE_CHECKING:
     from everstep_operator.api.job import TrainingJob
 
 
-def read(file: Path) -> tuple[list[str], list[str]]:
+def check_manifest(file: Path) -> tuple[list[str], list[str]]:
     """Return a verdict on each object in a file, and the mistakes in it. One of the two lists is empty."""
     from everstep_operator.api.load import ManifestError, load_text
 
     try:
-        loaded = load_text(_text(file), str(file))
+        loaded = load_text(_read_text(file), str(file))
     except ManifestError as error:
         return [], [str(finding) for finding in error.findings]
-    valid = [f"{getattr(each, 'kind', '')} {_name(each)} is valid" for each in loaded.objects]
+    valid = [f"{getattr(each, 'kind', '')} {_object_name(each)} is valid" for each in loaded.objects]
     return valid + [f"{kind} was not checked: it is not everstep's" for kind in loaded.skipped], []
 
 
-def the_job(file: Path) -> TrainingJob:
+def load_job(file: Path) -> TrainingJob:
     """Return the one TrainingJob in a file. Raises CliError with everything that is wrong."""
     from everstep_operator.api.job import TrainingJob
     from everstep_operator.api.load import ManifestError, load_text
 
     try:
-        loaded = load_text(_text(file), str(file))
+        loaded = load_text(_read_text(file), str(file))
     except ManifestError as error:
         raise CliError(f"{file} is not valid:\n{error}") from None
     jobs = [each for each in loaded.objects if isinstance(each, TrainingJob)]
@@ -39,12 +39,12 @@ def the_job(file: Path) -> TrainingJob:
     return jobs[0]
 
 
-def _name(each: object) -> str:
+def _object_name(each: object) -> str:
     metadata = getattr(each, "metadata", None)
     return str(getattr(metadata, "name", "") or getattr(metadata, "generate_name", ""))
 
 
-def _text(file: Path) -> str:
+def _read_text(file: Path) -> str:
     try:
         return sys.stdin.read() if str(file) == "-" else file.read_text(encoding="utf-8")
     except OSError as error:

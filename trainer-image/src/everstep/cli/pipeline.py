@@ -19,13 +19,15 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-PlanFile = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan, as `everstep pipeline plan` writes it.")]
-Json = Annotated[bool, typer.Option("--json", help="For programs.")]
-Memory = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Of each device, as 16GiB.")]
-Bandwidth = Annotated[
+PlanArgument = Annotated[Path, typer.Argument(metavar="PLAN", help="A plan, as `everstep pipeline plan` writes it.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="For programs.")]
+MemoryOption = Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Of each device, as 16GiB.")]
+BandwidthOption = Annotated[
     str | None, typer.Option("--bandwidth", metavar="SIZE", help="Of all links per second, as 10GB; not as measured.")
 ]
-Latency = Annotated[float | None, typer.Option("--latency", min=0, help="Of all links, in seconds; not as measured.")]
+LatencyOption = Annotated[
+    float | None, typer.Option("--latency", min=0, help="Of all links, in seconds; not as measured.")
+]
 
 
 @app.command("plan")
@@ -49,9 +51,9 @@ def plan(
     memory_weight: Annotated[
         float | None, typer.Option("--memory-weight", min=0, max=1, help="0 is time alone, 1 memory alone.")
     ] = None,
-    memory: Memory = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = None,
+    memory: MemoryOption = None,
+    bandwidth: BandwidthOption = None,
+    latency: LatencyOption = None,
     output: Annotated[Path, typer.Option("--output", "-o", metavar="FILE", help="Where the plan is written.")] = Path(
         "plan.json"
     ),
@@ -62,41 +64,41 @@ def plan(
     told. Nothing is written if nothing fits.
     """
     from everstep.cli.errors import CliError
-    from everstep.cli.pipeline_view import summary, table
-    from everstep.cli.plans import given, link, numbers, order, said, size
-    from everstep.cli.terminal import stderr, stdout
+    from everstep.cli.pipeline_view import make_stage_table, summarize_plan
+    from everstep.cli.plans import parse_link, parse_numbers, parse_size, read_profile, read_schedule, translate_errors
+    from everstep.cli.terminal import make_stderr, make_stdout
     from everstep.pipeline.plan import Plan
-    from everstep.pipeline.planning import Wish, solve, solve_again
+    from everstep.pipeline.planning import Wish, solve_again, solve_plan
 
     if optimize not in ("speed", "memory"):
         raise CliError(f"--optimize: {optimize!r} is neither speed nor memory", 2)
-    with said():
+    with translate_errors():
         wish = Wish(
             ranks=ranks,
             stages=stages,
-            microbatches=numbers(microbatches, "--microbatches"),
+            microbatches=parse_numbers(microbatches, "--microbatches"),
             batch=batch,
-            schedule=order(schedule),
+            schedule=read_schedule(schedule),
             objective="memory" if optimize == "memory" else "speed",
             memory_weight=memory_weight,
-            memory=size(memory, "--memory"),
-            link=link(bandwidth, latency),
+            memory=parse_size(memory, "--memory"),
+            link=parse_link(bandwidth, latency),
         )
-        source = given(profile)
-        made = solve_again(source, wish) if isinstance(source, Plan) else solve(source, wish)
+        source = read_profile(profile)
+        made = solve_again(source, wish) if isinstance(source, Plan) else solve_plan(source, wish)
         made.prove()
         made.save(output)
-    stdout().print(summary(made))
-    stdout().print()
-    stdout().print(table(made))
+    make_stdout().print(summarize_plan(made))
+    make_stdout().print()
+    make_stdout().print(make_stage_table(made))
     for reason in made.reasons:
-        stderr().print(reason)
-    stderr().print(f"The plan is in {output}.")
+        make_stderr().print(reason)
+    make_stderr().print(f"The plan is in {output}.")
 
 
 @app.command("show")
 def show(
-    plan: PlanFile,
+    plan: PlanArgument,
     nodes: Annotated[bool, typer.Option("--nodes", help="The nodes of each stage too.")] = False,
     actions: Annotated[bool, typer.Option("--actions", help="What each rank does, a line for each; no more.")] = False,
     columns: Annotated[int, typer.Option("--columns", min=20, help="Width of the timeline.")] = 160,
@@ -108,31 +110,31 @@ def show(
     `F` is a forward, `B` a backward, `I` and `W` its two halves, small letters the second stage of a rank.
     """
     from everstep.cli import pipeline_view as view
-    from everstep.cli.plans import said
-    from everstep.cli.terminal import stdout
+    from everstep.cli.plans import translate_errors
+    from everstep.cli.terminal import make_stdout
     from everstep.pipeline import schedules
     from everstep.pipeline.plan import Plan
 
-    out = stdout()
-    with said():
+    out = make_stdout()
+    with translate_errors():
         found = Plan.load(plan)
         if actions:
-            out.print(schedules.dump(found.prove()), end="")
+            out.print(schedules.dump_schedule(found.prove()), end="")
             return
         result = found.simulate()
-        for file, draw in ((svg, schedules.svg), (html, schedules.html)):
+        for file, draw in ((svg, schedules.render_svg), (html, schedules.render_html)):
             if file is not None:
                 file.write_text(draw(found.actions, result, found.stages))
-    out.print(view.summary(found))
+    out.print(view.summarize_plan(found))
     out.print()
-    out.print(view.table(found))
-    if told := view.ties(found):
+    out.print(view.make_stage_table(found))
+    if told := view.describe_ties(found):
         out.print(told)
     out.print()
-    out.print(view.ranks(found))
-    out.print(view.links(found))
+    out.print(view.make_rank_table(found))
+    out.print(view.describe_links(found))
     out.print()
-    out.print(schedules.text(result, columns), end="")
+    out.print(schedules.render_text(result, columns), end="")
     if nodes:
         out.print()
         for name, stage in found.stage_of.items():
@@ -141,7 +143,7 @@ def show(
 
 @app.command("simulate")
 def simulate(
-    plan: PlanFile,
+    plan: PlanArgument,
     microbatches: Annotated[int | None, typer.Option("--microbatches", min=1, help="Of the same size.")] = None,
     schedule: Annotated[
         str | None, typer.Option("--schedule", metavar="NAME|FILE", help="1f1b, zb-h1 …, or a file of actions.")
@@ -149,10 +151,10 @@ def simulate(
     speeds: Annotated[
         str | None, typer.Option("--speeds", metavar="S,S,…", help="Of the ranks' devices, as 1,1,0.5,1.")
     ] = None,
-    bandwidth: Bandwidth = None,
-    latency: Latency = None,
+    bandwidth: BandwidthOption = None,
+    latency: LatencyOption = None,
     columns: Annotated[int, typer.Option("--columns", min=20, help="Width of the timeline.")] = 160,
-    as_json: Json = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Try a plan with other numbers.
 
@@ -161,26 +163,26 @@ def simulate(
     import json
     from dataclasses import asdict
 
-    from everstep.cli.pipeline_view import compared
-    from everstep.cli.plans import link, order, said, speeds_of
-    from everstep.cli.terminal import stdout
+    from everstep.cli.pipeline_view import compare_predictions
+    from everstep.cli.plans import parse_link, parse_speeds, read_schedule, translate_errors
+    from everstep.cli.terminal import make_stdout
     from everstep.pipeline import schedules
     from everstep.pipeline.plan import Plan
 
-    with said():
+    with translate_errors():
         found = Plan.load(plan)
         changed = found.changed(
             microbatches=microbatches,
-            schedule=None if schedule is None else order(schedule),
-            speeds=speeds_of(speeds, "--speeds"),
-            link=link(bandwidth, latency),
+            schedule=None if schedule is None else read_schedule(schedule),
+            speeds=parse_speeds(speeds, "--speeds"),
+            link=parse_link(bandwidth, latency),
         )
         now = changed.predict()
-        drawn = schedules.text(changed.simulate(), columns)
-    out = stdout()
+        drawn = schedules.render_text(changed.simulate(), columns)
+    out = make_stdout()
     if as_json:
         out.print(json.dumps(asdict(now)))
         return
-    out.print(compared(found.prediction, now))
+    out.print(compare_predictions(found.prediction, now))
     out.print()
     out.print(drawn, end="")

@@ -6,18 +6,18 @@ from math import isinf
 
 from rich.table import Table
 
-from everstep.cli.transfer import size_text
+from everstep.cli.transfer import format_size
 from everstep.pipeline.plan import Plan, Prediction
 
 
-def summary(plan: Plan) -> str:
+def summarize_plan(plan: Plan) -> str:
     """Return what a plan is, in a few lines."""
     told = plan.prediction
     lines = {
         "schedule": f"{plan.schedule_name}, {plan.microbatches} micro-batches of {plan.profile.samples} samples",
         "stages": f"{len(plan.placement)} on {len(plan.actions.ranks)} ranks, of {len(plan.stage_of)} nodes",
         "step": f"{told.seconds:.6g} s, {told.bubble:.1%} longer than the work of the busiest rank",
-        "memory": f"{size_text(max(told.memory, default=0))} on the fullest rank",
+        "memory": f"{format_size(max(told.memory, default=0))} on the fullest rank",
     }
     if told.gap is not None:
         lines["split"] = f"no split can be better by more than {told.gap:.2%}, as simulated"
@@ -26,9 +26,9 @@ def summary(plan: Plan) -> str:
     return "\n".join(f"{name:<11} {value}" for name, value in lines.items())
 
 
-def table(plan: Plan) -> Table:
+def make_stage_table(plan: Plan) -> Table:
     """Return a table with one line for each stage."""
-    found = _table(
+    found = _make_table(
         "STAGE", "RANK", "NODES", "FORWARD", "BACKWARD", "ACTIVATION", "PARAMETERS", "SENDS", "FIRST", "LAST"
     )
     names: list[list[str]] = [[] for _ in plan.placement]
@@ -46,42 +46,42 @@ def table(plan: Plan) -> Table:
             str(len(names[index])),
             f"{stage.forward:.4g} s",
             f"{stage.backward:.4g} s",
-            size_text(stage.activation),
-            size_text(stage.parameters),
-            size_text(sends[index]),
+            format_size(stage.activation),
+            format_size(stage.parameters),
+            format_size(sends[index]),
             names[index][0],
             names[index][-1],
         )
     return found
 
 
-def ranks(plan: Plan) -> Table:
+def make_rank_table(plan: Plan) -> Table:
     """Return a table with one line for each rank: what it is taken to be, and what it needs."""
-    found = _table("RANK", "SPEED", "MEMORY", "NEEDS", "BUSY", "IDLE")
+    found = _make_table("RANK", "SPEED", "MEMORY", "NEEDS", "BUSY", "IDLE")
     result = plan.simulate()
     told = plan.predict()
     for rank, device in enumerate(plan.devices):
-        limit = "" if device.memory is None else size_text(device.memory)
+        limit = "" if device.memory is None else format_size(device.memory)
         idle = result.makespan - result.busy[rank]
         found.add_row(
             str(rank),
             f"{device.speed:g}",
             limit,
-            size_text(told.memory[rank]),
+            format_size(told.memory[rank]),
             f"{result.busy[rank]:.4g} s",
             f"{idle:.4g} s",
         )
     return found
 
 
-def ties(plan: Plan) -> str:
+def describe_ties(plan: Plan) -> str:
     """Return the shared parameters of several stages, a line for each."""
     return "\n".join(f"{name} is shared by stages {', '.join(map(str, owners))}" for name, owners in plan.stages.ties)
 
 
-def compared(before: Prediction, now: Prediction) -> Table:
+def compare_predictions(before: Prediction, now: Prediction) -> Table:
     """Return a table of what was planned, and what comes out with other numbers."""
-    found = _table("", "PLANNED", "NOW", "CHANGE")
+    found = _make_table("", "PLANNED", "NOW", "CHANGE")
 
     def row(name: str, first: float, second: float, first_text: str, second_text: str) -> None:
         found.add_row(name, first_text, second_text, f"{second / first - 1:+.1%}" if first else "")
@@ -89,11 +89,11 @@ def compared(before: Prediction, now: Prediction) -> Table:
     row("step", before.seconds, now.seconds, f"{before.seconds:.6g} s", f"{now.seconds:.6g} s")
     found.add_row("bubble", f"{before.bubble:.1%}", f"{now.bubble:.1%}", "")
     first, second = max(before.memory, default=0), max(now.memory, default=0)
-    row("memory", first, second, size_text(first), size_text(second))
+    row("memory", first, second, format_size(first), format_size(second))
     return found
 
 
-def links(plan: Plan) -> str:
+def describe_links(plan: Plan) -> str:
     """Return what was taken for the links, in one line."""
     if not plan.profile.links:
         return "Links were taken to cost nothing."
@@ -101,11 +101,11 @@ def links(plan: Plan) -> str:
     if not every:
         return "There is one rank, and no link."
     slowest = min(each.bandwidth for each in every)
-    rate = "any" if isinf(slowest) else f"{size_text(slowest)}/s"
+    rate = "any" if isinf(slowest) else f"{format_size(slowest)}/s"
     return f"Links: {rate} and {max(each.latency for each in every):.3g} s, the slowest of {len(every)}."
 
 
-def _table(*columns: str) -> Table:
+def _make_table(*columns: str) -> Table:
     found = Table(box=None, pad_edge=False, header_style="")
     for column in columns:
         found.add_column(column, no_wrap=True)

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, TypeVar
 
 from everstep.cli.errors import CliError
-from everstep.cli.terminal import stderr
+from everstep.cli.terminal import make_stderr
 
 if TYPE_CHECKING:
     from everstep.checkpoint.format import Manifest
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-NO = 3  # exit code: it could be found out, and the answer is no
+EXIT_NOT_GOOD = 3  # exit code: it could be found out, and the answer is no
 
 _EXTRAS = {
     "boto3": "s3",
@@ -33,14 +33,14 @@ _KEY = re.compile(r"(?:(\d+)\.(\d+)-)?(\d+)", re.ASCII)
 
 
 @contextmanager
-def said() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Turn errors of checkpoints and stores into those of a command, with what to do where that is known."""
     from everstep.checkpoint.errors import CheckpointError, Damaged, Full, Missing, Removed, StoreError
 
     try:
         yield
     except (Damaged, Missing, Removed) as error:
-        raise CliError(str(error), NO) from error
+        raise CliError(str(error), EXIT_NOT_GOOD) from error
     except Full as error:
         raise CliError(
             f"{error}\nMake room, e.g. with `everstep checkpoint prune`; what was there is as it was."
@@ -59,7 +59,7 @@ def said() -> Iterator[None]:
         raise CliError("interrupted", 130) from None
 
 
-def opened(uri: str) -> Store:
+def open_named_store(uri: str) -> Store:
     from everstep.checkpoint.store.base import open_store
 
     try:
@@ -68,31 +68,31 @@ def opened(uri: str) -> Store:
         raise CliError(f"{error}: give a folder, or a URL as s3://bucket/run") from error
 
 
-def short(key: Key) -> str:
+def format_key(key: Key) -> str:
     """Return a key as a person writes it: 2.3-500."""
     return f"{key.attempt.epoch}.{key.attempt.generation}-{key.step}"
 
 
-def matching(store: Store, wanted: str | None) -> list[Key]:
+def list_matching_keys(store: Store, wanted: str | None) -> list[Key]:
     """Return the committed checkpoints that are meant, the greatest first: by `500` that step of every attempt, by
     `2.3-500` one, by None all.
 
     Raises:
         CliError: There is none.
     """
-    from everstep.checkpoint.candidates import candidates
+    from everstep.checkpoint.candidates import list_candidates
 
-    keys = candidates(store)
+    keys = list_candidates(store)
     if not keys:
-        raise CliError(f"there are no checkpoints in {store.url}", NO)
-    found = keys if wanted is None else list(filter(_matcher(wanted), keys))
+        raise CliError(f"there are no checkpoints in {store.url}", EXIT_NOT_GOOD)
+    found = keys if wanted is None else list(filter(_make_matcher(wanted), keys))
     if not found:
-        there = ", ".join(short(key) for key in keys[:8])
-        raise CliError(f"there is no checkpoint {wanted} in {store.url}; there are {there}", NO)
+        there = ", ".join(format_key(key) for key in keys[:8])
+        raise CliError(f"there is no checkpoint {wanted} in {store.url}; there are {there}", EXIT_NOT_GOOD)
     return found
 
 
-def first_good(store: Store, wanted: str | None, read: Callable[[Key], T]) -> T:
+def read_first_good(store: Store, wanted: str | None, read: Callable[[Key], T]) -> T:
     """Return what `read` makes of the first checkpoint that is meant and is good, and say what is passed over before
     it.
 
@@ -103,49 +103,49 @@ def first_good(store: Store, wanted: str | None, read: Callable[[Key], T]) -> T:
         CheckpointError: None is good; what `read` raised of the last one.
     """
     from everstep.checkpoint.candidates import each_candidate
-    from everstep.checkpoint.errors import CheckpointError, Conflict, Removed, is_damage
+    from everstep.checkpoint.errors import CheckpointError, Removed, WriterConflict, is_damage
 
-    matching(store, wanted)
-    is_meant = (lambda key: True) if wanted is None else _matcher(wanted)
+    list_matching_keys(store, wanted)
+    is_meant = (lambda key: True) if wanted is None else _make_matcher(wanted)
     failed: tuple[Key, CheckpointError] | None = None
     for key in filter(is_meant, each_candidate(store)):
         if failed is not None:
-            stderr().print(f"{short(failed[0])} is passed over: {failed[1]}", style="yellow")
+            make_stderr().print(f"{format_key(failed[0])} is passed over: {failed[1]}", style="yellow")
         try:
             return read(key)
         except CheckpointError as error:
             # Two stores that disagree about a checkpoint are no reason for taking another one.
-            if isinstance(error, Conflict) or not (isinstance(error, Removed) or is_damage(error)):
+            if isinstance(error, WriterConflict) or not (isinstance(error, Removed) or is_damage(error)):
                 raise
             failed = key, error
     if failed is not None:
         raise failed[1]
-    raise CliError(f"{wanted or 'all'} was removed from {store.url} meanwhile", NO)
+    raise CliError(f"{wanted or 'all'} was removed from {store.url} meanwhile", EXIT_NOT_GOOD)
 
 
 @contextmanager
-def chosen(store: Store, wanted: str | None) -> Iterator[tuple[Manifest, ReadLease]]:
+def hold_chosen(store: Store, wanted: str | None) -> Iterator[tuple[Manifest, ReadLease]]:
     """Hold the checkpoint that is meant, of several the first that can be read, and give its manifest and lease.
 
     Raises:
         CliError: There is none.
     """
     from everstep.checkpoint.candidates import read_manifest
-    from everstep.checkpoint.leases import reading
+    from everstep.checkpoint.leases import hold_read_lease
 
     with ExitStack() as held:
 
         def read(key: Key) -> tuple[Manifest, ReadLease]:
             with ExitStack() as own:
-                lease = own.enter_context(reading(store, key))
+                lease = own.enter_context(hold_read_lease(store, key))
                 manifest = read_manifest(store, key)
                 held.push(own.pop_all())
             return manifest, lease
 
-        yield first_good(store, wanted, read)
+        yield read_first_good(store, wanted, read)
 
 
-def step_or_key(store: Store, wanted: str | None) -> int | Key | None:
+def resolve_step(store: Store, wanted: str | None) -> int | Key | None:
     """Return what is meant as load() takes it: a step is that of the greatest attempt that has it and is good.
 
     Raises:
@@ -153,11 +153,11 @@ def step_or_key(store: Store, wanted: str | None) -> int | Key | None:
     """
     if wanted is None:
         return None
-    found = matching(store, wanted)
+    found = list_matching_keys(store, wanted)
     return found[0] if "-" in wanted else found[0].step
 
 
-def _matcher(text: str) -> Callable[[Key], bool]:
+def _make_matcher(text: str) -> Callable[[Key], bool]:
     match = _KEY.fullmatch(text)
     if match is None:
         raise CliError(f"{text!r} is no checkpoint: give a step (500), or an attempt and a step (2.3-500)", 2)

@@ -20,7 +20,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)(i?)[bB]?", re.ASCII)
 
 
 @contextmanager
-def said() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Turn errors of pipelines into those of a command."""
     from everstep.pipeline.errors import PipelineError
 
@@ -36,7 +36,7 @@ def said() -> Iterator[None]:
         raise CliError("interrupted", 130) from None
 
 
-def given(path: Path) -> Profile | Plan:
+def read_profile(path: Path) -> Profile | Plan:
     """Return a profile, a plan, or the profile of a graph.
 
     Raises:
@@ -48,7 +48,7 @@ def given(path: Path) -> Profile | Plan:
 
     text = path.read_bytes()
     try:
-        kind = _kind(text)
+        kind = _read_kind(text)
         if kind == "plan":
             return Plan.from_json(text)
         return Profile(Graph.from_json(text)) if kind == "graph" else Profile.from_json(text)
@@ -56,7 +56,7 @@ def given(path: Path) -> Profile | Plan:
         raise PipelineError(f"{path}: {error}") from error
 
 
-def _kind(text: bytes) -> object:
+def _read_kind(text: bytes) -> object:
     try:
         data = json.loads(text)
     except ValueError:
@@ -64,21 +64,21 @@ def _kind(text: bytes) -> object:
     return data.get("everstep") if isinstance(data, dict) else None
 
 
-def order(text: str) -> str | Schedule:
+def read_schedule(text: str) -> str | Schedule:
     """Return the name of a schedule, or the schedule of a file."""
     from everstep.pipeline.errors import PipelineError
-    from everstep.pipeline.schedules import complete, parse
+    from everstep.pipeline.schedules import complete_schedule, parse_schedule
 
     path = Path(text)
     if not path.is_file():
         return text
     try:
-        return complete(parse(path.read_text(), path.stem))
+        return complete_schedule(parse_schedule(path.read_text(), path.stem))
     except UnicodeDecodeError as error:
         raise PipelineError(f"{path}: no text, and so no schedule") from error
 
 
-def numbers(text: str | None, option: str) -> tuple[int, ...]:
+def parse_numbers(text: str | None, option: str) -> tuple[int, ...]:
     """Return the numbers of `8,16`; none for nothing."""
     try:
         return tuple(int(each) for each in text.split(",")) if text else ()
@@ -86,7 +86,7 @@ def numbers(text: str | None, option: str) -> tuple[int, ...]:
         raise CliError(f"{option}: {text!r} is no number, nor several with commas between them, as 8,16", 2) from None
 
 
-def speeds_of(text: str | None, option: str) -> tuple[float, ...] | None:
+def parse_speeds(text: str | None, option: str) -> tuple[float, ...] | None:
     """Return the speeds of `1,1,0.5`, each above 0; None for nothing."""
     try:
         found = tuple(float(each) for each in text.split(",")) if text else None
@@ -97,7 +97,7 @@ def speeds_of(text: str | None, option: str) -> tuple[float, ...] | None:
     raise CliError(f"{option}: {text!r}: write a number above 0 for each rank, as 1,1,0.5,1", 2)
 
 
-def size(text: str | None, option: str) -> int | None:
+def parse_size(text: str | None, option: str) -> int | None:
     """Return the bytes of `16GiB`, `10GB` or a number; None for nothing."""
     if text is None:
         return None
@@ -108,13 +108,13 @@ def size(text: str | None, option: str) -> int | None:
     return int(float(number) * (1024 if binary else 1000) ** " kMGT".index(unit.replace("K", "k") or " "))
 
 
-def link(bandwidth: str | None, latency: float | None) -> Link | None:
+def parse_link(bandwidth: str | None, latency: float | None) -> Link | None:
     """Return what is told of all links; None if nothing is."""
     from everstep.pipeline.graph import Link
 
     if bandwidth is None and latency is None:
         return None
-    rate = size(bandwidth, "--bandwidth")
+    rate = parse_size(bandwidth, "--bandwidth")
     if rate == 0:
         raise CliError("--bandwidth: a link of 0 bytes per second carries nothing", 2)
     return Link(latency=latency or 0.0) if rate is None else Link(float(rate), latency or 0.0)

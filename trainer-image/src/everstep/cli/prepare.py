@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from everstep.cli.errors import CliError
-from everstep.cli.hostpaths import HostCommand, Mapping, on_this_host
+from everstep.cli.hostpaths import HostCommand, PathMapping, adapt_command
 from everstep.cli.local import EPOCH, LocalJob
 
 if TYPE_CHECKING:
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedJob:
     """A job that can run on this machine. `notes` are what differs from a cluster, for the user to know."""
 
     name: str
@@ -25,9 +25,9 @@ class Prepared:
     notes: tuple[str, ...]
 
 
-def prepare(
+def prepare_local_job(
     job: TrainingJob, file: Path, *, nodes: int | None, procs: int | None, maps: Sequence[str], python: str | None
-) -> Prepared:
+) -> PreparedJob:
     """Make of a manifest what the agents of this machine need.
 
     Args:
@@ -41,8 +41,8 @@ def prepare(
     Raises:
         CliError: The job cannot run without a cluster.
     """
-    from everstep_operator.plan.agent_config import job_config
-    from everstep_operator.plan.observed import Settings
+    from everstep_operator.plan.agent_config import build_job_config
+    from everstep_operator.plan.observed import PlanSettings
 
     if job.spec.command is None:
         raise CliError(
@@ -52,27 +52,27 @@ def prepare(
     overrides = {"num_nodes": nodes, "num_proc_per_node": procs}
     changes = {name: value for name, value in overrides.items() if value is not None}
     job = job.model_copy(update={"spec": job.spec.model_copy(update=changes)})
-    config = job_config(job, template_epoch=EPOCH, pool=None, settings=Settings())
+    config = build_job_config(job, template_epoch=EPOCH, pool=None, settings=PlanSettings())
     beside = Path.cwd() if str(file) == "-" else file.absolute().parent
-    command = on_this_host(config["command"], beside, [Mapping.parse(text) for text in maps], python)
+    command = adapt_command(config["command"], beside, [PathMapping.parse(text) for text in maps], python)
     # No DNS names here: the leader has its peers from us.
     config = {**config, "command": list(command.argv), "service": ""}
-    environment, missing = _environment(job)
-    return Prepared(
+    environment, missing = _read_environment(job)
+    return PreparedJob(
         name=job.metadata.name or "job",
         local=LocalJob(config, environment),
         restarts=job.spec.restart.application,
-        notes=tuple(_notes(job, command, missing)),
+        notes=tuple(_list_notes(job, command, missing)),
     )
 
 
-def _environment(job: TrainingJob) -> tuple[dict[str, str], list[str]]:
+def _read_environment(job: TrainingJob) -> tuple[dict[str, str], list[str]]:
     """Return the variables with a value, and the names of those that only a cluster can fill."""
     literal = {each.name: each.value or "" for each in job.spec.env if each.value_from is None}
     return literal, [each.name for each in job.spec.env if each.value_from is not None]
 
 
-def _notes(job: TrainingJob, command: HostCommand, missing: Sequence[str]) -> list[str]:
+def _list_notes(job: TrainingJob, command: HostCommand, missing: Sequence[str]) -> list[str]:
     notes = [f"{written} -> {here}" for written, here in command.changed]
     if missing:
         notes.append(f"left out, their values are on the cluster: {', '.join(missing)}")

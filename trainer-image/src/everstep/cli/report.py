@@ -12,8 +12,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from everstep.cli.cluster import FINISHED, Object
-from everstep.cli.terminal import duration, parse_time
+from everstep.cli.cluster import FINISHED_PHASES, ApiObject
+from everstep.cli.terminal import format_duration, parse_time
 
 PHASE_STYLES = {
     "Running": "bold green",
@@ -28,59 +28,59 @@ SECONDS = ("pending", "scheduling", "starting", "running", "recovering")
 LOG_TAIL_LINES = 15
 
 
-def report(job: Object, now: datetime) -> RenderableType:
+def render_status(job: ApiObject, now: datetime) -> RenderableType:
     """Render all that is known, the parts that are empty left out."""
     status = job.get("status", {})
-    parts: list[RenderableType] = [_head(job, status, now), _facts(job, status)]
-    for part in (_failure(status), _time_spent(status), _conditions(status, now)):
+    parts: list[RenderableType] = [_render_head(job, status, now), _render_facts(job, status)]
+    for part in (_render_failure(status), _render_timings(status), _render_conditions(status, now)):
         if part is not None:
             parts += ["", part]
     return Group(*parts)
 
 
-def _head(job: Object, status: dict[str, Any], now: datetime) -> RenderableType:
+def _render_head(job: ApiObject, status: dict[str, Any], now: datetime) -> RenderableType:
     meta = job["metadata"]
     phase = str(status.get("phase") or "Pending")
     text = Text.assemble(
         (meta["name"], "bold"), " in ", meta.get("namespace", "default"), "  ", (phase, PHASE_STYLES.get(phase, "bold"))
     )
     if born := parse_time(meta.get("creationTimestamp")):
-        text.append(f"  created {_ago(born, now)}", "dim")
+        text.append(f"  created {_format_age(born, now)}", "dim")
     if meta.get("deletionTimestamp"):
         text.append("  being deleted", "bold yellow")
     return text
 
 
-def _facts(job: Object, status: dict[str, Any]) -> RenderableType:
+def _render_facts(job: ApiObject, status: dict[str, Any]) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim")
     table.add_column()
-    for name, value in _rows(job, status):
+    for name, value in _list_facts(job, status):
         table.add_row(name, value)
     return table
 
 
-def _rows(job: Object, status: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
+def _list_facts(job: ApiObject, status: dict[str, Any]) -> Iterator[tuple[str, RenderableType]]:
     spec = job.get("spec", {})
     nodes = status.get("nodes", spec.get("numNodes", 1))
-    line = str(nodes) if status.get("phase") in FINISHED else f"{status.get('readyNodes', 0)} of {nodes} ready"
+    line = str(nodes) if status.get("phase") in FINISHED_PHASES else f"{status.get('readyNodes', 0)} of {nodes} ready"
     if pool := (status.get("template") or {}).get("pool"):
         line += f" in pool {pool}"
     if status.get("generation"):
         line += f", generation {status.get('epoch', 0)}.{status['generation']}"
     yield "nodes", line
     if progress := status.get("progress"):
-        yield "progress", _progress(progress)
-    yield "restarts", _restarts(status.get("restarts") or {}, spec.get("restart") or {})
+        yield "progress", _render_progress(progress)
+    yield "restarts", _describe_restarts(status.get("restarts") or {}, spec.get("restart") or {})
 
 
-def _progress(progress: dict[str, Any]) -> RenderableType:
+def _render_progress(progress: dict[str, Any]) -> RenderableType:
     step, total, rate = progress.get("step"), progress.get("totalSteps"), progress.get("stepsPerSecond")
     words = f"step {step}" + (f" of {total}" if total else "")
     if rate:
         words += f", {rate:.3g} steps/s"
         if total and step is not None and total > step:
-            words += f", {duration((total - step) / rate)} left"
+            words += f", {format_duration((total - step) / rate)} left"
     if not total or step is None:
         return Text(words)
     row = Table.grid(padding=(0, 1))
@@ -88,7 +88,7 @@ def _progress(progress: dict[str, Any]) -> RenderableType:
     return row
 
 
-def _restarts(restarts: dict[str, Any], limits: dict[str, Any]) -> str:
+def _describe_restarts(restarts: dict[str, Any], limits: dict[str, Any]) -> str:
     words = []
     for cause in ("application", "infrastructure"):
         limit = f" of {limits[cause]}" if cause in limits else ""
@@ -97,7 +97,7 @@ def _restarts(restarts: dict[str, Any], limits: dict[str, Any]) -> str:
     return ", ".join(words)
 
 
-def _failure(status: dict[str, Any]) -> RenderableType | None:
+def _render_failure(status: dict[str, Any]) -> RenderableType | None:
     failure = status.get("lastFailure")
     if not failure:
         return None
@@ -118,7 +118,7 @@ def _failure(status: dict[str, Any]) -> RenderableType | None:
     return Group(*lines)
 
 
-def _time_spent(status: dict[str, Any]) -> RenderableType | None:
+def _render_timings(status: dict[str, Any]) -> RenderableType | None:
     timings = status.get("timings") or {}
     spent = [(name, float(timings[name])) for name in SECONDS if timings.get(name)]
     total = sum(seconds for _, seconds in spent)
@@ -131,7 +131,10 @@ def _time_spent(status: dict[str, Any]) -> RenderableType | None:
     table.add_column()
     for name, seconds in spent:
         table.add_row(
-            name, duration(seconds), f"{seconds / total:.0%}", ProgressBar(total=total, completed=seconds, width=30)
+            name,
+            format_duration(seconds),
+            f"{seconds / total:.0%}",
+            ProgressBar(total=total, completed=seconds, width=30),
         )
     title = Text("where the time went", style="bold")
     if timings.get("goodput") is not None:
@@ -139,7 +142,7 @@ def _time_spent(status: dict[str, Any]) -> RenderableType | None:
     return Group(title, table)
 
 
-def _conditions(status: dict[str, Any], now: datetime) -> RenderableType | None:
+def _render_conditions(status: dict[str, Any], now: datetime) -> RenderableType | None:
     conditions = status.get("conditions") or []
     if not conditions:
         return None
@@ -150,11 +153,11 @@ def _conditions(status: dict[str, Any], now: datetime) -> RenderableType | None:
             str(each.get("type")),
             Text(str(each.get("status")), style="bold" if each.get("status") == "True" else "dim"),
             str(each.get("reason", "")),
-            Text(_ago(since, now) if since else "", style="dim"),
+            Text(_format_age(since, now) if since else "", style="dim"),
             str(each.get("message", "")),
         )
     return Group(Text("conditions", style="bold"), table)
 
 
-def _ago(then: datetime, now: datetime) -> str:
-    return f"{duration(max(0.0, (now - then).total_seconds()))} ago"
+def _format_age(then: datetime, now: datetime) -> str:
+    return f"{format_duration(max(0.0, (now - then).total_seconds()))} ago"

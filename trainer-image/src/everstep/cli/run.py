@@ -30,10 +30,10 @@ def run(
     container is involved: the command runs with what this machine has. A path of the image that does not exist here is
     looked for under --map, then by its name beside the manifest.
     """
-    from everstep.cli.laptop import Laptop
-    from everstep.cli.manifests import the_job
-    from everstep.cli.prepare import prepare
+    from everstep.cli.laptop import LocalRun
+    from everstep.cli.manifests import load_job
+    from everstep.cli.prepare import prepare_local_job
 
-    job = the_job(file)
-    prepared = prepare(job, file, nodes=nodes, procs=procs, maps=maps or [], python=python)
-    raise typer.Exit(Laptop(prepared, base).run())
+    job = load_job(file)
+    prepared = prepare_local_job(job, file, nodes=nodes, procs=procs, maps=maps or [], python=python)
+    raise typer.Exit(LocalRun(prepared, base).run())

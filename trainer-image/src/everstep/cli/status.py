@@ -21,16 +21,16 @@ def status(
     import time
     from datetime import datetime
 
-    from everstep.cli.cluster import FINISHED, Cluster
+    from everstep.cli.cluster import FINISHED_PHASES, ClusterClient
     from everstep.cli.errors import CliError
-    from everstep.cli.report import report
-    from everstep.cli.terminal import stdout
+    from everstep.cli.report import render_status
+    from everstep.cli.terminal import make_stdout
 
-    cluster = Cluster(context, namespace)
-    console = stdout()
+    cluster = ClusterClient(context, namespace)
+    console = make_stdout()
     found = cluster.existing_job(job)
     if not (console.is_terminal if watch is None else watch):
-        console.print(report(found, datetime.now(UTC)))
+        console.print(render_status(found, datetime.now(UTC)))
         return
 
     from rich.live import Live
@@ -38,8 +38,8 @@ def status(
     with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
         try:
             while True:
-                live.update(report(found, datetime.now(UTC)), refresh=True)
-                if found.get("status", {}).get("phase") in FINISHED:
+                live.update(render_status(found, datetime.now(UTC)), refresh=True)
+                if found.get("status", {}).get("phase") in FINISHED_PHASES:
                     return
                 time.sleep(1)
                 again = cluster.job(job)

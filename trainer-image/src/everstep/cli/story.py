@@ -11,7 +11,7 @@ APPLICATION = frozenset({"Application", "OutOfMemory"})
 
 
 @dataclass
-class Story:
+class StateNarrator:
     """A narrator that is fed with states, says what is new, and counts restarts the way the operator does."""
 
     allowed: int
@@ -46,10 +46,10 @@ class Story:
         if self.ranks_started is None and state.get("ranksStartedAt"):
             self.ranks_started = float(state["ranksStartedAt"])
         for entry in state.get("ledger", []):
-            if _token(entry["id"]) <= _token(self.charged):
+            if _parse_token(entry["id"]) <= _parse_token(self.charged):
                 continue
             self.charged = entry["id"]
-            yield f"generation {entry['id']} ended: {cause(entry)}{self._paid(entry)}"
+            yield f"generation {entry['id']} ended: {describe_cause(entry)}{self._paid(entry)}"
 
     def _paid(self, entry: Mapping[str, Any]) -> str:
         if entry["cause"] not in APPLICATION:
@@ -58,7 +58,7 @@ class Story:
         return f" ({self.allowance} of {self.allowed} restarts left)" if self.spent <= self.allowed else ""
 
 
-def cause(entry: Mapping[str, Any]) -> str:
+def describe_cause(entry: Mapping[str, Any]) -> str:
     """Return one line about an ended generation."""
     words = entry["cause"]
     if entry.get("rank") is not None:
@@ -70,6 +70,6 @@ def cause(entry: Mapping[str, Any]) -> str:
     return f"{words}: {entry['message']}" if entry.get("message") else str(words)
 
 
-def _token(identity: str) -> tuple[int, int]:
+def _parse_token(identity: str) -> tuple[int, int]:
     epoch, _, generation = identity.partition(".")
     return (int(epoch), int(generation)) if identity else (0, 0)

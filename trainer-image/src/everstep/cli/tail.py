@@ -8,39 +8,39 @@ from collections.abc import Iterator
 from queue import Empty, Queue
 from typing import Any, Protocol
 
-from everstep.cli.cluster import FINISHED, LogsNotReadyError, Object
-from everstep.cli.lines import Line, merged, parse, wanted
+from everstep.cli.cluster import FINISHED_PHASES, ApiObject, LogsNotReadyError
+from everstep.cli.lines import LogLine, is_wanted, merge_lines, parse_line
 
 _LOOK_EVERY = 1.0  # seconds between looks for new pods
 
 
-class Source(Protocol):
+class LogSource(Protocol):
     """A source of logs: what is needed of a cluster."""
 
-    def job(self, name: str) -> Object | None: ...
+    def job(self, name: str) -> ApiObject | None: ...
 
-    def pods(self, job: str) -> list[Object]: ...
+    def pods(self, job: str) -> list[ApiObject]: ...
 
     def log(self, pod: str, *, follow: bool, since: str = "") -> Iterator[str]: ...
 
 
-def past(source: Source, job: str, rank: int | None) -> Iterator[Line]:
+def read_past_lines(source: LogSource, job: str, rank: int | None) -> Iterator[LogLine]:
     """Yield what the pods that exist now have written so far, in the order of time."""
 
-    def lines_of(pod: Object) -> Iterator[Line]:
+    def lines_of(pod: ApiObject) -> Iterator[LogLine]:
         name = pod["metadata"]["name"]
         try:
             for raw in source.log(name, follow=False):
-                yield parse(raw, name, stamped=True)
+                yield parse_line(raw, name, stamped=True)
         except LogsNotReadyError:
             return
 
-    return (line for line in merged([lines_of(pod) for pod in source.pods(job)]) if wanted(line, rank))
+    return (line for line in merge_lines([lines_of(pod) for pod in source.pods(job)]) if is_wanted(line, rank))
 
 
-def followed(source: Source, job: str, rank: int | None, look_every: float = _LOOK_EVERY) -> Iterator[Line]:
+def follow_lines(source: LogSource, job: str, rank: int | None, look_every: float = _LOOK_EVERY) -> Iterator[LogLine]:
     """Yield lines as they come, from every pod that the job has meanwhile, until the job has finished or is deleted."""
-    lines: Queue[Line] = Queue(maxsize=10_000)
+    lines: Queue[LogLine] = Queue(maxsize=10_000)
     readers: dict[str, _Reader] = {}  # by pod UID: a replacement has the same name
     stop = threading.Event()
     try:
@@ -51,13 +51,13 @@ def followed(source: Source, job: str, rank: int | None, look_every: float = _LO
             for pod in pods:
                 if (uid := pod["metadata"]["uid"]) not in readers:
                     readers[uid] = _Reader(source, pod["metadata"]["name"], lines, stop)
-            over = found is None or found.get("status", {}).get("phase") in FINISHED
-            going = {pod["metadata"]["uid"] for pod in pods if not over and not _ended(pod)}
+            over = found is None or found.get("status", {}).get("phase") in FINISHED_PHASES
+            going = {pod["metadata"]["uid"] for pod in pods if not over and not _has_ended(pod)}
             for uid, reader in readers.items():
                 if uid not in going:
                     reader.finish()
             idle = over and not any(reader.is_alive() for reader in readers.values())
-            yield from (line for line in _drain(lines, 0 if idle else look_every) if wanted(line, rank))
+            yield from (line for line in _drain_queue(lines, 0 if idle else look_every) if is_wanted(line, rank))
             if error := next((reader.error for reader in readers.values() if reader.error), None):
                 raise error
             if idle:
@@ -66,13 +66,13 @@ def followed(source: Source, job: str, rank: int | None, look_every: float = _LO
         stop.set()
 
 
-def of_failure(failure: dict[str, Any]) -> list[Line]:
+def list_failure_lines(failure: dict[str, Any]) -> list[LogLine]:
     rank = failure.get("rank")
     where = str(failure.get("node") or "job")
-    return [Line(where, str(text), rank) for text in failure.get("logTail") or []]
+    return [LogLine(where, str(text), rank) for text in failure.get("logTail") or []]
 
 
-def _drain(lines: Queue[Line], seconds: float) -> Iterator[Line]:
+def _drain_queue(lines: Queue[LogLine], seconds: float) -> Iterator[LogLine]:
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -81,15 +81,15 @@ def _drain(lines: Queue[Line], seconds: float) -> Iterator[Line]:
             return
 
 
-def _ended(pod: Object) -> bool:
-    return pod.get("status", {}).get("phase") in FINISHED
+def _has_ended(pod: ApiObject) -> bool:
+    return pod.get("status", {}).get("phase") in FINISHED_PHASES
 
 
 class _Reader(threading.Thread):
     """A thread that reads one pod's log to its end, through broken connections and a container that has not started
     yet."""
 
-    def __init__(self, source: Source, pod: str, lines: Queue[Line], stop: threading.Event) -> None:
+    def __init__(self, source: LogSource, pod: str, lines: Queue[LogLine], stop: threading.Event) -> None:
         super().__init__(name=f"log of {pod}", daemon=True)
         self.error: Exception | None = None
         self._source, self._pod, self._lines, self._stop_all = source, pod, lines, stop
@@ -121,7 +121,7 @@ class _Reader(threading.Thread):
         resume, skip = self._last, self._last_count
         since = f"{resume}Z" if resume else ""
         for raw in self._source.log(self._pod, follow=not self._finish.is_set(), since=since):
-            line = parse(raw, self._pod, stamped=True)
+            line = parse_line(raw, self._pod, stamped=True)
             if resume and line.stamp < resume:
                 continue
             if resume and line.stamp == resume and skip:

@@ -9,36 +9,36 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from everstep.cli.lines import Line
+    from everstep.cli.lines import LogLine
 
 
-def stdout() -> Console:
+def make_stdout() -> Console:
     from rich.console import Console
 
     # A log is data: no markup, no guessed highlighting, no wrapping.
     return Console(highlight=False, markup=False, soft_wrap=True)
 
 
-def stderr() -> Console:
+def make_stderr() -> Console:
     from rich.console import Console
 
     return Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
 
-def log_text(line: Line) -> Text:
+def format_log_line(line: LogLine) -> Text:
     """Return a line with its rank in colour."""
     from rich.text import Text
 
-    from everstep.cli.lines import colour, label
+    from everstep.cli.lines import line_label, rank_colour
 
-    style = colour(line.rank) if line.rank is not None else "dim"
-    text = Text(f"[{label(line)}] ", style=style)
+    style = rank_colour(line.rank) if line.rank is not None else "dim"
+    text = Text(f"[{line_label(line)}] ", style=style)
     # The program's own colours stay.
     text.append_text(Text.from_ansi(line.text) if "\x1b" in line.text else Text(line.text, style="default"))
     return text
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Return a duration as 12.3s, 4m05s, 3h07m or 2d04h."""
     if seconds < 60:
         return f"{seconds:.1f}s" if seconds < 10 else f"{seconds:.0f}s"

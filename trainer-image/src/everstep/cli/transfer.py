@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def transfer(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
+def show_transfer(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
     """Show the bar, and give a function that is told how many bytes more are done, from any thread. `total` in
     bytes."""
     from rich.progress import (
@@ -19,9 +19,9 @@ def transfer(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
         TransferSpeedColumn,
     )
 
-    from everstep.cli.terminal import stderr
+    from everstep.cli.terminal import make_stderr
 
-    console = stderr()
+    console = make_stderr()
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -34,7 +34,7 @@ def transfer(what: str, total: int | None) -> Iterator[Callable[[int], None]]:
         yield lambda count: progress.advance(task, count)
 
 
-def advancing(renew: Callable[[], None], on_bytes: Callable[[int], None]) -> Callable[[int], None]:
+def make_renewing_counter(renew: Callable[[], None], on_bytes: Callable[[int], None]) -> Callable[[int], None]:
     """Return a function that is told how many bytes more are read, and holds what is read for longer."""
 
     def advance(count: int) -> None:
@@ -44,7 +44,7 @@ def advancing(renew: Callable[[], None], on_bytes: Callable[[int], None]) -> Cal
     return advance
 
 
-def size_text(count: float) -> str:
+def format_size(count: float) -> str:
     """Return a size as 1023 B, 1.0 KiB or 3.5 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
         if count < 1024:

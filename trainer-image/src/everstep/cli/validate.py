@@ -15,13 +15,13 @@ def validate(
 
     All mistakes are told, with file, line, field and what to do. Objects of other kinds are left unchecked.
     """
-    from everstep.cli.manifests import read
-    from everstep.cli.terminal import stderr, stdout
+    from everstep.cli.manifests import check_manifest
+    from everstep.cli.terminal import make_stderr, make_stdout
 
-    out, err = stdout(), stderr()
+    out, err = make_stdout(), make_stderr()
     mistakes = 0
     for file in files:
-        verdicts, findings = read(file)
+        verdicts, findings = check_manifest(file)
         mistakes += len(findings)
         for finding in findings:
             err.print(finding, style="red")

@@ -13,6 +13,6 @@ def install() -> None:
     Raises:
         ImportError: Another package of that name is installed: which of the two a script means cannot be known.
     """
-    from everstep.compat.hook import install as install_names
+    from everstep.compat.hook import install_names as install_names
 
     install_names("smdistributed", "everstep.compat.smdistributed")

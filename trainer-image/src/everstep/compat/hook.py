@@ -11,20 +11,20 @@ from importlib.machinery import ModuleSpec
 from types import ModuleType
 
 
-def install(name: str, target: str) -> None:
+def install_names(name: str, target: str) -> None:
     """Let `import name` and below give `target` and below, the same module objects. Doing it twice is doing it once.
 
     Raises:
         ImportError: `name` can be imported already.
     """
-    if any(isinstance(finder, _Finder) and finder.name == name for finder in sys.meta_path):
+    if any(isinstance(finder, _AliasFinder) and finder.name == name for finder in sys.meta_path):
         return
     if name in sys.modules or importlib.util.find_spec(name) is not None:
         raise ImportError(f"{name} is installed: everstep does not take its place", name=name)
-    sys.meta_path.insert(0, _Finder(name, target))
+    sys.meta_path.insert(0, _AliasFinder(name, target))
 
 
-class _Finder(MetaPathFinder):
+class _AliasFinder(MetaPathFinder):
     def __init__(self, name: str, target: str) -> None:
         self.name, self.target = name, target
 
@@ -37,10 +37,10 @@ class _Finder(MetaPathFinder):
         found = importlib.util.find_spec(real)
         if found is None:
             return None
-        return ModuleSpec(fullname, _Same(real), is_package=found.submodule_search_locations is not None)
+        return ModuleSpec(fullname, _AliasLoader(real), is_package=found.submodule_search_locations is not None)
 
 
-class _Same(Loader):
+class _AliasLoader(Loader):
     """A loader that gives the module of another name, which is left as it is."""
 
     def __init__(self, real: str) -> None:

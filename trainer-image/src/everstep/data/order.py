@@ -18,33 +18,33 @@ Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 _ROUNDS = 8  # small sizes need more than the four that suffice in theory
 
 
-def shuffled(positions: Numbers, size: int, seed: int, epoch: int) -> Numbers:
+def shuffle_positions(positions: Numbers, size: int, seed: int, epoch: int) -> Numbers:
     """The sample at each position (below `size`) of an epoch; a permutation for each (seed, epoch).
 
     What it is never changes: runs resume with later versions.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    found = _network(positions, half, seed, epoch)
+    found = _run_feistel_network(positions, half, seed, epoch)
     while (outside := found >= size).any():
-        found[outside] = _network(found[outside], half, seed, epoch)
+        found[outside] = _run_feistel_network(found[outside], half, seed, epoch)
     return found
 
 
-def _network(numbers: Numbers, half: np.uint64, seed: int, epoch: int) -> Numbers:
+def _run_feistel_network(numbers: Numbers, half: np.uint64, seed: int, epoch: int) -> Numbers:
     mask = (np.uint64(1) << half) - np.uint64(1)
     left, right = numbers >> half, numbers & mask
-    for key in _keys(seed, epoch):
-        left, right = right, left ^ (_mixed(right + key) & mask)
+    for key in _derive_keys(seed, epoch):
+        left, right = right, left ^ (_mix_bits(right + key) & mask)
     return (left << half) | right
 
 
 @lru_cache(maxsize=4)
-def _keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
+def _derive_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
     data = hashlib.shake_128(f"everstep/{seed}/{epoch}".encode()).digest(8 * _ROUNDS)
     return tuple(np.frombuffer(data, "<u8"))
 
 
-def _mixed(numbers: Numbers) -> Numbers:
+def _mix_bits(numbers: Numbers) -> Numbers:
     """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014), modulo 2^64."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from everstep.data.draws import give_generator
-from everstep.data.order import shuffled
+from everstep.data.order import shuffle_positions
 
 _log = logging.getLogger("everstep.data")
 
@@ -38,7 +38,7 @@ class Sampler:
         rank: int | None = None,
         world: int | None = None,
     ) -> None:
-        own, all_ = _place()
+        own, all_ = _find_rank()
         self.rank = own if rank is None else rank
         self.world = all_ if world is None else world
         if size < 1 or global_batch < 1:
@@ -77,7 +77,7 @@ class Sampler:
         if self.seed is not None:
             for epoch in np.unique(epochs):
                 mine = epochs == epoch
-                places[mine] = shuffled(places[mine], self.size, self.seed, int(epoch))
+                places[mine] = shuffle_positions(places[mine], self.size, self.seed, int(epoch))
         return [int(place) for place in places]
 
     def epoch(self, step: int) -> int:
@@ -153,7 +153,7 @@ class _Batches:
         self._step = state["step"]
 
 
-def _place() -> tuple[int, int]:
+def _find_rank() -> tuple[int, int]:
     # A process that has ranks has imported torch; one that has not need not wait for it.
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_available() and dist.is_initialized():

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Links, StageGraph
-from everstep.pipeline.schedules import NAMES, Result, make, simulate
+from everstep.pipeline.schedules import NAMES, Result, make_schedule, simulate_schedule
 
 CLOSE = 0.005  # of the step: below what a profile can tell apart
 
@@ -73,7 +73,7 @@ def advise(
     nothing fits, with what comes nearest.
     """
     found = [
-        _try(name, stages, m, ranks, stage_graph, devices, links, optimizer_words, split)
+        _simulate_alternative(name, stages, m, ranks, stage_graph, devices, links, optimizer_words, split)
         for name in schedules
         for stages in sorted({ranks * chunk for chunk in chunks})
         for m in sorted(set(microbatches))
@@ -81,15 +81,15 @@ def advise(
     ]
     fitting = [one for one in found if one.fits]
     if not fitting:
-        raise PipelineError(_nothing(found, devices))
+        raise PipelineError(_explain_misfit(found, devices))
     fastest = min(one.seconds for one in fitting)
     choice = min(
         (one for one in fitting if one.seconds <= fastest * (1 + CLOSE)),
         key=lambda one: (max(one.memory), one.stages, one.seconds),
     )
     rest = sorted((one for one in found if one is not choice), key=lambda one: (not one.fits, one.seconds))
-    told = tuple(_compare(one, choice) for one in rest)
-    return Advice(choice, (choice, *told), tuple(_reasons(choice, told, devices)))
+    told = tuple(_compare_with_choice(one, choice) for one in rest)
+    return Advice(choice, (choice, *told), tuple(_explain_choice(choice, told, devices)))
 
 
 def _is_for(name: str, chunks: int) -> bool:
@@ -97,7 +97,7 @@ def _is_for(name: str, chunks: int) -> bool:
     return {"1f1b": chunks == 1, "zb-h1": chunks == 1, "zb-v": chunks == 2, "simple": True}.get(name, chunks > 1)
 
 
-def _try(
+def _simulate_alternative(
     name: str,
     stages: int,
     microbatches: int,
@@ -110,8 +110,8 @@ def _try(
 ) -> Alternative:
     try:
         graph = stage_graph(stages, microbatches)
-        schedule = make(name, stages, ranks, microbatches, split(stages, microbatches))
-        result = simulate(schedule, graph, devices, links)
+        schedule = make_schedule(name, stages, ranks, microbatches, split(stages, microbatches))
+        result = simulate_schedule(schedule, graph, devices, links)
     except PipelineError as error:
         return Alternative(name, stages, microbatches, why=str(error))
     parameters = [0] * ranks
@@ -121,24 +121,24 @@ def _try(
         round(own * (1 + optimizer_words)) + kept + waiting
         for own, kept, waiting in zip(parameters, result.peak, result.waiting, strict=True)
     )
-    over, rank = _over(memory, devices)
+    over, rank = _find_excess(memory, devices)
     why = f"rank {rank} needs {memory[rank] / 1e9:.4g} GB, it has {(memory[rank] - over) / 1e9:.4g}" if over > 0 else ""
     return Alternative(name, stages, microbatches, result, memory, not why, why)
 
 
-def _over(memory: Sequence[int], devices: Sequence[Device] | None) -> tuple[int, int]:
+def _find_excess(memory: Sequence[int], devices: Sequence[Device] | None) -> tuple[int, int]:
     """By how many bytes the rank that lacks most is over its limit, and which it is."""
     return max(
         (-1 if limit is None else own - limit, rank)
-        for rank, (own, limit) in enumerate(zip(memory, _limits(devices, len(memory)), strict=True))
+        for rank, (own, limit) in enumerate(zip(memory, _list_memory_limits(devices, len(memory)), strict=True))
     )
 
 
-def _limits(devices: Sequence[Device] | None, ranks: int) -> list[int | None]:
+def _list_memory_limits(devices: Sequence[Device] | None, ranks: int) -> list[int | None]:
     return [device.memory for device in devices] if devices else [None] * ranks
 
 
-def _compare(one: Alternative, choice: Alternative) -> Alternative:
+def _compare_with_choice(one: Alternative, choice: Alternative) -> Alternative:
     if not one.fits:
         return one
     slower = one.seconds / choice.seconds - 1 if choice.seconds else 0.0
@@ -147,37 +147,39 @@ def _compare(one: Alternative, choice: Alternative) -> Alternative:
     return replace(one, why="as fast, but no less memory and no fewer stages")
 
 
-def _reasons(choice: Alternative, rest: Sequence[Alternative], devices: Sequence[Device] | None) -> Iterator[str]:
+def _explain_choice(
+    choice: Alternative, rest: Sequence[Alternative], devices: Sequence[Device] | None
+) -> Iterator[str]:
     assert choice.result is not None
     most = max(range(len(choice.memory)), key=choice.memory.__getitem__)
-    limit = _limits(devices, len(choice.memory))[most]
+    limit = _list_memory_limits(devices, len(choice.memory))[most]
     yield (
-        f"{_name(choice)}: a step of {choice.seconds:.5g} s, {choice.result.bubble_ratio:.1%} longer than the work of "
-        f"its busiest rank; rank {most} needs most memory, {choice.memory[most] / 1e9:.4g} GB"
+        f"{_name_alternative(choice)}: a step of {choice.seconds:.5g} s, {choice.result.bubble_ratio:.1%} longer than "
+        f"the work of its busiest rank; rank {most} needs most memory, {choice.memory[most] / 1e9:.4g} GB"
         f"{'' if limit is None else f' of {limit / 1e9:.4g}'}."
     )
     faster = [one for one in rest if one.result and not one.fits and one.seconds < choice.seconds * (1 - CLOSE)]
     if faster:
         best = min(faster, key=lambda one: one.seconds)
-        yield f"{_name(best)} would be {1 - best.seconds / choice.seconds:.1%} faster, but {best.why}."
+        yield f"{_name_alternative(best)} would be {1 - best.seconds / choice.seconds:.1%} faster, but {best.why}."
     by_schedule = {one.schedule: one for one in reversed(rest) if one.fits and one.schedule != choice.schedule}
     for one in sorted(by_schedule.values(), key=lambda one: one.seconds)[:2]:
-        yield f"The best of another schedule is {_name(one)}: {one.why}."
+        yield f"The best of another schedule is {_name_alternative(one)}: {one.why}."
     refused = next((one for one in rest if one.result is None), None)
     if refused:
-        yield f"{_name(refused)} cannot be: {refused.why}."
+        yield f"{_name_alternative(refused)} cannot be: {refused.why}."
 
 
-def _nothing(found: Sequence[Alternative], devices: Sequence[Device] | None) -> str:
+def _explain_misfit(found: Sequence[Alternative], devices: Sequence[Device] | None) -> str:
     made = [one for one in found if one.result]
     if not made:
         return f"no schedule can be made: {found[0].why}" if found else "there is no schedule to choose from"
-    nearest = min(made, key=lambda one: _over(one.memory, devices))
+    nearest = min(made, key=lambda one: _find_excess(one.memory, devices))
     return (
-        f"no schedule fits the memory; {_name(nearest)} comes nearest, but {nearest.why}: "
+        f"no schedule fits the memory; {_name_alternative(nearest)} comes nearest, but {nearest.why}: "
         "take more ranks, smaller micro-batches, or recompute activations"
     )
 
 
-def _name(one: Alternative) -> str:
+def _name_alternative(one: Alternative) -> str:
     return f"{one.schedule} with {one.stages} stages and {one.microbatches} micro-batches"

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.pipeline.engine.losses import Loss, Part, evaluate
-from everstep.pipeline.engine.microbatch import Parts, batch_size, bounds, split
+from everstep.pipeline.engine.losses import Loss, LossPart, compute_loss
+from everstep.pipeline.engine.microbatch import Parts, batch_size, compute_bounds, split_batch
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.autocast import casting_to
-from everstep.pipeline.frontend.check import as_before, compare, mixing
+from everstep.pipeline.frontend.check import as_before, compare_gradients, find_mixing_nodes
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced, attributes_kept
@@ -32,7 +32,7 @@ _SAMPLES = 8  # of the example: the fewer there are, the more it shows that each
 # Relative. A balance of experts is taken over a batch, too, and is a small part of a loss.
 _OF_LOSSES, _OF_MODELS = 1e-3, 0.1
 
-Ran = tuple[Any, Part]  # an output, and its loss
+Ran = tuple[Any, LossPart]  # an output, and its loss
 
 
 def compare_stages(
@@ -58,7 +58,7 @@ def compare_stages(
         for each in modules if quiet else ():
             each.training = False
         with casting_to(autocast, tensors[0].device.type):
-            compare(model, parts, batch, _projected, tolerance=tolerance)
+            compare_gradients(model, parts, batch, _project_output, tolerance=tolerance)
     except torch.OutOfMemoryError:
         _log.warning("the stages were not compared with the model: there is no room for both")
     finally:
@@ -67,7 +67,7 @@ def compare_stages(
     return ""
 
 
-def _projected(output: Any) -> Any:
+def _project_output(output: Any) -> Any:
     """A number to which every element of a result contributes in its own way."""
     total = torch.zeros(())
     for each in tensors_of(output):
@@ -108,18 +108,18 @@ def check_samples(
         return ""
     device, count = tensors[0].device, min(samples, _SAMPLES)
     some = {
-        name: each if name in whole else _first(each, samples, count)
+        name: each if name in whole else _take_samples(each, samples, count)
         for name, each in {**inputs, _TARGETS: targets}.items()
     }
 
-    def run(given: Mapping[str, Any], number: int) -> tuple[Any, Part]:
+    def run(given: Mapping[str, Any], number: int) -> tuple[Any, LossPart]:
         here = {key: map_tensors(each, lambda tensor: tensor.to(device).clone()) for key, each in given.items()}
         own = here.pop(_TARGETS)
         output = Arguments(model).call(model, here)
-        return output, evaluate(loss, output, own, number, weight)
+        return output, compute_loss(loss, output, own, number, weight)
 
     try:
-        with _evaluating(model), as_before(model), attributes_kept(model), torch.no_grad():
+        with _evaluation_mode(model), as_before(model), attributes_kept(model), torch.no_grad():
             apart = _find_difference(run, some, count, whole)
     except PipelineError:
         raise
@@ -134,7 +134,7 @@ def check_samples(
         meeting: list[str] = []
         # Only for the names: a value whose samples are another dimension cannot be cut.
         with contextlib.suppress(RuntimeError):
-            meeting = mixing(node_modules(found), some, model) if isinstance(found, Traced) else []
+            meeting = find_mixing_nodes(node_modules(found), some, model) if isinstance(found, Traced) else []
         where = f"they meet in the model ({', '.join(meeting[:4]) or 'where is not known'})"
     raise apart.error(where)
 
@@ -165,12 +165,12 @@ class FirstLook:
         if any(each.shape.count(samples) != 1 for each in tensors):
             return
         count = min(samples, _SAMPLES)
-        some = {"output": _first(output, samples, count), _TARGETS: _first(targets, samples, count)}
+        some = {"output": _take_samples(output, samples, count), _TARGETS: _take_samples(targets, samples, count)}
 
         def run(given: Mapping[str, Any], number: int) -> Ran:
             here = {key: map_tensors(each, lambda tensor: tensor.detach().clone()) for key, each in given.items()}
             # The output is what it is: only the loss is looked at.
-            return here["output"], evaluate(self._loss, here["output"], here[_TARGETS], number, self._weight)
+            return here["output"], compute_loss(self._loss, here["output"], here[_TARGETS], number, self._weight)
 
         devices = {each.device.index or 0 for each in tensors if each.device.type == "cuda"}
         try:
@@ -219,16 +219,18 @@ def _find_difference(
     for parts in sorted({2, count}):
         made = [
             run(part, stop - start)
-            for part, (start, stop) in zip(split(dict(some), count, parts, whole), bounds(count, parts), strict=True)
+            for part, (start, stop) in zip(
+                split_batch(dict(some), count, parts, whole), compute_bounds(count, parts), strict=True
+            )
         ]
         alike = _are_rows(output, [each for each, _ in made], count)
-        one, other, difference = _means(at_once, [part for _, part in made])
+        one, other, difference = _compute_mean_losses(at_once, [part for _, part in made])
         if difference > (max(_OF_LOSSES, rounding) if alike else _OF_MODELS):
             return _Difference(count, parts, one, other, alike)
     return None
 
 
-def _first(given: Any, samples: int, count: int) -> Any:
+def _take_samples(given: Any, samples: int, count: int) -> Any:
     """The first of some samples."""
     return map_tensors(given, lambda tensor: tensor[:count] if tensor.dim() and len(tensor) == samples else tensor)
 
@@ -246,7 +248,7 @@ def _are_rows(output: Any, halves: Sequence[Any], count: int) -> bool:
     return True
 
 
-def _means(at_once: Part, made: Sequence[Part]) -> tuple[float, float, float]:
+def _compute_mean_losses(at_once: LossPart, made: Sequence[LossPart]) -> tuple[float, float, float]:
     """The loss at once, that of the parts together, and how far they are apart, relative to the largest of them."""
     parts = [(float(part.sum), float(part.count)) for part in (at_once, *made)]
     total, count = (sum(each) for each in zip(*parts[1:], strict=True))
@@ -257,7 +259,7 @@ def _means(at_once: Part, made: Sequence[Part]) -> tuple[float, float, float]:
 
 
 @contextlib.contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
+def _evaluation_mode(model: nn.Module) -> Iterator[None]:
     flags = {each: each.training for each in model.modules()}
     try:
         for each in flags:  # not by `eval`: one of a model's own may do more, which nothing would undo

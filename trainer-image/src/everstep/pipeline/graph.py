@@ -21,7 +21,7 @@ _WORD = re.compile(r"[^\s,#]+")  # a name stands in the text of a schedule
 
 
 @dataclass(frozen=True)
-class Node:
+class GraphNode:
     """One unit that is never cut. `inputs`: names of the nodes whose values it uses; () if it reads graph inputs only.
 
     Seconds per micro-batch: `forward`; `input_grad` and `weight_grad`, the parts of a split backward; `unsplit`, a
@@ -63,7 +63,7 @@ class Graph:
     size, if a number is negative, if more is frozen than there is.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[GraphNode, ...]
     shared: tuple[tuple[str, int], ...] = ()
     frozen: tuple[str, ...] = ()
 
@@ -95,7 +95,7 @@ class Graph:
             )
 
     @cached_property
-    def by_name(self) -> Mapping[str, Node]:
+    def by_name(self) -> Mapping[str, GraphNode]:
         return {node.name: node for node in self.nodes}
 
     def weigh_parameters(self, words: float) -> Graph:
@@ -135,12 +135,12 @@ class Graph:
         )
 
     def to_json(self) -> str:
-        return _dump("graph", self)
+        return _dump_text("graph", self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Graph:
         """PipelineError if the text is no graph of a known version."""
-        return _load("graph", cls, text)
+        return _load_text("graph", cls, text)
 
 
 @dataclass(frozen=True)
@@ -168,12 +168,12 @@ class Link:
 Links = Sequence[Sequence[Link]]  # links[i][j]: from rank i to rank j; links[i][i] is not used
 
 
-def uniform(ranks: int, link: Link) -> tuple[tuple[Link, ...], ...]:
+def make_uniform_links(ranks: int, link: Link) -> tuple[tuple[Link, ...], ...]:
     """The same link between all ranks."""
     return ((link,) * ranks,) * ranks
 
 
-def worst(links: Sequence[Link]) -> Link:
+def find_worst_link(links: Sequence[Link]) -> Link:
     """A link that is nowhere better than any of these."""
     return Link(
         min((link.bandwidth for link in links), default=inf),
@@ -195,12 +195,12 @@ class Profile:
     device: str = ""
 
     def to_json(self) -> str:
-        return _dump("profile", self)
+        return _dump_text("profile", self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Profile:
         """PipelineError if the text is no profile of a known version."""
-        return _load("profile", cls, text)
+        return _load_text("profile", cls, text)
 
 
 @dataclass(frozen=True)
@@ -269,15 +269,15 @@ class StageGraph:
                 raise PipelineError(f"shared parameter {name!r}: owners {owners} are not two or more stages, ascending")
 
     def to_json(self) -> str:
-        return _dump("stages", self)
+        return _dump_text("stages", self)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> StageGraph:
         """PipelineError if the text is no stage graph of a known version."""
-        return _load("stages", cls, text)
+        return _load_text("stages", cls, text)
 
 
-def chain(stages: Sequence[Stage], size: int = 0) -> StageGraph:
+def make_chain_graph(stages: Sequence[Stage], size: int = 0) -> StageGraph:
     """Each stage gives one value, of `size` bytes, to the next."""
     edges = tuple(Edge(f"v{index}", index, (index + 1,), size) for index in range(len(stages) - 1))
     return StageGraph(tuple(stages), edges)
@@ -350,7 +350,7 @@ def stage_graph(graph: Graph, stage_of: Mapping[str, int]) -> StageGraph:
     )
 
 
-def _at_once(item: Node | Stage) -> float:
+def _at_once(item: GraphNode | Stage) -> float:
     both = item.input_grad + item.weight_grad
     return both if item.unsplit is None else min(both, item.unsplit)
 
@@ -361,14 +361,14 @@ def _no_negatives(where: str, item: Any) -> None:
             raise PipelineError(f"{where}: {key} is {number}")
 
 
-def _dump(kind: str, item: Any) -> str:
+def _dump_text(kind: str, item: Any) -> str:
     def plain(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         return {key: "inf" if value == inf else value for key, value in pairs}  # JSON has no word for infinity
 
     return json.dumps({"everstep": kind, "version": VERSION, **asdict(item, dict_factory=plain)})
 
 
-def _load(kind: str, cls: type[T], text: str | bytes) -> T:
+def _load_text(kind: str, cls: type[T], text: str | bytes) -> T:
     from pydantic import TypeAdapter, ValidationError
 
     try:

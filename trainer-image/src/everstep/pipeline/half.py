@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.record import Call, Op, Record
+from everstep.pipeline.frontend.record import Call, ForwardRecord, Op
 
 _ADVICE = "keep parameters in float32 and give pipeline() precision='fp16' or 'bf16', or cast the model to bfloat16"
 
@@ -31,7 +31,7 @@ def refuse_half_parameters(model: nn.Module, precision: str) -> None:
             )
 
 
-def refuse_half_regions(record: Record, precision: str) -> None:
+def refuse_half_regions(record: ForwardRecord, precision: str) -> None:
     """Check the types to which the model's own code casts.
 
     Raises:

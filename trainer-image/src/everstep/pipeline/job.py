@@ -11,7 +11,7 @@ VARIABLE = "EVERSTEP_PIPELINE"
 
 
 @dataclass(frozen=True)
-class Job:
+class PipelineJob:
     """The fields of `distribution.pipeline`; without a job there are none. `plan_from` a file: it must be there."""
 
     stages: int | None = None
@@ -22,7 +22,7 @@ class Job:
     plan_file: str | None = None
 
 
-def job() -> Job:
+def read_job() -> PipelineJob:
     """That of this process; fields that are not known here belong to a later version, and are left out."""
     given = json.loads(os.environ.get(VARIABLE) or "{}")
     names = {
@@ -33,4 +33,4 @@ def job() -> Job:
         "planFrom": "plan_from",
         "planFile": "plan_file",
     }
-    return Job(**{names[key]: value for key, value in given.items() if key in names})
+    return PipelineJob(**{names[key]: value for key, value in given.items() if key in names})

@@ -18,30 +18,30 @@ from torch import nn
 
 from everstep.pipeline.engine.heartbeat import Heartbeat
 from everstep.pipeline.engine.nested import tensors_of
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import Everywhere, PipelineError
-from everstep.pipeline.plan import fingerprint
-from everstep.pipeline.prepare import Place
-from everstep.pipeline.schedules import Schedule, complete, dump
+from everstep.pipeline.plan import fingerprint_parameters
+from everstep.pipeline.prepare import ProcessPosition
+from everstep.pipeline.schedules import Schedule, complete_schedule, dump_schedule
 from everstep.pipeline.transport.base import TransportError
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.devices import with_index
-from everstep.pipeline.transport.grid import grid
+from everstep.pipeline.transport.grid import make_grid
 
 _log = logging.getLogger("everstep.pipeline")
 
 
 @contextlib.contextmanager
-def watched(control: Control, seconds: float | None) -> Iterator[Heartbeat | None]:
+def watch_processes(control: Control, seconds: float | None) -> Iterator[Heartbeat | None]:
     """Heartbeats of all processes, which go on after it; None without. Inside, a process that fails tells the others
-    why, and who waits for one that is lost gets RankLost. Collective."""
+    why, and who waits for one that is lost gets PipelineRankLost. Collective."""
     heart = None
     if seconds is not None and dist.get_world_size() > 1:
         heart = Heartbeat(
             dist.get_rank(),
             seconds,
             on_lost=lambda lost: control.abort(str(lost)),
-            host=control.address or _host(),
+            host=control.address or _find_host_address(),
         )
     # The key is the first one's: with a collective of its own, one more wait would be without heartbeats.
     every = control.gather(None if heart is None else (heart.address, secrets.token_bytes(32)))
@@ -70,16 +70,16 @@ def watched(control: Control, seconds: float | None) -> Iterator[Heartbeat | Non
         raise
 
 
-def agreed(control: Control, model: nn.Module, asked: Mapping[str, Any]) -> None:
+def require_agreement(control: Control, model: nn.Module, asked: Mapping[str, Any]) -> None:
     """Everywhere if not all have asked for the same, of the same model. Collective."""
-    parameters = fingerprint(
+    parameters = fingerprint_parameters(
         (name, tuple(each.shape), f"{each.dtype} {each.requires_grad}") for name, each in model.named_parameters()
     )
-    modes = fingerprint((name, (), str(each.training)) for name, each in model.named_modules())
+    modes = fingerprint_parameters((name, (), str(each.training)) for name, each in model.named_modules())
     every = control.gather(
-        {name: _text(value) for name, value in asked.items()}
+        {name: _format_value(value) for name, value in asked.items()}
         | {
-            "the version of everstep": _version(),
+            "the version of everstep": _get_version(),
             "the model's parameters": parameters[:12],
             "the modes of its modules": modes[:12],
         }
@@ -92,30 +92,30 @@ def agreed(control: Control, model: nn.Module, asked: Mapping[str, Any]) -> None
             raise Everywhere(f"the ranks do not agree on {name}: {here}, {there}; all must call pipeline() alike")
 
 
-def place(
+def find_place(
     control: Control,
     named: Mapping[str, Any],
     device: torch.device | str | None,
     stages: int | None,
     data_parallel: int | None,
     placement: str,
-) -> Place:
+) -> ProcessPosition:
     """Where this process is, without a word with the others. PipelineError."""
     world = dist.get_world_size()
     if data_parallel is None:
         data_parallel = world // stages if stages is not None and stages < world else 1
     if data_parallel < 1 or world % data_parallel:
         raise PipelineError(f"{world} processes are no whole number of pipelines for {data_parallel} replicas")
-    where = grid(world, world // data_parallel, placement)
+    where = make_grid(world, world // data_parallel, placement)
     if device is None:
         devices = [each.device for each in tensors_of(dict(named)) if each.device.type != "meta"]
         device = devices[0] if devices else "cpu"
         if torch.device(device).type == "cpu" and torch.cuda.is_available():
             _log.warning("the pipeline runs on the processor, as the example is there: give device= for the GPU")
-    return Place(where, control, with_index(device))
+    return ProcessPosition(where, control, with_index(device))
 
 
-def by_nccl(here: Place) -> bool:
+def by_nccl(here: ProcessPosition) -> bool:
     """Whether tensors go by NCCL: if the script's group has it, and each process a GPU of its own. Collective."""
     mine = None
     if here.device.type == "cuda" and "nccl" in dist.get_backend_config():
@@ -124,33 +124,33 @@ def by_nccl(here: Place) -> bool:
     return None not in every and len(set(every)) == len(every)
 
 
-def known(options: Mapping[str, Any]) -> None:
+def check_options(options: Mapping[str, Any]) -> None:
     """PipelineError names what is no option, or cannot be one's value."""
-    names = {each.name for each in fields(Options)} - {"recompute"}
+    names = {each.name for each in fields(EngineOptions)} - {"recompute"}
     if unknown := sorted(options.keys() - names):
         raise PipelineError(f"pipeline() has no argument {unknown[0]!r}; options are {', '.join(sorted(names))}")
-    Options(**options)
+    EngineOptions(**options)
 
 
-def whole(schedule: Schedule) -> None:
+def check_schedule(schedule: Schedule) -> None:
     """PipelineError if it is not complete, or a rank has nothing to do."""
-    complete(schedule)
+    complete_schedule(schedule)
     if idle := set(range(len(schedule.ranks))) - set(schedule.placement):
         raise PipelineError(f"schedule {schedule.name}: rank {min(idle)} has no stage; each must have one")
 
 
-def _version() -> str:
+def _get_version() -> str:
     try:
         return metadata.version("everstep")
     except metadata.PackageNotFoundError:  # its files alone were put into an image
         return "unknown"
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if isinstance(value, Schedule):
-        return dump(value)
+        return dump_schedule(value)
     if isinstance(value, Mapping):
-        return repr(sorted((str(key), _text(each)) for key, each in value.items()))
+        return repr(sorted((str(key), _format_value(each)) for key, each in value.items()))
     if isinstance(value, set | frozenset):
         return repr(sorted(map(repr, value)))
     if callable(value):
@@ -158,7 +158,7 @@ def _text(value: Any) -> str:
     return repr(value)
 
 
-def _host() -> str:
+def _find_host_address() -> str:
     """The address by which other nodes reach this one: that from which it reaches the first."""
     first = os.environ.get("MASTER_ADDR", "127.0.0.1")
     with contextlib.suppress(OSError):

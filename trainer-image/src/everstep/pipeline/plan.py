@@ -15,8 +15,17 @@ from functools import cached_property
 from pathlib import Path
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.graph import Device, Graph, Link, Links, Profile, StageGraph, stage_graph, uniform
-from everstep.pipeline.schedules import Result, Schedule, dump, lower, make, parse, simulate, validate
+from everstep.pipeline.graph import Device, Graph, Link, Links, Profile, StageGraph, make_uniform_links, stage_graph
+from everstep.pipeline.schedules import (
+    Result,
+    Schedule,
+    dump_schedule,
+    lower_schedule,
+    make_schedule,
+    parse_schedule,
+    simulate_schedule,
+    validate_schedule,
+)
 
 VERSION = 1
 WORDS = 3.0  # bytes of a gradient and of Adam's two moments for each byte of parameters
@@ -82,9 +91,9 @@ class Plan:
     def actions(self) -> Schedule:
         """The computations of each rank."""
         if "\n" in self.schedule:
-            return parse(self.schedule)
+            return parse_schedule(self.schedule)
         stages, ranks = len(self.placement), max(self.placement, default=-1) + 1
-        return make(self.schedule, stages, ranks, self.microbatches, self.split)
+        return make_schedule(self.schedule, stages, ranks, self.microbatches, self.split)
 
     @property
     def schedule_name(self) -> str:
@@ -92,8 +101,8 @@ class Plan:
 
     def prove(self) -> Schedule:
         """What each rank does, with what is sent, reduced and tied. PipelineError if it cannot be proven."""
-        lowered = self.actions if self.actions.lowered else lower(self.actions, self.stages)
-        if (wrong := validate(lowered, self.stages)) is not None:
+        lowered = self.actions if self.actions.lowered else lower_schedule(self.actions, self.stages)
+        if (wrong := validate_schedule(lowered, self.stages)) is not None:
             raise PipelineError(f"schedule: {wrong}")
         return lowered
 
@@ -119,13 +128,13 @@ class Plan:
         devices = self.devices
         if speeds is not None:
             devices = tuple(replace(device, speed=speed) for device, speed in zip(devices, speeds, strict=True))
-        links = self.profile.links if link is None else uniform(len(devices), link)
+        links = self.profile.links if link is None else make_uniform_links(len(devices), link)
         if microbatches is not None and schedule is None and "\n" in self.schedule:
             raise PipelineError("microbatches: the plan has actions of its own for its number of them: name a schedule")
         if schedule is None:
             schedule = self.schedule
         if isinstance(schedule, Schedule):
-            text, placement, microbatches = dump(schedule), schedule.placement, schedule.microbatches
+            text, placement, microbatches = dump_schedule(schedule), schedule.placement, schedule.microbatches
         else:
             microbatches = microbatches or self.microbatches
             text, placement = schedule, self.placement
@@ -148,7 +157,7 @@ class Plan:
         return Prediction(result.makespan, result.bubble_ratio, tuple(memory), bound, gap)
 
     def simulate(self) -> Result:
-        return simulate(self.actions, self.stages, self.devices, self.links)
+        return simulate_schedule(self.actions, self.stages, self.devices, self.links)
 
     def check_model(self, model: str, nodes: Collection[str] = ()) -> None:
         """PipelineError if the plan is for another model than the one with this fingerprint and these nodes."""
@@ -233,7 +242,7 @@ def graph_hash(graph: Graph) -> str:
     return hashlib.sha256(json.dumps([plain, graph.shared, *frozen]).encode()).hexdigest()
 
 
-def fingerprint(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
+def fingerprint_parameters(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
     """Of a model: the names, shapes and types of its parameters, in any order."""
     lines = sorted(f"{name} {list(shape)} {dtype}" for name, shape, dtype in parameters)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

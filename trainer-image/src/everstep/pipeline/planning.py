@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 from everstep.pipeline.advise import Alternative, advise
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.graph import Device, Graph, Link, Profile, stage_graph, uniform, worst
+from everstep.pipeline.graph import Device, Graph, Link, Profile, find_worst_link, make_uniform_links, stage_graph
 from everstep.pipeline.plan import WORDS, Plan
-from everstep.pipeline.schedules import ALIASES, NAMES, Schedule, dump, make, parse
+from everstep.pipeline.schedules import ALIASES, NAMES, Schedule, dump_schedule, make_schedule, parse_schedule
 
 if TYPE_CHECKING:
-    from everstep.pipeline.partition.solve import Candidate, Objective
+    from everstep.pipeline.partition.solve import Objective, SplitCandidate
 
 AUTO = "auto"
 
@@ -44,7 +44,7 @@ class Wish:
     split: tuple[int, ...] | None = None
 
 
-def solve(profile: Profile, wish: Wish, *, model: str = "") -> Plan:
+def solve_plan(profile: Profile, wish: Wish, *, model: str = "") -> Plan:
     """The best plan that was found. PipelineError names the wish that cannot be, and what could be."""
     return _Solver(fit_devices(profile, wish), wish, model).plan()
 
@@ -56,7 +56,7 @@ def solve_again(plan: Plan, wish: Wish) -> Plan:
     """
     batch = wish.batch or plan.profile.samples * plan.microbatches
     wish = replace(wish, batch=batch, microbatches=wish.microbatches or (plan.microbatches,))
-    return solve(plan.profile, wish, model=plan.model)
+    return solve_plan(plan.profile, wish, model=plan.model)
 
 
 class _Solver:
@@ -81,7 +81,7 @@ class _Solver:
         if wish.stages not in (None, schedule.stages):
             raise PipelineError(f"schedule: the file is for {schedule.stages} stages, but stages is {wish.stages}")
         best = self._partition(schedule.stages, schedule.microbatches, schedule)[0]
-        return self._plan(best, dump(schedule), schedule.microbatches, ())
+        return self._plan(best, dump_schedule(schedule), schedule.microbatches, ())
 
     def _choice(self) -> tuple[str, int, int, tuple[str, ...]]:
         wish = self.wish
@@ -97,7 +97,7 @@ class _Solver:
             return name, wish.stages, microbatches[0], ()
         advice = advise(
             lambda stages, m: stage_graph(
-                self._weighed(m), self.partition(stages, m, _plain(stages, wish.ranks))[0].stage_of
+                self._weighed(m), self.partition(stages, m, _describe_counts(stages, wish.ranks))[0].stage_of
             ),
             wish.ranks,
             microbatches,
@@ -136,7 +136,7 @@ class _Solver:
     def _graph(self, microbatches: int) -> Graph:
         if self.wish.batch is None:
             return self.profile.graph
-        return scaled(self.profile.graph, self._samples(microbatches) / self.profile.samples)
+        return scale_graph(self.profile.graph, self._samples(microbatches) / self.profile.samples)
 
     def _weighed(self, microbatches: int) -> Graph:
         return self._graph(microbatches).weigh_parameters(self.wish.words)
@@ -145,10 +145,10 @@ class _Solver:
         """Of the largest micro-batch."""
         return self.profile.samples if self.wish.batch is None else -(-self.wish.batch // microbatches)
 
-    def _partition(self, stages: int, microbatches: int, schedule: str | Schedule) -> list[Candidate]:
-        from everstep.pipeline.partition.solve import partition
+    def _partition(self, stages: int, microbatches: int, schedule: str | Schedule) -> list[SplitCandidate]:
+        from everstep.pipeline.partition.solve import partition_graph
 
-        return partition(
+        return partition_graph(
             self._weighed(microbatches),
             stages,
             self.profile.devices,
@@ -161,12 +161,16 @@ class _Solver:
             words=self.wish.words,
         )
 
-    def _plan(self, best: Candidate, schedule: str, microbatches: int, reasons: Collection[str]) -> Plan:
+    def _plan(self, best: SplitCandidate, schedule: str, microbatches: int, reasons: Collection[str]) -> Plan:
         from everstep.pipeline.partition.solve import WEIGHTS
 
         wish = self.wish
         stages = len(set(best.stage_of.values()))
-        order = parse(schedule) if "\n" in schedule else make(schedule, stages, wish.ranks, microbatches, wish.split)
+        order = (
+            parse_schedule(schedule)
+            if "\n" in schedule
+            else make_schedule(schedule, stages, wish.ranks, microbatches, wish.split)
+        )
         plan = Plan(
             profile=replace(self.profile, graph=self._graph(microbatches), samples=self._samples(microbatches)),
             stage_of=best.stage_of,
@@ -183,7 +187,7 @@ class _Solver:
         return replace(plan, prediction=plan.predict(best.bound, best.gap))
 
 
-def scaled(graph: Graph, factor: float) -> Graph:
+def scale_graph(graph: Graph, factor: float) -> Graph:
     """The graph for micro-batches of `factor` times as many samples: times and values grow alike, parameters do not."""
     return replace(
         graph,
@@ -202,7 +206,7 @@ def scaled(graph: Graph, factor: float) -> Graph:
     )
 
 
-def _plain(stages: int, ranks: int) -> str:
+def _describe_counts(stages: int, ranks: int) -> str:
     return "1f1b" if stages == ranks else "interleaved"
 
 
@@ -217,8 +221,8 @@ def fit_devices(profile: Profile, wish: Wish) -> Profile:
         devices = (Device(min(device.speed for device in devices), min(limits) if limits else None),) * wish.ranks
     if wish.memory is not None:
         devices = tuple(replace(device, memory=wish.memory) for device in devices)
-    links = profile.links if wish.link is None else uniform(wish.ranks, wish.link)
+    links = profile.links if wish.link is None else make_uniform_links(wish.ranks, wish.link)
     if links and len(links) != wish.ranks:
         between = [link for here, row in enumerate(links) for there, link in enumerate(row) if here != there]
-        links = uniform(wish.ranks, worst(between))
+        links = make_uniform_links(wish.ranks, find_worst_link(between))
     return replace(profile, devices=devices, links=links)

@@ -13,23 +13,23 @@ from torch import nn
 
 from everstep.pipeline.advise import advise
 from everstep.pipeline.engine.nested import map_tensors, tensors_of
-from everstep.pipeline.engine.stage import OUTPUT, StageModule, why_not_split
+from everstep.pipeline.engine.stage import OUTPUT, RunnableStage, why_not_split
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.alike import alike
+from everstep.pipeline.frontend.alike import group_alike_nodes
 from everstep.pipeline.frontend.autocast import casting_to
-from everstep.pipeline.frontend.placement import complete
+from everstep.pipeline.frontend.placement import complete_placement
 from everstep.pipeline.frontend.record import Untraceable
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.frontend.stages import StageModule as Part
-from everstep.pipeline.frontend.trace import Traced, trace
-from everstep.pipeline.frontend.tree import Tree, tree
-from everstep.pipeline.graph import Device, Graph, Link, Profile, stage_graph, worst
-from everstep.pipeline.plan import Plan, fingerprint
-from everstep.pipeline.planning import AUTO, Wish, fit_devices, scaled, solve, solve_again
-from everstep.pipeline.profile import WithLoss, measure
-from everstep.pipeline.profile_counted import count
-from everstep.pipeline.profile_links import measure_links, together
-from everstep.pipeline.schedules import ALIASES, NAMES, Kind, Schedule, dump, make
+from everstep.pipeline.frontend.trace import Traced, trace_model
+from everstep.pipeline.frontend.tree import Tree, build_tree
+from everstep.pipeline.graph import Device, Graph, Link, Profile, find_worst_link, stage_graph
+from everstep.pipeline.plan import Plan, fingerprint_parameters
+from everstep.pipeline.planning import AUTO, Wish, fit_devices, scale_graph, solve_again, solve_plan
+from everstep.pipeline.profile import WithLoss, measure_graph
+from everstep.pipeline.profile_counted import count_costs
+from everstep.pipeline.profile_links import combine_on_all_ranks, measure_links
+from everstep.pipeline.schedules import ALIASES, NAMES, ActionKind, Schedule, dump_schedule, make_schedule
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.grid import Grid
 
@@ -42,7 +42,7 @@ _MESSAGE = 1 << 16, 8 << 20  # bytes: links are measured with messages as large 
 
 
 @dataclass(frozen=True)
-class Place:
+class ProcessPosition:
     """Where this process is; `nccl` whether tensors go by it."""
 
     grid: Grid
@@ -62,24 +62,24 @@ def look_into(
     """What can be cut: the traced model, or the chain of `blocks`. `whole`: arguments without samples; `autocast`: the
     type to which steps cast. PipelineError with the reasons if neither can be."""
     if blocks is not None:
-        return tree(model, blocks)
+        return build_tree(model, blocks)
     try:
-        return trace(model, example, whole, autocast=autocast)
+        return trace_model(model, example, whole, autocast=autocast)
     except Untraceable as reason:
         try:
-            found = tree(model, reason=str(reason))
+            found = build_tree(model, reason=str(reason))
         except PipelineError as error:
             raise PipelineError(f"{reason}; and it is no chain of blocks either: {error}") from reason
         _log.warning("the model is cut between its blocks only: %s", reason)
         return found
 
 
-def plan(
+def make_plan(
     model: nn.Module,
     found: Traced | Tree,
     example: Mapping[str, Any],
     wish: Wish,
-    place: Place,
+    place: ProcessPosition,
     *,
     stage_of: Mapping[str, int] | None = None,
     costs: Costs = "measured",
@@ -99,12 +99,12 @@ def plan(
     which steps cast. `loss`, a scalar of an output and targets, is measured if the example's targets are here.
     PipelineError on all ranks.
     """
-    mark = fingerprint((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
+    mark = fingerprint_parameters((name, tuple(each.shape), str(each.dtype)) for name, each in model.named_parameters())
     first = place.control.first
     if first(lambda: "there" if path is not None and path.exists() else ""):
-        return Plan.from_json(first(lambda: _again(path, wish, mark, found, stage_of, aim).to_json()))
-    nodes: Mapping[str, StageModule] = node_modules(found) if isinstance(found, Traced) else found.node_modules()
-    batch = microbatch({**example, _TARGETS: targets}, wish, whole)
+        return Plan.from_json(first(lambda: _reuse_or_solve(path, wish, mark, found, stage_of, aim).to_json()))
+    nodes: Mapping[str, RunnableStage] = node_modules(found) if isinstance(found, Traced) else found.node_modules()
+    batch = make_example_microbatch({**example, _TARGETS: targets}, wish, whole)
     part = batch.pop(_TARGETS)
     if loss is not None and targets is not None:
         own = map_tensors(part, lambda tensor: tensor.to(place.device))
@@ -112,11 +112,11 @@ def plan(
             name: WithLoss(node, lambda output: loss(output, own)) if OUTPUT in node.outputs else node
             for name, node in nodes.items()
         }
-    groups = alike(found) if isinstance(found, Traced) else ()
-    profile = _profile(found.graph, nodes, groups, batch, place, costs, autocast)
+    groups = group_alike_nodes(found) if isinstance(found, Traced) else ()
+    profile = _make_profile(found.graph, nodes, groups, batch, place, costs, autocast)
 
     def solved() -> str:
-        made = _solved(found, profile, wish, mark, stage_of)
+        made = _solve_and_mark(found, profile, wish, mark, stage_of)
         if path is not None:
             made.save(path)  # before the others hear of it: where it cannot be written, all end alike
         return made.to_json()
@@ -124,7 +124,7 @@ def plan(
     return Plan.from_json(first(solved))
 
 
-def microbatch(example: Mapping[str, Any], wish: Wish, whole: Collection[str] = ()) -> dict[str, Any]:
+def make_example_microbatch(example: Mapping[str, Any], wish: Wish, whole: Collection[str] = ()) -> dict[str, Any]:
     """A part of the example that is as large as a micro-batch, or all of it if it is smaller; of what is named in
     `whole`, all."""
     parts = {name: value for name, value in example.items() if name not in whole}
@@ -138,20 +138,20 @@ def microbatch(example: Mapping[str, Any], wish: Wish, whole: Collection[str] = 
     return {name: value if name in whole else map_tensors(value, rows) for name, value in example.items()}
 
 
-def _profile(
+def _make_profile(
     graph: Graph,
-    nodes: Mapping[str, StageModule],
+    nodes: Mapping[str, RunnableStage],
     groups: Sequence[Sequence[str]],
     batch: Mapping[str, Any],
-    place: Place,
+    place: ProcessPosition,
     costs: Costs,
     autocast: torch.dtype | None,
 ) -> Profile:
     if costs == "counted":
         with casting_to(autocast, "cpu"):
-            return Profile.from_json(place.control.first(lambda: count(graph, nodes, batch).to_json()))
+            return Profile.from_json(place.control.first(lambda: count_costs(graph, nodes, batch).to_json()))
     with casting_to(autocast, place.device.type):
-        own = measure(
+        own = measure_graph(
             graph,
             nodes,
             batch,
@@ -167,7 +167,7 @@ def _profile(
     group, device = (None, place.device) if place.nccl else (place.control.group, "cpu")
     with place.control.explained():
         links = measure_links(group, device=device, large=size)
-        return of_one_pipeline(together(own, links, place.control.group), place.grid)
+        return of_one_pipeline(combine_on_all_ranks(own, links, place.control.group), place.grid)
 
 
 def require_file(path: Path | None) -> str:
@@ -180,7 +180,7 @@ def require_file(path: Path | None) -> str:
 def with_full_backwards(made: Plan, parts: Sequence[Part]) -> Plan:
     """With a full backward for stages that cannot split theirs."""
     whole = {part.index: why for part in parts if (why := why_not_split(part)) is not None}
-    asked = {a.stage for actions in made.actions.ranks for a in actions if a.kind is Kind.INPUT_GRAD}
+    asked = {a.stage for actions in made.actions.ranks for a in actions if a.kind is ActionKind.INPUT_GRAD}
     if not asked & whole.keys():
         return made
     if "\n" in made.schedule:
@@ -202,14 +202,14 @@ def of_one_pipeline(profile: Profile, grid: Grid) -> Profile:
 
     def link(one: int, other: int) -> Link:
         alike = [profile.links[pipeline[one]][pipeline[other]] for pipeline in grid.processes]
-        return worst(alike)
+        return find_worst_link(alike)
 
     ranks = range(grid.ranks)
     links = tuple(tuple(Link() if one == other else link(one, other) for other in ranks) for one in ranks)
     return replace(profile, devices=tuple(map(device, ranks)), links=links)
 
 
-def _again(
+def _reuse_or_solve(
     path: Path | None, wish: Wish, mark: str, found: Traced | Tree, stage_of: Mapping[str, int] | None, aim: bool
 ) -> Plan:
     """The plan of the file, or what is solved and kept there instead."""
@@ -220,7 +220,7 @@ def _again(
     except PipelineError as error:
         where = "" if str(path) in str(error) else f"{path}: "
         raise PipelineError(f"{where}{error}; without this file, the plan is made anew") from error
-    placed, today = _placed(found, stage_of), kept.profile.graph.freeze_as(found.graph)
+    placed, today = _complete_manual_placement(found, stage_of), kept.profile.graph.freeze_as(found.graph)
     same = (
         today == kept.profile.graph
         and len(kept.actions.ranks) == wish.ranks
@@ -230,7 +230,7 @@ def _again(
         and wish.batch is not None
         and -(-wish.batch // kept.microbatches) == kept.profile.samples
         and placed in (None, kept.stage_of)
-        and _within(kept, wish)
+        and _fits_memory(kept, wish)
         and not (aim and placed is None and (kept.objective, kept.words) != (wish.objective, wish.words))
         and wish.memory_weight in (None, kept.memory_weight)
     )
@@ -242,20 +242,22 @@ def _again(
     return made
 
 
-def _within(kept: Plan, wish: Wish) -> bool:
+def _fits_memory(kept: Plan, wish: Wish) -> bool:
     """Whether the plan was made for as much memory as there is now, if that is said."""
     return wish.memory is None or {each.memory for each in kept.devices} == {wish.memory}
 
 
-def _solved(found: Traced | Tree, profile: Profile, wish: Wish, mark: str, stage_of: Mapping[str, int] | None) -> Plan:
-    placed = _placed(found, stage_of)
-    return solve(profile, wish, model=mark) if placed is None else _by_hand(profile, wish, placed, mark)
+def _solve_and_mark(
+    found: Traced | Tree, profile: Profile, wish: Wish, mark: str, stage_of: Mapping[str, int] | None
+) -> Plan:
+    placed = _complete_manual_placement(found, stage_of)
+    return solve_plan(profile, wish, model=mark) if placed is None else _by_hand(profile, wish, placed, mark)
 
 
-def _placed(found: Traced | Tree, stage_of: Mapping[str, int] | None) -> dict[str, int] | None:
+def _complete_manual_placement(found: Traced | Tree, stage_of: Mapping[str, int] | None) -> dict[str, int] | None:
     """The stage of each node, if anything was placed by hand."""
     wanted = stage_of if stage_of is not None else found.manual
-    return complete(found.graph, wanted) if wanted else None
+    return complete_placement(found.graph, wanted) if wanted else None
 
 
 def _by_hand(profile: Profile, wish: Wish, stage_of: Mapping[str, int], mark: str) -> Plan:
@@ -270,12 +272,12 @@ def _by_hand(profile: Profile, wish: Wish, stage_of: Mapping[str, int], mark: st
 
     def fitted(microbatches: int) -> Profile:
         samples = -(-batch // microbatches)
-        return replace(profile, graph=scaled(profile.graph, samples / profile.samples), samples=samples)
+        return replace(profile, graph=scale_graph(profile.graph, samples / profile.samples), samples=samples)
 
     several = tuple(wish.ranks * factor for factor in (1, 2, 4, 8) if wish.ranks * factor <= batch)
     name, choices, reasons = wish.schedule, wish.microbatches or several or (batch,), tuple[str, ...]()
     if isinstance(name, Schedule):
-        text, microbatches, ranks = dump(name), name.microbatches, name.placement
+        text, microbatches, ranks = dump_schedule(name), name.microbatches, name.placement
     else:
         advice = advise(
             lambda _, m: stage_graph(fitted(m).graph.weigh_parameters(wish.words), stage_of),
@@ -288,7 +290,7 @@ def _by_hand(profile: Profile, wish: Wish, stage_of: Mapping[str, int], mark: st
             optimizer_words=wish.words,
         )
         text, microbatches, reasons = advice.choice.schedule, advice.choice.microbatches, advice.reasons
-        ranks = make(text, stages, wish.ranks, microbatches).placement
+        ranks = make_schedule(text, stages, wish.ranks, microbatches).placement
     made = Plan(
         fitted(microbatches), stage_of, ranks, text, microbatches, words=wish.words, model=mark, reasons=reasons
     )

@@ -18,18 +18,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from everstep.pipeline.engine.stage import INPUT, OUTPUT, StageModule
-from everstep.pipeline.graph import Device, Graph, Node, Profile
-from everstep.pipeline.profile_runs import Cost, clock, copy_of, of_nothing, run, tensors_in
+from everstep.pipeline.engine.stage import INPUT, OUTPUT, RunnableStage
+from everstep.pipeline.graph import Device, Graph, GraphNode, Profile
+from everstep.pipeline.profile_runs import Cost, copy_of, make_timer, of_nothing, run_microbatches, tensors_in
 from everstep.pipeline.transport.devices import with_index
 
 TOGETHER = 1 << 30  # bytes of weights, gradients and activations that are on the device to be measured
 EACH = 3  # nodes of those that do the same work that are timed
 
 
-def measure(
+def measure_graph(
     graph: Graph,
-    nodes: Mapping[str, StageModule],
+    nodes: Mapping[str, RunnableStage],
     inputs: Mapping[str, Any],
     *,
     device: Any = "cpu",
@@ -60,30 +60,32 @@ def measure(
         The graph with times and bytes.
     """
     target = with_index(device)
-    timer = clock(target)
+    timer = make_timer(target)
     nothing = of_nothing(target, timer)
-    values = {INPUT + name: _to(value, target) for name, value in inputs.items()}
+    values = {INPUT + name: _move_value(value, target) for name, value in inputs.items()}
     last = {name: node for node, module in nodes.items() for name in module.inputs}
     kept: set[int] = set()  # memory that an earlier node keeps for its backward
     costs: dict[str, Cost] = {}
     named = [node.name for node in graph.nodes if node.name in nodes]
-    timed = {name: _some([each for each in group if each in nodes]) for group in groups for name in group}
+    timed = {name: _choose_sample([each for each in group if each in nodes]) for group in groups for name in group}
     chosen = {each for some in timed.values() for each in some}
-    window, size = dict[str, StageModule](), 0
+    window, size = dict[str, RunnableStage](), 0
     with torch.random.fork_rng([target.index] if target.type == "cuda" else []):
         for name in named:
             window[name] = module = nodes[name]
-            with lent(module.module, target):
+            with lend_weights(module.module, target):
                 made, costs[name] = look_at(module, values, kept)
             torch.clear_autocast_cache()  # else the copies of all weights are there until all is measured
             values |= made
-            size += 2 * sum(map(_bytes, module.module.parameters())) + costs[name].activation
+            size += 2 * sum(map(_count_bytes, module.module.parameters())) + costs[name].activation
             if size > TOGETHER or name == named[-1]:
                 running = {each: node for each, node in window.items() if each in chosen or each not in timed}
                 with contextlib.ExitStack() as stack:
                     for node in running.values():
-                        stack.enter_context(lent(node.module, target))
-                    run(running, values, costs, timer, repeats=repeats, warmup=warmup, seconds=seconds, agree=agree)
+                        stack.enter_context(lend_weights(node.module, target))
+                    run_microbatches(
+                        running, values, costs, timer, repeats=repeats, warmup=warmup, seconds=seconds, agree=agree
+                    )
                 torch.clear_autocast_cache()
                 done = {each for module in window.values() for each in module.inputs if last[each] in window}
                 values = {each: value for each, value in values.items() if each not in done}
@@ -97,7 +99,7 @@ def measure(
     return profile_of(graph, costs, inputs, gpu.name if gpu else target.type, gpu.total_memory if gpu else None)
 
 
-def _some(group: Sequence[str]) -> Sequence[str]:
+def _choose_sample(group: Sequence[str]) -> Sequence[str]:
     """The first, the last, and as many between them as are timed."""
     if len(group) <= EACH:
         return group
@@ -107,7 +109,7 @@ def _some(group: Sequence[str]) -> Sequence[str]:
 class WithLoss:
     """A node that gives what the model returns, with the loss of that: one stage does both."""
 
-    def __init__(self, node: StageModule, loss: Callable[[Any], Any]) -> None:
+    def __init__(self, node: RunnableStage, loss: Callable[[Any], Any]) -> None:
         self.inputs, self.outputs, self.module = node.inputs, node.outputs, node.module
         self._node, self._loss = node, loss
 
@@ -116,10 +118,10 @@ class WithLoss:
         return {**made, OUTPUT: self._loss(made[OUTPUT])}
 
 
-def look_at(module: StageModule, values: Mapping[str, Any], kept: set[int]) -> tuple[dict[str, Any], Cost]:
+def look_at(module: RunnableStage, values: Mapping[str, Any], kept: set[int]) -> tuple[dict[str, Any], Cost]:
     """The values of a node, without their graph, and its bytes; `kept`: memory that earlier nodes keep."""
-    activation, cast, found = _activation(module, values, kept)
-    sizes = {name: sum(map(_bytes, tensors_in(value))) for name, value in found.items() if name != OUTPUT}
+    activation, cast, found = _measure_activation(module, values, kept)
+    sizes = {name: sum(map(_count_bytes, tensors_in(value))) for name, value in found.items() if name != OUTPUT}
     return found, Cost(activation=activation, cast=cast, sizes=sizes)
 
 
@@ -127,7 +129,7 @@ def profile_of(
     graph: Graph, costs: Mapping[str, Cost], inputs: Mapping[str, Any], device: str, memory: int | None = None
 ) -> Profile:
     """The graph with the costs of its nodes; what has none is a part of the value of the node before it."""
-    nodes, spread = list[Node](), dict[str, float]()
+    nodes, spread = list[GraphNode](), dict[str, float]()
     sizes = {name: size for cost in costs.values() for name, size in cost.sizes.items()}
     for node in graph.nodes:
         cost = costs.get(node.name)
@@ -147,12 +149,12 @@ def profile_of(
                 output=sizes.get(node.name, 0),
             )
         )
-        spread[node.name] = _spread([a + b for a, b in zip(cost.forward[::2], cost.backward, strict=True)])
+        spread[node.name] = _compute_spread([a + b for a, b in zip(cost.forward[::2], cost.backward, strict=True)])
     samples = next((len(leaf) for leaf in tensors_in(dict(inputs)) if leaf.dim()), 1)
     return Profile(Graph(tuple(nodes), graph.shared, graph.frozen), (Device(1.0, memory),), (), samples, spread, device)
 
 
-def _spread(times: Sequence[float]) -> float:
+def _compute_spread(times: Sequence[float]) -> float:
     if len(times) < 2 or not median(times):
         return 0.0
     low, _, high = quantiles(times, n=4)
@@ -162,15 +164,17 @@ def _spread(times: Sequence[float]) -> float:
 # ---- what is kept for backward ----
 
 
-def _activation(module: StageModule, values: Mapping[str, Any], kept: set[int]) -> tuple[int, int, dict[str, Any]]:
+def _measure_activation(
+    module: RunnableStage, values: Mapping[str, Any], kept: set[int]
+) -> tuple[int, int, dict[str, Any]]:
     """Bytes that the graph of a forward keeps, without weights; of these, apart, what autocast keeps of the weights for
     all micro-batches; and the node's values. What earlier nodes keep already, `kept`
     by memory, counts with them: so the node gets their memory itself, if it does not change it in place."""
-    alive = {_memory(leaf) for value in values.values() for leaf in tensors_in(value)}
+    alive = {_get_storage_key(leaf) for value in values.values() for leaf in tensors_in(value)}
     kept.intersection_update(alive)  # memory that no value has any more can be another's by now
     given = {name: pytree.tree_map(_no_graph, values[name]) for name in module.inputs}  # hooks on it go with it
     for attempt in (given, {name: copy_of(value) for name, value in given.items()}):
-        saved = _Saved(module.module)
+        saved = _SavedTensorCounter(module.module)
         try:
             with torch.enable_grad(), saved:
                 made = module(attempt)
@@ -178,36 +182,36 @@ def _activation(module: StageModule, values: Mapping[str, Any], kept: set[int]) 
         except RuntimeError:
             if attempt is not given:
                 raise
-    casts = _casts(module, given, saved) - alive
+    casts = _find_cast_memory(module, given, saved) - alive
     total = sum(size for memory, size in saved.sizes.items() if memory not in kept and memory not in casts)
     made = {name: pytree.tree_map(_no_graph, value) for name, value in made.items()}
-    alive.update(_memory(leaf) for value in made.values() for leaf in tensors_in(value))
+    alive.update(_get_storage_key(leaf) for value in made.values() for leaf in tensors_in(value))
     kept.update(saved.sizes.keys() & alive)
     return total, sum(saved.sizes[memory] for memory in casts), made
 
 
-def _casts(module: StageModule, given: Mapping[str, Any], saved: _Saved) -> set[int]:
+def _find_cast_memory(module: RunnableStage, given: Mapping[str, Any], saved: _SavedTensorCounter) -> set[int]:
     """The memory that another micro-batch keeps too, under autocast."""
     if not any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         return set()
-    again = _Saved(module.module)
+    again = _SavedTensorCounter(module.module)
     with torch.enable_grad(), again:
         module({name: copy_of(value) for name, value in given.items()})
     return saved.sizes.keys() & again.sizes.keys()
 
 
-class _Saved(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc]  # torch is not where types are checked
+class _SavedTensorCounter(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc]  # torch is not where types are checked
     """The memory that a graph keeps, and the bytes of each."""
 
     def __init__(self, module: nn.Module) -> None:
-        own = {_memory(each) for each in (*module.parameters(), *module.buffers())}
+        own = {_get_storage_key(each) for each in (*module.parameters(), *module.buffers())}
         self.sizes: dict[int, int] = {}
         self._hold: list[Any] = []  # memory that is given back while the forward runs could come again
 
         def pack(tensor: Any) -> Any:
             tensor = tensor.detach()  # a graph that holds its own results is never freed
-            if _memory(tensor) not in own:
-                self.sizes[_memory(tensor)] = int(tensor.untyped_storage().nbytes())
+            if _get_storage_key(tensor) not in own:
+                self.sizes[_get_storage_key(tensor)] = int(tensor.untyped_storage().nbytes())
                 self._hold.append(tensor)
             return tensor
 
@@ -218,7 +222,7 @@ class _Saved(torch.autograd.graph.saved_tensors_hooks):  # type: ignore[misc]  #
 
 
 @contextlib.contextmanager
-def lent(module: nn.Module, device: Any) -> Iterator[None]:
+def lend_weights(module: nn.Module, device: Any) -> Iterator[None]:
     """While inside, all weights are on the device; those without data are random numbers there."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     copies: dict[int, Any] = {}
@@ -228,7 +232,7 @@ def lent(module: nn.Module, device: Any) -> Iterator[None]:
                 if tensor is not None:
                     before.append((held, name, tensor))
                     if id(tensor) not in copies:
-                        copies[id(tensor)] = _on(tensor, device, isinstance(tensor, nn.Parameter))
+                        copies[id(tensor)] = _put_tensor(tensor, device, isinstance(tensor, nn.Parameter))
     try:
         for held, name, tensor in before:
             held[name] = copies[id(tensor)]
@@ -238,7 +242,7 @@ def lent(module: nn.Module, device: Any) -> Iterator[None]:
             held[name] = tensor
 
 
-def _on(tensor: Any, device: Any, parameter: bool) -> Any:
+def _put_tensor(tensor: Any, device: Any, parameter: bool) -> Any:
     if tensor.device.type == "meta":
         data = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         if data.is_floating_point():
@@ -249,7 +253,7 @@ def _on(tensor: Any, device: Any, parameter: bool) -> Any:
     return nn.Parameter(data, requires_grad=tensor.requires_grad) if parameter else data
 
 
-def _to(value: Any, device: Any) -> Any:
+def _move_value(value: Any, device: Any) -> Any:
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
@@ -257,9 +261,9 @@ def _no_graph(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _memory(tensor: Any) -> int:
+def _get_storage_key(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _bytes(tensor: Any) -> int:
+def _count_bytes(tensor: Any) -> int:
     return int(tensor.numel() * tensor.element_size())

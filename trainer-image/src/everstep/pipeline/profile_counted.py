@@ -15,17 +15,17 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.flop_counter import flop_registry
 
-from everstep.pipeline.engine.stage import INPUT, StageModule
+from everstep.pipeline.engine.stage import INPUT, RunnableStage
 from everstep.pipeline.graph import Graph, Profile
-from everstep.pipeline.profile import lent, look_at, profile_of
-from everstep.pipeline.profile_runs import Cost, run
+from everstep.pipeline.profile import lend_weights, look_at, profile_of
+from everstep.pipeline.profile_runs import Cost, run_microbatches
 
 FLOPS = 50e12  # operations per second, and bytes per second: the ratio is that of the accelerators of today
 BYTES = 1e12
 LAUNCH = 2e-6  # seconds that an operation takes at least
 
 
-def count(graph: Graph, nodes: Mapping[str, StageModule], inputs: Mapping[str, Any]) -> Profile:
+def count_costs(graph: Graph, nodes: Mapping[str, RunnableStage], inputs: Mapping[str, Any]) -> Profile:
     """The graph with counted times and bytes, for micro-batches like `inputs`, which may be on the meta device.
 
     Nodes that depend on data are run once on random numbers, each by itself, on the processor.
@@ -41,11 +41,15 @@ def count(graph: Graph, nodes: Mapping[str, StageModule], inputs: Mapping[str, A
         if module is None:
             continue
         try:
-            with fake, lent(module.module, torch.device("cpu")):
+            with fake, lend_weights(module.module, torch.device("cpu")):
                 made, costs[node.name] = counter.cost_of(node.name, module, values, kept)
         except Exception:
-            with _disable_current_modes(), torch.random.fork_rng(devices=[]), lent(module.module, torch.device("cpu")):
-                data = {name: pytree.tree_map(_random, values[name]) for name in module.inputs}
+            with (
+                _disable_current_modes(),
+                torch.random.fork_rng(devices=[]),
+                lend_weights(module.module, torch.device("cpu")),
+            ):
+                data = {name: pytree.tree_map(_make_random_leaf, values[name]) for name in module.inputs}
                 real, costs[node.name] = counter.cost_of(node.name, module, data, kept)
             with fake:
                 made = {name: pytree.tree_map(_without_data, value) for name, value in real.items()}
@@ -61,11 +65,11 @@ class _Counter(TorchDispatchMode):  # type: ignore[misc]  # torch is not where t
         self.seconds = 0.0
 
     def cost_of(
-        self, name: str, module: StageModule, values: Mapping[str, Any], kept: set[int]
+        self, name: str, module: RunnableStage, values: Mapping[str, Any], kept: set[int]
     ) -> tuple[dict[str, Any], Cost]:
         """The values of a node, and what it takes."""
         made, cost = look_at(module, values, kept)
-        run({name: module}, values, {name: cost}, self.time)
+        run_microbatches({name: module}, values, {name: cost}, self.time)
         return made, cost
 
     def time(self, work: Any) -> tuple[Any, float]:
@@ -96,7 +100,7 @@ def _without_data(leaf: Any) -> Any:
     return made.requires_grad_(leaf.requires_grad)
 
 
-def _random(leaf: Any) -> Any:
+def _make_random_leaf(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
     shape = tuple(leaf.shape)

@@ -29,7 +29,7 @@ def measure_links(
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     found: dict[tuple[int, int], Link] = {}
-    for pairs in rounds(world):
+    for pairs in pair_ranks(world):
         dist.barrier(group)
         for one, other in pairs:
             if rank in (one, other):
@@ -37,8 +37,8 @@ def measure_links(
                 first = rank == one
                 small = _round_trip(peer, SMALL, first, group, device, repeats)
                 big = _round_trip(peer, large, first, group, device, repeats)
-                free = link(small, big, SMALL, large)
-                found[rank, peer] = replace(free, held=_held(peer, large, free, group, device, repeats))
+                free = fit_link(small, big, SMALL, large)
+                found[rank, peer] = replace(free, held=_measure_held_share(peer, large, free, group, device, repeats))
     gathered: list[Any] = [None] * world
     dist.all_gather_object(gathered, found, group=group)
     known: dict[tuple[int, int], Link] = {}
@@ -47,14 +47,14 @@ def measure_links(
     return tuple(tuple(known.get((a, b), Link()) for b in range(world)) for a in range(world))
 
 
-def link(small: float, large: float, small_bytes: int, large_bytes: int) -> Link:
+def fit_link(small: float, large: float, small_bytes: int, large_bytes: int) -> Link:
     """From two round trips in seconds."""
     # On a busy machine the small one may take longer; a large message is never all latency.
     per_byte = max(large - small, large / 4) / 2 / (large_bytes - small_bytes)
     return Link(1 / per_byte, max(small / 2 - small_bytes * per_byte, 0.0))
 
 
-def rounds(world: int) -> Iterator[list[tuple[int, int]]]:
+def pair_ranks(world: int) -> Iterator[list[tuple[int, int]]]:
     """All pairs, in as few rounds as can be in which no rank has two peers (the circle method of tournaments)."""
     circle = list(range(world + world % 2))
     for _ in range(len(circle) - 1):
@@ -64,7 +64,7 @@ def rounds(world: int) -> Iterator[list[tuple[int, int]]]:
         circle = [circle[0], circle[-1], *circle[1:-1]]
 
 
-def together(profile: Profile, links: Sequence[Sequence[Link]], group: Any = None) -> Profile:
+def combine_on_all_ranks(profile: Profile, links: Sequence[Sequence[Link]], group: Any = None) -> Profile:
     """One profile from those that all ranks have made of the same graph, the same on all. Collective.
 
     The times are the medians over ranks, spreads the largest; a rank's speed is the median of all ranks' sums over its
@@ -72,10 +72,10 @@ def together(profile: Profile, links: Sequence[Sequence[Link]], group: Any = Non
     """
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, profile.to_json(), group=group)
-    return combine([Profile.from_json(text) for text in every], links)
+    return combine_profiles([Profile.from_json(text) for text in every], links)
 
 
-def combine(profiles: Sequence[Profile], links: Sequence[Sequence[Link]] = ()) -> Profile:
+def combine_profiles(profiles: Sequence[Profile], links: Sequence[Sequence[Link]] = ()) -> Profile:
     """As `together`, of profiles that are here."""
     first = profiles[0]
     names = [node.name for node in first.graph.nodes]
@@ -99,7 +99,7 @@ def combine(profiles: Sequence[Profile], links: Sequence[Sequence[Link]] = ()) -
     return replace(first, graph=graph, devices=devices, links=tuple(map(tuple, links)), spread=spread)
 
 
-def _held(peer: int, size: int, link: Link, group: Any, device: Any, repeats: int) -> float:
+def _measure_held_share(peer: int, size: int, link: Link, group: Any, device: Any, repeats: int) -> float:
     """The share of a message's time in which this rank does not compute, while one goes and one comes."""
     matrix, took = torch.rand(256, 256, device=device), 0.0
     sent, coming = (torch.zeros(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -108,17 +108,17 @@ def _held(peer: int, size: int, link: Link, group: Any, device: Any, repeats: in
     products = 8
     while took < BESIDE * size / link.bandwidth:
         products *= 2
-        took = _seconds(matrix, products, [])
+        took = _time_products(matrix, products, [])
     for number in range(2 * repeats + 2):
         beside = number % 2 == 1
         messages = [dist.P2POp(dist.isend, sent, target, group), dist.P2POp(dist.irecv, coming, target, group)]
-        seconds = _seconds(matrix, products, messages if beside else [])
+        seconds = _time_products(matrix, products, messages if beside else [])
         if number > 1:
             times[beside].append(seconds)
     return min(max(median(times[True]) - median(times[False]), 0.0) / 2 / (size / link.bandwidth), 1.0)
 
 
-def _seconds(matrix: Any, products: int, messages: Sequence[Any]) -> float:
+def _time_products(matrix: Any, products: int, messages: Sequence[Any]) -> float:
     """Of so many products, begun beside messages, and until all is done."""
     start = time.perf_counter()
     passing = dist.batch_isend_irecv(list(messages)) if messages else []

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.engine.split import Deferred, input_grad
-from everstep.pipeline.engine.stage import StageModule, why_not_split
+from everstep.pipeline.engine.stage import RunnableStage, why_not_split
 
 FEWEST = 3
 Timer = Callable[[Callable[[], Any]], tuple[Any, float]]  # (result, seconds)
@@ -52,8 +52,8 @@ class Cost:
             own[:] = [max(seconds - median(other), 0.0) for seconds in own]
 
 
-def run(
-    nodes: Mapping[str, StageModule],
+def run_microbatches(
+    nodes: Mapping[str, RunnableStage],
     values: Mapping[str, Any],
     costs: Mapping[str, Cost],
     timer: Timer,
@@ -69,7 +69,7 @@ def run(
     the system takes it back, and getting it anew would be a part of the times. After `seconds` no more is run than is
     needed: once to warm up, and `FEWEST` repeats. `agree`, before each: whether any rank has come to say so.
     """
-    before: list[_Run] = []
+    before: list[_NodeRun] = []
     began = time.monotonic()
     for attempt in range(warmup + repeats):
         if agree(time.monotonic() - began > seconds):
@@ -78,13 +78,13 @@ def run(
                 break
         for split in (False, True):
             kept = costs if attempt >= warmup else {}
-            runs = [_Run(module, values, kept.get(name) or Cost(), timer, split) for name, module in nodes.items()]
-            _backward(before)
+            runs = [_NodeRun(module, values, kept.get(name) or Cost(), timer, split) for name, module in nodes.items()]
+            _run_backward(before)
             before = runs
-    _backward(before)
+    _run_backward(before)
 
 
-def _backward(runs: list[_Run]) -> None:
+def _run_backward(runs: list[_NodeRun]) -> None:
     """Of one micro-batch; nothing of it is left."""
     for each in reversed(runs):
         each.begin()
@@ -92,10 +92,10 @@ def _backward(runs: list[_Run]) -> None:
         runs.pop().end()
 
 
-class _Run:
+class _NodeRun:
     """A node's forward, and then its backward, at once or `split`."""
 
-    def __init__(self, module: StageModule, values: Mapping[str, Any], cost: Cost, timer: Timer, split: bool) -> None:
+    def __init__(self, module: RunnableStage, values: Mapping[str, Any], cost: Cost, timer: Timer, split: bool) -> None:
         self._cost, self._timer, self._split = cost, timer, split
         self._whole = why_not_split(module) is not None
         self._weights = [each for each in module.module.parameters() if each.requires_grad]
@@ -158,11 +158,11 @@ class _Nothing:
 def of_nothing(device: Any, timer: Timer, repeats: int = 50) -> Cost:
     """What it takes to begin and to time a node."""
     cost, value = Cost(), torch.zeros(1, device=device, requires_grad=True)
-    run({"": _Nothing()}, {"value": value}, {"": cost}, timer, repeats=repeats, warmup=5)
+    run_microbatches({"": _Nothing()}, {"value": value}, {"": cost}, timer, repeats=repeats, warmup=5)
     return cost
 
 
-def clock(device: Any) -> Timer:
+def make_timer(device: Any) -> Timer:
     def wall(work: Callable[[], Any]) -> tuple[Any, float]:
         if device.type == "cuda":
             torch.cuda.synchronize(device)

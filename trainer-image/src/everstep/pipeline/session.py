@@ -15,36 +15,51 @@ import torch.distributed as dist
 from torch import nn
 
 from everstep.pipeline.comparison import FirstLook, check_samples, compare_stages
-from everstep.pipeline.engine.engine import Engine, Output
-from everstep.pipeline.engine.losses import Loss, evaluate
+from everstep.pipeline.engine.engine import Engine, StepResult
+from everstep.pipeline.engine.losses import Loss, compute_loss
 from everstep.pipeline.engine.microbatch import batch_size
 from everstep.pipeline.engine.nested import map_tensors
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.wide import more_words
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import FixedAttributes
 from everstep.pipeline.frontend.autocast import autocast_of, refuse_other_autocast
-from everstep.pipeline.frontend.materialise import Seeded, Source, materialise
-from everstep.pipeline.frontend.skeleton import follow_modes, joined
-from everstep.pipeline.frontend.split import split
+from everstep.pipeline.frontend.materialise import Seeded, Source, materialise_stages
+from everstep.pipeline.frontend.skeleton import follow_modes, join_skeletons
+from everstep.pipeline.frontend.split import split_model
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.half import refuse_half_autocast, refuse_half_parameters, refuse_half_regions
-from everstep.pipeline.job import job
-from everstep.pipeline.joining import agreed, by_nccl, known, place, watched, whole
+from everstep.pipeline.job import read_job
+from everstep.pipeline.joining import (
+    by_nccl,
+    check_options,
+    check_schedule,
+    find_place,
+    require_agreement,
+    watch_processes,
+)
 from everstep.pipeline.partition.solve import Objective
 from everstep.pipeline.plan import WORDS, Plan
 from everstep.pipeline.planning import Wish
-from everstep.pipeline.prepare import Costs, Place, look_into, microbatch, plan, require_file, with_full_backwards
+from everstep.pipeline.prepare import (
+    Costs,
+    ProcessPosition,
+    look_into,
+    make_example_microbatch,
+    make_plan,
+    require_file,
+    with_full_backwards,
+)
 from everstep.pipeline.schedules import Schedule
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.gloo import ProcessGroups
 from everstep.pipeline.transport.grid import Grid
 from everstep.pipeline.unsupported import refuse_unsupported
 
-__all__ = ["Output", "Pipeline", "pipeline"]
+__all__ = ["Pipeline", "StepResult", "pipeline"]
 
 _log = logging.getLogger("everstep.pipeline")
 OptionsOf = Callable[[str, tuple[int, ...]], Mapping[str, Any]]  # of a parameter, by its name and shape
@@ -100,7 +115,7 @@ def pipeline(
     function of names; else its modules' initialisers, seeded. device: that of the example by default. costs: "counted"
     for what no device here can measure. recompute: all stages, or some, do their forward again. check: one micro-batch
     is compared with the whole model's, if that is here. heartbeat: seconds of silence after which a process is lost;
-    timeout: of a message. Others go to `engine.options.Options`: precision, clip, seed, offload, loss_weight, …
+    timeout: of a message. Others go to `engine.options.EngineOptions`: precision, clip, seed, offload, loss_weight, …
 
     PipelineError, on all processes, if something of it cannot be.
     """
@@ -110,8 +125,8 @@ def pipeline(
         if seconds is not None and not seconds > 0:
             raise PipelineError(f"{what} is a time in seconds above 0, not {seconds}")
     control = Control(timeout)
-    with watched(control, heartbeat) as heart:
-        said = control.all(job)
+    with watch_processes(control, heartbeat) as heart:
+        said = control.all(read_job)
         asked = {
             "stages": stages or said.stages,
             "data_parallel": data_parallel,
@@ -131,22 +146,22 @@ def pipeline(
             "check": check,
             **options,
         }
-        agreed(control, model, asked)
+        require_agreement(control, model, asked)
         kept = plan_file or said.plan_file
         path = Path(kept) if kept is not None else None
         uncut = frozenset(options.get("whole", ()))
 
-        def asked_for() -> tuple[Arguments, dict[str, Any], Place, Wish]:
-            known(options)
+        def asked_for() -> tuple[Arguments, dict[str, Any], ProcessPosition, Wish]:
+            check_options(options)
             if isinstance(asked["schedule"], Schedule):
-                whole(asked["schedule"])
+                check_schedule(asked["schedule"])
             refuse_unsupported(model)
             refuse_half_parameters(model, options.get("precision", "full"))
             if isinstance(loss, nn.Module) and any(each.requires_grad for each in loss.parameters()):
                 raise PipelineError("the loss has parameters, which would not learn: make it a part of the model")
-            arguments = Arguments(model if blocks is None else _module(model, blocks[0]))
+            arguments = Arguments(model if blocks is None else _resolve_module(model, blocks[0]))
             named = arguments.name(example)
-            here = place(control, named, device, asked["stages"], data_parallel, placement)
+            here = find_place(control, named, device, asked["stages"], data_parallel, placement)
             samples, many = batch_size(named, uncut), asked["microbatches"]
             wish = Wish(
                 ranks=here.grid.ranks,
@@ -177,21 +192,23 @@ def pipeline(
 
         found = control.all(looked_into)
         weight = options.get("loss_weight")
-        made = plan(
+        made = make_plan(
             model, found, named, wish, here, stage_of=stage_of, costs=costs, autocast=cast, path=path,
             aim=asked["optimize"] is not None and asked["plan_from"] == "profile",
-            loss=lambda output, own: evaluate(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
+            loss=lambda output, own: compute_loss(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
             whole=uncut,
         )  # fmt: skip
 
         def cut() -> tuple[Plan, Sequence[StageModule], Schedule]:
-            parts = split(found, made.stage_of)
+            parts = split_model(found, made.stage_of)
             fitted = with_full_backwards(made, parts)
             return fitted, parts, fitted.prove()
 
         made, parts, actions = control.all(cut)
         if check:
-            control.first(lambda: compare_stages(model, found, parts, microbatch(named, wish, uncut), cast))
+            control.first(
+                lambda: compare_stages(model, found, parts, make_example_microbatch(named, wish, uncut), cast)
+            )
         trained = loss
         if check and made.microbatches * here.grid.replicas > 1:
             if targets is None:
@@ -205,7 +222,7 @@ def pipeline(
 
         def fill() -> None:
             source = weights if weights is not None else Seeded(model, options.get("seed", 0))
-            materialise(own.values(), source, device=here.device)
+            materialise_stages(own.values(), source, device=here.device)
             for stage in own.values():
                 stage.module.to(here.device)
 
@@ -214,7 +231,7 @@ def pipeline(
             arguments.traced_with(named)
             found.record.constants[:] = [each.to(here.device) for each in found.record.constants]
         again = frozenset(range(len(parts)) if recompute is True else recompute or ())
-        engine = Engine(own, actions, made.stages, transport, trained, Options(recompute=again, **options))
+        engine = Engine(own, actions, made.stages, transport, trained, EngineOptions(recompute=again, **options))
         shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
         fixed = FixedAttributes(model, found.attributes, cast) if isinstance(found, Traced) else None
         if heart is not None:
@@ -248,7 +265,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         self.reads, self.data_group = engine.reads, engine.data
         self._arguments, self._shapes, self._control = arguments, dict(shapes), control
         self._stages = dict(stages)
-        part = joined([stage.module for stage in stages.values()])
+        part = join_skeletons([stage.module for stage in stages.values()])
         self._part = (part,)  # no module of this one, which has its modules as its own
         self.training = part.training
         # Its modules are this module's own, so that all names are those of the model; what they are called must not
@@ -259,7 +276,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         if fixed is not None:
             fixed.watch([self, *(stage.module for stage in stages.values())])
 
-    def step(self, batch: Any = None, targets: Any = None, *, last: bool = True) -> Output:
+    def step(self, batch: Any = None, targets: Any = None, *, last: bool = True) -> StepResult:
         """Forward and backward of a batch of this replica; the parameters then have the gradients of the mean loss over
         all replicas and micro-batches. The optimizer's step is the script's.
 
@@ -267,7 +284,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         """
         return self.engine.step(*self._read(batch, targets), last=last)
 
-    def evaluate(self, batch: Any = None, targets: Any = None) -> Output:
+    def evaluate(self, batch: Any = None, targets: Any = None) -> StepResult:
         """Forward only, in the mode that the modules are in (`eval`, `train`); without targets there is no loss."""
         return self.engine.evaluate(*self._read(batch, targets))
 
@@ -391,7 +408,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         return named, map_tensors(targets, bring) if self.reads.targets else None
 
 
-def _module(model: nn.Module, block: str | nn.Module) -> nn.Module:
+def _resolve_module(model: nn.Module, block: str | nn.Module) -> nn.Module:
     found: nn.Module = model.get_submodule(block) if isinstance(block, str) else block
     return found
 

@@ -38,7 +38,7 @@ def refuse_unsupported(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if (why := _why_not(module)) is not None:
             raise PipelineError(f"{f'module {name!r}' if name else 'the model'} is {why}")
-    for kind, name, tensor in _tensors(model):
+    for kind, name, tensor in _iterate_tensors(model):
         if isinstance(tensor, DTensor):
             raise PipelineError(
                 f"{kind} {name!r} is a DTensor, whose parts other processes have, and which are not those of its "
@@ -82,7 +82,7 @@ def _why_not(module: nn.Module) -> str | None:
     return None
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
+def _iterate_tensors(model: nn.Module) -> Iterator[tuple[str, str, torch.Tensor]]:
     for name, parameter in model.named_parameters():
         yield "parameter", name, parameter
     for name, buffer in model.named_buffers():

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from everstep.agent.events import Layout
+from everstep.agent.events import GenerationLayout
 
 
 @dataclass(frozen=True)
-class Placement:
+class RankPlacement:
     """One rank on this node."""
 
     rank: int
@@ -25,11 +25,11 @@ class Placement:
 class Launcher(Protocol):
     """A way to start ranks without a program in between."""
 
-    def placements(self, layout: Layout) -> Sequence[Placement]: ...
+    def place_ranks(self, layout: GenerationLayout) -> Sequence[RankPlacement]: ...
 
-    def variables(self, layout: Layout) -> dict[str, str]: ...
+    def make_variables(self, layout: GenerationLayout) -> dict[str, str]: ...
 
 
-def ranks_on_node(distribution: str, procs_per_node: int) -> int:
+def count_ranks_on_node(distribution: str, procs_per_node: int) -> int:
     """Return how many ranks the agent sees on each node: with `none` the command is its own launcher, once per node."""
     return 1 if distribution == "none" else procs_per_node

@@ -15,7 +15,7 @@ class UnsupportedMpi(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Run:
+class LauncherRun:
     """One start of an MPI launcher."""
 
     mpirun: str
@@ -38,7 +38,7 @@ class Run:
         return self.nodes * self.procs_per_node
 
 
-def flavor(version_output: str) -> str:
+def detect_flavor(version_output: str) -> str:
     """Return `openmpi4`, `openmpi5` or `hydra`, from what `mpirun --version` prints."""
     found = re.search(r"\(Open MPI\) (\d+)\.", version_output)
     if found:
@@ -53,17 +53,17 @@ def flavor(version_output: str) -> str:
     raise UnsupportedMpi(f"the image's mpirun is not supported: {said[0] if said else 'no answer'}; use {SUPPORTED}")
 
 
-def command(kind: str, run: Run) -> tuple[list[str], dict[str, str]]:
+def build_command(kind: str, run: LauncherRun) -> tuple[list[str], dict[str, str]]:
     """Return the argv, and the variables that are set unless the image or the user did."""
-    return _hydra(run) if kind == "hydra" else _open_mpi(kind, run)
+    return _build_hydra_command(run) if kind == "hydra" else _build_open_mpi_command(kind, run)
 
 
-def _open_mpi(kind: str, run: Run) -> tuple[list[str], dict[str, str]]:
+def _build_open_mpi_command(kind: str, run: LauncherRun) -> tuple[list[str], dict[str, str]]:
     hosts = ",".join(f"{name}:{run.procs_per_node}" for name in run.names)
     # Else a daemon leaves its session, and the shim sees a success. Version 5 does not take it as a parameter.
     attached = ["--leave-session-attached"] if kind == "openmpi5" else []
     argv = [run.mpirun, "-np", str(run.ranks), "--host", hosts, *attached, *run.options, *run.rank_command]
-    network = common_network(run.hosts)
+    network = find_common_network(run.hosts)
     mpi = {
         # In a container, one rank may not read another's memory (process_vm_readv needs a capability).
         "btl_vader_single_copy_mechanism": "none",
@@ -107,7 +107,7 @@ def _open_mpi(kind: str, run: Run) -> tuple[list[str], dict[str, str]]:
     return argv, env
 
 
-def _hydra(run: Run) -> tuple[list[str], dict[str, str]]:
+def _build_hydra_command(run: LauncherRun) -> tuple[list[str], dict[str, str]]:
     hosts = ",".join(f"{name}:{run.procs_per_node}" for name in run.names)
     interface = ["-iface", run.interface] if run.interface else []
     argv = [run.mpirun, "-launcher", "rsh", "-launcher-exec", run.rsh, *interface, "-hosts", hosts]
@@ -116,7 +116,7 @@ def _hydra(run: Run) -> tuple[list[str], dict[str, str]]:
     return argv, {"HYDRA_HOSTNAME_PROPAGATION": "0"}  # else ranks resolve the names of other nodes
 
 
-def idle_variables(ranks_on_node: int, cpus: int) -> dict[str, str]:
+def make_idle_variables(ranks_on_node: int, cpus: int) -> dict[str, str]:
     """Return what ranks are told where they share processors, so that one that waits lets another one compute.
 
     Open MPI waits for messages in a busy loop; its launcher has ranks give way where they are more than the slots that
@@ -131,7 +131,7 @@ def idle_variables(ranks_on_node: int, cpus: int) -> dict[str, str]:
     return {"OMPI_MCA_mpi_yield_when_idle": "1"}
 
 
-def common_network(addresses: Sequence[str]) -> str | None:
+def find_common_network(addresses: Sequence[str]) -> str | None:
     """Return the smallest IPv4 network that holds all addresses.
 
     MPI hands one list of networks to all nodes, and their interfaces may have different names; the network keeps it off
@@ -145,15 +145,15 @@ def common_network(addresses: Sequence[str]) -> str | None:
     return str(ipaddress.ip_network((min(numbers), length), strict=False))
 
 
-def rank_of(env: Mapping[str, str]) -> tuple[int | None, int | None]:
+def read_rank(env: Mapping[str, str]) -> tuple[int | None, int | None]:
     """Return (rank, local rank) as MPI's daemon told them to its child."""
     return (
-        _first(env, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
-        _first(env, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
+        _read_first_integer(env, "OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK"),
+        _read_first_integer(env, "OMPI_COMM_WORLD_LOCAL_RANK", "MPI_LOCALRANKID", "PMI_LOCAL_RANK"),
     )
 
 
-def _first(env: Mapping[str, str], *names: str) -> int | None:
+def _read_first_integer(env: Mapping[str, str], *names: str) -> int | None:
     for name in names:
         if env.get(name, "").isdecimal():
             return int(env[name])

@@ -11,7 +11,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Callable
 
-from everstep.agent.faults import naming
+from everstep.agent.faults import name_file_in_errors
 
 _MAX_REQUEST = 8 * 1024 * 1024  # an environment has at most 128 KiB a variable, and hardly more than that in all
 # Any process of the user may connect, and say what is no request, or one whose fields are of no use.
@@ -19,10 +19,10 @@ _NO_REQUEST = (ValueError, LookupError, TypeError, AttributeError, ArithmeticErr
 _MAX_PATH = 100  # sun_path has 108 bytes
 
 
-class Peer:
+class LocalConnection:
     """One connection. `closed` is called once, when the other end went away."""
 
-    def __init__(self, connection: socket.socket, requested: Callable[[Peer, dict[str, Any]], None]) -> None:
+    def __init__(self, connection: socket.socket, requested: Callable[[LocalConnection, dict[str, Any]], None]) -> None:
         self.fds: list[int] = []
         self.closed: Callable[[], None] = lambda: None
         self._socket = connection
@@ -85,17 +85,17 @@ class Peer:
 class LocalServer:
     """A server that listens below `scratch`, for this user only."""
 
-    def __init__(self, scratch: Path, requested: Callable[[Peer, dict[str, Any]], None]) -> None:
+    def __init__(self, scratch: Path, requested: Callable[[LocalConnection, dict[str, Any]], None]) -> None:
         self.path = scratch / "agent.sock"
         if len(os.fsencode(self.path)) > _MAX_PATH:
             self.path = Path(tempfile.mkdtemp(prefix="everstep-")) / "agent.sock"
         self._requested = requested
-        self._peers: list[Peer] = []
+        self._peers: list[LocalConnection] = []
         self._loop = asyncio.get_running_loop()
         with contextlib.suppress(FileNotFoundError):
             self.path.unlink()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        with naming(self.path):
+        with name_file_in_errors(self.path):
             self._socket.bind(str(self.path))
         self.path.chmod(0o600)
         self._socket.listen(1024)  # all ranks of a node come at once
@@ -113,4 +113,4 @@ class LocalServer:
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):
             connection, _ = self._socket.accept()
-            self._peers.append(Peer(connection, self._requested))
+            self._peers.append(LocalConnection(connection, self._requested))

@@ -17,26 +17,26 @@ from pathlib import Path
 from typing import Any, Callable, Protocol
 
 from everstep.agent import faults, logs
-from everstep.agent.environment import cpus, interface_of
-from everstep.agent.events import Event, LauncherExited, Layout, PodUnusable
-from everstep.agent.processes import Process, Processes
+from everstep.agent.environment import count_cpus, find_interface
+from everstep.agent.events import Event, GenerationLayout, LauncherExited, PodUnusable
+from everstep.agent.processes import ChildProcess, ChildProcesses
 
 from . import flavors
-from .local import LocalServer, Peer
+from .local import LocalConnection, LocalServer
 from .rank import PASSED_DESCRIPTOR, SOCKET
 
-VERSION_TIMEOUT = 30.0  # seconds; a cold image on a network disk
-ABANDONED = 5.0  # seconds that a rank may outlive the MPI daemon's child: the leader's own stop comes first
+VERSION_TIMEOUT_SECONDS = 30.0  # seconds; a cold image on a network disk
+ABANDONED_SECONDS = 5.0  # seconds that a rank may outlive the MPI daemon's child: the leader's own stop comes first
 
 
-class Started(Protocol):
+class StartedRank(Protocol):
     """A started rank, as far as MPI needs to know it."""
 
     def kill(self) -> None: ...
 
 
 @dataclass(frozen=True)
-class Request:
+class RankRequest:
     """A request of MPI to run one rank."""
 
     rank: int
@@ -49,22 +49,22 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Hooks:
+class AgentHooks:
     """The functions of its node's agent that MPI needs."""
 
-    processes: Processes
-    stdout: logs.Sink
-    stderr: logs.Sink
+    processes: ChildProcesses
+    stdout: logs.LogSink
+    stderr: logs.LogSink
     emit: Callable[[Event], None]
-    start_rank: Callable[[Request, Callable[[int], None]], Started]
+    start_rank: Callable[[RankRequest, Callable[[int], None]], StartedRank]
     run_daemon: Callable[[int, str, str], asyncio.Future[int]]  # node index, id, shell command
     kill_daemon: Callable[[int, str], None]
 
 
-class Session:
+class MpiSession:
     """One generation of an MPI job on one node."""
 
-    def __init__(self, layout: Layout, scratch: Path, agent: Path, hooks: Hooks) -> None:
+    def __init__(self, layout: GenerationLayout, scratch: Path, agent: Path, hooks: AgentHooks) -> None:
         self._layout = layout
         self._scratch = scratch
         self._hooks = hooks
@@ -72,10 +72,10 @@ class Session:
         # On every node: Open MPI's daemons get the launcher's parameters, and refuse a launch agent that is not there.
         self._rsh_program = self._shim()
         self._server = LocalServer(scratch, self._requested)
-        self._peers: dict[str, Peer] = {}  # by daemon id
+        self._peers: dict[str, LocalConnection] = {}  # by daemon id
         self._count = 0
         self._ended = False
-        self._output: logs.Output | None = None
+        self._output: logs.ProcessOutput | None = None
 
     @property
     def variables(self) -> dict[str, str]:
@@ -100,7 +100,7 @@ class Session:
     def idle_variables(self) -> dict[str, str]:
         """Return variables that say how this node's ranks wait, unless the image, the user or an option of mpirun says
         it."""
-        return flavors.idle_variables(self._layout.procs_per_node, cpus())
+        return flavors.make_idle_variables(self._layout.procs_per_node, count_cpus())
 
     async def launch(self, command: tuple[str, ...], options: tuple[str, ...], env: Mapping[str, str]) -> None:
         """Start mpirun; only on the node of the leader.
@@ -116,20 +116,20 @@ class Session:
                 raise flavors.UnsupportedMpi(
                     f"no mpirun in the image (PATH={env.get('PATH')}): distribution needs {flavors.SUPPORTED}"
                 )
-            answer = await self._hooks.processes.run([mpirun, "--version"], env, timeout=VERSION_TIMEOUT)
-            kind = flavors.flavor(answer[1] if answer is not None else "")
-            run = flavors.Run(
+            answer = await self._hooks.processes.run([mpirun, "--version"], env, timeout=VERSION_TIMEOUT_SECONDS)
+            kind = flavors.detect_flavor(answer[1] if answer is not None else "")
+            run = flavors.LauncherRun(
                 mpirun=mpirun,
                 nodes=self._layout.nodes,
                 procs_per_node=self._layout.procs_per_node,
                 hosts=self._layout.hosts,
-                interface=interface_of(self._layout.hosts[self._layout.node_index]),
+                interface=find_interface(self._layout.hosts[self._layout.node_index]),
                 rsh=str(self._rsh_program),
                 rank_command=[*self._this, "rank", "--", *command],
                 options=options,
             )
-            argv, defaults = flavors.command(kind, run)
-            self._output = output = logs.Output(self._hooks.stdout, self._hooks.stderr, "[mpirun] ")
+            argv, defaults = flavors.build_command(kind, run)
+            self._output = output = logs.ProcessOutput(self._hooks.stdout, self._hooks.stderr, "[mpirun] ")
             try:
                 self._hooks.processes.start(
                     argv,
@@ -165,20 +165,20 @@ class Session:
         """Write the shim and return its path: Hydra takes a path without arguments, and Open MPI splits at blanks and
         colons."""
         path = self._scratch / "rsh"
-        with faults.naming(path):
+        with faults.name_file_in_errors(path):
             path.write_text(f'#!/bin/sh\nexec {shlex.join([*self._this, "rsh"])} "$@"\n')
         path.chmod(0o700)
         return path
 
-    def _launcher_exited(self, process: Process) -> None:
+    def _launcher_exited(self, process: ChildProcess) -> None:
         assert self._output is not None
         tail = self._output.tail()
         if not self._ended:
             code = process.exit_code
-            message = "" if code == 0 else _explained(tail, f"mpirun exited with code {code}")
+            message = "" if code == 0 else _explain_exit(tail, f"mpirun exited with code {code}")
             self._hooks.emit(LauncherExited(self._layout.generation, code, message, tail))
 
-    def _requested(self, peer: Peer, request: dict[str, Any]) -> None:
+    def _requested(self, peer: LocalConnection, request: dict[str, Any]) -> None:
         if self._ended:
             peer.close()
         elif request["op"] == "rank":
@@ -188,9 +188,9 @@ class Session:
         else:
             peer.close()
 
-    def _rank(self, peer: Peer, request: dict[str, Any]) -> None:
+    def _rank(self, peer: LocalConnection, request: dict[str, Any]) -> None:
         env = dict(request["env"])
-        rank, local_rank = flavors.rank_of(env)
+        rank, local_rank = flavors.read_rank(env)
         procs = self._layout.procs_per_node
         if rank is None:
             raise ValueError("MPI's daemon did not say which rank this is")
@@ -202,7 +202,7 @@ class Session:
             if code == 0:
                 peer.send({"exit": 0})  # else: see launch/rank.py
 
-        wanted = Request(
+        wanted = RankRequest(
             rank=rank,
             local_rank=rank % procs if local_rank is None else local_rank,
             argv=list(request["argv"]),
@@ -214,7 +214,7 @@ class Session:
         try:
             started = self._hooks.start_rank(wanted, ended)
         except OSError as error:  # nobody answers: like one that failed, this rank waits for the stop
-            self._hooks.emit(PodUnusable(f"rank {rank} cannot start here: {faults.explained(error)}"))
+            self._hooks.emit(PodUnusable(f"rank {rank} cannot start here: {faults.explain_fault(error)}"))
             return
         peer.close_fds()
 
@@ -222,11 +222,13 @@ class Session:
             # Not at once: mpirun ends all ranks when one fails elsewhere, and that one's own report may still be on
             # its way to the leader. Its stop arrives first, with the grace that a checkpoint needs.
             if not self._ended:
-                asyncio.get_running_loop().call_later(ABANDONED, lambda: None if self._ended else started.kill())
+                asyncio.get_running_loop().call_later(
+                    ABANDONED_SECONDS, lambda: None if self._ended else started.kill()
+                )
 
         peer.closed = abandoned
 
-    def _rsh(self, peer: Peer, host: str, command: str) -> None:
+    def _rsh(self, peer: LocalConnection, host: str, command: str) -> None:
         name, _, number = host.partition("-")
         index = int(number) - 1 if name == "algo" and number.isdecimal() else -1
         if not 0 <= index < self._layout.nodes:
@@ -251,7 +253,7 @@ class Session:
         peer.closed = closed
 
 
-def _explained(tail: tuple[str, ...], ending: str) -> str:
+def _explain_exit(tail: tuple[str, ...], ending: str) -> str:
     """Return how mpirun ended. Open MPI explains itself in boxes of dashes: the first paragraph of the last box."""
     rulers = [i for i, line in enumerate(tail) if line.startswith("-----")]
     if rulers:

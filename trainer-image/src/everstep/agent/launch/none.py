@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from everstep.agent.contract import torchrun_variables
-from everstep.agent.events import Layout
+from everstep.agent.contract import build_torchrun_variables
+from everstep.agent.events import GenerationLayout
 
-from . import Placement
-
-
-def placements(layout: Layout) -> list[Placement]:
-    return [Placement(layout.node_index, 0, layout.nodes, 1)]
+from . import RankPlacement
 
 
-def variables(layout: Layout) -> dict[str, str]:
-    return torchrun_variables(
+def place_ranks(layout: GenerationLayout) -> list[RankPlacement]:
+    return [RankPlacement(layout.node_index, 0, layout.nodes, 1)]
+
+
+def make_variables(layout: GenerationLayout) -> dict[str, str]:
+    return build_torchrun_variables(
         num_nodes=layout.nodes,
         node_rank=layout.node_index,
         procs_per_node=layout.procs_per_node,

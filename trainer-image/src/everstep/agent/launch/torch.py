@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from everstep.agent.events import Layout
+from everstep.agent.events import GenerationLayout
 
-from . import Placement
+from . import RankPlacement
 
 
-def placements(layout: Layout) -> list[Placement]:
+def place_ranks(layout: GenerationLayout) -> list[RankPlacement]:
     procs = layout.procs_per_node
-    return [Placement(layout.node_index * procs + local, local, layout.nodes * procs, procs) for local in range(procs)]
+    return [
+        RankPlacement(layout.node_index * procs + local, local, layout.nodes * procs, procs) for local in range(procs)
+    ]
 
 
-def variables(layout: Layout) -> dict[str, str]:
+def make_variables(layout: GenerationLayout) -> dict[str, str]:
     # Several ranks that each start a thread per CPU are slower than one: torchrun's own default.
     return {"OMP_NUM_THREADS": "1"} if layout.procs_per_node > 1 else {}

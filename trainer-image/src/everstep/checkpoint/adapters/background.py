@@ -20,7 +20,7 @@ from pathlib import Path
 
 from everstep.checkpoint import unfinished
 from everstep.checkpoint.errors import CheckpointError, StoreError
-from everstep.checkpoint.events import Event
+from everstep.checkpoint.events import CheckpointEvent
 from everstep.checkpoint.folder import Contents
 from everstep.checkpoint.outcomes import SaveFailed
 
@@ -47,7 +47,7 @@ class _Publication:
 class BackgroundPublisher:
     """Publishes folders in a thread beside training."""
 
-    def __init__(self, emit: Callable[[Event], None]) -> None:
+    def __init__(self, emit: Callable[[CheckpointEvent], None]) -> None:
         """`emit`: told about what fails or is skipped; called from the thread."""
         self._emit = emit
         self._changed = threading.Condition()
@@ -72,9 +72,9 @@ class BackgroundPublisher:
             CheckpointError: The folder cannot be linked or copied to a place beside it.
         """
         with ExitStack() as stack:
-            ours = _hold(path, stack)
+            ours = _hold_files(path, stack)
             publication = _Publication(
-                ours, step, None if needed is None else _hold(needed, stack), publish, stack.pop_all()
+                ours, step, None if needed is None else _hold_files(needed, stack), publish, stack.pop_all()
             )
         with self._changed:
             replaced, self._waiting = self._waiting, publication
@@ -89,7 +89,7 @@ class BackgroundPublisher:
         if replaced is not None:
             replaced.held.close()
             why = "an earlier step is still being stored, and a later one waits"
-            self._emit(Event("skipped", details={"step": replaced.step}, why=why))
+            self._emit(CheckpointEvent("skipped", details={"step": replaced.step}, why=why))
 
     def finish(self, timeout_seconds: float) -> None:
         """Wait until all that was submitted is in the store.
@@ -146,7 +146,7 @@ class BackgroundPublisher:
                 if not isinstance(error, CheckpointError):
                     _log.exception("step %s was not published", publication.step)
                 if not tries:
-                    self._emit(Event("failed", details={"step": publication.step}, why=failure))
+                    self._emit(CheckpointEvent("failed", details={"step": publication.step}, why=failure))
             tries += 1
             with self._changed:
                 self._failure = failure
@@ -160,24 +160,24 @@ class BackgroundPublisher:
         return threading.TIMEOUT_MAX if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
 
 
-def _hold(path: Path, held: ExitStack) -> Path:
+def _hold_files(path: Path, held: ExitStack) -> Path:
     """The same files under a name of ours beside the folder, until `held` is closed."""
     try:
         contents = Contents.of(path)
-        place = held.enter_context(unfinished.beside(path.with_name("outgoing")))
+        place = held.enter_context(unfinished.make_unfinished_folder(path.with_name("outgoing")))
         ours = place / path.name
         ours.mkdir()
         for empty in contents.empty:
             (ours / empty).mkdir(parents=True, exist_ok=True)
         for file in contents.files:
             (ours / file.path).parent.mkdir(parents=True, exist_ok=True)
-            _link(path / file.path, ours / file.path)
+            _link_file(path / file.path, ours / file.path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be kept for its publication: {error}") from error
     return ours
 
 
-def _link(source: Path, target: Path) -> None:
+def _link_file(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # no links here, or not of this file
@@ -197,4 +197,4 @@ def _call_at_exit(callback: Callable[[], None]) -> None:
 def clear_leftovers(folder: Path) -> None:
     """Remove what publications of processes that were killed have left in `folder`."""
     with contextlib.suppress(OSError):
-        unfinished.clear(folder / "outgoing")
+        unfinished.clear_unfinished(folder / "outgoing")

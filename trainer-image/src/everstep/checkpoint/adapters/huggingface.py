@@ -33,7 +33,7 @@ _GENERATORS = "rng_state*.pth"
 _NAMED = re.compile(rf"(?:^|[/\\]){PREFIX_CHECKPOINT_DIR}-(\d+)[/\\]?$", re.ASCII)
 
 
-class Checkpoints(TrainerCallback):  # type: ignore[misc]  # transformers is not where types are checked
+class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers is not where types are checked
     """A callback that publishes what the Trainer saves into `output_dir`; `keep_last` of them stay in the store.
 
     `finish_timeout`: seconds that the end of train() waits at most until the last one is in the store; SaveFailed then.

@@ -27,19 +27,19 @@ from lightning.pytorch import Callback
 
 from everstep.checkpoint import events
 from everstep.checkpoint.adapters.published import Published
-from everstep.checkpoint.candidates import candidates
-from everstep.checkpoint.collectives import gather
+from everstep.checkpoint.candidates import list_candidates
+from everstep.checkpoint.collectives import gather_objects
 from everstep.checkpoint.errors import Missing
 from everstep.checkpoint.host_group import close_host_group, open_host_group
 from everstep.checkpoint.rng import Rng
-from everstep.checkpoint.values import pack, unpack
+from everstep.checkpoint.values import pack_value, unpack_value
 
 _FILE = "lightning.ckpt"
 _GENERATORS = "everstep_generators"
 _COLLECTIVE_SECONDS = 1800.0  # as torch's own groups
 
 
-class Checkpoints(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not where types are checked
+class EverstepCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not where types are checked
     """`folder` is where this node writes and restores; `keep_last` checkpoints stay in the store.
 
     `finish_timeout`: seconds that the end of fit() waits at most until the last one is in the store; SaveFailed then.
@@ -66,7 +66,7 @@ class Checkpoints(TorchCheckpointIO):  # type: ignore[misc]  # lightning is not 
 
         Which one it is all ranks agree on when Lightning loads it: it may not have started them yet.
         """
-        return str(self._token) if candidates(self._published.store) else None
+        return str(self._token) if list_candidates(self._published.store) else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Writes the file as Lightning does, then has it published beside training."""
@@ -118,7 +118,7 @@ class Generators(Callback):  # type: ignore[misc]  # lightning is not where type
         if self._group is None:
             self._group = open_host_group(_COLLECTIVE_SECONDS)
         # As text: Lightning loads with weights_only, which lets no array of NumPy pass.
-        checkpoint[_GENERATORS] = gather(json.dumps(pack(Rng().state_dict())), self._group)
+        checkpoint[_GENERATORS] = gather_objects(json.dumps(pack_value(Rng().state_dict())), self._group)
 
     def teardown(self, trainer: Any, module: Any, stage: str) -> None:
         """Lightning calls this on every rank at the end."""
@@ -132,5 +132,5 @@ class Generators(Callback):  # type: ignore[misc]  # lightning is not where type
     def on_train_batch_start(self, trainer: Any, *others: Any) -> None:
         # Not before: the beginning of a fit draws numbers too, for its loaders.
         if self._loaded is not None:
-            Rng().load_state_dict(unpack(json.loads(self._loaded)))
+            Rng().load_state_dict(unpack_value(json.loads(self._loaded)))
             self._loaded = None

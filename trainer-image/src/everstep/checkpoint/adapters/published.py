@@ -17,10 +17,10 @@ import torch.distributed as dist
 
 from everstep.checkpoint import attempts, fence, folder, retention, topology
 from everstep.checkpoint.adapters.background import BackgroundPublisher, clear_leftovers
-from everstep.checkpoint.candidates import candidates, read_index, read_manifest
-from everstep.checkpoint.collectives import gather, tell
-from everstep.checkpoint.errors import CheckpointError, Conflict, Damaged, Missing, Removed, is_damage
-from everstep.checkpoint.events import Callback, Event, Events
+from everstep.checkpoint.candidates import list_candidates, read_index, read_manifest
+from everstep.checkpoint.collectives import broadcast_from_first, gather_objects
+from everstep.checkpoint.errors import CheckpointError, Damaged, Missing, Removed, WriterConflict, is_damage
+from everstep.checkpoint.events import Callback, CheckpointEvent, Events
 from everstep.checkpoint.folder import NoFolder
 from everstep.checkpoint.format import Manifest
 from everstep.checkpoint.host_group import close_host_group, open_host_group
@@ -31,7 +31,7 @@ from everstep.checkpoint.publication import may_not_publish
 from everstep.checkpoint.restore import NoGoodCheckpoint
 from everstep.checkpoint.selection import NoSuchStep
 from everstep.checkpoint.store.base import Store, open_store
-from everstep.checkpoint.together import together
+from everstep.checkpoint.together import run_on_all_ranks
 from everstep.checkpoint.verification import VerifiedCheckpoints, verify_and_mark
 
 _log = logging.getLogger("everstep.checkpoint")
@@ -74,15 +74,15 @@ class Published:
         `own`: a pattern for names of files that may be missing. CheckpointError, on all ranks, when others are.
         """
         group = self._all()
-        gather(None, group)  # all have written
-        mine = {name for name in _files(path) if not fnmatch(name, own)}
+        gather_objects(None, group)  # all have written
+        mine = {name for name in _list_files(path) if not fnmatch(name, own)}
         until = time.monotonic() + _STALE
         while True:
-            seen = tell(_files(path), group)
-            unseen = gather(min(mine - seen, default=None), group)
+            seen = broadcast_from_first(_list_files(path), group)
+            unseen = gather_objects(min(mine - seen, default=None), group)
             if not any(unseen):
                 return
-            if tell(time.monotonic() >= until, group):
+            if broadcast_from_first(time.monotonic() >= until, group):
                 rank, name = next((rank, name) for rank, name in enumerate(unseen) if name)
                 raise CheckpointError(
                     f"rank {rank} has written {path / name}, which rank 0 does not see: where each rank saves its own "
@@ -111,12 +111,12 @@ class Published:
             known = needed_step in self._training.keys
             self._background.submit(path, step, publish, None if known else other)
         except CheckpointError as error:
-            self._events.emit(Event("failed", details={"step": step}, why=str(error)))
+            self._events.emit(CheckpointEvent("failed", details={"step": step}, why=str(error)))
 
     def change(self, path: Path, work: Callable[[], None]) -> None:
         """By all ranks: have a folder that newest() has brought back changed, by one rank of each node that has it."""
         group = self._all()
-        together(work if self._is_first(path, group) else lambda: None, group)
+        run_on_all_ranks(work if self._is_first(path, group) else lambda: None, group)
 
     def finish(self) -> None:
         """By any rank, at the end of training: wait until what was published is in the store, and end the group.
@@ -145,10 +145,10 @@ class Published:
         None when none was ever published; NoGoodCheckpoint when some were and none is good.
         """
         group = self._all()
-        rank = topology.find(group).rank
+        rank = topology.find_topology(group).rank
         bad: dict[str, str] = {}
         while True:
-            key = _told(lambda: _next(self.store, bad), rank, group)
+            key = _tell_found_key(lambda: _find_next(self.store, bad), rank, group)
             if key is None:
                 if bad:
                     raise NoGoodCheckpoint(bad)
@@ -156,14 +156,16 @@ class Published:
             why = self._fetch_on_all_nodes(key, into(key), group)
             keys = {key.step: key}
             if not why:
-                step = tell(together(partial(needed_step, into(key)) if rank == 0 else lambda: None, group), group)
+                step = broadcast_from_first(
+                    run_on_all_ranks(partial(needed_step, into(key)) if rank == 0 else lambda: None, group), group
+                )
                 if step is not None and step != key.step:
                     why = self._fetch_needed(key, step, into, keys, group)
             if not why:
                 self._training = _Training(keys=keys)
-                self._events.emit(Event("restored", key))
+                self._events.emit(CheckpointEvent("restored", key))
                 return into(key)
-            self._events.emit(Event("fell_back", key, why))
+            self._events.emit(CheckpointEvent("fell_back", key, why))
             bad[str(key)] = why
 
     def _fetch_needed(
@@ -176,8 +178,8 @@ class Published:
     ) -> str:
         """Bring back what a checkpoint needs, and note its key; why that cannot be done, or ""."""
         rank = dist.get_rank() if group is not None else 0
-        found: list[Key] = tell(
-            together(lambda: _find_needed(self.store, key, step) if rank == 0 else [], group), group
+        found: list[Key] = broadcast_from_first(
+            run_on_all_ranks(lambda: _find_needed(self.store, key, step) if rank == 0 else [], group), group
         )
         why = ""
         for other in found:
@@ -192,13 +194,15 @@ class Published:
 
     def _fetch_on_all_nodes(self, key: Key, into: Path, group: dist.ProcessGroup | None) -> str:
         """Bring a folder to every place that ranks name, by one rank of each node; why it is bad, or ""."""
-        return _failures(partial(self._fetch, key, into) if self._is_first(into, group) else lambda: None, group)
+        return _collect_failures(
+            partial(self._fetch, key, into) if self._is_first(into, group) else lambda: None, group
+        )
 
     def _is_first(self, path: Path, group: dist.ProcessGroup | None) -> bool:
         """Whether this is the first rank of its node that names this place. Collective."""
-        place = topology.find(group)
+        place = topology.find_topology(group)
         mine = place.node, os.path.realpath(path)
-        return gather(mine, group).index(mine) == place.rank
+        return gather_objects(mine, group).index(mine) == place.rank
 
     def _publish(
         self, training: _Training, path: Path, step: int, needed: Path | None, *, needed_step: int | None
@@ -223,7 +227,7 @@ class Published:
         training.keys[step] = manifest.key
         size = sum(part.size for part in manifest.parts)
         details = {"bytes": size, "seconds": round(time.monotonic() - began, 3)}
-        self._events.emit(Event("saved", manifest.key, details=details))
+        self._events.emit(CheckpointEvent("saved", manifest.key, details=details))
         try:
             verify_and_mark(self.store, manifest.key)
             retention.prune_verified(VerifiedCheckpoints(self.store), keep_last=self._keep_last)
@@ -232,21 +236,21 @@ class Published:
 
     def _save(self, training: _Training, path: Path, step: int, needs: tuple[Key, ...]) -> Manifest | None:
         """Commit the folder; its manifest, or None where this training has saved the step already."""
-        given = fence.given()
+        given = fence.get_given_attempt()
         while True:
             if training.attempt is None:
-                training.attempt = given or attempts.claim(self.store)
+                training.attempt = given or attempts.claim_next_attempt(self.store)
             key = Key(training.attempt, step)
             try:
                 fenced = partial(may_not_publish, self.store, key)
-                return folder.save(self.store, key, path, needs=needs, fenced=fenced)
-            except Conflict as error:
+                return folder.save_folder(self.store, key, path, needs=needs, fenced=fenced)
+            except WriterConflict as error:
                 committed = read_manifest(self.store, key)
-                if folder.holds(committed, folder.Contents.of(path)):
+                if folder.holds_contents(committed, folder.Contents.of(path)):
                     return committed  # by a try of ours whose answer was lost
                 if step == training.saved:
                     why = "this training has saved the step before; what it saves of it again is not published"
-                    self._events.emit(Event("skipped", key, why, {"step": step}))
+                    self._events.emit(CheckpointEvent("skipped", key, why, {"step": step}))
                     return None
                 if given is not None:
                     raise CheckpointError(
@@ -265,7 +269,7 @@ class Published:
     def _fetch(self, key: Key, into: Path) -> str | None:
         try:
             clear_leftovers(into.parent)
-            folder.restore(self.store, into, step=key, replace=True)
+            folder.restore_folder(self.store, into, step=key, replace=True)
         except (NoFolder, NoSuchStep, Removed) as error:
             return str(error)
         except CheckpointError as error:
@@ -275,17 +279,17 @@ class Published:
         return None
 
 
-def _files(folder: Path) -> set[str]:
+def _list_files(folder: Path) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
 
 
-def _next(store: Store, bad: dict[str, str]) -> Key | None:
-    return next((key for key in candidates(store) if str(key) not in bad), None)
+def _find_next(store: Store, bad: dict[str, str]) -> Key | None:
+    return next((key for key in list_candidates(store) if str(key) not in bad), None)
 
 
 def _find_needed(store: Store, key: Key, step: int) -> list[Key]:
     """The checkpoint of a step that one says it needs; of one that does not say, all that may be, later ones first."""
-    found = [other for other in candidates(store) if other.step == step and other.attempt <= key.attempt]
+    found = [other for other in list_candidates(store) if other.step == step and other.attempt <= key.attempt]
     named: list[Key] = []
     with suppress(Missing, Damaged):
         named = [other for other in read_needs(read_index(store, key).values) if other.step == step]
@@ -295,20 +299,20 @@ def _find_needed(store: Store, key: Key, step: int) -> list[Key]:
 def _find_same(store: Store, path: Path, step: int) -> Key | None:
     """The checkpoint of this step that has exactly what lies there, if there is one."""
     contents = folder.Contents.of(path)
-    for key in candidates(store):
+    for key in list_candidates(store):
         if key.step == step:
             with suppress(Missing, Damaged):
-                if folder.holds(read_manifest(store, key), contents):
+                if folder.holds_contents(read_manifest(store, key), contents):
                     return key
     return None
 
 
-def _told(find: Callable[[], Key | None], rank: int, group: dist.ProcessGroup | None) -> Key | None:
+def _tell_found_key(find: Callable[[], Key | None], rank: int, group: dist.ProcessGroup | None) -> Key | None:
     """What rank 0 found, on all ranks."""
-    return tell(together(lambda: find() if rank == 0 else None, group), group)
+    return broadcast_from_first(run_on_all_ranks(lambda: find() if rank == 0 else None, group), group)
 
 
-def _failures(work: Callable[[], str | None], group: dist.ProcessGroup | None) -> str:
+def _collect_failures(work: Callable[[], str | None], group: dist.ProcessGroup | None) -> str:
     """Why it was bad, in the words of the first rank for which it was; "" when it was good for all."""
-    said = gather(together(work, group), group)
+    said = gather_objects(run_on_all_ranks(work, group), group)
     return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")

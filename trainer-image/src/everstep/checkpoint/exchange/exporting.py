@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 
-from everstep.checkpoint.candidates import candidates, each_candidate, is_committed, read_index
+from everstep.checkpoint.candidates import each_candidate, is_committed, list_candidates, read_index
 from everstep.checkpoint.casting import Cast
 from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.errors import CheckpointError, Removed
-from everstep.checkpoint.format import itemsize
+from everstep.checkpoint.format import get_itemsize
 from everstep.checkpoint.keys import Key
-from everstep.checkpoint.leases import ReadLease, reading
+from everstep.checkpoint.leases import ReadLease, hold_read_lease
 from everstep.checkpoint.load import LoadedCheckpoint, load
 from everstep.checkpoint.restore import NoGoodCheckpoint
 from everstep.checkpoint.selection import NoSuchStep, Only, Rename, is_meant, rename_leaves, select_keys
@@ -33,7 +33,7 @@ from everstep.checkpoint.state.kinds import dtype_name
 from everstep.checkpoint.state.module_metadata import read_unusual
 from everstep.checkpoint.state.ties import find_kept_names
 from everstep.checkpoint.store.base import open_store
-from everstep.checkpoint.values import unpack
+from everstep.checkpoint.values import unpack_value
 
 _log = logging.getLogger("everstep.checkpoint")
 
@@ -92,7 +92,7 @@ def export_safetensors(
 
     def write(key: Key, lease: ReadLease) -> None:
         plan = _plan_files(uri, key, name, rename, cast, None if is_file else max_shard_bytes, options)
-        with _put(path, replace) as place:
+        with _replace_target(path, replace) as place:
             if not is_file:
                 place.mkdir()
             for file, tensors in plan.read_files():
@@ -147,28 +147,28 @@ def _plan_files(
     """Return which tensors of a checkpoint go into which file, all into one where there is no limit in bytes."""
     loaded = load(uri, step=key, only=name, map_location="meta", cast=cast, options=options)
     index = read_index(open_store(uri, **(options or {})), key)
-    tensors = _tensors(loaded, name, arrays=index.values.keys() & index.tensors.keys())
+    tensors = _collect_tensors(loaded, name, arrays=index.values.keys() & index.tensors.keys())
     every = rename_leaves({each: each for each in tensors}, rename)
     kept = _find_kept(
-        every, {name: unpack(each, name) for name, each in index.values.items() if is_description(name)}, name
+        every, {name: unpack_value(each, name) for name, each in index.values.items() if is_description(name)}, name
     )
     called = {new: old for new, old in every.items() if new not in kept}
     _check_types({new: tensors[old] for new, old in called.items()})
-    sizes = {new: _nbytes(tensors[old]) for new, old in called.items()}
-    cut = [list(called)] if limit is None else _split(sizes, limit)
+    sizes = {new: _count_bytes(tensors[old]) for new, old in called.items()}
+    cut = [list(called)] if limit is None else _split_by_size(sizes, limit)
     names_ = [f"model-{number:05d}-of-{len(cut):05d}.safetensors" for number in range(1, len(cut) + 1)]
     files = dict(zip(names_ if len(cut) > 1 else ["model.safetensors"], cut, strict=True))
 
     def read(saved_names: list[str]) -> dict[str, torch.Tensor]:
-        wanted = [escape(_full(name, each)) for each in saved_names]
-        return _tensors(load(uri, step=key, only=wanted, cast=cast, options=options), name)
+        wanted = [escape(_join_full_name(name, each)) for each in saved_names]
+        return _collect_tensors(load(uri, step=key, only=wanted, cast=cast, options=options), name)
 
     return _Files(files, called, kept, sizes, read)
 
 
 def _find_kept(called: Mapping[str, str], descriptions: Mapping[str, Any], name: str) -> dict[str, str]:
     """The new names of tied tensors that are not written, each with the one that is."""
-    new_names = {_full(name, old): new for new, old in called.items()}
+    new_names = {_join_full_name(name, old): new for new, old in called.items()}
     kept = find_kept_names(descriptions, new_names)
     return {new_names[alias]: new_names[first] for alias, first in kept.items() if new_names[alias] != FORMAT_KEY}
 
@@ -204,11 +204,11 @@ def _write_first_good(
     bad: dict[str, str] = {}
     removed: Key | None = None
     if step is not None:
-        select_keys(candidates(store), step, store.url)
+        select_keys(list_candidates(store), step, store.url)
     for key in each_candidate(store):
         if not is_meant(key, step):
             continue
-        with reading(store, key) as lease:
+        with hold_read_lease(store, key) as lease:
             try:
                 write(key, lease)
             except (NoGoodCheckpoint, NoSuchStep, Removed) as error:
@@ -269,7 +269,7 @@ def export_dcp(
     if changed := list(_changed_by_dcp("", state)):
         more = f" and {len(changed) - 8} more" if len(changed) > 8 else ""
         _log.warning("DCP gives back otherwise than it was saved: %s%s", "; ".join(changed[:8]), more)
-    with _put(path, replace) as place:
+    with _replace_target(path, replace) as place:
         dcp.save(state, storage_writer=dcp.FileSystemWriter(place), no_dist=True)
     return loaded.key
 
@@ -309,13 +309,15 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * _UNITS[found[2]])
 
 
-def _tensors(loaded: LoadedCheckpoint, name: str, arrays: Collection[str] = ()) -> dict[str, torch.Tensor]:
+def _collect_tensors(loaded: LoadedCheckpoint, name: str, arrays: Collection[str] = ()) -> dict[str, torch.Tensor]:
     """The tensors of an object by their names; `arrays`: full names of those that are the bytes of something else."""
     state = loaded[name]
     if isinstance(state, torch.Tensor) and name not in arrays:
         return {name: state}
     items = state if isinstance(state, Mapping) else {name: state}
-    others = [key for key, each in items.items() if not isinstance(each, torch.Tensor) or _full(name, key) in arrays]
+    others = [
+        key for key, each in items.items() if not isinstance(each, torch.Tensor) or _join_full_name(name, key) in arrays
+    ]
     found = {key: each for key, each in items.items() if key not in others}
     if not found or any(not _may_be_left_out(items[key]) for key in others):
         raise CheckpointError(
@@ -332,12 +334,12 @@ def _may_be_left_out(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str)
 
 
-def _full(name: str, key: str) -> str:
+def _join_full_name(name: str, key: str) -> str:
     """How the checkpoint calls a tensor of an object."""
-    return names.join(names.segment(name), "" if key == name else names.of_module(key))
+    return names.join_segments(names.escape_segment(name), "" if key == name else names.of_module(key))
 
 
-def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
+def _split_by_size(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     """Names file by file, each of at most `limit` bytes or one tensor."""
     files: list[list[str]] = [[]]
     size = 0
@@ -350,12 +352,12 @@ def _split(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
     return files
 
 
-def _nbytes(tensor: torch.Tensor) -> int:
-    return int(prod(tensor.shape)) * itemsize(dtype_name(tensor.dtype))
+def _count_bytes(tensor: torch.Tensor) -> int:
+    return int(prod(tensor.shape)) * get_itemsize(dtype_name(tensor.dtype))
 
 
 @contextmanager
-def _put(target: Path, replace: bool) -> Iterator[Path]:
+def _replace_target(target: Path, replace: bool) -> Iterator[Path]:
     """A place beside the target that becomes it when all is written."""
     if target.exists() and not replace:
         raise CheckpointError(f"{target} is there already: give another place, or say that it may be replaced")

@@ -16,17 +16,17 @@ from everstep.checkpoint.descriptions import KIND, is_description, object_of
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.exchange.exporting import FORMAT_KEY
 from everstep.checkpoint.exchange.state_dicts import OptimizerOrder, leave_out_unwanted, name_leaves, split_objects
-from everstep.checkpoint.format import CHUNK, Key, itemsize
-from everstep.checkpoint.plan_coordinator import fingerprint
+from everstep.checkpoint.format import CHUNK, Key, get_itemsize
+from everstep.checkpoint.plan_coordinator import fingerprint_model
 from everstep.checkpoint.publication import WholeTensor, write_checkpoint
 from everstep.checkpoint.selection import Only, Rename, is_wanted, rename_leaves
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import dtype_name
-from everstep.checkpoint.state.structure import MODULE, describe
+from everstep.checkpoint.state.structure import MODULE, describe_structure
 from everstep.checkpoint.state.ties import describe_ties
 from everstep.checkpoint.store.base import open_store
 from everstep.checkpoint.user_metadata import pack_metadata
-from everstep.checkpoint.values import pack
+from everstep.checkpoint.values import pack_value
 
 
 def import_torch(
@@ -67,7 +67,7 @@ def import_torch(
     except (RuntimeError, EOFError, ValueError, _unpickling_error()) as error:
         raise CheckpointError(f"{path} cannot be read with weights_only=True: {error}") from error
     leaves = name_leaves(leave_out_unwanted(split_objects(loaded, name), only), optimizer_order)
-    return _import(leaves, uri, step, only, rename, metadata, options)
+    return _import_leaves(leaves, uri, step, only, rename, metadata, options)
 
 
 def import_dcp(
@@ -96,7 +96,7 @@ def import_dcp(
     loaded: dict[str, Any] = {}
     _load_state_dict(loaded, FileSystemReader(folder), planner=_EmptyStateDictLoadPlanner(), no_dist=True)
     leaves = name_leaves(leave_out_unwanted(split_objects(loaded, name), only), optimizer_order)
-    return _import(leaves, uri, step, only, rename, metadata, options)
+    return _import_leaves(leaves, uri, step, only, rename, metadata, options)
 
 
 def import_safetensors(
@@ -120,27 +120,27 @@ def import_safetensors(
     files = sorted(found.glob("*.safetensors")) if found.is_dir() else [found]
     if not files:
         raise CheckpointError(f"{path} has no file *.safetensors")
-    leaves: dict[str, Any] = {names.join(names.segment(name), KIND): describe(MODULE)}
+    leaves: dict[str, Any] = {names.join_segments(names.escape_segment(name), KIND): describe_structure(MODULE)}
     said: dict[str, str] = {}
     for file in files:
         with safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - it is no mapping
-                full = names.join(names.segment(name), names.of_module(key))
+                full = names.join_segments(names.escape_segment(name), names.of_module(key))
                 if full in leaves:
                     raise CheckpointError(f"{key} is in two files of {path}: give one file, or remove those left over")
                 leaves[full] = _Lazy(file, key, opened.get_slice(key))
             said |= opened.metadata() or {}
     tied: dict[str, list[str]] = {}
     for alias, kept in said.items():  # other names of tied tensors among them, as safetensors' save_model() says these
-        full, first = (names.join(names.segment(name), names.of_module(each)) for each in (alias, kept))
+        full, first = (names.join_segments(names.escape_segment(name), names.of_module(each)) for each in (alias, kept))
         if alias != FORMAT_KEY and first in leaves and full not in leaves:
             tied.setdefault(first, [first]).append(full)
     leaves.update({alias: leaves[first] for first, (_, *aliases) in tied.items() for alias in aliases})
     leaves.update(describe_ties(tied.values()))
-    return _import(leaves, uri, step, only, rename, metadata, options)
+    return _import_leaves(leaves, uri, step, only, rename, metadata, options)
 
 
-def _choose(leaves: Mapping[str, Any], only: Only | None) -> dict[str, Any]:
+def _choose_leaves(leaves: Mapping[str, Any], only: Only | None) -> dict[str, Any]:
     """Return the wanted part, with the descriptions of the objects that it belongs to."""
     found = {name: leaf for name, leaf in leaves.items() if not is_description(name) and is_wanted(name, only)}
     objects = set(map(object_of, found))
@@ -170,7 +170,7 @@ class _Lazy:
             return found
 
 
-def _import(
+def _import_leaves(
     leaves: Mapping[str, Any],
     uri: str | os.PathLike[str],
     step: int,
@@ -179,21 +179,21 @@ def _import(
     metadata: Mapping[str, Any] | None,
     options: Mapping[str, Any] | None,
 ) -> Key:
-    wanted = rename_leaves(_choose(leaves, only), rename)
+    wanted = rename_leaves(_choose_leaves(leaves, only), rename)
     tensors = {name: leaf for name, leaf in wanted.items() if isinstance(leaf, torch.Tensor | _Lazy)}
-    values = {name: pack(leaf, name) for name, leaf in wanted.items() if name not in tensors}
+    values = {name: pack_value(leaf, name) for name, leaf in wanted.items() if name not in tensors}
     if not tensors and not values:
         raise CheckpointError(f"nothing is left to import with only={only!r}")
     values.update(pack_metadata(metadata or {}))
-    written = {name: _whole(name, tensor) for name, tensor in sorted(tensors.items())}
-    model = fingerprint({name: (each.dtype, each.shape) for name, each in written.items()})
+    written = {name: _make_whole_tensor(name, tensor) for name, tensor in sorted(tensors.items())}
+    model = fingerprint_model({name: (each.dtype, each.shape) for name, each in written.items()})
     store = open_store(uri, **(options or {}))
-    key = Key(attempts.claim(store), step)
+    key = Key(attempts.claim_next_attempt(store), step)
     write_checkpoint(store, key, written, dict(sorted(values.items())), model=model)
     return key
 
 
-def _whole(name: str, tensor: torch.Tensor | _Lazy) -> WholeTensor:
+def _make_whole_tensor(name: str, tensor: torch.Tensor | _Lazy) -> WholeTensor:
     """A tensor as it is written. CheckpointError when a checkpoint cannot hold it."""
     dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
     if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_quantized):
@@ -203,16 +203,16 @@ def _whole(name: str, tensor: torch.Tensor | _Lazy) -> WholeTensor:
             "dequantize()) before it is saved, or leave it out with only= or rename="
         )
     try:
-        size = prod(shape) * itemsize(dtype)
+        size = prod(shape) * get_itemsize(dtype)
     except ValueError as error:
         raise CheckpointError(
             f"{name} has the type {dtype}, which a checkpoint does not hold: convert it before it is saved, or leave "
             "it out with only= or rename="
         ) from error
-    return WholeTensor(dtype, shape, size, partial(_read, tensor))
+    return WholeTensor(dtype, shape, size, partial(_iterate_tensor_bytes, tensor))
 
 
-def _read(tensor: torch.Tensor | _Lazy) -> Iterator[memoryview]:
+def _iterate_tensor_bytes(tensor: torch.Tensor | _Lazy) -> Iterator[memoryview]:
     whole = tensor.read() if isinstance(tensor, _Lazy) else tensor
     plain = whole.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
     data = memoryview(cast("Any", plain.view(torch.uint8).numpy()))

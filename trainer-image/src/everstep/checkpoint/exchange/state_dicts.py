@@ -16,7 +16,7 @@ from everstep.checkpoint.state.flat import RANK
 from everstep.checkpoint.state.module_metadata import read_unusual
 from everstep.checkpoint.state.param_options import PARAM_GROUPS, PLACES, digest_options, name_params, pack_options
 from everstep.checkpoint.state.param_states import describe_aliases, describe_states
-from everstep.checkpoint.state.structure import KIND, OPTIMIZER, VALUE, describe, describe_module
+from everstep.checkpoint.state.structure import KIND, OPTIMIZER, VALUE, describe_module, describe_structure
 from everstep.checkpoint.state.ties import describe_ties
 
 _SUFFIX = "_state_dict"
@@ -37,13 +37,13 @@ def name_leaves(objects: Mapping[str, Any], optimizer_order: OptimizerOrder | No
         CheckpointError: An optimizer's parameters cannot be named.
     """
     models = [each for each in objects.values() if _is_module(each)]
-    orders = _orders(objects, optimizer_order)
+    orders = _collect_orders(objects, optimizer_order)
     found: dict[str, Any] = {}
     for key, state in objects.items():
         if _is_optimizer(state):
-            found.update(_optimizer(names.segment(key), state, models, orders.get(key)))
+            found.update(_iterate_optimizer_leaves(names.escape_segment(key), state, models, orders.get(key)))
         else:
-            found.update(_leaves(names.segment(key), state))
+            found.update(_iterate_leaves(names.escape_segment(key), state))
     return found
 
 
@@ -73,7 +73,7 @@ def leave_out_unwanted(objects: Mapping[str, Any], only: Only | None) -> dict[st
         for key, state in objects.items()
         if patterns is None
         or not _is_optimizer(state)
-        or any(_may_match(each, names.segment(key)) for each in patterns)
+        or any(_may_match(each, names.escape_segment(key)) for each in patterns)
     }
 
 
@@ -107,7 +107,7 @@ def _is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def _orders(objects: Mapping[str, Any], given: OptimizerOrder | None) -> Mapping[str, Sequence[str]]:
+def _collect_orders(objects: Mapping[str, Any], given: OptimizerOrder | None) -> Mapping[str, Sequence[str]]:
     optimizers = [key for key, state in objects.items() if _is_optimizer(state)]
     if given is None:
         return {}
@@ -125,43 +125,45 @@ def _orders(objects: Mapping[str, Any], given: OptimizerOrder | None) -> Mapping
     return given
 
 
-def _leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
+def _iterate_leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
     if _is_module(state):
         unusual = read_unusual(state)
         if unusual is not None:
             unusual = {names.of_module(path): each for path, each in unusual.items()}
-        yield from ((names.join(prefix, name), each) for name, each in describe_module(unusual))
+        yield from ((names.join_segments(prefix, name), each) for name, each in describe_module(unusual))
         for key, each in state.items():
-            yield from names.walk(each, _is_tensor, names.join(prefix, names.of_module(key)))
+            yield from names.walk_leaves(each, _is_tensor, names.join_segments(prefix, names.of_module(key)))
         tied = find_aliases({key: each for key, each in state.items() if _is_tensor(each)}).groups
-        yield from describe_ties([names.join(prefix, names.of_module(key)) for (key,) in group] for group in tied)
+        yield from describe_ties(
+            [names.join_segments(prefix, names.of_module(key)) for (key,) in group] for group in tied
+        )
     else:
-        yield names.join(prefix, KIND), describe(VALUE, state, _is_tensor)
-        yield from names.walk(state, _is_tensor, prefix)
+        yield names.join_segments(prefix, KIND), describe_structure(VALUE, state, _is_tensor)
+        yield from names.walk_leaves(state, _is_tensor, prefix)
 
 
-def _optimizer(
+def _iterate_optimizer_leaves(
     prefix: str, state: Mapping[str, Any], models: Sequence[Mapping[str, Any]], order: Sequence[str] | None
 ) -> Iterator[tuple[str, Any]]:
     called = _param_names(prefix, state, models, order)
-    yield names.join(prefix, KIND), describe(OPTIMIZER)
-    states = {called[_number(param, called)]: own for param, own in state.get("state", {}).items()}
+    yield names.join_segments(prefix, KIND), describe_structure(OPTIMIZER)
+    states = {called[_to_parameter_key(param, called)]: own for param, own in state.get("state", {}).items()}
     for param, own in states.items():
-        yield from names.walk(own, _is_tensor, names.join(prefix, "state", param))
+        yield from names.walk_leaves(own, _is_tensor, names.join_segments(prefix, "state", param))
     described = {name: value for _, name, value in describe_states(states)} | dict(describe_aliases(prefix, states))
-    yield from ((names.join(prefix, name), value) for name, value in described.items())
+    yield from ((names.join_segments(prefix, name), value) for name, value in described.items())
     for number, group in enumerate(state["param_groups"]):
         options = pack_options(group)
         digest = digest_options(options)
-        yield names.join(prefix, "options", digest), options
+        yield names.join_segments(prefix, "options", digest), options
         for param in group["params"]:
-            yield names.join(prefix, PARAM_GROUPS, called[param]), digest
-            yield names.join(prefix, PLACES, called[param], f"{number}-{len(state['param_groups'])}"), True
+            yield names.join_segments(prefix, PARAM_GROUPS, called[param]), digest
+            yield names.join_segments(prefix, PLACES, called[param], f"{number}-{len(state['param_groups'])}"), True
         for name, said in name_params([called[each] for each in group["params"]], number, group.get("param_names")):
-            yield names.join(prefix, name), said
+            yield names.join_segments(prefix, name), said
 
 
-def _number(param: Any, called: Collection[Any]) -> Any:
+def _to_parameter_key(param: Any, called: Collection[Any]) -> Any:
     """A key of a state as its groups have it: torch.distributed.checkpoint makes text of numbers."""
     return int(param) if param not in called and isinstance(param, str) and param.isdecimal() else param
 
@@ -178,7 +180,7 @@ def _param_names(
     params = [param for group in groups for param in group["params"]]
     if all(isinstance(param, str) for param in params):
         return {param: names.of_module(param) for param in params}
-    states = {param: each for key, each in state.get("state", {}).items() for param in [_number(key, params)]}
+    states = {param: each for key, each in state.get("state", {}).items() for param in [_to_parameter_key(key, params)]}
     given = [name for group in groups for name in group.get("param_names", ())]
     if order is None and len(given) == len(params):
         order = given
@@ -190,7 +192,7 @@ def _param_names(
         tuple(found)
         for found, model in zip(tensors, models, strict=True)
         if len(found) == len(params)
-        and all(_fits(states.get(param, {}), model[name]) for param, name in zip(params, found, strict=True))
+        and all(_may_belong_to(states.get(param, {}), model[name]) for param, name in zip(params, found, strict=True))
     }
     if len(groups) == 1 and len(fitting) == 1:
         return {param: names.of_module(name) for param, name in zip(params, fitting.pop(), strict=True)}
@@ -229,14 +231,16 @@ def _check_order(
                 f"{prefix}: no model in it has a parameter called {name}, as parameter {param} of the optimizer is "
                 f"said to be; its names are as {next(iter(known))}"
             )
-        if name in known and not any(_fits(states.get(param, {}), model[name]) for model in models if name in model):
+        if name in known and not any(
+            _may_belong_to(states.get(param, {}), model[name]) for model in models if name in model
+        ):
             raise CheckpointError(
                 f"{prefix}: parameter {param} cannot be {name}, which has the shape {list(known[name].shape)}: its "
                 "state has other shapes; give the names in the order in which the optimizer was given its parameters"
             )
 
 
-def _fits(state: Mapping[str, Any], tensor: torch.Tensor) -> bool:
+def _may_belong_to(state: Mapping[str, Any], tensor: torch.Tensor) -> bool:
     """Whether a state may be that of a parameter: torch keeps averages of its shape, or of its rows and columns."""
     return all(
         each.dim() == tensor.dim()

@@ -15,7 +15,7 @@ import torch
 
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.loaded import is_dtensor
-from everstep.checkpoint.state.memory import WHOLE, local
+from everstep.checkpoint.state.memory import WHOLE, get_local_tensor
 
 Path = tuple[Any, ...]  # keys of dictionaries and places in lists and tuples, from the outside in
 
@@ -51,7 +51,7 @@ def list_objects(state: Any) -> list[Any]:
     return [tensor for _, tensor in found.tensors] + [each for each, _ in found.containers.values()]
 
 
-def share(state: Any, groups: Iterable[Sequence[Path]], keep: Collection[Any] = ()) -> Any:
+def share_objects(state: Any, groups: Iterable[Sequence[Path]], keep: Collection[Any] = ()) -> Any:
     """Return the state with one object at all paths of each group: that at the first of them that is there.
 
     Args:
@@ -61,13 +61,13 @@ def share(state: Any, groups: Iterable[Sequence[Path]], keep: Collection[Any] = 
     """
     kept = set(map(id, keep))
     for paths in groups:
-        held = {tuple(path): each for path in paths if (each := _get(state, path)) is not _ABSENT}
+        held = {tuple(path): each for path in paths if (each := _get_at_path(state, path)) is not _ABSENT}
         if not held:
             continue
         chosen = next((each for each in held.values() if id(each) in kept), next(iter(held.values())))
         for path, each in held.items():
             if each is not chosen and id(each) not in kept:
-                state = _put(state, path, chosen)
+                state = _put_at_path(state, path, chosen)
     return state
 
 
@@ -80,7 +80,7 @@ def name_path(state: Any, path: Path) -> str:
         else:
             pieces.append(names.name_key(key) or "")
         state = state[key]
-    return names.join(*pieces)
+    return names.join_segments(*pieces)
 
 
 def merge_groups(statements: Iterable[tuple[Path, str]]) -> list[list[Path]]:
@@ -142,7 +142,7 @@ class _Span(NamedTuple):
     @classmethod
     def of(cls, place: int, tensor: torch.Tensor) -> _Span | None:
         """None where it has no elements, or no memory of its own: that is refused elsewhere."""
-        here = local(tensor) if type(tensor) not in WHOLE else tensor
+        here = get_local_tensor(tensor) if type(tensor) not in WHOLE else tensor
         try:
             start = here.data_ptr()
         except (RuntimeError, NotImplementedError):
@@ -163,7 +163,7 @@ def _may_meet(tensors: Sequence[torch.Tensor]) -> bool:
     stops: list[int] = []
     with torch.no_grad():
         for tensor in tensors:
-            here = tensor if type(tensor) in WHOLE else local(tensor)
+            here = tensor if type(tensor) in WHOLE else get_local_tensor(tensor)
             try:
                 start = here.data_ptr()
             except (RuntimeError, NotImplementedError):
@@ -186,13 +186,13 @@ def _compare_memory(tensors: Sequence[tuple[Path, torch.Tensor]]) -> tuple[list[
         return [], []
     with torch.no_grad():
         spans = sorted(span for place, (_, each) in enumerate(tensors) if (span := _Span.of(place, each)) is not None)
-        for cluster in _clusters(spans):
+        for cluster in _iterate_clusters(spans):
             alike: dict[tuple[object, ...], list[int]] = {}
             several: list[tuple[_Span, torch.Tensor]] = []  # one of each kind
             for span in cluster:
                 tensor = tensors[span.place][1]
-                here = local(tensor)
-                key = _identity(tensor, here)
+                here = get_local_tensor(tensor)
+                key = _get_identity(tensor, here)
                 if key not in alike:
                     several.append((span, here))
                 alike.setdefault(key, []).append(span.place)
@@ -205,7 +205,7 @@ def _compare_memory(tensors: Sequence[tuple[Path, torch.Tensor]]) -> tuple[list[
     )
 
 
-def _clusters(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
+def _iterate_clusters(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
     """Runs of at least two spans, each of which begins before the others before it end."""
     run: list[_Span] = []
     stop = 0
@@ -220,13 +220,13 @@ def _clusters(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
         yield run
 
 
-def _identity(tensor: torch.Tensor, here: torch.Tensor) -> tuple[object, ...]:
+def _get_identity(tensor: torch.Tensor, here: torch.Tensor) -> tuple[object, ...]:
     whole = (tuple(tensor.shape), tensor.placements) if is_dtensor(tensor) else None
     bits = (here.is_conj(), here.is_neg())
-    return here.data_ptr(), here.dtype, tuple(here.shape), _strides(here), bits, whole
+    return here.data_ptr(), here.dtype, tuple(here.shape), _get_strides(here), bits, whole
 
 
-def _strides(here: torch.Tensor) -> tuple[int, ...]:
+def _get_strides(here: torch.Tensor) -> tuple[int, ...]:
     """Return those that count: along one element nobody goes."""
     return tuple(stride for stride, size in zip(here.stride(), here.shape, strict=True) if size > 1)
 
@@ -263,7 +263,7 @@ def _find_overlaps(several: Sequence[tuple[_Span, torch.Tensor]]) -> list[tuple[
     return found
 
 
-def _get(state: Any, path: Sequence[Any]) -> Any:
+def _get_at_path(state: Any, path: Sequence[Any]) -> Any:
     for key in path:
         try:
             state = state[key]
@@ -272,12 +272,12 @@ def _get(state: Any, path: Sequence[Any]) -> Any:
     return state
 
 
-def _put(state: Any, path: Path, value: Any) -> Any:
+def _put_at_path(state: Any, path: Path, value: Any) -> Any:
     """Return the state with this value at a path: itself, or another tuple."""
     if not path:
         return value
     key, rest = path[0], path[1:]
-    child = _put(state[key], rest, value)
+    child = _put_at_path(state[key], rest, value)
     if isinstance(state, tuple):
         return (*state[:key], child, *state[key + 1 :])
     if state[key] is not child:

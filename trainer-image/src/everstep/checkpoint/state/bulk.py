@@ -46,7 +46,7 @@ def to_tensor(value: Any) -> tuple[torch.Tensor, InPart]:
     if not whole.flags.c_contiguous:
         whole = whole.copy(order="C")
     if value.dtype.isnative and value.dtype.str.lstrip("<>=|") in _NATIVE:
-        return _quietly(whole), described
+        return _wrap_array(whole), described
     return _from_buffer(whole.reshape(-1).view("u1") if whole.dtype.itemsize else b""), described
 
 
@@ -68,10 +68,10 @@ def stand_in(tensor: torch.Tensor, described: InPart) -> torch.Tensor:
 def _from_buffer(data: Any) -> torch.Tensor:
     import numpy
 
-    return _quietly(numpy.frombuffer(data, numpy.uint8))
+    return _wrap_array(numpy.frombuffer(data, numpy.uint8))
 
 
-def _quietly(array: Any) -> torch.Tensor:
+def _wrap_array(array: Any) -> torch.Tensor:
     with warnings.catch_warnings():  # of memory that may not be written to: it is only read
         warnings.simplefilter("ignore")
         return torch.from_numpy(array)

@@ -20,12 +20,12 @@ def name_classes(inner: object) -> list[str]:
 
 def kind_of(optimizer: torch.optim.Optimizer) -> list[str]:
     """Names of an optimizer's class and of those that it is derived from; of what is within, where it wraps another."""
-    return name_classes(_unwrapped(optimizer, torch.optim.Optimizer, _WRAPPED_OPTIMIZERS))
+    return name_classes(_unwrap_class(optimizer, torch.optim.Optimizer, _WRAPPED_OPTIMIZERS))
 
 
 def is_of_kind(one: list[str], other: list[str]) -> bool:
     """Whether one of two classes is derived from the other, or is the other."""
-    return any(_same(one[0], each) for each in other) or any(_same(other[0], each) for each in one)
+    return any(_is_same(one[0], each) for each in other) or any(_is_same(other[0], each) for each in one)
 
 
 def describe_stateful(inner: object) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def describe_stateful(inner: object) -> dict[str, Any]:
 
     Nothing for any other object: a script's own class may have another name whenever it is changed.
     """
-    found = _unwrapped(inner, torch.optim.lr_scheduler.LRScheduler, _WRAPPED_SCHEDULERS)
+    found = _unwrap_class(inner, torch.optim.lr_scheduler.LRScheduler, _WRAPPED_SCHEDULERS)
     classes = name_classes(found)
     if not any(each.startswith("torch.") for each in classes):
         return {}
@@ -65,7 +65,7 @@ def why_other_class(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any
     return next((each for each in found if each is not None), None)
 
 
-def _unwrapped(outer: Any, kind: type, attributes: tuple[str, ...]) -> Any:
+def _unwrap_class(outer: Any, kind: type, attributes: tuple[str, ...]) -> Any:
     """What wrappers hold of a class in one of these attributes; the object itself where it wraps nothing."""
     seen = {id(outer)}
     while True:
@@ -77,7 +77,7 @@ def _unwrapped(outer: Any, kind: type, attributes: tuple[str, ...]) -> Any:
         seen.add(id(outer))
 
 
-def _same(one: str, other: str) -> bool:
+def _is_same(one: str, other: str) -> bool:
     if one == other:
         return True
     # A script is __main__ where it is run, and a module where it is imported.

@@ -11,12 +11,12 @@ import torch
 
 from everstep.checkpoint.descriptions import is_description
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.aliases import share
+from everstep.checkpoint.state.aliases import share_objects
 from everstep.checkpoint.state.flat import RANK
 from everstep.checkpoint.state.module_metadata import find_unusual, set_metadata
 from everstep.checkpoint.state.param_options import PARAM_GROUPS, build_groups
 from everstep.checkpoint.state.param_states import read_aliases, read_structure, sort_states
-from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, nest
+from everstep.checkpoint.state.structure import KIND, MODULE, OPTIMIZER, VALUE, build_structure
 
 _ODD = re.compile(r"(?:^|\.)[#\[(]")
 _EXTRA = re.compile(r"(?:^|\.)_extra_state(?:\.|$)")
@@ -41,11 +41,11 @@ def build_objects(leaves: Mapping[str, Any]) -> dict[str, Any]:
                 ranks.setdefault(int(rank), {})[rest] = leaf
             found[RANK] = {rank: build_objects(each) for rank, each in sorted(ranks.items())}
         else:
-            found[names.to_module(first)] = _state(below)
+            found[names.to_module(first)] = _make_state(below)
     return found
 
 
-def _state(every: Mapping[str, Any]) -> Any:
+def _make_state(every: Mapping[str, Any]) -> Any:
     descriptions = {name: each for name, each in every.items() if is_description(name)}
     leaves = {name: each for name, each in every.items() if name not in descriptions}
     description = descriptions.get(KIND)
@@ -53,7 +53,7 @@ def _state(every: Mapping[str, Any]) -> Any:
         return {}
     kind = description["is"] if description is not None else _guess_kind(leaves)
     if kind == OPTIMIZER:
-        return _optimizer(leaves, descriptions)
+        return _make_optimizer_state(leaves, descriptions)
     if kind == MODULE:
         extra = {name for name in leaves if _EXTRA.search(name)}
         tensors = {names.to_module(name): leaf for name, leaf in leaves.items() if name not in extra}
@@ -61,7 +61,7 @@ def _state(every: Mapping[str, Any]) -> Any:
         if (unusual := find_unusual(descriptions)) is not None:
             set_metadata(state, unusual)
         return state
-    return nest(leaves, description)
+    return build_structure(leaves, description)
 
 
 def _guess_kind(leaves: Mapping[str, Any]) -> str:
@@ -78,10 +78,13 @@ def _extra_states(leaves: Mapping[str, Any], extra: set[str], descriptions: Mapp
     for name in extra:
         head, _, rest = f"{name}.".partition("_extra_state.")
         found.setdefault(f"{head}_extra_state", {})[rest.removesuffix(".")] = leaves[name]
-    return {names.to_module(name): nest(each, descriptions.get(names.join(name, KIND))) for name, each in found.items()}
+    return {
+        names.to_module(name): build_structure(each, descriptions.get(names.join_segments(name, KIND)))
+        for name, each in found.items()
+    }
 
 
-def _optimizer(leaves: Mapping[str, Any], descriptions: Mapping[str, Any]) -> dict[str, Any]:
+def _make_optimizer_state(leaves: Mapping[str, Any], descriptions: Mapping[str, Any]) -> dict[str, Any]:
     """As torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives it: parameters by their names."""
     state: dict[str, dict[str, Any]] = {}
     more: dict[str, Any] = {}
@@ -92,14 +95,14 @@ def _optimizer(leaves: Mapping[str, Any], descriptions: Mapping[str, Any]) -> di
             owner, below = name.removeprefix("state."), ""
             while owner not in params and owner:
                 owner, _, last = owner.rpartition(".")
-                below = names.join(last, below)
+                below = names.join_segments(last, below)
             state.setdefault(owner, {})[below] = leaf
         elif name.startswith("more."):
             more[name.removeprefix("more.")] = leaf
-    states = {param: nest(each, read_structure(param, [descriptions.get])) for param, each in state.items()}
-    share(states, read_aliases(states, [descriptions.get]))
+    states = {param: build_structure(each, read_structure(param, [descriptions.get])) for param, each in state.items()}
+    share_objects(states, read_aliases(states, [descriptions.get]))
     return {
-        **(nest(more, descriptions.get(KIND)) if more else {}),
+        **(build_structure(more, descriptions.get(KIND)) if more else {}),
         "state": {names.to_module(param): states[param] for param in sort_states(states, [descriptions.get])},
         "param_groups": build_groups(leaves),
     }

@@ -13,18 +13,26 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.rng import Rng
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import is_bulk, to_tensor
-from everstep.checkpoint.state.kinds import FromRank, Kind, PerRank, Stateful, is_tensor, unwrap
+from everstep.checkpoint.state.kinds import FromRank, ObjectKind, PerRank, Stateful, is_tensor, unwrap_marked
 from everstep.checkpoint.state.loaded import is_dtensor
 from everstep.checkpoint.state.loader_samplers import is_loader
-from everstep.checkpoint.state.memory import local, why_not_saved
+from everstep.checkpoint.state.memory import get_local_tensor, why_not_saved
 from everstep.checkpoint.state.modules import Modules
 from everstep.checkpoint.state.optimizers import OptimizerObject
-from everstep.checkpoint.state.plain import StatefulObject, Value
+from everstep.checkpoint.state.plain import StatefulObject, StateValue
 from everstep.checkpoint.state.steps import has_hooked_steps
 from everstep.checkpoint.state.zero_redundancy import ZeroRedundancyObject, is_zero_redundancy
-from everstep.checkpoint.values import check_size, pack
+from everstep.checkpoint.values import check_size, pack_value
 
-__all__ = ["RANK", "Flat", "bind", "coming", "flatten", "local", "of_optimizers"]
+__all__ = [
+    "RANK",
+    "Flat",
+    "bind_kinds",
+    "flatten_objects",
+    "get_local_tensor",
+    "of_optimizers",
+    "predict_optimizer_tensors",
+]
 
 RANK = "rank"
 
@@ -64,12 +72,14 @@ class Flat:
         for name in gone:
             dtype, shape, *_ = planned[name]
             tensors[name] = torch.zeros(shape, dtype=dtype)
-        values = {**self.values, **{name: pack(self.bulk[name], name) for name in others}}
+        values = {**self.values, **{name: pack_value(self.bulk[name], name) for name in others}}
         kept = {name: each for name, each in self.bulk.items() if name not in others}
         return Flat(tensors, values, kept, self.elsewhere)
 
 
-def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None, allow_pickle: bool = False) -> Flat:
+def flatten_objects(
+    objects: Mapping[str, object], *, rank: int, step: int | None = None, allow_pickle: bool = False
+) -> Flat:
     """The state of all objects at this moment.
 
     `step`: how many steps are trained, for objects whose state follows from it. Refused for a value that cannot be
@@ -79,8 +89,8 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
     values: dict[str, object] = {}
     bulk: dict[str, Any] = {}
     elsewhere: set[str] = set()
-    sources = {names.segment(name): each.rank for name, each in objects.items() if isinstance(each, FromRank)}
-    for kind in bind(objects, rank=rank, step=step):
+    sources = {names.escape_segment(name): each.rank for name, each in objects.items() if isinstance(each, FromRank)}
+    for kind in bind_kinds(objects, rank=rank, step=step):
         follows = sources.get(kind.prefix, rank) != rank
         if isinstance(kind, Modules) and not kind.prefix.startswith(f"{RANK}.") and kind.prefix not in sources:
             elsewhere.update(kind.broadcast_from_others())
@@ -93,10 +103,10 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
                 continue
             if is_bulk(leaf):
                 tensors[name], described = to_tensor(leaf)
-                values[name] = pack(described)
+                values[name] = pack_value(described)
                 bulk[name] = leaf
             elif not is_tensor(leaf):
-                values[name] = pack(leaf, name, allow_pickle=allow_pickle)
+                values[name] = pack_value(leaf, name, allow_pickle=allow_pickle)
                 check_size(values[name], name)
             elif why := why_not_saved(leaf):
                 raise CheckpointError(f"{name} {why}")
@@ -105,7 +115,7 @@ def flatten(objects: Mapping[str, object], *, rank: int, step: int | None = None
     return Flat(tensors, values, bulk, frozenset(elsewhere & tensors.keys()))
 
 
-def _leaves_of(kind: Kind) -> Iterator[tuple[str, Any]]:
+def _leaves_of(kind: ObjectKind) -> Iterator[tuple[str, Any]]:
     """The leaves of an object; what its own code raises is told with its name."""
     try:
         yield from kind.leaves()
@@ -115,10 +125,10 @@ def _leaves_of(kind: Kind) -> Iterator[tuple[str, Any]]:
         raise CheckpointError(f"{kind.prefix}: its state cannot be had: {type(error).__name__}: {error}") from error
 
 
-def coming(objects: Mapping[str, object], *, rank: int) -> dict[str, torch.Tensor]:
+def predict_optimizer_tensors(objects: Mapping[str, object], *, rank: int) -> dict[str, torch.Tensor]:
     """What optimizers are going to hold after their first step, as far as their options tell: parameters stand for
     state of their shape, so that the room it needs is known before training begins."""
-    kinds = bind(objects, rank=rank)
+    kinds = bind_kinds(objects, rank=rank)
     return {name: leaf for kind in kinds if isinstance(kind, OptimizerObject) for name, leaf in kind.coming()}
 
 
@@ -128,7 +138,7 @@ def of_optimizers(objects: Mapping[str, object], *, rank: int) -> frozenset[str]
     Nobody says so of others: a forward pass may change a buffer, and whatever trains them a parameter. Nor of an
     optimizer whose steps do not call torch's hooks first.
     """
-    kinds = bind(objects, rank=rank)
+    kinds = bind_kinds(objects, rank=rank)
     every = [kind for kind in kinds if isinstance(kind, OptimizerObject)]
     optimizers = [each for each in every if has_hooked_steps(each.optimizer)]
     trained = {id(param) for each in optimizers for param in each.params}
@@ -136,11 +146,13 @@ def of_optimizers(objects: Mapping[str, object], *, rank: int) -> frozenset[str]
     found = {name for each in optimizers for name, leaf in each.leaves() if is_tensor(leaf)}
     for each in kinds:
         if isinstance(each, Modules):
-            found |= {names.join(each.prefix, name) for name, param in each.parameters() if id(param) in trained}
+            found |= {
+                names.join_segments(each.prefix, name) for name, param in each.parameters() if id(param) in trained
+            }
     return frozenset(found)
 
 
-def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -> list[Kind]:
+def bind_kinds(objects: Mapping[str, object], *, rank: int, step: int | None = None) -> list[ObjectKind]:
     """Each object as the kind it is, in the order in which a restore loads them.
 
     Modules come first, optimizers next. Loaders come after all other objects, since their workers get copies of what
@@ -148,42 +160,42 @@ def bind(objects: Mapping[str, object], *, rank: int, step: int | None = None) -
     """
     if RANK in objects:
         raise CheckpointError(f"an object cannot be called {RANK!r}: what is each rank's own is saved under this name")
-    prefixes = {name: _prefix(name, each, rank) for name, each in objects.items()}
-    modules = {name: Modules(prefixes[name], found) for name, each in objects.items() if (found := _modules(each))}
+    prefixes = {name: _make_prefix(name, each, rank) for name, each in objects.items()}
+    modules = {name: Modules(prefixes[name], found) for name, each in objects.items() if (found := _list_modules(each))}
     known = {id(param): (each.prefix, name) for each in modules.values() for name, param in each.parameters()}
-    optimizers: list[Kind] = []
-    others: list[Kind] = []
+    optimizers: list[ObjectKind] = []
+    others: list[ObjectKind] = []
     for name, each in objects.items():
-        inner = unwrap(each)
+        inner = unwrap_marked(each)
         if name in modules:
             continue
         if isinstance(inner, torch.optim.Optimizer):
-            own = names.join(RANK, str(rank), names.segment(name))
+            own = names.join_segments(RANK, str(rank), names.escape_segment(name))
             kind = ZeroRedundancyObject if is_zero_redundancy(inner) else OptimizerObject
-            optimizers.append(kind(prefixes[name], inner, _unlike(inner, known), own))
+            optimizers.append(kind(prefixes[name], inner, _name_parameters_apart(inner, known), own))
         elif isinstance(inner, Stateful):
             others.append(StatefulObject(prefixes[name], inner, step))
-        elif _immutable(inner):
+        elif _is_immutable(inner):
             raise CheckpointError(
                 f"{name}: a {type(inner).__name__} stays what it is now, and would be saved as that for ever; give a "
                 f"dictionary that holds it and is kept up to date, as state={{{name!r}: …}}"
             )
         else:
-            others.append(Value(prefixes[name], inner))
-    return [*modules.values(), *optimizers, *sorted(others, key=_turn)]
+            others.append(StateValue(prefixes[name], inner))
+    return [*modules.values(), *optimizers, *sorted(others, key=_get_load_order)]
 
 
-def _turn(kind: Kind) -> int:
+def _get_load_order(kind: ObjectKind) -> int:
     inner = kind.inner if isinstance(kind, StatefulObject) else None
     return 2 if isinstance(inner, Rng) else 1 if is_loader(inner) else 0
 
 
-def _prefix(name: str, each: object, rank: int) -> str:
-    own = names.segment(name)
-    return names.join(RANK, str(rank), own) if isinstance(each, PerRank) else own
+def _make_prefix(name: str, each: object, rank: int) -> str:
+    own = names.escape_segment(name)
+    return names.join_segments(RANK, str(rank), own) if isinstance(each, PerRank) else own
 
 
-def _unlike(optimizer: torch.optim.Optimizer, known: Mapping[int, tuple[str, str]]) -> dict[int, str]:
+def _name_parameters_apart(optimizer: torch.optim.Optimizer, known: Mapping[int, tuple[str, str]]) -> dict[int, str]:
     """Names of an optimizer's parameters; with their module's own where two modules have some of the same name."""
     own = {id(each) for group in optimizer.param_groups for each in group["params"]} & known.keys()
     owners: dict[str, set[str]] = {}
@@ -191,18 +203,20 @@ def _unlike(optimizer: torch.optim.Optimizer, known: Mapping[int, tuple[str, str
         owners.setdefault(name, set()).add(prefix)
     alike = {prefix for prefixes in owners.values() if len(prefixes) > 1 for prefix in prefixes}
     return {
-        each: names.join(prefix, name) if prefix in alike else name for each in own for prefix, name in (known[each],)
+        each: names.join_segments(prefix, name) if prefix in alike else name
+        for each in own
+        for prefix, name in (known[each],)
     }
 
 
-def _immutable(value: object) -> bool:
+def _is_immutable(value: object) -> bool:
     if isinstance(value, tuple):
-        return not value or any(map(_immutable, value))
+        return not value or any(map(_is_immutable, value))
     return value is None or isinstance(value, int | float | complex | str | bytes | frozenset | range)
 
 
-def _modules(each: Any) -> Sequence[nn.Module]:
-    inner = unwrap(each)
+def _list_modules(each: Any) -> Sequence[nn.Module]:
+    inner = unwrap_marked(each)
     if isinstance(inner, nn.Module):
         return [inner]
     if isinstance(inner, list | tuple) and inner and all(isinstance(one, nn.Module) for one in inner):

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.state.kinds import Kind, Saved
+from everstep.checkpoint.state.kinds import ObjectKind, Saved
 from everstep.checkpoint.state.optimizers import OptimizerObject
 from everstep.checkpoint.state.param_options import PLACES
 from everstep.checkpoint.state.plain import StatefulObject
 
 
-def find_order_problems(restored: Sequence[tuple[Kind, Saved]]) -> list[str]:
+def find_order_problems(restored: Sequence[tuple[ObjectKind, Saved]]) -> list[str]:
     """Return why objects that are restored do not fit the order of the groups of an optimizer beside them.
 
     Args:
@@ -63,18 +63,18 @@ def _find_moved_group(kind: OptimizerObject, saved: Saved) -> tuple[str, int] | 
 
 def _counts_on_order(inner: object, saved: Saved, params: set[int], count: int) -> bool:
     """Whether an object is a scheduler of these parameters' optimizer, or has it and lists with a number per group."""
-    held = list(_walk(inner))
+    held = list(_iterate_attributes(inner))
     optimizers = [each for each in held if isinstance(each, torch.optim.Optimizer)]
     if not any(id(param) in params for each in optimizers for group in each.param_groups for param in group["params"]):
         return False
     if any(isinstance(each, torch.optim.lr_scheduler.LRScheduler) for each in held):
         return True
-    return any(_has_list(_unpacked(saved, name), count) for name in saved.values) or any(
+    return any(_has_list(_unpack_saved(saved, name), count) for name in saved.values) or any(
         piece == f"[{count - 1}]" for name in saved.tensors for piece in name.split(".")
     )
 
 
-def _walk(outer: object) -> Iterator[Any]:
+def _iterate_attributes(outer: object) -> Iterator[Any]:
     """The object, what its attributes hold, and what schedulers among these hold."""
     waiting: list[Any] = [outer]
     seen: set[int] = set()
@@ -92,7 +92,7 @@ def _walk(outer: object) -> Iterator[Any]:
             waiting += getattr(each, "__dict__", {}).values()
 
 
-def _unpacked(saved: Saved, name: str) -> Any:
+def _unpack_saved(saved: Saved, name: str) -> Any:
     try:
         return saved.value(name)
     except CheckpointError:  # a problem that is told elsewhere

@@ -10,14 +10,14 @@ import torch
 
 from everstep.checkpoint.casting import NO_CASTS, Casts
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import Manifest, Tensor
+from everstep.checkpoint.format import Manifest, StoredTensor
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.bulk import from_tensor
-from everstep.checkpoint.state.memory import WHOLE, local, overlaps, why_not_saved
-from everstep.checkpoint.state.structure import KIND, nest
-from everstep.checkpoint.values import InPart, unpack
+from everstep.checkpoint.state.memory import WHOLE, get_local_tensor, overlaps_itself, why_not_saved
+from everstep.checkpoint.state.structure import KIND, build_structure
+from everstep.checkpoint.values import InPart, unpack_value
 
-__all__ = ["WHOLE", "Kind", "PerRank", "Saved", "StateMismatch", "Stateful", "Stepped", "local"]
+__all__ = ["WHOLE", "ObjectKind", "PerRank", "Saved", "StateMismatch", "Stateful", "Stepped", "get_local_tensor"]
 
 Leaf = TypeVar("Leaf")
 
@@ -80,7 +80,7 @@ class FromRank:
         self.rank = rank
 
 
-def unwrap(each: object) -> object:
+def unwrap_marked(each: object) -> object:
     """The object itself, without what says whose state is saved."""
     return each.inner if isinstance(each, PerRank | FromRank) else each
 
@@ -103,7 +103,7 @@ class Saved:
     """What a checkpoint holds below `prefix`; names are relative to it, "" is the object itself. Values are packed."""
 
     prefix: str
-    tensors: Mapping[str, Tensor]
+    tensors: Mapping[str, StoredTensor]
     values: Mapping[str, object]
     allow_pickle: bool = False
     casts: Casts = NO_CASTS
@@ -116,9 +116,9 @@ class Saved:
     def below(self, name: str) -> Saved:
         """The part of it below a name."""
         return Saved(
-            names.join(self.prefix, name),
-            _below(self.tensors, name),
-            _below(self.values, name),
+            names.join_segments(self.prefix, name),
+            _select_below(self.tensors, name),
+            _select_below(self.values, name),
             self.allow_pickle,
             self.casts,
             self.everything or self,
@@ -129,11 +129,11 @@ class Saved:
         return (self.everything or self).below(full)
 
     def full(self, name: str) -> str:
-        return names.join(self.prefix, name)
+        return names.join_segments(self.prefix, name)
 
     def value(self, name: str) -> Any:
         """The value of this name, unpacked. Refused when it cannot be."""
-        return unpack(self.values[name], self.full(name), allow_pickle=self.allow_pickle)
+        return unpack_value(self.values[name], self.full(name), allow_pickle=self.allow_pickle)
 
     def value_or(self, name: str, default: Any) -> Any:
         """The same, or the default where there is none."""
@@ -145,7 +145,7 @@ class Saved:
         leaves: dict[str, Any] = {name: self.value(name) for name in self.values if name != KIND}
         for name in self.tensors:
             leaves[name] = with_bytes(leaves.get(name), tensors[self.full(name)])
-        return nest(leaves, self.description if description is None else description)
+        return build_structure(leaves, self.description if description is None else description)
 
     @property
     def description(self) -> dict[str, Any] | None:
@@ -157,7 +157,7 @@ class Saved:
         return bool(self.tensors or self.values)
 
 
-def _below(leaves: Mapping[str, Leaf], name: str) -> dict[str, Leaf]:
+def _select_below(leaves: Mapping[str, Leaf], name: str) -> dict[str, Leaf]:
     start = f"{name}."
     return {
         each.removeprefix(start) if each != name else "": leaf
@@ -166,7 +166,7 @@ def _below(leaves: Mapping[str, Leaf], name: str) -> dict[str, Leaf]:
     }
 
 
-class Kind(Protocol):
+class ObjectKind(Protocol):
     """An object that was given by name, seen as one of the kinds that a checkpoint knows."""
 
     prefix: str
@@ -201,7 +201,7 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def detached(leaf: Any) -> Any:
+def detach_leaf(leaf: Any) -> Any:
     """A tensor without its history; anything else as it is."""
     return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
@@ -210,7 +210,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def misfit(saved: Tensor, tensor: torch.Tensor, casts: Casts = NO_CASTS) -> str | None:
+def describe_misfit(saved: StoredTensor, tensor: torch.Tensor, casts: Casts = NO_CASTS) -> str | None:
     """Why the saved tensor cannot be copied into this one, bit for bit unless it may be cast."""
     if why := why_not_saved(tensor):
         return why
@@ -223,10 +223,10 @@ def misfit(saved: Tensor, tensor: torch.Tensor, casts: Casts = NO_CASTS) -> str 
 
 def filled_later(tensor: torch.Tensor) -> torch.Tensor:
     """The target for a tensor of ours: itself, or another where its elements share memory (see fill_overlapping)."""
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format) if overlaps(tensor) else tensor
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format) if overlaps_itself(tensor) else tensor
 
 
-def fresh(saved: Tensor) -> torch.Tensor:
+def make_fresh_tensor(saved: StoredTensor) -> torch.Tensor:
     """Stands for a new tensor in main memory, for the whole of a saved one.
 
     It has no memory yet, because it may get that into which its bytes are read: nothing is copied then.
@@ -240,7 +240,7 @@ def have_other_bytes(saved: Saved, one: str, other: str) -> bool:
     return bool(cuts[0] == cuts[1] and sums[0] != sums[1])
 
 
-def _cuts_and_sums(tensor: Tensor) -> tuple[list[object], list[list[str]]]:
+def _cuts_and_sums(tensor: StoredTensor) -> tuple[list[object], list[list[str]]]:
     shards = sorted(tensor.shards, key=lambda shard: shard.offsets)
     cuts: list[object] = [(shard.offsets, shard.sizes) for shard in shards]
     return cuts, [[chunk.sum for chunk in shard.chunks] for shard in shards]

@@ -11,7 +11,7 @@ from everstep.checkpoint.state.kinds import is_tensor
 STEP = "step"
 
 
-def uncast(live: Any, loaded: Any, taken: dict[int, Any], key: str = "") -> Any:
+def undo_casts(live: Any, loaded: Any, taken: dict[int, Any], key: str = "") -> Any:
     """Return what load_state_dict has made of a loaded state, with the types that were loaded.
 
     Args:
@@ -30,9 +30,9 @@ def uncast(live: Any, loaded: Any, taken: dict[int, Any], key: str = "") -> Any:
         return live
     elif isinstance(loaded, dict) and isinstance(live, dict):
         found = copy.copy(loaded)
-        found.update({each: uncast(live.get(each), loaded[each], taken) for each in loaded})
+        found.update({each: undo_casts(live.get(each), loaded[each], taken) for each in loaded})
     elif type(loaded) in (list, tuple) and isinstance(live, list | tuple) and len(live) == len(loaded):
-        found = type(loaded)([uncast(*pair, taken) for pair in zip(live, loaded, strict=True)])
+        found = type(loaded)([undo_casts(*pair, taken) for pair in zip(live, loaded, strict=True)])
     if isinstance(loaded, dict | list) or is_tensor(loaded):
         taken[id(loaded)] = found
     return found

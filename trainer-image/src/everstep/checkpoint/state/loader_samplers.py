@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from everstep.checkpoint.state.kinds import Stateful, unwrap
+from everstep.checkpoint.state.kinds import Stateful, unwrap_marked
 from everstep.checkpoint.state.loaded import is_instance
 
 _log = logging.getLogger("everstep.checkpoint")
@@ -31,7 +31,7 @@ def warn_of_random_samplers(objects: Mapping[str, object]) -> None:
         objects: What is saved, by name.
     """
     for name, each in objects.items():
-        if is_loader(loader := unwrap(each)):
+        if is_loader(loader := unwrap_marked(each)):
             parts = [part for _, part in _list_parts(loader) if not isinstance(part, Stateful)]
             for kind in _RANDOM:
                 if any(is_instance(part, "torch.utils.data", kind) for part in parts):

@@ -15,7 +15,7 @@ WHOLE = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)  # neither a shard o
 _DTYPES = frozenset(getattr(torch, name) for name in DTYPES if hasattr(torch, name))
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of this rank behind a tensor. A DTensor has none of its own, even where the whole of it is here."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
@@ -34,7 +34,7 @@ def why_not_saved(tensor: torch.Tensor) -> str | None:
         return f"is of the type {tensor.dtype}, which no checkpoint holds; save it as another (view(torch.uint8))"
     if tensor.is_meta:
         return "is on the meta device: give it memory first (module.to_empty(device=…)), and values"
-    here = local(tensor)
+    here = get_local_tensor(tensor)
     if type(here) in WHOLE:
         if here.numel() and not here.untyped_storage().nbytes():
             return "has no memory now: whatever has freed its storage must bring it back first"
@@ -46,7 +46,7 @@ def why_not_saved(tensor: torch.Tensor) -> str | None:
     return None
 
 
-def overlaps(tensor: torch.Tensor) -> bool:
+def overlaps_itself(tensor: torch.Tensor) -> bool:
     """Whether several elements may share one place in memory, as those of an expanded tensor do."""
     if tensor.is_contiguous() or type(tensor) not in WHOLE or not tensor.numel():
         return False

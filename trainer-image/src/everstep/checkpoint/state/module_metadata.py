@@ -36,7 +36,7 @@ def read_unusual(state: object) -> dict[str, dict[str, Any]] | None:
     said = getattr(state, _ATTRIBUTE, None)
     if not isinstance(said, Mapping):
         return None
-    found = {str(path): _kept(each) for path, each in said.items() if isinstance(each, Mapping)}
+    found = {str(path): _keep_versions(each) for path, each in said.items() if isinstance(each, Mapping)}
     return {path: each for path, each in found.items() if each != _USUAL}
 
 
@@ -61,7 +61,7 @@ def find_unusual(descriptions: Mapping[str, Mapping[str, Any]]) -> dict[str, dic
 def set_metadata(state: OrderedDict[str, Any], unusual: Mapping[str, Mapping[str, Any]]) -> None:
     """Say of a state dictionary what read_unusual() gave, and of all other modules that have something in it that they
     are of version 1."""
-    usual = {path: dict(_USUAL) for path in _paths(state)}
+    usual = {path: dict(_USUAL) for path in _list_module_paths(state)}
     setattr(state, _ATTRIBUTE, OrderedDict(usual | {path: dict(each) for path, each in unusual.items()}))
 
 
@@ -100,11 +100,11 @@ def find_own_loading(module: nn.Module) -> Iterator[str]:
             yield path
 
 
-def _kept(said: Mapping[str, Any]) -> dict[str, Any]:
+def _keep_versions(said: Mapping[str, Any]) -> dict[str, Any]:
     return {key: each for key, each in said.items() if key not in _OF_A_CALL and isinstance(each, _SCALARS)}
 
 
-def _paths(keys: Iterable[object]) -> Collection[str]:
+def _list_module_paths(keys: Iterable[object]) -> Collection[str]:
     """The paths of the modules that keys of a state dictionary belong to, and of those around them."""
     found = {"": None}
     for key in keys:

@@ -20,9 +20,17 @@ from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import find_aliases
 from everstep.checkpoint.state.bulk import is_leaf
-from everstep.checkpoint.state.kinds import Absent, Saved, filled_later, fresh, have_other_bytes, is_tensor, misfit
+from everstep.checkpoint.state.kinds import (
+    Absent,
+    Saved,
+    describe_misfit,
+    filled_later,
+    have_other_bytes,
+    is_tensor,
+    make_fresh_tensor,
+)
 from everstep.checkpoint.state.loaded import is_instance
-from everstep.checkpoint.state.memory import fill_overlapping, local, overlaps
+from everstep.checkpoint.state.memory import fill_overlapping, get_local_tensor, overlaps_itself
 from everstep.checkpoint.state.module_metadata import (
     find_own_loading,
     find_unusual,
@@ -60,12 +68,12 @@ class Modules:
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Names below the prefix and parameters; one that is tied has its first name."""
         for module in self._modules:
-            plain = unwrapped(module)
+            plain = make_unwrapping(module)
             for name, parameter in module.named_parameters():
                 yield names.of_module(plain(name)), parameter
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        states = [(unwrapped(module), module.state_dict()) for module in self._modules]
+        states = [(make_unwrapping(module), module.state_dict()) for module in self._modules]
         unusual: dict[str, dict[str, Any]] | None = {}
         for plain, state in states:
             said = read_unusual(state)
@@ -75,7 +83,7 @@ class Modules:
                 unusual |= {names.of_module(plain(path)): each for path, each in said.items()}
         if unusual and len(states) > 1:
             unusual.pop("", None)  # of each stage of a pipeline, which nobody else has
-        yield from ((names.join(self.prefix, name), each) for name, each in describe_module(unusual))
+        yield from ((names.join_segments(self.prefix, name), each) for name, each in describe_module(unusual))
         leaves = [leaf for plain, state in states for leaf in self._leaves_of(plain, state)]
         yield from leaves
         # What a module's extra state shares is said in its own description.
@@ -85,29 +93,29 @@ class Modules:
 
     def _leaves_of(self, plain: Callable[[str], str], state: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         for key, value in state.items():
-            full = names.join(self.prefix, names.of_module(plain(key)))
+            full = names.join_segments(self.prefix, names.of_module(plain(key)))
             if is_tensor(value):
                 yield full, value
             else:
                 check_nesting(value, full)
-                yield from names.walk(value, is_leaf, full)
+                yield from names.walk_leaves(value, is_leaf, full)
                 if described := describe_state(value, is_leaf):
-                    yield names.join(full, KIND), described
+                    yield names.join_segments(full, KIND), described
 
     def broadcast_from_others(self) -> Iterator[str]:
         """Full names of the buffers that the next forward pass of a DDP gets from another rank, whatever is here."""
         for module in self._modules:
             wrapped = [(path, each) for path, each in module.named_modules() if isinstance(each, DDP)]
-            plain = unwrapped(module) if wrapped else str
+            plain = make_unwrapping(module) if wrapped else str
             for path, each in wrapped:
                 for name in _received_buffers(each):
-                    yield names.join(self.prefix, names.of_module(plain(f"{path}.{name}" if path else name)))
+                    yield names.join_segments(self.prefix, names.of_module(plain(f"{path}.{name}" if path else name)))
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
         first: dict[tuple[object, ...], str] = {}  # the name by which a tensor with several was met first
         for module in self._modules:
-            plain = unwrapped(module)
+            plain = make_unwrapping(module)
             resizing = {names.of_module(plain(path)) for path in find_own_loading(module)}
             tied = _list_tied(module, plain)
             for key, value in module.state_dict().items():
@@ -115,16 +123,25 @@ class Modules:
                 full = saved.full(name)
                 owner, _, last = name.rpartition(".")
                 if not is_tensor(value) or (last == _EXTRA_STATE and name in saved.tensors):
-                    found.update({saved.full(each): fresh(tensor) for each, tensor in _subtree(saved.tensors, name)})
+                    found.update(
+                        {
+                            saved.full(each): make_fresh_tensor(tensor)
+                            for each, tensor in _list_subtree(saved.tensors, name)
+                        }
+                    )
                 elif name not in saved.tensors:
                     # As transformers and safetensors write a tied tensor: under one of its names.
                     if saved.tensors.keys().isdisjoint(tied.get(name, ())):
                         problems.append(Absent.of_name(full))
                 elif owner in resizing and saved.tensors[name].shape != tuple(value.shape):
-                    found[full] = fresh(saved.tensors[name])  # as lazily made buffers: the module takes any size
-                elif why := misfit(saved.tensors[name], value, saved.casts):
+                    found[full] = make_fresh_tensor(
+                        saved.tensors[name]
+                    )  # as lazily made buffers: the module takes any size
+                elif why := describe_misfit(saved.tensors[name], value, saved.casts):
                     problems.append(f"{full} {why}")
-                elif (known := first.setdefault(_memory(value), name)) != name and have_other_bytes(saved, known, name):
+                elif (known := first.setdefault(_get_memory_identity(value), name)) != name and have_other_bytes(
+                    saved, known, name
+                ):
                     problems.append(
                         f"{saved.full(known)} and {full} are one tensor here (tied) and have different values in the "
                         "checkpoint: untie them before restore(), or tie them in the model that saves"
@@ -136,8 +153,8 @@ class Modules:
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         unusual = find_unusual({name: saved.value(name) for name in saved.values if is_description(name)})
         for module in self._modules:
-            plain, here = unwrapped(module), module.state_dict()
-            own = {_address(each) for each in (*module.parameters(), *module.buffers())}
+            plain, here = make_unwrapping(module), module.state_dict()
+            own = {_get_address(each) for each in (*module.parameters(), *module.buffers())}
             # What changes a state on its way gets all of it; everything is in place already for all others.
             is_changed = bool(find_own_loading(module))
             given: OrderedDict[str, Any] = OrderedDict()
@@ -150,9 +167,9 @@ class Modules:
                         given[key] = extra.nested(tensors)
                 elif filled is None:
                     continue
-                elif overlaps(value):
+                elif overlaps_itself(value):
                     fill_overlapping(value, filled, saved.full(name))
-                elif is_changed or _address(value) not in own or _address(filled) != _address(value):
+                elif is_changed or _get_address(value) not in own or _get_address(filled) != _get_address(value):
                     # A hook made this tensor, or took it apart: the module itself knows how to take it back.
                     given[key] = filled.detach()
             set_metadata_as_here(given, here, unusual, plain)
@@ -185,9 +202,9 @@ def _received_buffers(ddp: DDP) -> Iterator[str]:
             yield name
 
 
-def unwrapped(module: nn.Module) -> Callable[[str], str]:
+def make_unwrapping(module: nn.Module) -> Callable[[str], str]:
     """How a name within the module is called when nothing wraps it or any module inside."""
-    inner = {name: attribute for name, each in module.named_modules() if (attribute := _wrapped(each))}
+    inner = {name: attribute for name, each in module.named_modules() if (attribute := _find_wrapped_attribute(each))}
     if not inner:
         return lambda name: name
 
@@ -206,7 +223,7 @@ def unwrapped(module: nn.Module) -> Callable[[str], str]:
     return plain
 
 
-def _wrapped(module: nn.Module) -> str | None:
+def _find_wrapped_attribute(module: nn.Module) -> str | None:
     """The attribute under which a wrapper holds what it wraps."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
@@ -217,19 +234,19 @@ def _wrapped(module: nn.Module) -> str | None:
     return None
 
 
-def _subtree(tensors: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
+def _list_subtree(tensors: Mapping[str, Any], name: str) -> list[tuple[str, Any]]:
     return [(each, tensor) for each, tensor in tensors.items() if each == name or each.startswith(f"{name}.")]
 
 
-def _address(tensor: torch.Tensor) -> tuple[int, int]:
-    here = local(tensor)
+def _get_address(tensor: torch.Tensor) -> tuple[int, int]:
+    here = get_local_tensor(tensor)
     # Tensors without elements share the address 0: there is nothing to copy in any of them.
     return here.data_ptr(), here.numel()
 
 
-def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
+def _get_memory_identity(tensor: torch.Tensor) -> tuple[object, ...]:
     """Equal for two tensors that are the same elements in the same order; where there is none, for no two."""
-    here = local(tensor)
+    here = get_local_tensor(tensor)
     if not here.numel():
         return (id(tensor),)
     bits = (here.is_conj(), here.is_neg())

@@ -13,7 +13,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from everstep.checkpoint.values import Refused, pack, unpack
+from everstep.checkpoint.values import UnsupportedValue, pack_value, unpack_value
 
 _ESCAPED = re.compile(r"[%./]|^[#\[(]")
 _PATH = re.compile(r"[%/]|(?:^|\.)(?:[#\[(]|\.|$)")  # where a path of text keys needs an escape
@@ -29,34 +29,34 @@ _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 
 @functools.lru_cache(maxsize=4096)  # a state has few keys, and each of them many times
-def segment(key: str) -> str:
+def escape_segment(key: str) -> str:
     """A key that is text, as a segment of a name."""
     return _ESCAPED.sub(lambda found: f"%{ord(found[0]):02X}", key) or "%"
 
 
-def join(*segments: str) -> str:
+def join_segments(*segments: str) -> str:
     """Segments as a name; empty ones (the object itself) are left out."""
     return ".".join(filter(None, segments))
 
 
 def of_module(name: str) -> str:
     """The fully qualified name of a module's parameter: it is a path already, each piece a key."""
-    return ".".join(map(segment, name.split("."))) if _PATH.search(name) else name
+    return ".".join(map(escape_segment, name.split("."))) if _PATH.search(name) else name
 
 
 def to_module(name: str) -> str:
     """Return the key of a module's state_dict for which of_module() gave this name."""
-    return ".".join(map(_unescaped, name.split("."))) if "%" in name else name
+    return ".".join(map(_unescape_segment, name.split("."))) if "%" in name else name
 
 
-def walk(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator[tuple[str, Any]]:
+def walk_leaves(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator[tuple[str, Any]]:
     """The leaves of a nested state with their names.
 
     A dictionary is entered when all its keys are text, or when a leaf for which `is_leaf` holds is somewhere in it and
     its keys are plain values; a list, a tuple or another kind of dictionary (an OrderedDict) when such a leaf is in it.
     Anything else is one leaf, an empty container too. `is_leaf` holds for no number, text, bytes or None.
     """
-    pairs = None if is_leaf(value) else children(value, is_leaf)
+    pairs = None if is_leaf(value) else list_children(value, is_leaf)
     if pairs is None:
         yield name, value
         return
@@ -65,20 +65,20 @@ def walk(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator
         if is_leaf(child):
             yield below, child  # most of a state: a generator for each would take longer than all the rest
         else:
-            yield from walk(child, is_leaf, below)
+            yield from walk_leaves(child, is_leaf, below)
 
 
-def children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]] | None:
+def list_children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]] | None:
     """Return the pieces of names and what they stand for, of a container that is entered; else None."""
-    if isinstance(value, dict) and value and (type(value) is dict or _holds(value, is_leaf)):
+    if isinstance(value, dict) and value and (type(value) is dict or _holds_leaf(value, is_leaf)):
         if all(type(key) is str for key in value):
-            return [(segment(key), child) for key, child in value.items()]
-        pieces = [name_key(key) for key in value] if _holds(value, is_leaf) else [None]
+            return [(escape_segment(key), child) for key, child in value.items()]
+        pieces = [name_key(key) for key in value] if _holds_leaf(value, is_leaf) else [None]
         if None not in pieces:
             return list(zip(map(str, pieces), value.values(), strict=True))
-    elif type(value) is list and _holds(value, is_leaf):
+    elif type(value) is list and _holds_leaf(value, is_leaf):
         return [(f"[{i}]", child) for i, child in enumerate(value)]
-    elif type(value) is tuple and _holds(value, is_leaf):
+    elif type(value) is tuple and _holds_leaf(value, is_leaf):
         return [(f"({i})", child) for i, child in enumerate(value)]
     return None
 
@@ -86,17 +86,17 @@ def children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]
 def name_key(key: Any) -> str | None:
     """Return a dictionary's key as a piece of a name; None where it has none."""
     if type(key) is str:
-        return segment(key)
+        return escape_segment(key)
     if type(key) is int:
         return f"#{key}"
     try:
-        text = json.dumps(pack(key), sort_keys=True, separators=(",", ":"))
-    except Refused:
+        text = json.dumps(pack_value(key), sort_keys=True, separators=(",", ":"))
+    except UnsupportedValue:
         return None
     return "#" + _ESCAPED.sub(lambda found: f"%{ord(found[0]):02X}", text)
 
 
-def _holds(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
+def _holds_leaf(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
     if is_leaf(value):
         return True
     children: Iterable[Any] = ()
@@ -104,10 +104,10 @@ def _holds(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
         children = value.values()
     elif isinstance(value, (list, tuple)):
         children = value
-    return any(_holds(child, is_leaf) for child in children if type(child) not in _PLAIN)
+    return any(_holds_leaf(child, is_leaf) for child in children if type(child) not in _PLAIN)
 
 
-def nest(leaves: Mapping[str, Any], build: Build | None = None, name: str = "") -> Any:
+def nest_leaves(leaves: Mapping[str, Any], build: Build | None = None, name: str = "") -> Any:
     """The nested state whose leaves walk() gave these names; ValueError when they fit no state.
 
     Args:
@@ -126,13 +126,15 @@ def nest(leaves: Mapping[str, Any], build: Build | None = None, name: str = "") 
     for full, leaf in leaves.items():
         first, _, rest = full.partition(".")
         groups.setdefault(first, {})[rest] = leaf
-    return _container({piece: nest(below, build, join(name, piece)) for piece, below in groups.items()}, build, name)
+    return _build_container(
+        {piece: nest_leaves(below, build, join_segments(name, piece)) for piece, below in groups.items()}, build, name
+    )
 
 
-def _container(children: dict[str, Any], build: Build | None, name: str) -> Any:
+def _build_container(children: dict[str, Any], build: Build | None, name: str) -> Any:
     found = [_ITEM.fullmatch(piece) for piece in children]
     if not any(found):
-        items = {piece: (_key(piece), child) for piece, child in children.items()}
+        items = {piece: (_parse_key(piece), child) for piece, child in children.items()}
         return dict(items.values()) if build is None else build(name, items)
     kinds = {each.lastindex if each else 0 for each in found}
     if len(kinds) != 1:
@@ -145,13 +147,13 @@ def _container(children: dict[str, Any], build: Build | None, name: str) -> Any:
     return listed if kind == 1 else tuple(listed)
 
 
-def _key(piece: str) -> Any:
+def _parse_key(piece: str) -> Any:
     if not piece.startswith("#"):
-        return _unescaped(piece)
+        return _unescape_segment(piece)
     if _INTEGER.fullmatch(piece, 1):
         return int(piece[1:])
-    return unpack(json.loads(_unescaped(piece[1:])), piece)
+    return unpack_value(json.loads(_unescape_segment(piece[1:])), piece)
 
 
-def _unescaped(piece: str) -> str:
+def _unescape_segment(piece: str) -> str:
     return "" if piece == "%" else _ESCAPE.sub(lambda found: chr(int(found[1], 16)), piece)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from everstep.checkpoint.state import names
-from everstep.checkpoint.values import Refused
+from everstep.checkpoint.values import UnsupportedValue
 
 DEEPEST = 100  # containers within each other; of Python's 1,000 calls a reader takes up to four for each
 
@@ -22,15 +22,15 @@ def check_nesting(state: Any, name: str) -> None:
         name: What it is called in messages.
 
     Raises:
-        Refused: It is nested deeper than DEEPEST, or holds itself; names the entry in which.
+        UnsupportedValue: It is nested deeper than DEEPEST, or holds itself; names the entry in which.
     """
     waiting = [(state, 1, "")] if isinstance(state, _CONTAINERS) else []
     seen: dict[int, int] = {}  # at which depth a container was met last
     while waiting:
         container, depth, top = waiting.pop()
         if depth > DEEPEST:
-            raise Refused(
-                names.join(name, top),
+            raise UnsupportedValue(
+                names.join_segments(name, top),
                 f"is nested more than {DEEPEST} deep, or holds itself: a checkpoint holds {DEEPEST} dictionaries, "
                 "lists and tuples within each other; keep it as a flat list or dictionary, or as bytes",
             )
@@ -47,7 +47,7 @@ def _list_containers(container: Any) -> Iterator[tuple[str, Any]]:
             if isinstance(key, tuple | frozenset):
                 yield repr(type(key).__name__), key
             if isinstance(child, _CONTAINERS):
-                yield names.segment(key) if type(key) is str else f"#{key}" if type(key) is int else "#", child
+                yield names.escape_segment(key) if type(key) is str else f"#{key}" if type(key) is int else "#", child
     elif not _PLAIN.issuperset(map(type, container)):
         for place, child in enumerate(container):
             if isinstance(child, _CONTAINERS):

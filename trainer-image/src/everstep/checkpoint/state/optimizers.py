@@ -15,25 +15,25 @@ import torch
 
 from everstep.checkpoint.casting import Casts
 from everstep.checkpoint.errors import CheckpointError
-from everstep.checkpoint.format import Tensor
+from everstep.checkpoint.format import StoredTensor
 from everstep.checkpoint.state import names, shards
-from everstep.checkpoint.state.aliases import find_aliases, name_path, share
+from everstep.checkpoint.state.aliases import find_aliases, name_path, share_objects
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.classes import is_of_kind, kind_of
 from everstep.checkpoint.state.kinds import (
     WHOLE,
     Absent,
     Saved,
-    detached,
+    describe_misfit,
+    detach_leaf,
     filled_later,
-    fresh,
     is_tensor,
-    misfit,
+    make_fresh_tensor,
     with_bytes,
 )
 from everstep.checkpoint.state.loaded import is_dtensor
-from everstep.checkpoint.state.loaded_states import STEP, leave_out_others, uncast
-from everstep.checkpoint.state.memory import local
+from everstep.checkpoint.state.loaded_states import STEP, leave_out_others, undo_casts
+from everstep.checkpoint.state.memory import get_local_tensor
 from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.param_options import (
     PLACES,
@@ -52,7 +52,7 @@ from everstep.checkpoint.state.param_states import (
     read_structure,
     sort_states,
 )
-from everstep.checkpoint.state.structure import KIND, OPTIMIZER, describe, nest
+from everstep.checkpoint.state.structure import KIND, OPTIMIZER, build_structure, describe_structure
 
 _STATE = "state"
 _GROUPS = "param_groups"  # of each parameter: which options it has
@@ -80,7 +80,7 @@ class _ParamState:
     layout: Mapping[str, Any]
     kept: str | None
     is_left: bool
-    tensors: dict[str, tuple[str, Tensor]] = field(default_factory=dict)
+    tensors: dict[str, tuple[str, StoredTensor]] = field(default_factory=dict)
     values: dict[str, tuple[Saved, str]] = field(default_factory=dict)
 
 
@@ -118,9 +118,9 @@ class OptimizerObject:
         more = {key: each for key, each in state.items() if key not in ("state", "param_groups")}
         check_nesting(more, self.prefix)
         for number, group in enumerate(state["param_groups"]):
-            check_nesting(group, names.join(self.prefix, _GROUPS, f"[{number}]"))
-        yield names.join(self.prefix, KIND), describe(OPTIMIZER, more, is_leaf)
-        yield names.join(self.prefix, _KIND), kind_of(self._optimizer)
+            check_nesting(group, names.join_segments(self.prefix, _GROUPS, f"[{number}]"))
+        yield names.join_segments(self.prefix, KIND), describe_structure(OPTIMIZER, more, is_leaf)
+        yield names.join_segments(self.prefix, _KIND), kind_of(self._optimizer)
         yield from self._leaves_of_params(state["state"])
         told: set[str] = set()  # groups may have the same options
         for number, group in enumerate(state["param_groups"]):
@@ -128,17 +128,17 @@ class OptimizerObject:
             digest = digest_options(options)
             if digest not in told:
                 told.add(digest)
-                yield names.join(self.prefix, _OPTIONS, digest), options
+                yield names.join_segments(self.prefix, _OPTIONS, digest), options
             for place in group["params"]:
-                yield names.join(self.prefix, _GROUPS, self._names[place]), digest
+                yield names.join_segments(self.prefix, _GROUPS, self._names[place]), digest
                 # In the name, because ranks that share a parameter may have other groups beside it.
                 where = f"{number}-{len(state['param_groups'])}"
-                yield names.join(self.prefix, PLACES, self._names[place], where), True
+                yield names.join_segments(self.prefix, PLACES, self._names[place], where), True
             known = [self._names[place] for place in group["params"]]
             for name, said in name_params(known, number, group.get("param_names")):
-                yield names.join(self.prefix, name), said
+                yield names.join_segments(self.prefix, name), said
         for key, value in more.items():
-            yield from self._leaves(names.join("more", names.segment(key)), value)
+            yield from self._leaves(names.join_segments("more", names.escape_segment(key)), value)
 
     def coming(self) -> Iterator[tuple[str, torch.Tensor]]:
         """A stand-in for each tensor of state that the first step will make."""
@@ -147,20 +147,23 @@ class OptimizerObject:
             for param in group["params"]:
                 if param.requires_grad and not self._optimizer.state.get(param):
                     for number in range(_per_parameter(group)):
-                        name = names.join(_STATE, known[id(param)], "coming", str(number))
+                        name = names.join_segments(_STATE, known[id(param)], "coming", str(number))
                         leaf = param.detach()
-                        yield names.join(self.prefix, name), local(leaf) if self._is_own else leaf
+                        yield names.join_segments(self.prefix, name), get_local_tensor(leaf) if self._is_own else leaf
 
     def _leaves(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        return ((each, detached(leaf)) for each, leaf in names.walk(value, is_leaf, names.join(self.prefix, name)))
+        return (
+            (each, detach_leaf(leaf))
+            for each, leaf in names.walk_leaves(value, is_leaf, names.join_segments(self.prefix, name))
+        )
 
     def _leaves_of_params(self, states: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
         every: list[tuple[int, str, Any]] = []
         for place, own in states.items():
             if type(place) is not int:
                 raise CheckpointError(f"{self.prefix}: holds state under {place!r}, which is no parameter")
-            check_nesting(own, names.join(self.prefix, _STATE, self._names[place]))
-            every += [(place, below, detached(leaf)) for below, leaf in names.walk(own, is_leaf)]
+            check_nesting(own, names.join_segments(self.prefix, _STATE, self._names[place]))
+            every += [(place, below, detach_leaf(leaf)) for below, leaf in names.walk_leaves(own, is_leaf)]
         layouts: dict[int, dict[str, Any]] = defaultdict(dict)
         keeping: set[int] = set()  # parameters beside which this rank has state of its own
         for place, below, leaf in every:
@@ -170,12 +173,12 @@ class OptimizerObject:
                 if said is not None:
                     layouts[place][below] = said
                 if self._is_own:
-                    leaf = local(leaf)
+                    leaf = get_local_tensor(leaf)
                 elif not is_dtensor(leaf) and leaf.dim() > 0 and below != STEP:
-                    yield names.join(prefix, _KEPT, self._names[place], below), True
+                    yield names.join_segments(prefix, _KEPT, self._names[place], below), True
                     prefix = self._own
                     keeping.add(place)
-            yield names.join(prefix, _STATE, self._names[place], below), leaf
+            yield names.join_segments(prefix, _STATE, self._names[place], below), leaf
         yield from self._layouts(layouts, keeping, {place for place, _, _ in every})
         yield from self._structures({self._names[place]: own for place, own in states.items()}, keeping)
 
@@ -183,35 +186,37 @@ class OptimizerObject:
         try:
             return shards.describe_leaf(self.params[place], leaf, is_own=self._is_own)
         except CheckpointError as error:
-            raise CheckpointError(f"{names.join(self.prefix, _STATE, self._names[place], below)} {error}") from error
+            raise CheckpointError(
+                f"{names.join_segments(self.prefix, _STATE, self._names[place], below)} {error}"
+            ) from error
 
     def _structures(self, states: Mapping[str, Any], keeping: Collection[int]) -> Iterator[tuple[str, Any]]:
         """Values that say how states are built, and what they share."""
         own_ones = {self._names[place] for place in keeping}
         said: set[str] = set()
         for param, name, value in describe_states(states):
-            full = names.join(self._own if param in own_ones else self.prefix, name)
+            full = names.join_segments(self._own if param in own_ones else self.prefix, name)
             if full not in said:
                 said.add(full)
                 yield full, value
         for name, value in (*describe_order(states, self._names), *describe_aliases(self.prefix, states)):
-            yield names.join(self.prefix, name), value
+            yield names.join_segments(self.prefix, name), value
             # Another rank may have no state for some of these parameters, and say it in words that meet with none here.
             if not self._is_own and any(map(is_dtensor, self.params)):
-                yield names.join(self._own, name), value
+                yield names.join_segments(self._own, name), value
 
     def _layouts(
         self, layouts: Mapping[int, dict[str, Any]], keeping: Collection[int], held: Collection[int]
     ) -> Iterator[tuple[str, Any]]:
         """Values by which a fresh process knows how the state lies."""
         for place, layout in layouts.items():
-            yield names.join(self.prefix, _LAYOUT, self._names[place]), layout
+            yield names.join_segments(self.prefix, _LAYOUT, self._names[place]), layout
         for place, param in enumerate(self.params):
             if place in held:
                 if (self._is_own and is_dtensor(param)) or place in keeping:
-                    yield names.join(self._own, _BOX, self._names[place]), shards.describe_box(param)
-            elif is_dtensor(param) and not local(param).numel():
-                yield names.join(self.prefix, _STATELESS, self._names[place]), True
+                    yield names.join_segments(self._own, _BOX, self._names[place]), shards.describe_box(param)
+            elif is_dtensor(param) and not get_local_tensor(param).numel():
+                yield names.join_segments(self.prefix, _STATELESS, self._names[place]), True
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         found: dict[str, torch.Tensor] = {}
@@ -219,7 +224,7 @@ class OptimizerObject:
         own = saved.at(self._own)
         joined = self._find_joined(saved, held)
         for place, state in enumerate(self._of_params(saved)):
-            live = {below: leaf for below, leaf in names.walk(held.get(place, {}), is_leaf) if is_tensor(leaf)}
+            live = {below: leaf for below, leaf in names.walk_leaves(held.get(place, {}), is_leaf) if is_tensor(leaf)}
             why = self._why_elsewhere(state, own, place)
             if why is not None:
                 problems.append(why)
@@ -233,7 +238,7 @@ class OptimizerObject:
                 else:
                     found[full] = made
         for name, tensor in saved.below("more").tensors.items():
-            found[saved.full(names.join("more", name))] = fresh(tensor)
+            found[saved.full(names.join_segments("more", name))] = make_fresh_tensor(tensor)
         self._check_kind(saved, problems)
         self._check_options(saved, problems)
         return found
@@ -252,23 +257,23 @@ class OptimizerObject:
             return ()
         aliases = find_aliases(states)
         later = [path for paths in aliases.groups for path in paths[1:]] + [other for _, other in aliases.overlaps]
-        return tuple(f"{names.join(path[0], name_path(states[path[0]], path[1:]))}." for path in later)
+        return tuple(f"{names.join_segments(path[0], name_path(states[path[0]], path[1:]))}." for path in later)
 
     def _why_elsewhere(self, state: _ParamState, own: Saved, place: int) -> str | None:
         """Why what this rank kept for itself beside a parameter is not that which belongs beside it here."""
-        box = own.value_or(names.join(_BOX, self._names[place]), None)
+        box = own.value_or(names.join_segments(_BOX, self._names[place]), None)
         is_of_shard = self._is_own and state.tensors and (box is not None or is_dtensor(self.params[place]))
         if state.is_left or not (state.kept or is_of_shard):
             return None
         why = shards.why_elsewhere(self.params[place], box)
-        shown = names.join(self.prefix, _STATE, self._names[place], state.kept or "")
+        shown = names.join_segments(self.prefix, _STATE, self._names[place], state.kept or "")
         return None if why is None else f"{shown} {why}"
 
     def _target(
         self,
         place: int,
         below: str,
-        saved: Tensor,
+        saved: StoredTensor,
         live: torch.Tensor | None,
         casts: Casts,
         layout: Mapping[str, Any],
@@ -278,16 +283,16 @@ class OptimizerObject:
         param, said = self.params[place], layout.get(below)
         if live is not None:
             if is_own:
-                live = local(live)
+                live = get_local_tensor(live)
             elif self._is_shard(param, saved, live.shape, below) and not is_dtensor(live):
                 self._as_shards.add(self._key(place, below))
                 live = shards.as_shard(param, live)
-            return misfit(saved, live, casts) or filled_later(live)
+            return describe_misfit(saved, live, casts) or filled_later(live)
         dtype = _find_dtype(param, saved, casts)
         if self._is_own and is_dtensor(param) and isinstance(said, dict):
             return shards.why_not_laid_out(param, saved.shape, said) or _make_fresh(saved, dtype)
         if below == STEP:
-            return fresh(saved)
+            return make_fresh_tensor(saved)
         if is_own:
             return _make_fresh(saved, dtype)
         if is_dtensor(param) and isinstance(said, dict):
@@ -299,12 +304,17 @@ class OptimizerObject:
             return _make_fresh(saved, dtype)
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
 
-    def _is_shard(self, param: torch.Tensor, saved: Tensor, shape: torch.Size, below: str) -> bool:
+    def _is_shard(self, param: torch.Tensor, saved: StoredTensor, shape: torch.Size, below: str) -> bool:
         """Whether a plain tensor beside a sharded parameter takes this rank's shard of a saved one."""
-        return below != STEP and len(shape) > 0 and saved.shape == tuple(param.shape) and shape == local(param).shape
+        return (
+            below != STEP
+            and len(shape) > 0
+            and saved.shape == tuple(param.shape)
+            and shape == get_local_tensor(param).shape
+        )
 
     def _key(self, place: int, below: str) -> str:
-        return names.join(self._names[place], below)
+        return names.join_segments(self._names[place], below)
 
     def _check_kind(self, saved: Saved, problems: list[str]) -> None:
         if _KIND not in saved.values:  # of an earlier version
@@ -319,11 +329,11 @@ class OptimizerObject:
     def _check_options(self, saved: Saved, problems: list[str]) -> None:
         for group in self._optimizer.param_groups:
             places = self._places(group)
-            digests = {saved.values.get(names.join(_GROUPS, self._names[place])) for place in places}
+            digests = {saved.values.get(names.join_segments(_GROUPS, self._names[place])) for place in places}
             problems += [
-                Absent.of_name(saved.full(names.join(_GROUPS, self._names[place])))
+                Absent.of_name(saved.full(names.join_segments(_GROUPS, self._names[place])))
                 for place in places
-                if names.join(_GROUPS, self._names[place]) not in saved.values
+                if names.join_segments(_GROUPS, self._names[place]) not in saved.values
             ]
             if len(digests - {None}) > 1:
                 problems.append(f"{self.prefix} has parameters in one group that had different options when saved")
@@ -336,9 +346,9 @@ class OptimizerObject:
             for full, (below, _) in found.tensors.items():
                 leaves[below] = with_bytes(leaves.get(below), self._taken(place, below, tensors[full], found.layout))
             if leaves:
-                state[place] = nest(leaves, read_structure(self._names[place], lookups))
+                state[place] = build_structure(leaves, read_structure(self._names[place], lookups))
         by_name = {self._names[place]: own for place, own in state.items()}
-        share(by_name, read_aliases(by_name, lookups))
+        share_objects(by_name, read_aliases(by_name, lookups))
         places = {self._names[place]: place for place in state}
         state = {places[name]: by_name[name] for name in sort_states(by_name, lookups)}
         state |= self._states_of_others(saved)
@@ -354,17 +364,17 @@ class OptimizerObject:
 
     def _states_of_others(self, saved: Saved) -> dict[int, Any]:
         """The states of parameters that are here and not in the checkpoint: load_state_dict would drop them."""
-        absent = {i for i, name in enumerate(self._names) if names.join(_GROUPS, name) not in saved.values}
+        absent = {i for i, name in enumerate(self._names) if names.join_segments(_GROUPS, name) not in saved.values}
         held = self._optimizer.state_dict()["state"] if absent else {}
         return {place: held[place] for place in held if place in absent}
 
     def _group(self, group: dict[str, Any], saved: Saved, filled: dict[int, Any]) -> dict[str, Any]:
         places = self._places(group)
         loaded = {key: value for key, value in group.items() if key != "params"}
-        digests = (saved.values.get(names.join(_GROUPS, self._names[place])) for place in places)
+        digests = (saved.values.get(names.join_segments(_GROUPS, self._names[place])) for place in places)
         digest = next((each for each in digests if each is not None), None)
         if digest is not None:
-            for key, value in saved.value(names.join(_OPTIONS, str(digest))).items():
+            for key, value in saved.value(names.join_segments(_OPTIONS, str(digest))).items():
                 if key in _HOW and key in loaded:
                     continue
                 loaded[key] = unpack_option(value, loaded.get(key), filled)
@@ -374,7 +384,7 @@ class OptimizerObject:
         """The tensor that the optimizer is to have, from the one that was filled."""
         param, said = self.params[place], layout.get(below)
         if self._key(place, below) in self._as_shards:
-            return local(tensor)
+            return get_local_tensor(tensor)
         if self._is_own and is_dtensor(param) and isinstance(said, dict):
             return shards.lay_out(param, tensor, said)
         return tensor
@@ -386,7 +396,7 @@ class OptimizerObject:
         for place, own in state.items():
             live = self._optimizer.state.get(self.params[place])
             if live is not None:
-                live.update({key: uncast(live[key], own[key], taken, key) for key in own if key in live})
+                live.update({key: undo_casts(live[key], own[key], taken, key) for key in own if key in live})
 
     def _places(self, group: dict[str, Any]) -> list[int]:
         where = {id(each): i for i, each in enumerate(self.params)}
@@ -397,9 +407,9 @@ class OptimizerObject:
         places = {name: i for i, name in enumerate(self._names)}
         found = [
             _ParamState(
-                saved.value_or(names.join(_LAYOUT, name), {}),
-                next(iter(saved.below(names.join(_KEPT, name)).values), None),
-                is_left=names.join(_STATELESS, name) in saved.values and not local(param).numel(),
+                saved.value_or(names.join_segments(_LAYOUT, name), {}),
+                next(iter(saved.below(names.join_segments(_KEPT, name)).values), None),
+                is_left=names.join_segments(_STATELESS, name) in saved.values and not get_local_tensor(param).numel(),
             )
             for name, param in zip(self._names, self.params, strict=True)
         ]
@@ -411,7 +421,7 @@ class OptimizerObject:
                 below = ""
                 while owner not in places and owner:
                     owner, _, last = owner.rpartition(".")
-                    below = names.join(last, below)
+                    below = names.join_segments(last, below)
                 if not owner or found[places[owner]].is_left:
                     continue
                 if name in each.tensors:
@@ -421,7 +431,7 @@ class OptimizerObject:
         return found
 
 
-def _find_dtype(param: torch.Tensor, saved: Tensor, casts: Casts) -> torch.dtype:
+def _find_dtype(param: torch.Tensor, saved: StoredTensor, casts: Casts) -> torch.dtype:
     """Return the type of a state that the optimizer does not have yet: the saved one, but for a cast.
 
     With `cast=True` it is that of the parameter, as the optimizer itself would make it in its first step.
@@ -433,9 +443,9 @@ def _find_dtype(param: torch.Tensor, saved: Tensor, casts: Casts) -> torch.dtype
     return param.dtype if is_cast else dtype
 
 
-def _make_fresh(saved: Tensor, dtype: torch.dtype) -> torch.Tensor:
+def _make_fresh(saved: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
     """Return memory for a saved tensor: none yet where it may stay where it is read, as it can in its own type."""
-    return fresh(saved) if dtype is getattr(torch, saved.dtype) else torch.empty(saved.shape, dtype=dtype)
+    return make_fresh_tensor(saved) if dtype is getattr(torch, saved.dtype) else torch.empty(saved.shape, dtype=dtype)
 
 
 def _per_parameter(group: Mapping[str, Any]) -> int:

@@ -13,7 +13,7 @@ import torch
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
 from everstep.checkpoint.state.kinds import is_tensor
-from everstep.checkpoint.values import pack
+from everstep.checkpoint.values import pack_value
 
 PARAM_GROUPS = "param_groups"  # of each parameter: which options it has, by their digest
 PLACES = "places"  # of each parameter: which group of how many it is in, as `<parameter>.<number>-<count>`
@@ -27,12 +27,12 @@ _NO_OPTION = ("params", _PARAM_NAMES)
 
 def pack_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group as a checkpoint has them: with what stands for tensors."""
-    return {key: _pack(key, value) for key, value in group.items() if key not in _NO_OPTION}
+    return {key: _pack_option(key, value) for key, value in group.items() if key not in _NO_OPTION}
 
 
-def _pack(key: str, value: Any) -> Any:
+def _pack_option(key: str, value: Any) -> Any:
     if type(value) in (tuple, list):  # as the betas of Adam
-        return type(value)(_pack(key, each) for each in value)
+        return type(value)(_pack_option(key, each) for each in value)
     if not is_tensor(value):
         return value
     if value.numel() != 1:
@@ -82,7 +82,7 @@ def _stands_for_tensor(packed: Any) -> bool:
 
 def digest_options(options: dict[str, Any]) -> str:
     """Return the name under which the options of a group are saved."""
-    return hashlib.sha256(json.dumps(pack(options), sort_keys=True).encode()).hexdigest()[:16]
+    return hashlib.sha256(json.dumps(pack_value(options), sort_keys=True).encode()).hexdigest()[:16]
 
 
 def name_params(known: Sequence[str], group: int, given: Sequence[str] | None) -> Iterator[tuple[str, Any]]:
@@ -96,7 +96,7 @@ def name_params(known: Sequence[str], group: int, given: Sequence[str] | None) -
     for place, (param, name) in enumerate(zip(known, given or (), strict=False)):
         # True where both are one, so that a parameter that is renamed has the new name here too.
         is_same = name == names.to_module(param)
-        yield names.join(_PARAM_NAMES, param, f"{group}-{place}"), is_same or name
+        yield names.join_segments(_PARAM_NAMES, param, f"{group}-{place}"), is_same or name
 
 
 def build_groups(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -122,10 +122,10 @@ def build_groups(leaves: Mapping[str, Any]) -> list[dict[str, Any]]:
     groups: dict[tuple[int, str], list[str]] = defaultdict(list)
     for param in params:
         number = min(numbers[param]) if are_placed else 0
-        groups[number, str(leaves[names.join(PARAM_GROUPS, param)])].append(param)
+        groups[number, str(leaves[names.join_segments(PARAM_GROUPS, param)])].append(param)
     found: list[dict[str, Any]] = []
     for (_, digest), every in sorted(groups.items(), key=lambda each: each[0][0]):
-        packed: Mapping[str, Any] = leaves.get(names.join(_OPTIONS, digest), {})
+        packed: Mapping[str, Any] = leaves.get(names.join_segments(_OPTIONS, digest), {})
         group = {key: unpack_option(each) for key, each in packed.items()}
         if all(param in given for param in every):
             every.sort(key=lambda param: given[param][0])

@@ -18,7 +18,7 @@ from everstep.checkpoint.state import names
 from everstep.checkpoint.state.aliases import Path, find_aliases, merge_groups, name_path
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.structure import KIND, describe_containers
-from everstep.checkpoint.values import pack
+from everstep.checkpoint.values import pack_value
 
 _BUILT = "built"  # of each parameter: how its state is built, as the digest of that
 _STRUCTURES = "structures"  # by their own digest, since most parameters have the same
@@ -35,9 +35,9 @@ def describe_states(states: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]
         states: By the names of parameters.
     """
     for param, state in states.items():
-        digest, containers = _describe(state)
-        yield param, names.join(_STRUCTURES, digest, KIND), containers
-        yield param, names.join(_BUILT, param, KIND), digest
+        digest, containers = _describe_state(state)
+        yield param, names.join_segments(_STRUCTURES, digest, KIND), containers
+        yield param, names.join_segments(_BUILT, param, KIND), digest
 
 
 def describe_aliases(prefix: str, states: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -50,24 +50,25 @@ def describe_aliases(prefix: str, states: Mapping[str, Any]) -> Iterator[tuple[s
     if found.overlaps:
         one, other = found.overlaps[0]
         raise CheckpointError(
-            f"{_name(prefix, states, one)} and {_name(prefix, states, other)} have elements in common and are not the "
-            "same tensor (one is a view of the other, or of its memory), which no checkpoint gives back: give each "
-            "its own memory (clone one of them), or keep one and make the other from it in each step"
+            f"{_make_state_name(prefix, states, one)} and {_make_state_name(prefix, states, other)} have elements in "
+            "common and are not the same tensor (one is a view of the other, or of its memory), which no checkpoint "
+            "gives back: give each its own memory (clone one of them), or keep one and make the other from it in each "
+            "step"
         )
     said: dict[str, list[Any]] = {}
     for paths in found.groups:
         if len(paths[0]) == 1:
             one, other = paths[:2]
             raise CheckpointError(
-                f"{_name(prefix, states, one)} and {_name(prefix, states, other)} are one dictionary, and an optimizer "
-                "gets one for each parameter back: give each parameter its own dictionary, which may hold the same "
-                "tensors"
+                f"{_make_state_name(prefix, states, one)} and {_make_state_name(prefix, states, other)} are one "
+                "dictionary, and an optimizer gets one for each parameter back: give each parameter its own "
+                "dictionary, which may hold the same tensors"
             )
-        label = _name("", states, paths[0])
+        label = _make_state_name("", states, paths[0])
         for place in paths:
             said.setdefault(place[0], []).append([label, list(place[1:])])
     for param, every in said.items():
-        yield names.join(_ALIASES, param, KIND), every
+        yield names.join_segments(_ALIASES, param, KIND), every
 
 
 def describe_order(states: Collection[str], params: Collection[str]) -> Iterator[tuple[str, int]]:
@@ -81,14 +82,14 @@ def describe_order(states: Collection[str], params: Collection[str]) -> Iterator
     """
     held = list(states)
     if held != [param for param in params if param in states]:
-        yield from ((names.join(_ORDER, param, KIND), number) for number, param in enumerate(held))
+        yield from ((names.join_segments(_ORDER, param, KIND), number) for number, param in enumerate(held))
 
 
 def sort_states(params: Collection[str], lookups: Collection[Lookup]) -> list[str]:
     """Return names of parameters in the order in which their states were held; as they come where nothing says so."""
 
     def find_number(place: int, param: str) -> int:
-        said = (lookup(names.join(_ORDER, param, KIND)) for lookup in lookups)
+        said = (lookup(names.join_segments(_ORDER, param, KIND)) for lookup in lookups)
         return next((number for number in said if number is not None), place)
 
     numbers = {param: find_number(place, param) for place, param in enumerate(params)}
@@ -118,7 +119,7 @@ def list_param_structures(described: Mapping[str, Any]) -> dict[str, ParamStruct
     for name, value in described.items():
         kind, _, param = name.removesuffix(f".{KIND}").partition(".")
         if kind == _BUILT:
-            found[param].built = described.get(names.join(_STRUCTURES, str(value), KIND), {})
+            found[param].built = described.get(names.join_segments(_STRUCTURES, str(value), KIND), {})
         elif kind == _ORDER:
             found[param].number = value
         elif kind == _ALIASES:
@@ -139,11 +140,11 @@ def read_structure(param: str, lookups: Collection[Lookup]) -> dict[str, Any] | 
         param: Its name.
         lookups: What is this rank's own first.
     """
-    digests = (lookup(names.join(_BUILT, param, KIND)) for lookup in lookups)
+    digests = (lookup(names.join_segments(_BUILT, param, KIND)) for lookup in lookups)
     digest = next((each for each in digests if each is not None), None)
     if digest is None:
         return None
-    found = (lookup(names.join(_STRUCTURES, digest, KIND)) for lookup in lookups)
+    found = (lookup(names.join_segments(_STRUCTURES, digest, KIND)) for lookup in lookups)
     return {"containers": next((each for each in found if each is not None), {})}
 
 
@@ -153,29 +154,29 @@ def read_aliases(params: Collection[str], lookups: Collection[Lookup]) -> list[l
         ((param, *path), label)
         for param in params
         for lookup in lookups
-        for label, path in lookup(names.join(_ALIASES, param, KIND)) or ()
+        for label, path in lookup(names.join_segments(_ALIASES, param, KIND)) or ()
     )
 
 
-def _name(prefix: str, states: Mapping[str, Any], path: Path) -> str:
-    return names.join(prefix, "state", path[0], name_path(states[path[0]], path[1:]))
+def _make_state_name(prefix: str, states: Mapping[str, Any], path: Path) -> str:
+    return names.join_segments(prefix, "state", path[0], name_path(states[path[0]], path[1:]))
 
 
-def _describe(state: Any) -> tuple[str, dict[str, Any]]:
+def _describe_state(state: Any) -> tuple[str, dict[str, Any]]:
     if type(state) is dict and not any(isinstance(each, dict | list | tuple) for each in state.values()):
         keys = tuple(state)
         if all(type(key) is str for key in keys):
             return _describe_flat(keys)
     containers = describe_containers(state, is_leaf)
-    return _digest(containers), containers
+    return _digest_containers(containers), containers
 
 
 @functools.lru_cache(maxsize=1024)
 def _describe_flat(keys: tuple[str, ...]) -> tuple[str, dict[str, Any]]:
-    pieces = list(map(names.segment, keys))
+    pieces = list(map(names.escape_segment, keys))
     containers = {"": {"order": pieces}} if pieces != sorted(pieces) else {}
-    return _digest(containers), containers
+    return _digest_containers(containers), containers
 
 
-def _digest(containers: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(pack(dict(containers)), sort_keys=True).encode()).hexdigest()[:16]
+def _digest_containers(containers: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(pack_value(dict(containers)), sort_keys=True).encode()).hexdigest()[:16]

@@ -10,25 +10,25 @@ import torch
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.aliases import find_aliases, list_objects, name_path, share
+from everstep.checkpoint.state.aliases import find_aliases, list_objects, name_path, share_objects
 from everstep.checkpoint.state.bulk import is_leaf
 from everstep.checkpoint.state.classes import describe_stateful, why_other_class
 from everstep.checkpoint.state.kinds import (
     Saved,
     Stateful,
     Stepped,
-    detached,
+    describe_misfit,
+    detach_leaf,
     filled_later,
-    fresh,
     have_other_bytes,
     is_tensor,
-    misfit,
+    make_fresh_tensor,
 )
 from everstep.checkpoint.state.loaded import is_instance
 from everstep.checkpoint.state.loader_samplers import find_epochs, is_loader, set_epochs
-from everstep.checkpoint.state.memory import fill_overlapping, overlaps
+from everstep.checkpoint.state.memory import fill_overlapping, overlaps_itself
 from everstep.checkpoint.state.nesting import check_nesting
-from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe
+from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe_structure
 
 _EPOCHS = "epochs"  # of a loader's samplers
 _TORCHDATA = "torchdata.stateful_dataloader"
@@ -55,11 +55,11 @@ class StatefulObject:
         else:
             state = self._inner.state_dict()
         check_nesting(state, self.prefix)
-        yield from _leaves(self.prefix, state)
+        yield from _iterate_leaves(self.prefix, state)
         more = {"class": describe_stateful(self._inner)}
         if is_loader(self._inner):
             more[_EPOCHS] = find_epochs(self._inner)
-        yield names.join(self.prefix, KIND), describe(STATEFUL, state, is_leaf, **more)
+        yield names.join_segments(self.prefix, KIND), describe_structure(STATEFUL, state, is_leaf, **more)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         # Of another class it would be taken without a word: a scheduler updates its __dict__.
@@ -68,13 +68,13 @@ class StatefulObject:
             problems.append(why)
         # Only then, since for a loader it means to start its workers.
         self._live = self._inner.state_dict() if saved.tensors else {}
-        return _targets(saved, self._live, problems)
+        return _make_targets(saved, self._live, problems)
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         live, self._live = self._live, {}
         # Makes containers anew.
         state = with_types_of(live, saved.nested(tensors), is_ordered=saved.description is not None)
-        self._inner.load_state_dict(share(state, (saved.description or {}).get("aliases", ())))
+        self._inner.load_state_dict(share_objects(state, (saved.description or {}).get("aliases", ())))
         if is_loader(self._inner):
             set_epochs(self._inner, (saved.description or {}).get(_EPOCHS, {}))
             _begin_loader(self._inner)
@@ -109,7 +109,7 @@ def _misses_a_draw(loader: Any) -> bool:
     )
 
 
-class Value:
+class StateValue:
     """A tensor, or a nested value: a dictionary and a list get their content back in place.
 
     A key of the dictionary that the checkpoint does not have keeps its value, as a default that a newer version of the
@@ -128,15 +128,15 @@ class Value:
         plain = isinstance(self.value, Mapping) and not isinstance(self.value, dict)
         state = dict(self.value) if plain else self.value
         check_nesting(state, self.prefix)
-        yield from _leaves(self.prefix, state)
-        yield names.join(self.prefix, KIND), describe(VALUE, state, is_leaf)
+        yield from _iterate_leaves(self.prefix, state)
+        yield names.join_segments(self.prefix, KIND), describe_structure(VALUE, state, is_leaf)
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
         self._check_tied(saved, problems)
         if is_tensor(self.value) and "" not in saved.tensors:
             problems.append(f"{self.prefix} is no tensor in the checkpoint")
             return {}
-        return _targets(saved, self.value, problems, whole=is_tensor(self.value))
+        return _make_targets(saved, self.value, problems, whole=is_tensor(self.value))
 
     def _check_tied(self, saved: Saved, problems: list[str]) -> None:
         """See that no two saved tensors would be read into what is one here."""
@@ -155,13 +155,13 @@ class Value:
         is_ordered = saved.description is not None
         if isinstance(self.value, MutableMapping) and isinstance(loaded, Mapping):
             kept = [key for key in self.value if key not in loaded]
-            self.kept = [names.join(self.prefix, f"{key}") for key in kept]
+            self.kept = [names.join_segments(self.prefix, f"{key}") for key in kept]
             for key, value in loaded.items():
                 self.value[key] = _put_into(self.value[key], value, is_ordered) if key in self.value else value
             if is_ordered and isinstance(self.value, dict):
                 for key in (*loaded, *kept):
                     self.value[key] = self.value.pop(key)
-        elif is_tensor(self.value) and overlaps(self.value):
+        elif is_tensor(self.value) and overlaps_itself(self.value):
             fill_overlapping(self.value, loaded, self.prefix)
         else:
             taken = _put_into(self.value, loaded, is_ordered)
@@ -172,7 +172,7 @@ class Value:
                     f"or kind ({type(loaded).__name__}); give it in a dictionary, as state={{{self.prefix!r}: …}}"
                 )
         # What the script holds stays, since others may hold it too; what is new is shared as it was.
-        self.value = share(self.value, (saved.description or {}).get("aliases", ()), keep=before)
+        self.value = share_objects(self.value, (saved.description or {}).get("aliases", ()), keep=before)
 
 
 def with_types_of(live: Any, loaded: Any, *, is_ordered: bool) -> Any:
@@ -207,7 +207,7 @@ def _put_into(live: Any, loaded: Any, is_ordered: bool) -> Any:
         What the script holds, where it can take the content; else the loaded value.
     """
     if is_tensor(live) and is_tensor(loaded):
-        return _fill(live, loaded)
+        return _fill_tensor(live, loaded)
     if isinstance(live, MutableMapping) and isinstance(loaded, Mapping):
         typed = with_types_of(live, loaded, is_ordered=is_ordered)
         content = {key: _put_into(live[key], each, is_ordered) if key in live else each for key, each in typed.items()}
@@ -235,12 +235,12 @@ def _put_into(live: Any, loaded: Any, is_ordered: bool) -> Any:
     return _fill_array(live, loaded)
 
 
-def _fill(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
+def _fill_tensor(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
     """Copy into a tensor of the script, so that it stays the parameter that an optimizer holds; else the loaded one."""
     if live is loaded or live.is_meta or (live.shape, live.dtype) != (loaded.shape, loaded.dtype):
         return loaded
     with torch.no_grad():
-        if overlaps(live):
+        if overlaps_itself(live):
             fill_overlapping(live, loaded, "a tensor in a dictionary or list")
         else:
             live.copy_(loaded)
@@ -256,31 +256,31 @@ def _fill_array(live: Any, loaded: Any) -> Any:
     return loaded
 
 
-def _leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
-    for name, leaf in names.walk(state, is_leaf, prefix):
-        yield name, detached(leaf)
+def _iterate_leaves(prefix: str, state: Any) -> Iterator[tuple[str, Any]]:
+    for name, leaf in names.walk_leaves(state, is_leaf, prefix):
+        yield name, detach_leaf(leaf)
 
 
-def _targets(saved: Saved, state: Any, problems: list[str], *, whole: bool = False) -> dict[str, torch.Tensor]:
+def _make_targets(saved: Saved, state: Any, problems: list[str], *, whole: bool = False) -> dict[str, torch.Tensor]:
     """Tensors like those that the object holds now, sharded as they are; new ones for names that it does not hold.
 
     `whole`: the object is a tensor, so the bytes go into it and must fit.
     """
-    held = {name: leaf for name, leaf in names.walk(state, is_leaf) if is_tensor(leaf)}
+    held = {name: leaf for name, leaf in names.walk_leaves(state, is_leaf) if is_tensor(leaf)}
     found: dict[str, torch.Tensor] = {}
     for name, tensor in saved.tensors.items():
         mine = held.get(name)
         if mine is None:
-            found[saved.full(name)] = fresh(tensor)
+            found[saved.full(name)] = make_fresh_tensor(tensor)
         elif whole:
-            if why := misfit(tensor, mine, saved.casts):
+            if why := describe_misfit(tensor, mine, saved.casts):
                 problems.append(f"{saved.full(name)} {why}")
             found[saved.full(name)] = filled_later(mine.detach())
-        elif misfit(tensor, mine, saved.casts):
+        elif describe_misfit(tensor, mine, saved.casts):
             # An object may hold tensors that grow; but what is sharded can only come back as it was.
             if hasattr(mine, "placements"):
-                problems.append(f"{saved.full(name)} {misfit(tensor, mine)}")
-            new = fresh(tensor)
+                problems.append(f"{saved.full(name)} {describe_misfit(tensor, mine)}")
+            new = make_fresh_tensor(tensor)
             found[saved.full(name)] = new if mine.is_cpu else torch.empty_like(new, device=mine.device)
         else:
             found[saved.full(name)] = torch.empty_like(mine)

@@ -18,7 +18,7 @@ import torch
 
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.state.loaded import is_dtensor
-from everstep.checkpoint.state.memory import local
+from everstep.checkpoint.state.memory import get_local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -93,7 +93,7 @@ def make_leaf(param: DTensor, shape: tuple[int, ...], dtype: torch.dtype, said: 
     if placements is None or any(each.is_partial() for each in placements):  # of a sum, each rank has its own share
         return _show_misfit(param, said)
     sizes, _ = compute_local_shape_and_global_offset(shape, param.device_mesh, placements)
-    empty = torch.empty(sizes, dtype=dtype, device=local(param).device)
+    empty = torch.empty(sizes, dtype=dtype, device=get_local_tensor(param).device)
     return lay_out(param, empty, {**said, "shape": list(shape)})
 
 
@@ -123,7 +123,7 @@ def lay_out(param: DTensor, shard: torch.Tensor, said: Mapping[str, Any]) -> DTe
     placements = _parse_placements(param, said["placements"])
     if placements is None:  # by which torch means a replica
         raise CheckpointError(f"a tensor of an optimizer {_show_misfit(param, said)}")
-    shard = shard.to(local(param).device)
+    shard = shard.to(get_local_tensor(param).device)
     return DTensor.from_local(
         shard, param.device_mesh, placements, run_check=False, shape=torch.Size(shape), stride=strides
     )
@@ -149,9 +149,9 @@ def _name_placements(placements: Sequence[Placement]) -> list[list[Any]]:
     # An older version knows three kinds, and gives back no "other"; it would take a fourth for a replica.
     return [
         ["shard", getattr(each, "dim", None)]
-        if _is(each, "Shard")
+        if _is_placement(each, "Shard")
         else ["replicate"]
-        if _is(each, "Replicate")
+        if _is_placement(each, "Replicate")
         else ["other", _show_placement(each)]
         for each in placements
     ]
@@ -159,14 +159,14 @@ def _name_placements(placements: Sequence[Placement]) -> list[list[Any]]:
 
 def _show_placement(placement: Any) -> str:
     """The same text in all versions of torch, which show placements in several ways."""
-    if _is(placement, "_StridedShard"):
+    if _is_placement(placement, "_StridedShard"):
         return f"_S({placement.dim}, {placement.split_factor})"
-    if _is(placement, "Partial"):
+    if _is_placement(placement, "Partial"):
         return f"P({placement.reduce_op})"
     return repr(placement)
 
 
-def _is(placement: Any, name: str) -> bool:
+def _is_placement(placement: Any, name: str) -> bool:
     """Whether a placement is of this class of torch, and of none that is derived from it."""
     import torch.distributed.tensor.placement_types as known
 
@@ -182,7 +182,7 @@ def _parse_placements(param: DTensor, said: Sequence[Sequence[Any]]) -> list[Pla
         return None
     found = [_parse_placement(*each) for each in said]
     placements = [each for each in found if each is not None]
-    if len(placements) != len(found) or not all(_fits(param, placements, i) for i in range(len(placements))):
+    if len(placements) != len(found) or not all(_fits_mesh(param, placements, i) for i in range(len(placements))):
         return None
     return placements
 
@@ -202,10 +202,10 @@ def _parse_placement(kind: str, *said: Any) -> Placement | None:
     return None
 
 
-def _fits(param: DTensor, placements: Sequence[Placement], place: int) -> bool:
+def _fits_mesh(param: DTensor, placements: Sequence[Placement], place: int) -> bool:
     """Whether a strided shard is cut by as many shards as the mesh has after it: on another mesh it means nothing."""
     here: Any = placements[place]
-    if not _is(here, "_StridedShard"):
+    if not _is_placement(here, "_StridedShard"):
         return True
     after = [
         param.device_mesh.size(later)

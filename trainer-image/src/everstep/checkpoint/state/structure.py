@@ -12,9 +12,9 @@ from typing import Any
 
 from everstep.checkpoint.descriptions import KIND
 from everstep.checkpoint.state import names
-from everstep.checkpoint.state.aliases import find_aliases, share
+from everstep.checkpoint.state.aliases import find_aliases, share_objects
 from everstep.checkpoint.state.module_metadata import IS_SAID, METADATA, read_unusual, set_metadata
-from everstep.checkpoint.values import pack, unpack
+from everstep.checkpoint.values import pack_value, unpack_value
 
 __all__ = [
     "KIND",
@@ -22,17 +22,19 @@ __all__ = [
     "OPTIMIZER",
     "STATEFUL",
     "VALUE",
-    "describe",
+    "build_structure",
     "describe_containers",
     "describe_module",
     "describe_state",
-    "nest",
+    "describe_structure",
 ]
 
 MODULE, OPTIMIZER, STATEFUL, VALUE = "module", "optimizer", "stateful", "value"
 
 
-def describe(kind: str, state: Any = None, is_leaf: Callable[[Any], bool] | None = None, **more: Any) -> dict[str, Any]:
+def describe_structure(
+    kind: str, state: Any = None, is_leaf: Callable[[Any], bool] | None = None, **more: Any
+) -> dict[str, Any]:
     """Return the description of an object.
 
     Args:
@@ -55,7 +57,7 @@ def describe_module(unusual: Mapping[str, Mapping[str, Any]] | None) -> Iterator
     # Beside each module and not in the one description: the ranks of a pipeline have other modules each.
     for name, said in (unusual or {}).items():
         if name:
-            yield names.join(name, KIND), {METADATA: dict(said)}
+            yield names.join_segments(name, KIND), {METADATA: dict(said)}
         else:
             root[METADATA] = dict(said)
     yield KIND, root | ({} if unusual is None else {IS_SAID: True})
@@ -75,28 +77,28 @@ def describe_containers(state: Any, is_leaf: Callable[[Any], bool]) -> dict[str,
     return found
 
 
-def nest(leaves: Mapping[str, Any], description: Mapping[str, Any] | None) -> Any:
+def build_structure(leaves: Mapping[str, Any], description: Mapping[str, Any] | None) -> Any:
     """Return the nested state whose leaves have these names, built as it was; `description`: None for an older one."""
     if description is None:
-        return names.nest(leaves)
+        return names.nest_leaves(leaves)
     containers: Mapping[str, Any] = description.get("containers", {})
-    built = names.nest(leaves, lambda name, children: _build(containers.get(name, {}), children))
-    return share(built, description.get("aliases", ()))
+    built = names.nest_leaves(leaves, lambda name, children: _build_dictionary(containers.get(name, {}), children))
+    return share_objects(built, description.get("aliases", ()))
 
 
 def _describe_containers(value: Any, is_leaf: Callable[[Any], bool], name: str, found: dict[str, Any]) -> None:
     if is_leaf(value):
         return
-    pairs = names.children(value, is_leaf)
+    pairs = names.list_children(value, is_leaf)
     if pairs is None:
         return
     if isinstance(value, dict):
         pieces = [piece for piece, _ in pairs]
         described: dict[str, Any] = {}
         if type(value) in (OrderedDict, Counter):
-            described["empty"] = pack(type(value)())
+            described["empty"] = pack_value(type(value)())
         elif type(value) is defaultdict:
-            described["empty"] = pack(defaultdict(value.default_factory))
+            described["empty"] = pack_value(defaultdict(value.default_factory))
         if pieces != sorted(pieces):
             described["order"] = pieces
         if type(value) is OrderedDict and (said := read_unusual(value)) is not None:
@@ -105,13 +107,13 @@ def _describe_containers(value: Any, is_leaf: Callable[[Any], bool], name: str, 
             found[name] = described
     for piece, child in pairs:
         if isinstance(child, dict | list | tuple):
-            _describe_containers(child, is_leaf, names.join(name, piece), found)
+            _describe_containers(child, is_leaf, names.join_segments(name, piece), found)
 
 
-def _build(described: Mapping[str, Any], children: Mapping[str, tuple[Any, Any]]) -> Any:
+def _build_dictionary(described: Mapping[str, Any], children: Mapping[str, tuple[Any, Any]]) -> Any:
     """The dictionary of these children: by the piece of their names, keys and values."""
     ordered = [piece for piece in described.get("order", ()) if piece in children]
-    built: Any = unpack(described["empty"]) if "empty" in described else {}
+    built: Any = unpack_value(described["empty"]) if "empty" in described else {}
     for piece in (*ordered, *sorted(children.keys() - set(ordered))):
         key, value = children[piece]
         built[key] = value

@@ -14,10 +14,10 @@ import xxhash
 
 from everstep.checkpoint.descriptions import BUILT_AMONG, KIND, is_description, object_of
 from everstep.checkpoint.lines import as_text
-from everstep.checkpoint.state.flat import Flat, local
+from everstep.checkpoint.state.flat import Flat, get_local_tensor
 from everstep.checkpoint.state.param_states import ParamStructure, list_param_structures
 from everstep.checkpoint.state.structure import MODULE, OPTIMIZER
-from everstep.checkpoint.values import unpack
+from everstep.checkpoint.values import unpack_value
 
 _LONGEST = 120  # characters of a structure that is told as it is
 _COMPARED = ("containers", "aliases")  # of a description
@@ -46,17 +46,17 @@ def describe_structures(flat: Flat, own: str) -> dict[str, str]:
             leaves[object_of(name)].append(name)
     for name, tensor in flat.tensors.items():
         if not name.startswith(own):
-            is_empty = tensor.numel() > 0 and local(tensor).numel() == 0
+            is_empty = tensor.numel() > 0 and get_local_tensor(tensor).numel() == 0
             leaves[object_of(name)].append(f"{name}%" if is_empty else name)
     found = {}
     for each, values in described.items():
         for name, structure, among in _list_structures(each, values, leaves[each]):
-            found[f"{name}{BUILT_AMONG}{among}"] = _shorten(structure)
+            found[f"{name}{BUILT_AMONG}{among}"] = _shorten_structure(structure)
     return found
 
 
 def _list_structures(each: str, values: Mapping[str, Any], leaves: Sequence[str]) -> Iterator[Statement]:
-    unpacked = {name.removeprefix(f"{each}."): unpack(value, name) for name, value in values.items()}
+    unpacked = {name.removeprefix(f"{each}."): unpack_value(value, name) for name, value in values.items()}
     described = unpacked.pop(KIND, {})
     kind = described.get("is")
     if kind == MODULE:
@@ -93,7 +93,7 @@ def _structure_of(description: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in description.items() if key in _COMPARED}
 
 
-def _shorten(structure: Any) -> str:
+def _shorten_structure(structure: Any) -> str:
     text = as_text(structure)
     if len(text) <= _LONGEST:
         return text

@@ -23,7 +23,7 @@ def describe_ties(groups: Iterable[Sequence[str]]) -> Iterator[tuple[str, dict[s
     """
     for group in groups:
         for place, name in enumerate(group):
-            yield names.join(name, KIND), {TIED: [group[0], place]}
+            yield names.join_segments(name, KIND), {TIED: [group[0], place]}
 
 
 def find_kept_names(descriptions: Mapping[str, Any], held: Collection[str]) -> dict[str, str]:

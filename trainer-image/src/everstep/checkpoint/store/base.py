@@ -13,7 +13,15 @@ from urllib.parse import unquote
 from everstep.checkpoint.errors import Damaged, Full, Missing, StoreError
 
 __all__ = [
-    "Damaged", "Entry", "Full", "LocalStore", "Missing", "ObjectReader", "Store", "StoreError", "check_name",
+    "Damaged",
+    "Full",
+    "LocalStore",
+    "Missing",
+    "ObjectReader",
+    "Store",
+    "StoreError",
+    "StoredObject",
+    "check_name",
     "open_store",
 ]  # fmt: skip
 
@@ -22,7 +30,7 @@ _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]*(/[A-Za-z0-9_-][A-Za-z0-9._-]*)
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class StoredObject:
     """An object: `size` in bytes, `modified` in seconds since 1970 by the store's clock."""
 
     name: str
@@ -72,7 +80,7 @@ class Store(Protocol):
         """Fill `into` with the bytes from `offset`. Missing; Damaged if there are fewer. Safe to call from threads."""
         ...
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[StoredObject]:
         """The objects whose names begin with `prefix`, at any depth, in no order."""
         ...
 

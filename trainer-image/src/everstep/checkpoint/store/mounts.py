@@ -26,12 +26,12 @@ def is_on_this_machine(folder: Path, mounts: Path = MOUNTS) -> bool:
     found: tuple[int, str] | None = None
     for line in lines:
         left, _, right = line.partition(" - ")
-        point = Path(_unescaped(left.split(" ")[4]))
+        point = Path(_unescape_mount(left.split(" ")[4]))
         # Of two mounts at the same place the later one is seen.
         if resolved.is_relative_to(point) and (found is None or len(point.parts) >= found[0]):
             found = len(point.parts), right.split(" ")[0]
     return found is not None and not _REMOTE.fullmatch(found[1])
 
 
-def _unescaped(text: str) -> str:
+def _unescape_mount(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)

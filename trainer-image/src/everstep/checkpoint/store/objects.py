@@ -22,7 +22,7 @@ import fsspec
 from fsspec.asyn import AsyncFileSystem
 
 from everstep.checkpoint.errors import CheckpointError, Damaged, Denied, Full, Missing, StoreError
-from everstep.checkpoint.store.base import Entry, check_name
+from everstep.checkpoint.store.base import StoredObject, check_name
 from everstep.checkpoint.store.retry import Retry
 
 T = TypeVar("T")
@@ -39,7 +39,7 @@ class ObjectStore:
     def __init__(self, url: str, *, retry: Retry | None = None, **options: Any) -> None:
         self._url = url.rstrip("/")
         self._repeat = retry or Retry()
-        with _errors("open", self._url):
+        with _translate_errors("open", self._url):
             # What others have written meanwhile counts, so nothing is remembered.
             self._system, root = fsspec.core.url_to_fs(url, use_listings_cache=False, **options)
         self._root = str(root).rstrip("/")
@@ -62,17 +62,17 @@ class ObjectStore:
         folder, _, last = path.rpartition("/")
         new = f"{folder}/.new-{secrets.token_hex(8)}-{last}"
         self._put(name, new, data, size, is_own=True)
-        with _errors(f"write {name}", self._url):
+        with _translate_errors(f"write {name}", self._url):
             self._system.mv(new, path)
 
     def _put(self, name: str, path: str, data: Iterable[bytes | memoryview], size: int, *, is_own: bool) -> None:
         """`is_own`: nobody else writes there, so that what a failed call has left may be removed."""
         what = f"write {name}"
-        with _errors(what, self._url):
+        with _translate_errors(what, self._url):
             self._make_folder(name)
             file = self._system.open(path, "wb")
         try:
-            with _errors(what, self._url):
+            with _translate_errors(what, self._url):
                 count = sum(file.write(piece) for piece in data)
             if count != size:
                 raise ValueError(f"{name}: {size} bytes were promised, {count} came")
@@ -84,7 +84,7 @@ class ObjectStore:
                 with suppress(Exception):
                     self._system.rm_file(path)
             raise
-        with _errors(what, self._url):
+        with _translate_errors(what, self._url):
             file.close()
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
@@ -124,13 +124,13 @@ class ObjectStore:
             raise Damaged(name, f"ends at byte {offset + len(data)}, {len(into) - len(data)} bytes too early")
         into[:] = data
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[StoredObject]:
         folder = f"{self._root}/{prefix}".rpartition("/")[0]
         found = self._call(f"list {prefix}", partial(self._find, folder))
         for path, details in found.items():
             name = path[len(self._root) + 1 :]
             if name.startswith(prefix):
-                yield Entry(name, int(details["size"]), _modified(details))
+                yield StoredObject(name, int(details["size"]), _get_modified_time(details))
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
@@ -143,7 +143,7 @@ class ObjectStore:
     def _create(self, name: str, data: bytes) -> None:
         """FileExistsError if there is one."""
         path = self._path(name)
-        with _errors(f"write {name}", self._url):
+        with _translate_errors(f"write {name}", self._url):
             self._make_folder(name)
             if self._decides:
                 self._system.pipe_file(path, data, mode="create")
@@ -160,7 +160,7 @@ class ObjectStore:
 
     def _call(self, what: str, call: Callable[[], T], name: str = "") -> T:
         def once() -> T:
-            with _errors(what, self._url, name):
+            with _translate_errors(what, self._url, name):
                 return call()
 
         return self._repeat(once)
@@ -175,7 +175,7 @@ class ObjectStore:
 
 
 @contextmanager
-def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
+def _translate_errors(what: str, url: str, name: str = "") -> Iterator[None]:
     """What a backend raises becomes an error of the store; with `name`, that of an object which is read."""
     try:
         yield
@@ -198,7 +198,7 @@ def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
         raise StoreError(why, url, may_pass=not isinstance(error, _FOR_GOOD)) from error
 
 
-def _modified(details: dict[str, Any]) -> float:
+def _get_modified_time(details: dict[str, Any]) -> float:
     """Seconds since 1970. A store that does not tell has objects without age: nothing of it is swept by age."""
     found = next((value for key in _MODIFIED if (value := details.get(key)) is not None), None)
     match found:

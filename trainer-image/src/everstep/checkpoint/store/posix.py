@@ -18,7 +18,7 @@ from pathlib import Path
 
 from everstep.checkpoint.errors import Damaged, Denied, Full, Missing, StoreError
 from everstep.checkpoint.keys import FOLDERS, RUN
-from everstep.checkpoint.store.base import Entry, ObjectReader, check_name
+from everstep.checkpoint.store.base import ObjectReader, StoredObject, check_name
 from everstep.checkpoint.store.files import Files
 from everstep.checkpoint.store.mounts import is_on_this_machine
 from everstep.checkpoint.store.reader import open_file
@@ -97,7 +97,7 @@ class PosixStore:
             self._files.rename(new, path)
 
     def read(self, name: str) -> bytes:
-        with _errors(f"read {name}", self.url, name):
+        with _translate_errors(f"read {name}", self.url, name):
             data = self._path(name).read_bytes()
             self._folder.pin(data if name == RUN else None)
         return data
@@ -112,28 +112,28 @@ class PosixStore:
 
     @contextmanager
     def open_object(self, name: str) -> Iterator[ObjectReader]:
-        with _errors(f"read {name}", self.url, name), open_file(self._path(name), name) as opened:
+        with _translate_errors(f"read {name}", self.url, name), open_file(self._path(name), name) as opened:
             yield opened
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[StoredObject]:
         folder = self._root / prefix.rpartition("/")[0]
-        with _errors(f"list {prefix}", self.url):
-            for path, status in _walk(folder):
+        with _translate_errors(f"list {prefix}", self.url):
+            for path, status in _iterate_files(folder):
                 name = path.relative_to(self._root).as_posix()
                 if name.startswith(prefix) and not path.name.startswith("."):
-                    yield Entry(name, status.st_size, status.st_mtime)
+                    yield StoredObject(name, status.st_size, status.st_mtime)
 
     def delete(self, names: Iterable[str]) -> None:
         for name in names:
             path = self._path(name)
-            with _errors(f"remove {name}", self.url):
+            with _translate_errors(f"remove {name}", self.url):
                 with suppress(FileNotFoundError):
                     self._files.remove(path)
                 self._remove_empty(path.parent)
 
     def sweep(self, prefix: str, before: float) -> int:
         count = 0
-        with _errors(f"sweep {prefix}", self.url):
+        with _translate_errors(f"sweep {prefix}", self.url):
             for path, status in self._files_of_stores(prefix.rpartition("/")[0]):
                 if _OUR_TEMPORARY.fullmatch(path.name) and status.st_mtime < before:
                     with suppress(FileNotFoundError):
@@ -145,7 +145,7 @@ class PosixStore:
     def _writing(self, name: str, folder: Path) -> Iterator[None]:
         """While an object is written into a folder of the store, which is made; both before and after that the store's
         own folder is the one that it was."""
-        with _errors(f"write {name}", self.url):
+        with _translate_errors(f"write {name}", self.url):
             self._folder.check()
             try:
                 self._make_folders(folder)
@@ -161,11 +161,11 @@ class PosixStore:
         """All files below a folder; of the root only what lies in it and in the folders of a store: the rest of it may
         be anybody's."""
         if folder:
-            yield from _walk(self._root / folder)
+            yield from _iterate_files(self._root / folder)
             return
-        yield from _walk(self._root, enter=False)
+        yield from _iterate_files(self._root, enter=False)
         for own in FOLDERS:
-            yield from _walk(self._root / own)
+            yield from _iterate_files(self._root / own)
 
     def _path(self, name: str) -> Path:
         return self._root / check_name(name)
@@ -279,7 +279,7 @@ class PosixStore:
 
 
 @contextmanager
-def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
+def _translate_errors(what: str, url: str, name: str = "") -> Iterator[None]:
     """OSError becomes an error of the store; with `name`, that of an object which is read."""
     try:
         yield
@@ -296,7 +296,7 @@ def _errors(what: str, url: str, name: str = "") -> Iterator[None]:
         raise StoreError(why, url, may_pass=error.errno in _MAY_PASS) from error
 
 
-def _walk(folder: Path, *, enter: bool = True) -> Iterator[tuple[Path, os.stat_result]]:
+def _iterate_files(folder: Path, *, enter: bool = True) -> Iterator[tuple[Path, os.stat_result]]:
     """All files in a folder, and with `enter` below it; those that vanish meanwhile are left out."""
     try:
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
@@ -306,7 +306,7 @@ def _walk(folder: Path, *, enter: bool = True) -> Iterator[tuple[Path, os.stat_r
         path = Path(entry.path)
         if entry.is_dir(follow_symlinks=False):
             if enter:
-                yield from _walk(path)
+                yield from _iterate_files(path)
         else:
             with suppress(FileNotFoundError):
                 yield path, entry.stat(follow_symlinks=False)

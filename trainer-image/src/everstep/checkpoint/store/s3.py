@@ -19,10 +19,10 @@ from typing import Any
 
 from everstep.checkpoint.errors import Damaged, Missing, StoreError
 from everstep.checkpoint.keys import DATA, Key
-from everstep.checkpoint.store.base import Entry, check_name
+from everstep.checkpoint.store.base import StoredObject, check_name
 from everstep.checkpoint.store.retry import Retry
-from everstep.checkpoint.store.s3_client import OutOfRange, Place, Taken, Unknown, answers
-from everstep.checkpoint.store.s3_upload import Upload, crc32c, part_size_for, split, whole
+from everstep.checkpoint.store.s3_client import OutOfRange, S3Location, Taken, Unknown, translate_errors
+from everstep.checkpoint.store.s3_upload import Upload, compute_crc32c_base64, part_size_for, require_field, split_parts
 
 _log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class S3Store:
         read_timeout: float = 30.0,
         retry: Retry | None = None,
     ) -> None:
-        self._place = Place.parse(url)
+        self._place = S3Location.parse(url)
         self._part_size, self._threads = part_size, threads
         self._repeat = retry or Retry()
         self._client: Any = self._place.client(
@@ -63,7 +63,7 @@ class S3Store:
 
     def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
         where = self._where(name)
-        parts = split(data, size, part_size_for(size, self._part_size))
+        parts = split_parts(data, size, part_size_for(size, self._part_size))
         if size > self._part_size:
             Upload(self._client, self._repeat, self._object(name), where).send(parts, self._threads)
             return
@@ -102,10 +102,10 @@ class S3Store:
         where, target = self._where(name), self._object(name)
 
         def read() -> bytes:
-            with answers("read", where):
+            with translate_errors("read", where):
                 answer = self._client.get_object(**target)
                 data: bytes = answer["Body"].read()
-            if len(data) != whole(answer, "ContentLength", where):
+            if len(data) != require_field(answer, "ContentLength", where):
                 raise StoreError("the answer was cut off", where, may_pass=True)
             return data
 
@@ -119,13 +119,13 @@ class S3Store:
             return
         self._repeat(lambda: self._read_into(name, offset, into))
 
-    def list(self, prefix: str) -> Iterator[Entry]:
+    def list(self, prefix: str) -> Iterator[StoredObject]:
         start = len(self._place.prefix)
         more: dict[str, str] = {}
         while True:
             answer = self._repeat(partial(self._page, prefix, more))
             for found in answer.get("Contents", ()):
-                yield Entry(found["Key"][start:], found["Size"], found["LastModified"].timestamp())
+                yield StoredObject(found["Key"][start:], found["Size"], found["LastModified"].timestamp())
             if not answer["IsTruncated"]:
                 return
             more = {"ContinuationToken": answer["NextContinuationToken"]}
@@ -153,11 +153,11 @@ class S3Store:
 
     def _put(self, name: str, data: bytes | bytearray, writer: str = "", **conditions: str) -> None:
         target = self._object(name)
-        with answers("write", self._where(name)):
+        with translate_errors("write", self._where(name)):
             self._client.put_object(
                 **target,
                 Body=data,
-                ChecksumCRC32C=crc32c(data),
+                ChecksumCRC32C=compute_crc32c_base64(data),
                 Metadata={_WRITER: writer} if writer else {},
                 **conditions,
             )
@@ -202,12 +202,12 @@ class S3Store:
         head = self._head(name)
         if head is None:
             raise Missing(self._where(name))
-        return str(whole(head.get("Metadata", {}), _WRITER, self._where(name)))
+        return str(require_field(head.get("Metadata", {}), _WRITER, self._where(name)))
 
     def _head(self, name: str) -> dict[str, Any] | None:
         target = self._object(name)
         try:
-            with answers("look at", self._where(name)):
+            with translate_errors("look at", self._where(name)):
                 head: dict[str, Any] = self._client.head_object(**target)
         except Missing:
             return None
@@ -216,12 +216,12 @@ class S3Store:
     def _read_into(self, name: str, offset: int, into: memoryview) -> None:
         where, target = self._where(name), self._object(name)
         try:
-            with answers("read", where):
+            with translate_errors("read", where):
                 answer = self._client.get_object(**target, Range=f"bytes={offset}-{offset + len(into) - 1}")
-                came = _fill(into, answer["Body"])
+                came = _fill_from_body(into, answer["Body"])
         except OutOfRange:
             raise Damaged(name, f"ends before byte {offset}") from None
-        there = _RANGE.fullmatch(whole(answer, "ContentRange", where))
+        there = _RANGE.fullmatch(require_field(answer, "ContentRange", where))
         if there is None or int(there[1]) != offset:
             raise StoreError(f"another range came: {answer['ContentRange']}", where, may_pass=True)
         if came == len(into):
@@ -233,7 +233,7 @@ class S3Store:
 
     def _delete(self, keys: Sequence[str]) -> None:
         names = [{"Key": key} for key in keys]
-        with answers("remove objects", self.url):
+        with translate_errors("remove objects", self.url):
             answer = self._client.delete_objects(Bucket=self._place.bucket, Delete={"Objects": names, "Quiet": True})
         for error in answer.get("Errors", ()):
             why = f"cannot remove {error.get('Key')}: {error.get('Code')} {error.get('Message', '')}".rstrip()
@@ -241,12 +241,12 @@ class S3Store:
 
     def _page(self, prefix: str, more: dict[str, str]) -> dict[str, Any]:
         where = self._where(prefix)
-        with answers("list", where):
+        with translate_errors("list", where):
             answer: dict[str, Any] = self._client.list_objects_v2(
                 Bucket=self._place.bucket, Prefix=self._place.prefix + prefix, **more
             )
         # An answer that was cut off must not read as an empty store: training would begin anew.
-        whole(answer, "IsTruncated", where)
+        require_field(answer, "IsTruncated", where)
         return answer
 
     def _uploads(self, prefix: str) -> Iterator[dict[str, Any]]:
@@ -260,15 +260,15 @@ class S3Store:
 
     def _page_of_uploads(self, prefix: str, more: dict[str, str]) -> dict[str, Any]:
         where = self._where(prefix)
-        with answers("list the uploads of", where):
+        with translate_errors("list the uploads of", where):
             answer: dict[str, Any] = self._client.list_multipart_uploads(
                 Bucket=self._place.bucket, Prefix=self._place.prefix + prefix, **more
             )
-        whole(answer, "IsTruncated", where)
+        require_field(answer, "IsTruncated", where)
         return answer
 
     def _give_up(self, target: dict[str, str]) -> None:
-        with suppress(Missing), answers("give up the upload of", target["Key"]):
+        with suppress(Missing), translate_errors("give up the upload of", target["Key"]):
             self._client.abort_multipart_upload(**target)
 
     def _object(self, name: str) -> dict[str, str]:
@@ -286,7 +286,7 @@ def _is_data(name: str) -> bool:
     return True
 
 
-def _fill(into: memoryview, body: Any) -> int:
+def _fill_from_body(into: memoryview, body: Any) -> int:
     """Bytes read from `body`: all that fit, or all there are."""
     came = 0
     while came < len(into):

@@ -61,7 +61,7 @@ class OutOfRange(StoreError):
 
 
 @dataclass(frozen=True)
-class Place:
+class S3Location:
     """`s3://bucket/prefix?endpoint=…&region=…&profile=…`; the prefix is empty or ends with a slash.
 
     What the URL leaves out comes from the usual places: AWS_ENDPOINT_URL_S3, AWS_REGION, AWS_PROFILE, ~/.aws/config.
@@ -76,7 +76,7 @@ class Place:
     profile: str | None = None
 
     @classmethod
-    def parse(cls, url: str) -> Place:
+    def parse(cls, url: str) -> S3Location:
         """ValueError if this is no URL of an S3 store."""
         scheme, _, rest = url.partition("://")
         path, _, query = rest.partition("?")
@@ -116,20 +116,20 @@ class Place:
 
 
 @contextmanager
-def answers(what: str, where: str) -> Iterator[None]:
+def translate_errors(what: str, where: str) -> Iterator[None]:
     """Turns what boto3 raises into a StoreError, or what of it is known better."""
     try:
         yield
     except botocore.exceptions.ClientError as error:
-        raise _meaning(error, what, where) from error
+        raise _classify_error(error, what, where) from error
     except _BROKEN as error:
-        raise StoreError(f"cannot {what}: {_text(error)}", where, may_pass=True) from error
+        raise StoreError(f"cannot {what}: {_get_error_text(error)}", where, may_pass=True) from error
     except botocore.exceptions.BotoCoreError as error:
         # Credentials, profiles, regions: nothing that waiting would mend.
         raise Denied(f"cannot {what}: {error}", where) from error
 
 
-def _meaning(error: Any, what: str, where: str) -> StoreError:
+def _classify_error(error: Any, what: str, where: str) -> StoreError:
     code = str(error.response.get("Error", {}).get("Code", ""))
     status = int(error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0))
     if code in _NO_SUCH:
@@ -149,5 +149,5 @@ def _meaning(error: Any, what: str, where: str) -> StoreError:
     return StoreError(text, where, may_pass=may_pass)
 
 
-def _text(error: BaseException) -> str:
+def _get_error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

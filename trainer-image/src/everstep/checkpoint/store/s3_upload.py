@@ -9,17 +9,17 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from everstep.checkpoint.checksum import digest
+from everstep.checkpoint.checksum import compute_checksum
 from everstep.checkpoint.errors import StoreError
 from everstep.checkpoint.store.retry import Retry
-from everstep.checkpoint.store.s3_client import answers
+from everstep.checkpoint.store.s3_client import translate_errors
 
 _MOST_PARTS = 10_000  # of S3
 
 
-def crc32c(data: bytes | bytearray) -> str:
+def compute_crc32c_base64(data: bytes | bytearray) -> str:
     """Base64 of the big-endian checksum, as S3 wants it."""
-    return base64.b64encode(bytes.fromhex(digest("crc32c", data))).decode()
+    return base64.b64encode(bytes.fromhex(compute_checksum("crc32c", data))).decode()
 
 
 def part_size_for(size: int, part_size: int) -> int:
@@ -27,7 +27,7 @@ def part_size_for(size: int, part_size: int) -> int:
     return max(part_size, -(-size // _MOST_PARTS))
 
 
-def split(data: Iterable[bytes | memoryview], size: int, part_size: int) -> Iterator[bytearray]:
+def split_parts(data: Iterable[bytes | memoryview], size: int, part_size: int) -> Iterator[bytearray]:
     """The same bytes in parts of `part_size`, the last one shorter; one empty part for no bytes.
 
     ValueError if there are not `size` of them, before the last part is given away.
@@ -62,14 +62,14 @@ class Upload:
                 sent = self._send_all(parts, pool, threading.Semaphore(threads))
             self._finish(sent)
         except BaseException:
-            with suppress(Exception), answers("give up the upload of", self._where):
+            with suppress(Exception), translate_errors("give up the upload of", self._where):
                 self._client.abort_multipart_upload(**self._object, UploadId=self._id)
             raise
 
     def _begin(self) -> str:
-        with answers("write", self._where):
+        with translate_errors("write", self._where):
             answer = self._client.create_multipart_upload(**self._object, ChecksumAlgorithm="CRC32C")
-        return str(whole(answer, "UploadId", self._where))
+        return str(require_field(answer, "UploadId", self._where))
 
     def _send_all(
         self, parts: Iterable[bytearray], pool: ThreadPoolExecutor, room: threading.Semaphore
@@ -94,12 +94,12 @@ class Upload:
         return [future.result() for future in sent]
 
     def _send(self, number: int, part: bytearray) -> dict[str, Any]:
-        checksum = crc32c(part)
-        with answers(f"write part {number} of", self._where):
+        checksum = compute_crc32c_base64(part)
+        with translate_errors(f"write part {number} of", self._where):
             answer = self._client.upload_part(
                 **self._object, UploadId=self._id, PartNumber=number, Body=part, ChecksumCRC32C=checksum
             )
-        etag = whole(answer, "ETag", self._where)
+        etag = require_field(answer, "ETag", self._where)
         return {"PartNumber": number, "ETag": etag, "ChecksumCRC32C": checksum}
 
     def _finish(self, sent: list[dict[str, Any]]) -> None:
@@ -108,11 +108,11 @@ class Upload:
         def finish() -> None:
             nonlocal doubtful
             try:
-                with answers("finish", self._where):
+                with translate_errors("finish", self._where):
                     answer = self._client.complete_multipart_upload(
                         **self._object, UploadId=self._id, MultipartUpload={"Parts": sent}
                     )
-                whole(answer, "ETag", self._where)
+                require_field(answer, "ETag", self._where)
             except StoreError:
                 # A finished upload is unknown afterwards: a repetition after a lost answer may be refused for good.
                 if doubtful and self._is_there(sent):
@@ -128,16 +128,16 @@ class Upload:
 
     def _is_there(self, sent: list[dict[str, Any]]) -> bool:
         try:
-            with answers("look at", self._where):
+            with translate_errors("look at", self._where):
                 head = self._client.head_object(**self._object, ChecksumMode="ENABLED")
         except StoreError:
             return False
         # The checksum of a composite object: of its parts' checksums, and how many they are.
         sums = b"".join(base64.b64decode(part["ChecksumCRC32C"]) for part in sent)
-        return bool(head.get("ChecksumCRC32C") == f"{crc32c(sums)}-{len(sent)}")
+        return bool(head.get("ChecksumCRC32C") == f"{compute_crc32c_base64(sums)}-{len(sent)}")
 
 
-def whole(answer: dict[str, Any], field: str, where: str) -> Any:
+def require_field(answer: dict[str, Any], field: str, where: str) -> Any:
     """`field` of an answer; a StoreError that may pass if the answer came without it, cut off on its way."""
     if field not in answer:
         raise StoreError(f"the answer has no {field}", where, may_pass=True)

@@ -22,7 +22,7 @@ _WINDOW = 64 << 20  # bytes of a large file that are on their way to the disk
 _RANKS = 8  # that write at the same time, each a part of its own
 
 
-def _find() -> Any:
+def _find_sync_function() -> Any:
     try:
         call = ctypes.CDLL(None, use_errno=True).sync_file_range
     except (OSError, AttributeError):
@@ -31,7 +31,7 @@ def _find() -> Any:
     return call
 
 
-_call = _find()
+_call = _find_sync_function()
 
 
 class WriteBehind:
@@ -44,7 +44,7 @@ class WriteBehind:
     def __init__(self, descriptor: int, size: int) -> None:
         self._descriptor = descriptor
         self._begun: deque[tuple[int, int]] = deque()
-        self._large = _call is not None and size > _WINDOW and size > room.available() // _RANKS
+        self._large = _call is not None and size > _WINDOW and size > room.get_available_memory() // _RANKS
 
     def wrote(self, offset: int, length: int) -> None:
         """These bytes are in the page cache. OSError when earlier ones cannot be written: fsync may say so no more."""

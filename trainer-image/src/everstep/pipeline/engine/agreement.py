@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from everstep.pipeline.engine.microbatch import Parts, batch_size, pick
-from everstep.pipeline.engine.nested import flatten, tensors_of
+from everstep.pipeline.engine.microbatch import Parts, batch_size, select_arguments
+from everstep.pipeline.engine.nested import flatten_tensors, tensors_of
 from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.transport.base import Transport
 
@@ -44,12 +44,12 @@ class Word:
     wrong: str = ""
 
 
-def examine(reads: Reads, step: tuple[int, int, str], batch: Any, targets: Any, whole: frozenset[str]) -> Word:
+def inspect_batch(reads: Reads, step: tuple[int, int, str], batch: Any, targets: Any, whole: frozenset[str]) -> Word:
     """What this rank tells of its batch; of an error in its place, what is wrong."""
     try:
         if isinstance(batch, PipelineError):
             raise batch
-        inputs = _inputs(reads, batch)
+        inputs = _read_inputs(reads, batch)
         if reads.targets and targets is None and step[2] != EVALUATE:
             raise PipelineError(
                 "it runs the loss, and was given no targets; if the model's own result is the loss, give as targets "
@@ -67,12 +67,14 @@ def examine(reads: Reads, step: tuple[int, int, str], batch: Any, targets: Any, 
         sizes = {what: size for what, size in counted.items() if size is not None}
         if len(set(sizes.values())) > 1:
             raise PipelineError(", ".join(f"{what} {size} samples" for what, size in sizes.items()))
-        return Word(step, next(iter(sizes.values()), None), _shapes(inputs))
+        return Word(step, next(iter(sizes.values()), None), _describe_shapes(inputs))
     except PipelineError as error:
         return Word(step, None, "", str(error))
 
 
-def agree(transport: Transport, mine: Word | None, readers: Sequence[int], frozen: str = "") -> tuple[int, str]:
+def agree_on_batch(
+    transport: Transport, mine: Word | None, readers: Sequence[int], frozen: str = ""
+) -> tuple[int, str]:
     """The samples of this pipeline's batch, and the signature of its inputs; the same on all ranks.
 
     `mine` is None on a rank that reads nothing; `frozen` says which of this rank's parameters do not learn.
@@ -102,8 +104,10 @@ def _of_readers(words: Sequence[tuple[int, Word]]) -> tuple[int, str]:
         wrong = [f"rank {rank}: {word.wrong}" for rank, word in words if word.wrong]
         if wrong:
             raise Disagreement("; ".join(wrong))
-        _same("rank", "is at", [(rank, _place(word.step)) for rank, word in words])
-        samples = _same("rank", "has a batch of", [(r, word.samples) for r, word in words if word.samples is not None])
+        _require_equal("rank", "is at", [(rank, _format_place(word.step)) for rank, word in words])
+        samples = _require_equal(
+            "rank", "has a batch of", [(r, word.samples) for r, word in words if word.samples is not None]
+        )
         if samples is None:
             raise Disagreement("no tensor of the batch has a first dimension, along which it could be cut")
     except Disagreement as error:
@@ -119,20 +123,20 @@ def _of_replicas(transport: Transport, step: tuple[int, int, str], wrong: str, f
         return
     said = [
         each.decode(errors="ignore")
-        for each in transport.alike(f"{'!' if wrong else ''}{wrong or _place(step) + frozen}".encode())
+        for each in transport.alike(f"{'!' if wrong else ''}{wrong or _format_place(step) + frozen}".encode())
     ]
     if any(each.startswith("!") for each in said):
         found = [f"replica {number}: {each[1:]}" for number, each in enumerate(said) if each.startswith("!")]
         raise Disagreement("; ".join(found))
-    _same("replica", "is at", list(enumerate(said)))
+    _require_equal("replica", "is at", list(enumerate(said)))
 
 
-def _place(step: tuple[int, int, str]) -> str:
+def _format_place(step: tuple[int, int, str]) -> str:
     steps, batches, purpose = step
     return f"{purpose} after {steps} steps" + (f" and {batches} batches" if batches else "")
 
 
-def _inputs(reads: Reads, batch: Any) -> Any:
+def _read_inputs(reads: Reads, batch: Any) -> Any:
     if not reads.inputs:
         return {}
     if not isinstance(batch, Mapping | Parts):
@@ -143,15 +147,15 @@ def _inputs(reads: Reads, batch: Any) -> Any:
     for part in batch if isinstance(batch, Parts) else (batch,):
         if missing := sorted(name for name in reads.inputs if part.get(name) is None):
             raise PipelineError(f"its batch lacks {', '.join(missing)}, which its stages use; it has {', '.join(part)}")
-    return pick(batch, reads.inputs)
+    return select_arguments(batch, reads.inputs)
 
 
-def _same(who: str, what: str, found: Sequence[tuple[int, T]]) -> T | None:
+def _require_equal(who: str, what: str, found: Sequence[tuple[int, T]]) -> T | None:
     if len({value for _, value in found}) > 1:
         raise Disagreement("; ".join(f"{who} {number} {what} {value}" for number, value in found))
     return found[0][1] if found else None
 
 
-def _shapes(inputs: Any) -> str:
-    structure, tensors = flatten(inputs)
+def _describe_shapes(inputs: Any) -> str:
+    structure, tensors = flatten_tensors(inputs)
     return repr((structure, [(tuple(tensor.shape), str(tensor.dtype)) for tensor in tensors]))

@@ -63,7 +63,7 @@ class RunningStatistics:
             return
         # A replica without samples has recorded nothing; it gives zeros.
         keys = [(layer, call) for layer in layers for call in range(max(1, self._most[layer]))]
-        packed = torch.cat([self._sums[key] if key in self._sums else _nothing(key[0]) for key in keys])
+        packed = torch.cat([self._sums[key] if key in self._sums else _do_nothing(key[0]) for key in keys])
         self._sums.clear()
         reduce(packed)
         parts = packed.split([1 + 2 * layer.num_features for layer, _ in keys])
@@ -71,7 +71,7 @@ class RunningStatistics:
             count = float(part[0])
             if count:
                 mean, square = (part[1:] / count).chunk(2)
-                _update(layer, mean, (square - mean**2) * (count / (count - 1)))
+                _update_running_statistics(layer, mean, (square - mean**2) * (count / (count - 1)))
 
     def _enter(self, layer: nn.Module, _: Any) -> None:
         if not self._inside or not layer.training:
@@ -101,11 +101,11 @@ class RunningStatistics:
         layer._buffers.update(own)
 
 
-def _nothing(layer: nn.Module) -> Any:
+def _do_nothing(layer: nn.Module) -> Any:
     return torch.zeros(1 + 2 * layer.num_features, dtype=torch.float64, device=layer.running_mean.device)
 
 
-def _update(layer: nn.Module, mean: Any, variance: Any) -> None:
+def _update_running_statistics(layer: nn.Module, mean: Any, variance: Any) -> None:
     layer.num_batches_tracked += 1
     factor = layer.momentum if layer.momentum is not None else 1.0 / float(layer.num_batches_tracked)
     layer.running_mean.lerp_(mean.to(layer.running_mean.dtype), factor)

@@ -8,7 +8,7 @@ from typing import Any
 Kind = tuple[Any, ...]  # the dtype in which something of a parameter is sent, and what else must be alike
 
 
-def buckets(
+def make_buckets(
     parameters: Sequence[Any], size: int, kind: Callable[[Any], Kind] = lambda parameter: (parameter.dtype,)
 ) -> Iterator[list[Any]]:
     """Parameters of one kind, at most `size` bytes together unless one alone is larger; none that do not learn."""

@@ -71,11 +71,11 @@ def clip_gradients(
     if error_if_nonfinite and not math.isfinite(float(total)):
         raise Disagreement(f"the norm of the gradients is {float(total)}, so they cannot be clipped")
     factor = float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
-    multiply(parameters, factor)
+    scale_gradients(parameters, factor)
     return total
 
 
-def multiply(parameters: Sequence[Any], factor: float) -> None:
+def scale_gradients(parameters: Sequence[Any], factor: float) -> None:
     """Multiply the gradients in place, unless that changes nothing."""
     for parameter in parameters if factor != 1.0 else ():
         if parameter.grad is not None:

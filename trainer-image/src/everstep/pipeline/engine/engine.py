@@ -10,34 +10,42 @@ from typing import Any
 
 import torch
 
-from everstep.pipeline.engine.agreement import ACCUMULATE, EVALUATE, TRAIN, Disagreement, Reads, agree, examine
+from everstep.pipeline.engine.agreement import (
+    ACCUMULATE,
+    EVALUATE,
+    TRAIN,
+    Disagreement,
+    Reads,
+    agree_on_batch,
+    inspect_batch,
+)
 from everstep.pipeline.engine.batchnorm import RunningStatistics
 from everstep.pipeline.engine.casts import forget_stale_casts, share_casts
 from everstep.pipeline.engine.clipping import clip_gradients
 from everstep.pipeline.engine.heartbeat import Heartbeat
-from everstep.pipeline.engine.losses import Loss, Part, Total, evaluate
-from everstep.pipeline.engine.mail import Mail
-from everstep.pipeline.engine.microbatch import Parts, bounds, pick, split
-from everstep.pipeline.engine.nested import Value
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.losses import Loss, LossPart, Total, compute_loss
+from everstep.pipeline.engine.mail import P2PMessenger
+from everstep.pipeline.engine.microbatch import Parts, compute_bounds, select_arguments, split_batch
+from everstep.pipeline.engine.nested import StageValue
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.overlap import last_backwards
 from everstep.pipeline.engine.parameter_hooks import call_hooks
 from everstep.pipeline.engine.parameters import Parameters
 from everstep.pipeline.engine.rng import Random
-from everstep.pipeline.engine.scaling import LossScale, Scaled, scale
-from everstep.pipeline.engine.stage import Listen, Ran, Stage, StageModule, why_not_split
+from everstep.pipeline.engine.scaling import LossScale, Scaled, scale_to_mean_loss
+from everstep.pipeline.engine.stage import Listen, Ran, RunnableStage, StageRunner, why_not_split
 from everstep.pipeline.engine.values import Gradients, Values
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.autocast import autocast_of, casting_to
 from everstep.pipeline.frontend.gradients import has_hooks, without_hooks
 from everstep.pipeline.graph import StageGraph
-from everstep.pipeline.schedules import Action, Kind, Limits, Rendezvous, Schedule, validate
+from everstep.pipeline.schedules import Action, ActionKind, Limits, Rendezvous, Schedule, validate_schedule
 from everstep.pipeline.schedules.flow import Flow
 from everstep.pipeline.transport.base import Transport, TransportError
 
 
 @dataclass(frozen=True)
-class Output:
+class StepResult:
     """Of a step: `loss` is the mean over `count`, all that counts on all micro-batches and replicas, on all ranks.
 
     `metrics`: sums that the loss gave, over the same count, on ranks of the last stage only. `norm` of all gradients
@@ -62,16 +70,16 @@ class Engine:
 
     def __init__(
         self,
-        stages: Mapping[int, StageModule],
+        stages: Mapping[int, RunnableStage],
         schedule: Schedule,
         stage_graph: StageGraph,
         transport: Transport,
         loss: Loss,
-        options: Options | None = None,
+        options: EngineOptions | None = None,
     ) -> None:
-        self.options = options = options or Options()
+        self.options = options = options or EngineOptions()
         self.transport, self.schedule, self.rank = transport, schedule, transport.rank
-        _fits(stages, schedule, stage_graph, transport, options)
+        _check_arguments(stages, schedule, stage_graph, transport, options)
         self._flow = flow = Flow(stage_graph, schedule.placement)
         transport.connect(flow.links)
         self._loss, self._last = loss, schedule.stages - 1
@@ -84,7 +92,7 @@ class Engine:
         self._random = Random(modules, transport.device, options.seed)
         self._statistics = RunningStatistics(modules.values())
         self._stages = {
-            index: Stage(
+            index: StageRunner(
                 index,
                 module,
                 {edge.value: edge.gradient for edge in flow.inputs[index]},
@@ -95,7 +103,7 @@ class Engine:
             )
             for index, module in stages.items()
         }
-        self._mail = Mail(transport, schedule.placement, options.ahead, options.dynamic)
+        self._mail = P2PMessenger(transport, schedule.placement, options.ahead, options.dynamic)
         self._readers, self.reads = self._who_reads(stages)
         self._plans: dict[tuple[int, bool, bool], tuple[tuple[Action, ...], frozenset[Action]]] = {}
         written = {name for stage in stages.values() for name in getattr(stage, "writes", ())}
@@ -110,7 +118,7 @@ class Engine:
         self._targets: list[Any] = []
         self._sizes: list[int] = []
 
-    def step(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None, *, last: bool = True) -> Output:
+    def step(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None, *, last: bool = True) -> StepResult:
         """Forward and backward of one batch of this replica; then parameters have the gradients of the mean loss.
 
         `batch` has the model's arguments by name; a rank needs those in `reads` only. With `last=False` the gradients
@@ -127,9 +135,9 @@ class Engine:
             with without_hooks(self.parameters.own), share_casts(is_wanted=self.options.precision != "full"):
                 self._pass(batch, targets, TRAIN if last else ACCUMULATE, reduce=last)
             self._batches += 1
-            return self._finish() if last else Output(float("nan"), 0.0)
+            return self._finish() if last else StepResult(float("nan"), 0.0)
 
-    def evaluate(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None) -> Output:
+    def evaluate(self, batch: Mapping[str, Any] | Parts | None, targets: Any = None) -> StepResult:
         """Forward only, without gradients, in whatever mode the modules are; without targets no loss is computed."""
         if self._batches:
             raise PipelineError("the batches of a step are being added up: end it before an evaluation")
@@ -137,8 +145,8 @@ class Engine:
         with self.aborting(), torch.no_grad():
             outputs = self._pass(batch, targets, EVALUATE, reduce=False)
             self._commit_statistics()  # of layers that are in training, as to find them anew for averaged weights
-            scaled = scale([], [], self._total, self._sum, LossScale(), None, self.transport.device)
-        return Output(scaled.loss, scaled.count, self._metrics(scaled), outputs=outputs)
+            scaled = scale_to_mean_loss([], [], self._total, self._sum, LossScale(), None, self.transport.device)
+        return StepResult(scaled.loss, scaled.count, self._metrics(scaled), outputs=outputs)
 
     def state_dict(self) -> dict[str, Any]:
         """What a run that goes on has to know, beside weights and optimizer; the same on all ranks."""
@@ -167,8 +175,8 @@ class Engine:
         mine = None
         if self.rank in self._readers:
             step = self.steps, self._batches, purpose
-            mine = examine(self.reads, step, batch, targets, self.options.whole)
-        samples, signature = agree(self.transport, mine, self._readers, self._frozen(purpose))
+            mine = inspect_batch(self.reads, step, batch, targets, self.options.whole)
+        samples, signature = agree_on_batch(self.transport, mine, self._readers, self._frozen(purpose))
         if isinstance(batch, PipelineError):
             raise batch  # this rank tells nothing of a batch, and no other saw anything wrong
         self._cut(batch, targets, samples)
@@ -188,30 +196,30 @@ class Engine:
 
     def _do(self, action: Action, outputs: list[Any], listen: Listen | None) -> None:
         kind, index, microbatch = action.kind, action.stage, action.microbatch
-        if kind is Kind.FORWARD:
+        if kind is ActionKind.FORWARD:
             ran = self._forward(index, microbatch)
             if index == self._last:
                 if ran.loss is not None:
                     self._total.add(ran.loss)
                 if not self._training:
                     outputs.append(ran.output)
-        elif kind is Kind.SEND:
+        elif kind is ActionKind.SEND:
             self._send(action)
-        elif kind is Kind.RECEIVE:
+        elif kind is ActionKind.RECEIVE:
             self._mail.receive(action)
-        elif kind is Kind.WEIGHT_GRAD:
+        elif kind is ActionKind.WEIGHT_GRAD:
             with self._once_more(index, microbatch):
                 self._stages[index].weight_grad(microbatch, listen)
-        elif kind is Kind.REDUCE:
+        elif kind is ActionKind.REDUCE:
             self.parameters.reduction.reduce(index)
-        elif kind is Kind.TIE:
+        elif kind is ActionKind.TIE:
             for name in self.parameters.ties_of(action):
                 self.parameters.reduction.tie(name)
         else:
             stage = self._stages[index]
             given, loss_scale = self._given(index, microbatch), self.loss_scale.value
             with self._once_more(index, microbatch):
-                if kind is Kind.BACKWARD:
+                if kind is ActionKind.BACKWARD:
                     found = stage.backward(microbatch, given, loss_scale, listen)
                 else:
                     found = stage.input_grad(microbatch, given, loss_scale)
@@ -220,7 +228,7 @@ class Engine:
 
     def _forward(self, index: int, microbatch: int) -> Ran:
         stage = self._stages[index]
-        values: dict[str, Value] = {}
+        values: dict[str, StageValue] = {}
         for name in stage.edges:
             if not self._values.has(name, microbatch):
                 self._values.put(name, microbatch, self._mail.value(name, microbatch))
@@ -252,7 +260,7 @@ class Engine:
                 given[edge.value] = self._values.take_gradients(edge.value, microbatch, layout)
         return given
 
-    def _finish(self) -> Output:
+    def _finish(self) -> StepResult:
         self.parameters.reduction.finish()
         self._commit_statistics()
         counted, own, device = self.parameters.counted_here, self.parameters.own, self.transport.device
@@ -260,11 +268,11 @@ class Engine:
         if any(map(has_hooks, own)):
             hooks = partial(call_hooks, self.parameters.by_original_name, self._random.of_hooks)
         clip, narrow = self.options.clip, self.parameters.narrow_gradients
-        scaled = scale(own, counted, self._total, self._sum, self.loss_scale, clip, device, hooks, narrow)
+        scaled = scale_to_mean_loss(own, counted, self._total, self._sum, self.loss_scale, clip, device, hooks, narrow)
         narrow()
         self.steps, self._batches = self.steps + 1, 0
         self._random.next_step()
-        return Output(scaled.loss, scaled.count, self._metrics(scaled), scaled.norm, scaled.skipped)
+        return StepResult(scaled.loss, scaled.count, self._metrics(scaled), scaled.norm, scaled.skipped)
 
     def _commit_statistics(self) -> None:
         several = self.transport.replicas > 1
@@ -310,17 +318,17 @@ class Engine:
 
     def _cut(self, batch: Any, targets: Any, samples: int) -> None:
         count, whole = self.schedule.microbatches, self.options.whole
-        self._sizes = [stop - start for start, stop in bounds(samples, count)]
-        inputs = pick(batch, self.reads.inputs) if self.reads.inputs else {}
-        self._inputs = split(inputs, samples, count, whole) if inputs else []
+        self._sizes = [stop - start for start, stop in compute_bounds(samples, count)]
+        inputs = select_arguments(batch, self.reads.inputs) if self.reads.inputs else {}
+        self._inputs = split_batch(inputs, samples, count, whole) if inputs else []
         has_targets = self.reads.targets and targets is not None
-        self._targets = split(targets, samples, count) if has_targets else []
+        self._targets = split_batch(targets, samples, count) if has_targets else []
 
-    def _loss_of(self, microbatch: int, output: Any) -> Part | None:
+    def _loss_of(self, microbatch: int, output: Any) -> LossPart | None:
         if not self._targets:
             return None
         size = self._sizes[microbatch]
-        return evaluate(self._loss, output, self._targets[microbatch], size, self.options.loss_weight)
+        return compute_loss(self._loss, output, self._targets[microbatch], size, self.options.loss_weight)
 
     def _of_all(self, microbatch: int) -> int:
         """The number of a micro-batch among those of all replicas and of all batches of the step."""
@@ -356,8 +364,8 @@ class Engine:
 
     @contextlib.contextmanager
     def aborting(self) -> Iterator[None]:
-        """Around what waits for others: when it fails, all hear why, and nobody waits for this rank. RankLost in the
-        place of a TransportError, if somebody was lost."""
+        """Around what waits for others: when it fails, all hear why, and nobody waits for this rank.
+        PipelineRankLost in the place of a TransportError, if somebody was lost."""
         try:
             yield
         except Disagreement:
@@ -378,18 +386,18 @@ class Engine:
         begin to reduce gradients."""
         key = microbatches, reduce, self._training
         if key not in self._plans:
-            backward = {Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD}
+            backward = {ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD}
             actions = tuple(
                 action
                 for action in self.schedule.ranks[self.rank]
                 if action.microbatch < microbatches
-                and (reduce or action.kind not in (Kind.REDUCE, Kind.TIE))
+                and (reduce or action.kind not in (ActionKind.REDUCE, ActionKind.TIE))
                 and (self._training or (action.kind not in backward and not action.gradient))
             )
             self._plans[key] = actions, last_backwards(actions)
         return self._plans[key]
 
-    def _who_reads(self, stages: Mapping[int, StageModule]) -> tuple[list[int], Reads]:
+    def _who_reads(self, stages: Mapping[int, RunnableStage]) -> tuple[list[int], Reads]:
         """The ranks that read, the same on all; what this one reads."""
         arguments = {name for stage in self._stages.values() for name in stage.arguments}
         mine = Reads(frozenset(arguments), self._last in stages)
@@ -401,8 +409,12 @@ class Engine:
         return [rank for rank in range(self.transport.size) if marks[rank]], mine
 
 
-def _fits(
-    stages: Mapping[int, StageModule], schedule: Schedule, graph: StageGraph, transport: Transport, options: Options
+def _check_arguments(
+    stages: Mapping[int, RunnableStage],
+    schedule: Schedule,
+    graph: StageGraph,
+    transport: Transport,
+    options: EngineOptions,
 ) -> None:
     if len(schedule.ranks) != transport.size:
         raise PipelineError(f"{schedule.name} is for {len(schedule.ranks)} ranks, there are {transport.size}")
@@ -411,13 +423,13 @@ def _fits(
             f"{schedule.name} has stages {list(schedule.stages_of(transport.rank))} on rank {transport.rank}, "
             f"which was given {sorted(stages)}"
         )
-    if (wrong := validate(schedule, graph, Rendezvous(), Limits(in_flight=options.in_flight))) is not None:
+    if (wrong := validate_schedule(schedule, graph, Rendezvous(), Limits(in_flight=options.in_flight))) is not None:
         raise PipelineError(f"{schedule.name}: {wrong}")
-    reduced = {action.stage for action in schedule.ranks[transport.rank] if action.kind is Kind.REDUCE}
+    reduced = {action.stage for action in schedule.ranks[transport.rank] if action.kind is ActionKind.REDUCE}
     if transport.replicas > 1 and (lacking := sorted(stages.keys() - reduced)):
         raise PipelineError(f"{schedule.name} does not reduce the gradients of stages {lacking} over the replicas")
     for action in schedule.ranks[transport.rank]:
-        if action.kind is Kind.INPUT_GRAD and (why := why_not_split(stages[action.stage])) is not None:
+        if action.kind is ActionKind.INPUT_GRAD and (why := why_not_split(stages[action.stage])) is not None:
             raise PipelineError(
                 f"{schedule.name} splits the backward of stage {action.stage}, which cannot be: {why}; make the "
                 "schedule without it in split="

@@ -31,7 +31,7 @@ _STRANGERS = 64  # connections that have said nothing of this job yet; the oldes
 _CODE = 2 * hashlib.sha256().digest_size  # characters before a word
 
 
-class RankLost(RuntimeError):
+class PipelineRankLost(RuntimeError):
     """A process of the job is gone, stands still, has failed or has left too early; the same `rank` on all others."""
 
     def __init__(self, rank: int, why: str) -> None:
@@ -59,14 +59,14 @@ class Heartbeat:
         rank: int,
         timeout: float,
         progress: Callable[[], int] = lambda: 0,
-        on_lost: Callable[[RankLost], None] = lambda error: None,
+        on_lost: Callable[[PipelineRankLost], None] = lambda error: None,
         host: str = "127.0.0.1",
     ) -> None:
         self.rank, self.timeout = rank, timeout
         self._progress, self._on_lost = progress, on_lost
         self._passes: Callable[[], int] = lambda: 0
         self._interval = min(1.0, timeout / 5)
-        self._server = socket.create_server((host, 0), family=_family(host))
+        self._server = socket.create_server((host, 0), family=_get_address_family(host))
         self._selector = selectors.DefaultSelector()
         self._listen(self._server, None)
         self._ring: Sequence[Address] = ()
@@ -74,7 +74,7 @@ class Heartbeat:
         self._next: socket.socket | None = None
         self._before: tuple[float, int] = (0.0, 0)  # when the predecessor was last heard, and how far it was
         self._left: int | None = None  # the passes after which it left
-        self._lost: RankLost | None = None
+        self._lost: PipelineRankLost | None = None
         self._known, self._ending = threading.Event(), threading.Event()
         self._heard, self._joined, self._told = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, name="everstep-heartbeat", daemon=True)
@@ -93,7 +93,7 @@ class Heartbeat:
         self._thread.start()
 
     def joined(self) -> None:
-        """Returns when this rank is heard by its successor and hears its predecessor. RankLost."""
+        """Returns when this rank is heard by its successor and hears its predecessor. PipelineRankLost."""
         while not self._joined.wait(0.02):
             if (lost := self.lost()) is not None:
                 raise lost
@@ -102,12 +102,12 @@ class Heartbeat:
         """What this rank does from now on."""
         self._progress, self._passes = progress, passes
 
-    def lost(self, wait: float = 0.0) -> RankLost | None:
+    def lost(self, wait: float = 0.0) -> PipelineRankLost | None:
         """Who is lost, as far as that is known within `wait` seconds."""
         self._known.wait(wait)
         return self._lost
 
-    def explain(self) -> RankLost | None:
+    def explain(self) -> PipelineRankLost | None:
         """After something went wrong between ranks: who is lost, or None if all have been heard since."""
         return self.lost(self.timeout + 1.0)
 
@@ -115,7 +115,7 @@ class Heartbeat:
         """Tells all others that this rank cannot go on, and why; nothing if somebody was lost before."""
         if self._lost is None and self._thread.is_alive():
             first = (str(error).splitlines() or [""])[0][:300]
-            lost = RankLost(self.rank, f"failed: {type(error).__name__}{': ' if first else ''}{first}")
+            lost = PipelineRankLost(self.rank, f"failed: {type(error).__name__}{': ' if first else ''}{first}")
             self._tell_all(lost)
             if self._lost is None:
                 self._lost = lost
@@ -155,7 +155,7 @@ class Heartbeat:
                     self._look(now)
             if self._lost is not None:
                 # The successor reads this before it sees the connection end.
-                self._tell_next(_lost(self._lost))
+                self._tell_next(_encode_lost_rank(self._lost))
 
     def _alone(self) -> bool:
         """Whether there is nobody to be watched."""
@@ -232,7 +232,7 @@ class Heartbeat:
             self._before = float("inf"), self._before[1]
             peer.rank = -1
         elif "lost" in word:
-            self._settle(RankLost(int(word["lost"]), str(word["why"])))
+            self._settle(PipelineRankLost(int(word["lost"]), str(word["why"])))
         return True
 
     def _code(self, to: int, text: bytes) -> bytes:
@@ -244,14 +244,14 @@ class Heartbeat:
         return self._code(to, text) + text + b"\n"
 
     def _name(self, rank: int, why: str) -> None:
-        lost = RankLost(rank, why)
+        lost = PipelineRankLost(rank, why)
         self._tell_all(lost)
         self._settle(lost)
 
-    def _tell_all(self, lost: RankLost) -> None:
+    def _tell_all(self, lost: PipelineRankLost) -> None:
         others = [rank for rank in range(len(self._ring)) if rank not in (lost.rank, self.rank)]
         for start in range(0, len(others), _AT_ONCE):
-            self._tell_these(others[start : start + _AT_ONCE], _lost(lost))
+            self._tell_these(others[start : start + _AT_ONCE], _encode_lost_rank(lost))
 
     def _tell_these(self, ranks: Sequence[int], word: dict[str, Any]) -> None:
         """All at once: of those that are gone with the first, each would cost its own wait."""
@@ -259,7 +259,7 @@ class Heartbeat:
         with contextlib.ExitStack() as stack, selectors.DefaultSelector() as waiting:
             for rank in ranks:
                 host, port = self._ring[rank]
-                connection = stack.enter_context(socket.socket(_family(host)))
+                connection = stack.enter_context(socket.socket(_get_address_family(host)))
                 connection.setblocking(False)
                 connection.connect_ex((host, port))
                 waiting.register(connection, selectors.EVENT_WRITE, self._line(rank, word))
@@ -276,7 +276,7 @@ class Heartbeat:
                             continue
                     waiting.unregister(key.fileobj)
 
-    def _settle(self, lost: RankLost) -> None:
+    def _settle(self, lost: PipelineRankLost) -> None:
         if self._lost is None:
             self._lost = lost
             self._known.set()
@@ -312,9 +312,9 @@ class Heartbeat:
             self._next.close()
 
 
-def _lost(lost: RankLost) -> dict[str, Any]:
+def _encode_lost_rank(lost: PipelineRankLost) -> dict[str, Any]:
     return {"lost": lost.rank, "why": lost.why}
 
 
-def _family(host: str) -> socket.AddressFamily:
+def _get_address_family(host: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in host else socket.AF_INET

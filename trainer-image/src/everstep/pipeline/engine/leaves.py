@@ -28,7 +28,7 @@ class UnknownLeaves:
         if self._is_done:
             return
         known = self._known | {id(each) for each in given}
-        found = [each for each in _leaves(results) if id(each) not in known]
+        found = [each for each in _list_leaves(results) if id(each) not in known]
         before, self._before = self._before, found
         if before is None:
             return
@@ -43,7 +43,7 @@ class UnknownLeaves:
                 )
 
 
-def _leaves(results: Iterable[torch.Tensor]) -> list[Any]:
+def _list_leaves(results: Iterable[torch.Tensor]) -> list[Any]:
     """The leaves in the graph of these tensors."""
     found, seen = list[Any](), set[Any]()
     stack = [each.grad_fn for each in results if each.grad_fn is not None]

@@ -14,7 +14,7 @@ Loss = Callable[[Any, Any], Any]
 
 
 @dataclass
-class Part:
+class LossPart:
     """The loss of one micro-batch: a sum with its graph, how much it counts, sums of other things."""
 
     sum: Any
@@ -30,14 +30,14 @@ class Total:
     count: Any = 0.0
     metrics: dict[str, Any] = field(default_factory=dict)
 
-    def add(self, part: Part) -> None:
+    def add(self, part: LossPart) -> None:
         self.sum = self.sum + part.sum.detach().double()
         self.count = self.count + part.count
         for name, value in part.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
-def evaluate(loss: Loss, output: Any, targets: Any, samples: int, weight: Loss | None) -> Part:
+def compute_loss(loss: Loss, output: Any, targets: Any, samples: int, weight: Loss | None) -> LossPart:
     """Return the loss of a micro-batch of `samples`, as a sum and how much it counts.
 
     `loss` gives (sum, count), (sum, count, metrics), or a mean, which is then weighted by `weight(output, targets)` or
@@ -62,8 +62,8 @@ def evaluate(loss: Loss, output: Any, targets: Any, samples: int, weight: Loss |
     if not isinstance(given, tuple):
         # A factor of 0 would not do: 0 times a gradient that is not a number is none either.
         total = torch.zeros_like(total) if weight is not None and not count else total * count
-    return Part(total, _plain(count), {name: _plain(value) for name, value in metrics.items()})
+    return LossPart(total, _to_plain_number(count), {name: _to_plain_number(value) for name, value in metrics.items()})
 
 
-def _plain(number: Any) -> Any:
+def _to_plain_number(number: Any) -> Any:
     return number.detach().double() if isinstance(number, torch.Tensor) else number

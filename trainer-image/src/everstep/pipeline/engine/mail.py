@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from everstep.pipeline.engine.nested import Layout, Value
+from everstep.pipeline.engine.nested import StageValue, ValueLayout
 from everstep.pipeline.engine.values import Gradients, Key
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.schedules.actions import Action, Kind
+from everstep.pipeline.schedules.actions import Action, ActionKind
 from everstep.pipeline.transport.base import Arrival, Tag, Transport, Work
 
 _SIGNATURES = 64  # of inputs whose layouts are kept
@@ -26,23 +26,23 @@ _UNDER_WAY = 4  # sends to one rank that are not waited for
 
 
 @dataclass
-class _Coming:
-    layout: Layout
+class _PostedReceive:
+    layout: ValueLayout
     arrivals: list[Arrival]
 
 
-class Mail:
+class P2PMessenger:
     """Of one rank. `placement`: the rank of each stage. `ahead`: receives that may be posted before their turn;
     `dynamic`: values whose layout is told each time."""
 
     def __init__(self, transport: Transport, placement: Sequence[int], ahead: int, dynamic: frozenset[str]) -> None:
         self._transport, self._placement, self._ahead, self._dynamic = transport, placement, ahead, dynamic
-        self._tables: OrderedDict[str, dict[Key, Layout]] = OrderedDict()
+        self._tables: OrderedDict[str, dict[Key, ValueLayout]] = OrderedDict()
         self._sent: list[deque[tuple[Work, Any]]] = [deque() for _ in range(transport.size)]
         self._receives: deque[Action] = deque()  # not posted yet
-        self._coming: dict[tuple[str, int, bool], list[_Coming]] = {}
+        self._coming: dict[tuple[str, int, bool], list[_PostedReceive]] = {}
         self._due = 0  # posted, and their turn has not come
-        self._layouts: dict[Key, Layout] = {}
+        self._layouts: dict[Key, ValueLayout] = {}
         self._told = False
 
     def begin(self, actions: Sequence[Action], signature: str) -> None:
@@ -52,7 +52,7 @@ class Mail:
         self._tables.move_to_end(signature)
         if len(self._tables) > _SIGNATURES:
             self._tables.popitem(last=False)
-        self._receives = deque(action for action in actions if action.kind is Kind.RECEIVE)
+        self._receives = deque(action for action in actions if action.kind is ActionKind.RECEIVE)
         self._due = 0
         self._coming.clear()
 
@@ -62,7 +62,7 @@ class Mail:
             while sent:
                 sent.popleft()[0].wait()
 
-    def made(self, name: str, microbatch: int, layout: Layout) -> None:
+    def made(self, name: str, microbatch: int, layout: ValueLayout) -> None:
         """A value of this layout was made here, and will be sent. PipelineError if others expect another layout."""
         known = self._layouts.setdefault((name, microbatch), layout)
         if name in self._dynamic:
@@ -70,7 +70,8 @@ class Mail:
         elif known != layout:
             raise PipelineError(
                 f"value {name!r} (micro-batch {microbatch}) has another layout than before, with inputs of the same "
-                f"shapes: {_words(known)}, now {_words(layout)}; if it depends on the data, name it in dynamic="
+                f"shapes: {_describe_layout(known)}, now {_describe_layout(layout)}; if it depends on the "
+                "data, name it in dynamic="
             )
 
     def send(self, action: Action, tensors: Sequence[Any]) -> None:
@@ -110,19 +111,19 @@ class Mail:
             assert self._receives[0] == action
             self._post(self._receives.popleft())
 
-    def value(self, name: str, microbatch: int) -> Value:
+    def value(self, name: str, microbatch: int) -> StageValue:
         """A value of another rank, waited for."""
         (coming,) = self._coming.pop((name, microbatch, False))
-        return Value(coming.layout, [arrival.wait() for arrival in coming.arrivals])
+        return StageValue(coming.layout, [arrival.wait() for arrival in coming.arrivals])
 
     def gradients(self, name: str, microbatch: int) -> list[Gradients]:
         """What other ranks give of the gradient of a value, waited for."""
         return [
-            _spread(coming.layout, [arrival.wait() for arrival in coming.arrivals])
+            _unflatten_gradients(coming.layout, [arrival.wait() for arrival in coming.arrivals])
             for coming in self._coming.pop((name, microbatch, True), ())
         ]
 
-    def layout(self, name: str, microbatch: int) -> Layout:
+    def layout(self, name: str, microbatch: int) -> ValueLayout:
         return self._layouts[name, microbatch]
 
     def _post(self, action: Action) -> None:
@@ -134,14 +135,14 @@ class Mail:
         arrivals = [
             self._transport.receive(spec, from_, Tag(*key, action.gradient, part)) for part, spec in enumerate(specs)
         ]
-        self._coming.setdefault((*key, action.gradient), []).append(_Coming(layout, arrivals))
+        self._coming.setdefault((*key, action.gradient), []).append(_PostedReceive(layout, arrivals))
 
 
-def _spread(layout: Layout, tensors: list[Any]) -> Gradients:
+def _unflatten_gradients(layout: ValueLayout, tensors: list[Any]) -> Gradients:
     given = iter(tensors)
     return [next(given) if spec.gradient else None for spec in layout.specs]
 
 
-def _words(layout: Layout) -> str:
+def _describe_layout(layout: ValueLayout) -> str:
     shapes = ", ".join(f"{tuple(spec.shape)} {spec.dtype}" for spec in layout.specs)
     return f"{shapes} in {layout.structure!r}" if len(layout.specs) != 1 else shapes

@@ -14,7 +14,7 @@ class Parts(tuple[dict[str, Any], ...]):
     for each micro-batch, and tensors in it may be of any shape."""
 
 
-def pick(batch: Any, names: Collection[str]) -> Any:
+def select_arguments(batch: Any, names: Collection[str]) -> Any:
     """The same batch with these arguments only. KeyError if one is missing."""
     if isinstance(batch, Parts):
         return Parts({name: part[name] for name in sorted(names)} for part in batch)
@@ -30,7 +30,7 @@ def batch_size(batch: Any, whole: frozenset[str] = frozenset()) -> int | None:
     if isinstance(batch, Parts):
         return len(batch)
     sizes: dict[int, str] = {}
-    for name, item in _named(batch):
+    for name, item in _name_tensors(batch):
         if name not in whole:
             for tensor in tensors_of(item):
                 if tensor.dim():
@@ -43,7 +43,7 @@ def batch_size(batch: Any, whole: frozenset[str] = frozenset()) -> int | None:
     return next(iter(sizes), None)
 
 
-def bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
+def compute_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
     """Where each micro-batch begins and ends: as equal as can be, larger ones first, and none that is empty."""
     count = min(size, microbatches)
     each, more = divmod(size, count) if count else (0, 0)
@@ -55,7 +55,7 @@ def bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
     return found
 
 
-def split(batch: Any, size: int, microbatches: int, whole: frozenset[str] = frozenset()) -> list[Any]:
+def split_batch(batch: Any, size: int, microbatches: int, whole: frozenset[str] = frozenset()) -> list[Any]:
     """`batch` in at most `microbatches` parts, each with the batch's structure; views, nothing is copied.
 
     PipelineError for `Parts` that are not as many.
@@ -64,10 +64,10 @@ def split(batch: Any, size: int, microbatches: int, whole: frozenset[str] = froz
         if len(batch) != microbatches:
             raise PipelineError(f"the batch is cut into {len(batch)} micro-batches already, and not {microbatches}")
         return list(batch)
-    return [_part(batch, size, where, whole) for where in bounds(size, microbatches)]
+    return [_slice_batch(batch, size, where, whole) for where in compute_bounds(size, microbatches)]
 
 
-def _part(batch: Any, size: int, where: tuple[int, int], whole: frozenset[str]) -> Any:
+def _slice_batch(batch: Any, size: int, where: tuple[int, int], whole: frozenset[str]) -> Any:
     def cut(tensor: Any) -> Any:
         return tensor[where[0] : where[1]] if tensor.dim() and tensor.shape[0] == size else tensor
 
@@ -76,7 +76,7 @@ def _part(batch: Any, size: int, where: tuple[int, int], whole: frozenset[str]) 
     return map_tensors(batch, cut)
 
 
-def _named(batch: Any) -> list[tuple[str, Any]]:
+def _name_tensors(batch: Any) -> list[tuple[str, Any]]:
     if isinstance(batch, dict):
         return [(str(name), item) for name, item in batch.items()]
     return [("", batch)]

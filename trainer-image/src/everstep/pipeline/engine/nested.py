@@ -13,13 +13,13 @@ from everstep.pipeline.transport.base import Spec
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorPlaceholder:
     """Stands in a structure where the tensor of this index was."""
 
     index: int
 
 
-class Layout(NamedTuple):
+class ValueLayout(NamedTuple):
     """What a value is without its numbers: its structure with a Place for each tensor, and their specs in order."""
 
     structure: Any
@@ -27,10 +27,10 @@ class Layout(NamedTuple):
 
 
 @dataclass(slots=True)
-class Value:
+class StageValue:
     """A value as it travels: detached tensors, in the order of `layout`."""
 
-    layout: Layout
+    layout: ValueLayout
     tensors: list[torch.Tensor]
 
 
@@ -45,7 +45,7 @@ def map_tensors(value: Any, change: Callable[[torch.Tensor], Any]) -> Any:
         return [map_tensors(item, change) for item in value]
     if isinstance(value, dict):
         items_of = {key: map_tensors(item, change) for key, item in value.items()}
-        return items_of if type(value) is dict else _rebuilt(value, items_of)
+        return items_of if type(value) is dict else _rebuild_container(value, items_of)
     return value
 
 
@@ -56,46 +56,46 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return found
 
 
-def flatten(value: Any) -> tuple[Any, list[torch.Tensor]]:
+def flatten_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
     """The structure and the tensors of a value."""
     found: list[torch.Tensor] = []
 
-    def take(tensor: torch.Tensor) -> Place:
+    def take(tensor: torch.Tensor) -> TensorPlaceholder:
         found.append(tensor)
-        return Place(len(found) - 1)
+        return TensorPlaceholder(len(found) - 1)
 
     if isinstance(value, torch.Tensor):  # most are
-        return Place(0), [value]
+        return TensorPlaceholder(0), [value]
     return map_tensors(value, take), found
 
 
-def unflatten(structure: Any, tensors: list[torch.Tensor]) -> Any:
+def unflatten_tensors(structure: Any, tensors: list[torch.Tensor]) -> Any:
     """The value of which `flatten` gave these."""
-    if isinstance(structure, Place):
+    if isinstance(structure, TensorPlaceholder):
         return tensors[structure.index]
     if isinstance(structure, tuple):
-        items = [unflatten(item, tensors) for item in structure]
+        items = [unflatten_tensors(item, tensors) for item in structure]
         return type(structure)(*items) if hasattr(structure, "_fields") else tuple(items)
     if isinstance(structure, list):
-        return [unflatten(item, tensors) for item in structure]
+        return [unflatten_tensors(item, tensors) for item in structure]
     if isinstance(structure, dict):
-        return {key: unflatten(item, tensors) for key, item in structure.items()}
+        return {key: unflatten_tensors(item, tensors) for key, item in structure.items()}
     return structure
 
 
-def value_of(name: str, given: Any) -> tuple[Value, list[torch.Tensor]]:
+def value_of(name: str, given: Any) -> tuple[StageValue, list[torch.Tensor]]:
     """A stage's output `given` as it travels, and its tensors with their graph.
 
     PipelineError if something in it cannot travel.
     """
-    structure, tensors = flatten(given)
-    _check(name, structure)
+    structure, tensors = flatten_tensors(given)
+    _check_structure(name, structure)
     specs = tuple(Spec(tuple(tensor.shape), tensor.dtype, tensor.requires_grad) for tensor in tensors)
-    return Value(Layout(structure, specs), [tensor.detach() for tensor in tensors]), tensors
+    return StageValue(ValueLayout(structure, specs), [tensor.detach() for tensor in tensors]), tensors
 
 
-def _check(name: str, structure: Any) -> None:
-    if isinstance(structure, Place | str | int | float | bool | complex | None | torch.dtype | torch.Size):
+def _check_structure(name: str, structure: Any) -> None:
+    if isinstance(structure, TensorPlaceholder | str | int | float | bool | complex | None | torch.dtype | torch.Size):
         return
     if isinstance(structure, dict):
         structure = tuple(structure.values())
@@ -106,10 +106,10 @@ def _check(name: str, structure: Any) -> None:
             "users in one stage"
         )
     for item in structure:
-        _check(name, item)
+        _check_structure(name, item)
 
 
-def _rebuilt(like: dict[Any, Any], items: dict[Any, Any]) -> Any:
+def _rebuild_container(like: dict[Any, Any], items: dict[Any, Any]) -> Any:
     # Ordered and default dictionaries, and the outputs of transformers, which know their keys as arguments.
     try:
         return type(like)(**items)

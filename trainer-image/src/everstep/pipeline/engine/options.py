@@ -12,7 +12,7 @@ PRECISIONS = ("full", "bf16", "fp16")
 
 
 @dataclass(frozen=True)
-class Options:
+class EngineOptions:
     """`seed`: of all random numbers. `precision`: of the computations under autocast, `full` for none; with `fp16` sums
     of losses are multiplied by a scale that begins at `loss_scale` and halves when a gradient overflows.
 

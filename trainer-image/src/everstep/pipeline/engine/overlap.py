@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.autograd.function import BackwardCFunction
 
-from everstep.pipeline.schedules import Action, Kind
+from everstep.pipeline.schedules import Action, ActionKind
 from everstep.pipeline.schedules.flow import LAST
 
 
@@ -45,7 +45,7 @@ class BucketQueue:
         if len(self._buckets) < 2:
             yield
             return
-        reached, is_known = _survey(nodes)
+        reached, is_known = _survey_leaves(nodes)
         hooks = []
         try:
             for parameter in self._early:
@@ -87,14 +87,14 @@ def last_backwards(actions: Iterable[Action]) -> frozenset[Action]:
         if action.kind in LAST:
             last[action.stage] = action
             since.add(action.stage)
-        elif action.kind in (Kind.REDUCE, Kind.TIE):
-            if action.kind is Kind.REDUCE and action.stage in since:
+        elif action.kind in (ActionKind.REDUCE, ActionKind.TIE):
+            if action.kind is ActionKind.REDUCE and action.stage in since:
                 found.append(last[action.stage])
             since.clear()
     return frozenset(found)
 
 
-def _survey(nodes: Sequence[Any]) -> tuple[set[Any], bool]:
+def _survey_leaves(nodes: Sequence[Any]) -> tuple[set[Any], bool]:
     """Return the leaves that a backward from these nodes reaches, and whether it is known that there are no others."""
     seen, stack = set(nodes), list(nodes)
     leaves, is_known = set[Any](), True

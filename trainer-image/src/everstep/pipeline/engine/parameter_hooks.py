@@ -35,12 +35,12 @@ def call_hooks(named: Mapping[str, Any], around: Around) -> None:
             for hook in list((parameter._backward_hooks or {}).values()):
                 given = hook(parameter.grad)
                 if given is not None:
-                    parameter.grad = _checked(name, parameter, given)
+                    parameter.grad = _check_hook_result(name, parameter, given)
             for hook in list((parameter._post_accumulate_grad_hooks or {}).values()):
                 hook(parameter)
 
 
-def _checked(name: str, parameter: Any, given: Any) -> Any:
+def _check_hook_result(name: str, parameter: Any, given: Any) -> Any:
     if isinstance(given, torch.Tensor) and given.shape == parameter.shape:
         return given.to(parameter.dtype)
     what = f"a tensor of shape {tuple(given.shape)}" if isinstance(given, torch.Tensor) else f"a {type(given).__name__}"

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
-from everstep.pipeline.engine.options import Options
+from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.engine.reduction import Reduction
-from everstep.pipeline.engine.stage import StageModule
-from everstep.pipeline.engine.wide import narrow, widen
+from everstep.pipeline.engine.stage import RunnableStage
+from everstep.pipeline.engine.wide import narrow_gradients, widen_gradients
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import StageGraph
 from everstep.pipeline.schedules import Action
@@ -29,20 +29,22 @@ class Parameters:
 
     def __init__(
         self,
-        stages: Mapping[int, StageModule],
+        stages: Mapping[int, RunnableStage],
         graph: StageGraph,
         placement: Sequence[int],
         transport: Transport,
         data: Any,
-        options: Options,
+        options: EngineOptions,
     ) -> None:
         self._transport, self._data, self._wide = transport, data, options.fp32_gradients
         self._stages, self._placement = stages, placement
         self._owners = dict(graph.ties)
         self.shared = {
-            name: _shared(name, owners, stages) for name, owners in graph.ties if stages.keys() & set(owners)
+            name: _explain_shared_parameter(name, owners, stages)
+            for name, owners in graph.ties
+            if stages.keys() & set(owners)
         }
-        self.named = _named(stages)
+        self.named = _collect_named_parameters(stages)
         self.own = list(dict.fromkeys(self.named.values()))
         tied = set(self.shared.values())
         foreign = {
@@ -136,12 +138,12 @@ class Parameters:
             parameter.grad = None
         self._find_keepers()
         if self._wide:
-            widen(self.own)
+            widen_gradients(self.own)
 
     def narrow_gradients(self) -> None:
         """Round gradients to the types that optimizers and hooks expect."""
         if self._wide:
-            narrow(self.own)
+            narrow_gradients(self.own)
 
     def synchronise(self) -> None:
         """All replicas get weights and buffers of the first, all owners of a shared parameter those of its master."""
@@ -174,7 +176,7 @@ class Parameters:
         return None if len(ranks) * self._transport.replicas == 1 else group
 
 
-def _named(stages: Mapping[int, StageModule]) -> dict[str, Any]:
+def _collect_named_parameters(stages: Mapping[int, RunnableStage]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for index, stage in stages.items():
         for name, parameter in stage.module.named_parameters():
@@ -184,7 +186,7 @@ def _named(stages: Mapping[int, StageModule]) -> dict[str, Any]:
     return found
 
 
-def _by_use(stage: StageModule) -> list[Any]:
+def _by_use(stage: RunnableStage) -> list[Any]:
     """Each parameter once, in the order in which the forward first uses it, as far as the stage tells that. Those of
     which it does not come first: gradients are reduced from the end, and none waits for them."""
     every = dict(stage.module.named_parameters(remove_duplicate=False))
@@ -192,7 +194,7 @@ def _by_use(stage: StageModule) -> list[Any]:
     return [*(parameter for parameter in dict.fromkeys(every.values()) if parameter not in used), *used]
 
 
-def _shared(name: str, owners: Sequence[int], stages: Mapping[int, StageModule]) -> Any:
+def _explain_shared_parameter(name: str, owners: Sequence[int], stages: Mapping[int, RunnableStage]) -> Any:
     found = []
     for index in owners:
         if index in stages:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from everstep.pipeline.engine.buckets import buckets, by_keeper
+from everstep.pipeline.engine.buckets import by_keeper, make_buckets
 from everstep.pipeline.engine.overlap import BucketQueue
 from everstep.pipeline.engine.wide import dtype_of_gradient
 from everstep.pipeline.errors import PipelineError
@@ -40,7 +40,7 @@ class _Bucket:
     def take(self) -> tuple[dict[Any, Any], list[Any]]:
         """Wait for the sums. Of each parameter, None if nobody has a gradient of it; and of what more has come."""
         given = self.work.wait()
-        buffer = self.buffer if given is None else _total(given)
+        buffer = self.buffer if given is None else _sum_parts(given)
         numbers = [parameter.numel() for parameter in self.parameters]
         flags = buffer[sum(numbers) :].tolist()
         if self.tie:
@@ -119,15 +119,15 @@ class Reduction:
         return BucketQueue(self._buckets(list(reversed(self._own[stage]))), self._start)
 
     def _buckets(self, parameters: Sequence[Any]) -> list[list[Any]]:
-        return list(buckets(parameters, self._bytes, lambda each: (dtype_of_gradient(each), each in self.keepers)))
+        return list(make_buckets(parameters, self._bytes, lambda each: (dtype_of_gradient(each), each in self.keepers)))
 
     def _start(self, parameters: list[Any], before: Sequence[Any] = ()) -> None:
         if parameters[0] not in self.keepers:
             self._sum(parameters, self._data, before)
             return
         shares = by_keeper(parameters, self.keepers, self._transport.replicas)
-        given = [_packed(share, before, like=parameters[0]) for share in shares]
-        _drop(parameters)
+        given = [_pack_gradients(share, before, like=parameters[0]) for share in shares]
+        _drop_gradients(parameters)
         own = self._transport.replica
         sizes = [given[own].numel()] * len(shares)
         self._under_way.append(_Bucket(shares[own], self._transport.exchange(given, sizes, self._data), before=before))
@@ -138,8 +138,8 @@ class Reduction:
     def _sum(self, parameters: list[Any], group: Any, before: Sequence[Any] = (), *, tie: str = "") -> None:
         # The owners of a shared parameter must agree on whether it learns.
         more = [float(parameters[0].requires_grad), 1.0] if tie else []
-        buffer = _packed(parameters, before, more, like=parameters[0])
-        _drop(parameters)
+        buffer = _pack_gradients(parameters, before, more, like=parameters[0])
+        _drop_gradients(parameters)
         self._under_way.append(_Bucket(parameters, self._transport.all_reduce(buffer, group), buffer, tie, before))
 
     def _take(self) -> None:
@@ -155,7 +155,7 @@ class Reduction:
         return found
 
 
-def _packed(parameters: Sequence[Any], before: Sequence[Any], more: Sequence[float] = (), *, like: Any) -> Any:
+def _pack_gradients(parameters: Sequence[Any], before: Sequence[Any], more: Sequence[float] = (), *, like: Any) -> Any:
     """The gradients in one buffer, with flags for those that are there."""
     dtype = dtype_of_gradient(like)
     parts = [torch.zeros_like(each, dtype=dtype) if each.grad is None else each.grad for each in parameters]
@@ -165,14 +165,14 @@ def _packed(parameters: Sequence[Any], before: Sequence[Any], more: Sequence[flo
     )
 
 
-def _drop(parameters: Sequence[Any]) -> None:
+def _drop_gradients(parameters: Sequence[Any]) -> None:
     """Forget gradients that are in a buffer: else all would be there twice while they are summed. What is there later
     has come since."""
     for parameter in parameters:
         parameter.grad = None
 
 
-def _total(parts: Sequence[Any]) -> Any:
+def _sum_parts(parts: Sequence[Any]) -> Any:
     first = parts[0]
     total = first.to(torch.float32 if first.element_size() < 4 else first.dtype, copy=True)
     for part in parts[1:]:

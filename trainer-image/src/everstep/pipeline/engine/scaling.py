@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from everstep.pipeline.engine.clipping import multiply, sum_of_powers
+from everstep.pipeline.engine.clipping import scale_gradients, sum_of_powers
 from everstep.pipeline.engine.losses import Total
 
 _GROWS_AFTER = 2000  # steps without overflow
@@ -46,7 +46,7 @@ class Scaled:
     metrics: int = 0
 
 
-def scale(
+def scale_to_mean_loss(
     parameters: Sequence[Any],
     counted: Sequence[Any],
     total: Total,
@@ -77,7 +77,7 @@ def scale(
     overflow = scaling.moves and not math.isfinite(squares)
     factor = 1.0 / (count * scaling.value) if count else 0.0
     if hooked and count and not overflow:
-        multiply(parameters, factor)
+        scale_gradients(parameters, factor)
         narrow()
         if hooks is not None:
             hooks()
@@ -96,6 +96,6 @@ def scale(
     norm = math.sqrt(squares) * factor if asked else None
     if clip is not None and norm is not None:
         factor *= min(1.0, clip / (norm + 1e-6))
-    multiply(parameters, factor)
+    scale_gradients(parameters, factor)
     scaling.update(False)
     return Scaled(loss / count, count, norm, False, each)

@@ -38,19 +38,19 @@ class ScriptDraws:
             # By their types: an object may say that it has any attribute, as dictionaries with attributes do.
             every = [each for each in vars(module).values() if isinstance(each, kinds)]
             found += [each for each in every if not isinstance(each, random.SystemRandom)]  # which has no state
-        return [(each, _get(each)) for each in found]
+        return [(each, _get_state(each)) for each in found]
 
     @contextlib.contextmanager
     def at(self, state: list[tuple[Any, Any]]) -> Iterator[None]:
         """Draw inside as from `state` on; afterwards all generators are where they were before."""
-        before = [(each, _get(each)) for each, _ in state]
+        before = [(each, _get_state(each)) for each, _ in state]
         try:
             for each, own in state:
-                _set(each, own)
+                _set_state(each, own)
             yield
         finally:
             for each, own in before:
-                _set(each, own)
+                _set_state(each, own)
 
 
 def compare_recomputation(stage: int, first: Mapping[str, list[Any]], again: Mapping[str, list[Any]]) -> None:
@@ -61,7 +61,7 @@ def compare_recomputation(stage: int, first: Mapping[str, list[Any]], again: Map
     """
     for name, tensors in first.items():
         for one, other in zip(tensors, again[name], strict=True):
-            if one.shape == other.shape and (not one.is_floating_point() or _close(one, other)):
+            if one.shape == other.shape and (not one.is_floating_point() or _close_enough(one, other)):
                 continue
             raise PipelineError(
                 f"stage {stage} gives another value {name!r} when its forward is done again, so its gradients would be "
@@ -71,19 +71,19 @@ def compare_recomputation(stage: int, first: Mapping[str, list[Any]], again: Map
             )
 
 
-def _close(one: torch.Tensor, other: torch.Tensor) -> bool:
+def _close_enough(one: torch.Tensor, other: torch.Tensor) -> bool:
     largest = float(one.abs().max()) if one.numel() else 0.0
     tolerance = _TOLERANCE.get(one.dtype, 0.2) * largest
     return tolerance != tolerance or bool(torch.allclose(one, other, rtol=0.0, atol=tolerance, equal_nan=True))
 
 
-def _get(generator: Any) -> Any:
+def _get_state(generator: Any) -> Any:
     if hasattr(generator, "get_state"):  # torch's, and the functions of numpy
         return generator.get_state()
     return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.getstate()
 
 
-def _set(generator: Any, state: Any) -> None:
+def _set_state(generator: Any, state: Any) -> None:
     if hasattr(generator, "set_state"):
         generator.set_state(state)
     elif hasattr(generator, "bit_generator"):

@@ -86,7 +86,7 @@ def input_grad(roots: Sequence[Any], gradients: Gradients, inputs: Sequence[Any]
     `roots` require gradients, which are `gradients`; None for an input that none of them depends on.
     """
     edges = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
-    first, branches, early = _survey([(edge.node, edge.output_nr) for edge in edges], inputs)
+    first, branches, early = _survey_graph([(edge.node, edge.output_nr) for edge in edges], inputs)
     deferred = Deferred()
     through, coming = list[Any](), list[Any]()
     for edge, gradient in zip(edges, gradients, strict=True):
@@ -116,10 +116,12 @@ def input_grad(roots: Sequence[Any], gradients: Gradients, inputs: Sequence[Any]
     return list(found[: len(inputs)]), deferred
 
 
-def _survey(roots: Sequence[Edge], inputs: Sequence[Any]) -> tuple[set[Any], list[dict[Any, list[Any]]], list[Any]]:
+def _survey_graph(
+    roots: Sequence[Edge], inputs: Sequence[Any]
+) -> tuple[set[Any], list[dict[Any, list[Any]]], list[Any]]:
     """Return the nodes that the first part begins at or passes, the branches that can wait, by their node, those
     together that have one in common, and the edges that cannot wait."""
-    order = _order([node for node, _ in roots])
+    order = _order_graph([node for node, _ in roots])
     ends = {torch.autograd.graph.get_gradient_edge(leaf).node for leaf in inputs}
     trunk = set(ends)
     for node, children in order.items():
@@ -139,7 +141,7 @@ def _survey(roots: Sequence[Edge], inputs: Sequence[Any]) -> tuple[set[Any], lis
     compiled = any(type(node).__name__ == "CompiledFunctionBackward" for node in order)
     home: dict[Any, dict[Any, list[Any]]] = {}
     early: dict[Any, Any] = {}
-    for edges, under in _together(starts, order):
+    for edges, under in _group_branches(starts, order):
         nested = any(edge[0] in under for edge in edges if starts[edge])
         is_python = any(isinstance(node, BackwardCFunction) for edge in edges for node in starts[edge])
         if compiled or nested or is_python or any(_one_above_another(starts[edge], order, trunk) for edge in edges):
@@ -158,12 +160,12 @@ def _survey(roots: Sequence[Edge], inputs: Sequence[Any]) -> tuple[set[Any], lis
     return first, list({id(each): each for each in home.values()}.values()), list(early.values())
 
 
-def _together(branches: Iterable[Edge], order: Graph) -> list[tuple[list[Edge], set[Any]]]:
+def _group_branches(branches: Iterable[Edge], order: Graph) -> list[tuple[list[Edge], set[Any]]]:
     """The edges of branches that have nodes in common, and the nodes strictly under them."""
     found: list[tuple[list[Edge], set[Any]]] = []
     owner: dict[Any, tuple[list[Edge], set[Any]]] = {}
     for edge in branches:
-        under = _under(edge[0], order)
+        under = _collect_descendants(edge[0], order)
         mine: tuple[list[Edge], set[Any]] = ([edge], under)
         for other in {id(owner[node]): owner[node] for node in (edge[0], *under) if node in owner}.values():
             mine = (other[0] + mine[0], other[1] | mine[1])
@@ -173,7 +175,7 @@ def _together(branches: Iterable[Edge], order: Graph) -> list[tuple[list[Edge], 
     return found
 
 
-def _under(top: Any, order: Graph) -> set[Any]:
+def _collect_descendants(top: Any, order: Graph) -> set[Any]:
     seen: set[Any] = set()
     stack = [child for child, _ in order[top]]
     while stack:
@@ -184,7 +186,7 @@ def _under(top: Any, order: Graph) -> set[Any]:
     return seen
 
 
-def _order(tops: Sequence[Any]) -> Graph:
+def _order_graph(tops: Sequence[Any]) -> Graph:
     """Every node with its edges, after all that it leads to."""
     found: Graph = {}
     seen: set[Any] = set()

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from everstep.pipeline.engine.leaves import UnknownLeaves
-from everstep.pipeline.engine.losses import Part
-from everstep.pipeline.engine.nested import Value, unflatten, value_of
+from everstep.pipeline.engine.losses import LossPart
+from everstep.pipeline.engine.nested import StageValue, unflatten_tensors, value_of
 from everstep.pipeline.engine.script_draws import ScriptDraws, compare_recomputation
 from everstep.pipeline.engine.split import Deferred, input_grad
 from everstep.pipeline.engine.values import Gradients
@@ -23,7 +23,7 @@ OUTPUT = "output"  # what the model returns, as a value of the last stage
 INPUT = "input:"  # before the name of an argument of the model
 
 
-class StageModule(Protocol):
+class RunnableStage(Protocol):
     """What the front end makes of a part of the model.
 
     `inputs`: names of values of earlier stages, and `input:<argument>` of the model's own; `outputs`: names of values
@@ -43,34 +43,34 @@ class StageModule(Protocol):
 class Ran:
     """What a forward gave: the values of the edges, and on the last stage the loss or the model's output."""
 
-    values: dict[str, Value]
-    loss: Part | None = None
+    values: dict[str, StageValue]
+    loss: LossPart | None = None
     output: Any = None
 
 
 @dataclass
-class _Saved:
+class _SavedForward:
     """Of one micro-batch between its forward and its backward."""
 
     leaves: dict[str, list[Any]] = field(default_factory=dict)  # of each input: its tensors, or None without gradient
     results: dict[str, list[Any]] = field(default_factory=dict)  # of each output: its tensors with their graph
     loss: Any = None
-    again: Callable[[], _Saved] | None = None  # a recomputation
+    again: Callable[[], _SavedForward] | None = None  # a recomputation
     deferred: Deferred | None = None
 
 
 Listen = Callable[[Sequence[Any]], contextlib.AbstractContextManager[None]]  # around a backward from these nodes
-LossOf = Callable[[int, Any], Part | None]  # of a micro-batch and the model's output; None without targets
+LossOf = Callable[[int, Any], LossPart | None]  # of a micro-batch and the model's output; None without targets
 
 
-class Stage:
+class StageRunner:
     """A stage module as the schedule runs it. `gradients`, `edges`: of each edge that comes in, and that goes out,
     whether it has a gradient; `around(microbatch, again)`: the context of each forward; `loss`: on the last stage."""
 
     def __init__(
         self,
         index: int,
-        module: StageModule,
+        module: RunnableStage,
         gradients: Mapping[str, bool],
         edges: Mapping[str, bool],
         around: Callable[[int, bool], contextlib.AbstractContextManager[None]],
@@ -91,12 +91,14 @@ class Stage:
         self.edges = list(gradients)
         self._gradients, self._outputs, self._around, self._loss = gradients, edges, around, loss
         self._recompute = recompute
-        self._saved: dict[int, _Saved] = {}
+        self._saved: dict[int, _SavedForward] = {}
         self._draws = ScriptDraws(module.module)
         self._unknown = UnknownLeaves(index, module.module.parameters())
         self._compares = recompute  # whether the next recomputation is compared with the first forward
 
-    def forward(self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any], *, train: bool) -> Ran:
+    def forward(
+        self, microbatch: int, values: Mapping[str, StageValue], inputs: Mapping[str, Any], *, train: bool
+    ) -> Ran:
         """`values` of the edges, `inputs` of the model itself; keeps what the backward needs if `train`."""
         again = train and self._recompute
         before, drawn = (self._written(), self._draws.get_state()) if again else ({}, [])
@@ -105,9 +107,9 @@ class Stage:
         if train:
             self._declare_gradients(ran)
             if again:
-                first = _results(ran) if self._compares else {}
+                first = _list_results(ran) if self._compares else {}
                 self._compares = False
-                saved = _Saved(again=lambda: self._once_more(microbatch, values, inputs, before, drawn, first))
+                saved = _SavedForward(again=lambda: self._once_more(microbatch, values, inputs, before, drawn, first))
             self._saved[microbatch] = saved
         return ran
 
@@ -117,9 +119,9 @@ class Stage:
         """Adds the gradients of the parameters to theirs; those of the inputs. `given`: of the outputs; `scale`: of the
         loss."""
         saved = self._take(microbatch)
-        roots, gradients = _roots(saved, given, scale)
+        roots, gradients = _collect_roots(saved, given, scale)
         if roots:
-            with _listening(listen, (torch.autograd.graph.get_gradient_edge(root).node for root in roots)):
+            with _listen_to_backward(listen, (torch.autograd.graph.get_gradient_edge(root).node for root in roots)):
                 torch.autograd.backward(roots, gradients)
         found: dict[str, Gradients] = {}
         for name, leaves in saved.leaves.items():
@@ -129,10 +131,10 @@ class Stage:
     def input_grad(self, microbatch: int, given: Mapping[str, Gradients], scale: float) -> dict[str, Gradients]:
         """The gradients of the inputs only; `weight_grad` does the rest."""
         saved = self._take(microbatch)
-        roots, gradients = _roots(saved, given, scale)
+        roots, gradients = _collect_roots(saved, given, scale)
         leaves = [leaf for each in saved.leaves.values() for leaf in each if leaf is not None]
         known, deferred = input_grad(roots, gradients, leaves)
-        self._saved[microbatch] = _Saved(deferred=deferred)
+        self._saved[microbatch] = _SavedForward(deferred=deferred)
         rest = iter(known)
         return {name: [None if leaf is None else next(rest) for leaf in each] for name, each in saved.leaves.items()}
 
@@ -140,33 +142,33 @@ class Stage:
         """What `input_grad` left of the backward of this micro-batch."""
         deferred = self._saved.pop(microbatch).deferred
         assert deferred is not None
-        with _listening(listen, deferred.nodes):
+        with _listen_to_backward(listen, deferred.nodes):
             deferred.weight_grad()
 
     def clear(self) -> None:
         """Forgets what a step that failed has left."""
         self._saved.clear()
 
-    def _take(self, microbatch: int) -> _Saved:
+    def _take(self, microbatch: int) -> _SavedForward:
         saved = self._saved.pop(microbatch)
         return saved.again() if saved.again is not None else saved
 
     def _once_more(
         self,
         microbatch: int,
-        values: Mapping[str, Value],
+        values: Mapping[str, StageValue],
         inputs: Mapping[str, Any],
         before: Mapping[str, Any],
         drawn: list[tuple[Any, Any]],
         first: Mapping[str, list[Any]],
-    ) -> _Saved:
+    ) -> _SavedForward:
         now = {name: held[last] for name, held, last in self._places(before)}
         try:
             for name, held, last in self._places(before):
                 held[last] = before[name]
             with torch.enable_grad(), self._draws.at(drawn):
                 saved, ran = self._run(microbatch, values, inputs, again=True)
-            compare_recomputation(self.index, first, _results(ran))
+            compare_recomputation(self.index, first, _list_results(ran))
         finally:
             for name, held, last in self._places(now):
                 held[last] = now[name]
@@ -189,14 +191,14 @@ class Stage:
             yield name, module._buffers if last in module._buffers else module._parameters, last
 
     def _run(
-        self, microbatch: int, values: Mapping[str, Value], inputs: Mapping[str, Any], *, again: bool
-    ) -> tuple[_Saved, Ran]:
-        saved, arguments = _Saved(), dict[str, Any]()
+        self, microbatch: int, values: Mapping[str, StageValue], inputs: Mapping[str, Any], *, again: bool
+    ) -> tuple[_SavedForward, Ran]:
+        saved, arguments = _SavedForward(), dict[str, Any]()
         for name in self.arguments:
             arguments[INPUT + name] = inputs[name]
         for name, asked in self._gradients.items():
             value = values[name]
-            arguments[name], leaves = _arrive(name, value, asked and torch.is_grad_enabled())
+            arguments[name], leaves = _make_leaves(name, value, asked and torch.is_grad_enabled())
             if any(leaf is not None for leaf in leaves):
                 saved.leaves[name] = leaves
         with self._around(microbatch, again):
@@ -230,7 +232,7 @@ class Stage:
             value.layout = value.layout._replace(specs=specs)
 
 
-def _arrive(name: str, value: Value, asked: bool) -> tuple[Any, list[Any]]:
+def _make_leaves(name: str, value: StageValue, asked: bool) -> tuple[Any, list[Any]]:
     """A value as an argument, whose tensors are leaves of this stage's own graph; the leaves that have gradients."""
     tensors, leaves = [], []
     for tensor, spec in zip(value.tensors, value.layout.specs, strict=True):
@@ -240,16 +242,16 @@ def _arrive(name: str, value: Value, asked: bool) -> tuple[Any, list[Any]]:
         # The module gets no leaf: autocast takes leaves for weights. It would keep their copies, and with them all that
         # a stage receives, for other micro-batches, and add up gradients of several uses in the narrower type.
         tensors.append(own.view_as(own) if has else own)
-    return unflatten(value.layout.structure, tensors), leaves
+    return unflatten_tensors(value.layout.structure, tensors), leaves
 
 
-def _results(ran: Ran) -> dict[str, list[Any]]:
+def _list_results(ran: Ran) -> dict[str, list[Any]]:
     """The tensors of what a forward gave; they hold no graph."""
     found = {name: value.tensors for name, value in ran.values.items()}
     return found if ran.loss is None else {**found, "the loss": [ran.loss.sum.detach()]}
 
 
-def _roots(saved: _Saved, given: Mapping[str, Gradients], scale: float) -> tuple[list[Any], Gradients]:
+def _collect_roots(saved: _SavedForward, given: Mapping[str, Gradients], scale: float) -> tuple[list[Any], Gradients]:
     roots, gradients = [], []
     for name, results in saved.results.items():
         for tensor, gradient in zip(results, given.get(name, [None] * len(results)), strict=True):
@@ -262,11 +264,11 @@ def _roots(saved: _Saved, given: Mapping[str, Gradients], scale: float) -> tuple
     return roots, gradients
 
 
-def _listening(listen: Listen | None, nodes: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
+def _listen_to_backward(listen: Listen | None, nodes: Iterable[Any]) -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if listen is None else listen(list(nodes))
 
 
-def why_not_split(module: StageModule) -> str | None:
+def why_not_split(module: RunnableStage) -> str | None:
     """Why a stage must do its backward at once; None if it can be split.
 
     A split backward asks parts of the graph twice, each for other gradients: hooks would see both, compiled code and

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import Any
 
-from everstep.pipeline.engine.nested import Layout, Value
+from everstep.pipeline.engine.nested import StageValue, ValueLayout
 from everstep.pipeline.schedules.flow import Flow
 
 Key = tuple[str, int]  # a value and a micro-batch
@@ -23,18 +23,18 @@ class Values:
             for value, ranks in flow.users.items()
             for source in (flow.by_value[value].source,)
         }
-        self._held: dict[Key, tuple[Value, int]] = {}
+        self._held: dict[Key, tuple[StageValue, int]] = {}
         self._gradients: dict[Key, Gradients] = {}
         self._shares: dict[Key, int] = defaultdict(int)
 
-    def put(self, name: str, microbatch: int, value: Value) -> None:
+    def put(self, name: str, microbatch: int, value: StageValue) -> None:
         """A value that this rank has made or received."""
         self._held[name, microbatch] = value, self._uses[name]
 
     def has(self, name: str, microbatch: int) -> bool:
         return (name, microbatch) in self._held
 
-    def use(self, name: str, microbatch: int) -> Value:
+    def use(self, name: str, microbatch: int) -> StageValue:
         """The value, for one of its uses."""
         value, left = self._held.pop((name, microbatch))
         if left > 1:
@@ -47,10 +47,10 @@ class Values:
         known = self._gradients.get(key)
         if known is not None:
             # Not in place: the first share may be a tensor that somebody else holds.
-            gradients = [_sum(one, other) for one, other in zip(known, gradients, strict=True)]
+            gradients = [_add_gradients(one, other) for one, other in zip(known, gradients, strict=True)]
         self._gradients[key] = gradients
 
-    def take_gradients(self, name: str, microbatch: int, layout: Layout) -> Gradients:
+    def take_gradients(self, name: str, microbatch: int, layout: ValueLayout) -> Gradients:
         """The sum of the shares; None for each tensor without any."""
         return self._gradients.pop((name, microbatch), None) or [None] * len(layout.specs)
 
@@ -59,7 +59,7 @@ class Values:
         return not self._held and not self._gradients
 
 
-def _sum(one: Any, other: Any) -> Any:
+def _add_gradients(one: Any, other: Any) -> Any:
     if one is None or other is None:
         return other if one is None else one
     return one + other

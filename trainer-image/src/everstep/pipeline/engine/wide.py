@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 
-def widen(parameters: Iterable[Any]) -> None:
+def widen_gradients(parameters: Iterable[Any]) -> None:
     """Let autograd add up the gradients of these parameters, which have none, in float32 where they are of bfloat16."""
     for parameter in parameters:
         if parameter.dtype is torch.bfloat16:
             parameter.grad_dtype = torch.float32
 
 
-def narrow(parameters: Iterable[Any]) -> None:
+def narrow_gradients(parameters: Iterable[Any]) -> None:
     """Round the gradients of these parameters to the parameters' own types."""
     for parameter in parameters:
         if parameter.dtype is torch.bfloat16 and parameter.grad_dtype is torch.float32:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from everstep.pipeline.engine.buckets import buckets, by_keeper
+from everstep.pipeline.engine.buckets import by_keeper, make_buckets
 from everstep.pipeline.engine.engine import Engine
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.transport.base import Exchange
@@ -34,8 +34,10 @@ class ShardedOptimizer:
 
     def __init__(self, engine: Engine, make: Callable[[Mapping[str, Any]], torch.optim.Optimizer]) -> None:
         self._engine, self._transport = engine, engine.transport
-        self.owner = shares({name: p.numel() for name, p in _once(engine).items()}, self._transport.replicas)
-        every = _once(engine) or {"none": torch.zeros((), requires_grad=True)}
+        self.owner = assign_owners(
+            {name: p.numel() for name, p in _collect_first_names(engine).items()}, self._transport.replicas
+        )
+        every = _collect_first_names(engine) or {"none": torch.zeros((), requires_grad=True)}
         mine = {n: p for n, p in every.items() if self.owner.get(n) == self._transport.replica}
         # torch makes no optimizer of nothing, but keeps one from which all was taken: it has the groups of the others.
         self.optimizer = make(mine or dict(list(every.items())[:1]))
@@ -48,7 +50,7 @@ class ShardedOptimizer:
     def _kept(self) -> dict[Any, int]:
         """The parameters that an optimizer of any replica steps, and that replica."""
         stepped = {each for group in self.optimizer.param_groups for each in group["params"]}
-        named = _once(self._engine)
+        named = _collect_first_names(self._engine)
         flags = torch.zeros(len(named), device=self._transport.device)
         for place, (name, parameter) in enumerate(named.items()):
             flags[place] = float(parameter in stepped and self.owner[name] == self._transport.replica)
@@ -59,7 +61,7 @@ class ShardedOptimizer:
     def step(self) -> None:
         """One step on this replica's share, whose new values go to all replicas. Errors as those of `Engine.step`, and
         PipelineError if a parameter learns that did not when this was made."""
-        if unknown := sorted(_once(self._engine).keys() - self.owner.keys()):
+        if unknown := sorted(_collect_first_names(self._engine).keys() - self.owner.keys()):
             raise PipelineError(
                 f"parameter {unknown[0]!r} was unfrozen after the ShardedOptimizer was made, and no replica steps it: "
                 "make it while all that shall ever learn requires gradients, and freeze them after it"
@@ -70,10 +72,10 @@ class ShardedOptimizer:
                 self._share()
 
     def _share(self) -> None:
-        owner = {parameter: self.owner[name] for name, parameter in _once(self._engine).items()}
+        owner = {parameter: self.owner[name] for name, parameter in _collect_first_names(self._engine).items()}
         replicas, mine = range(self._transport.replicas), self._transport.replica
         under_way: deque[tuple[list[list[Any]], Exchange]] = deque()
-        for bucket in buckets(list(owner), self._engine.options.bucket):
+        for bucket in make_buckets(list(owner), self._engine.options.bucket):
             shares_of_it = by_keeper(bucket, owner, len(replicas))
             own = torch.cat([bucket[0].new_empty(0), *(p.detach().reshape(-1) for p in shares_of_it[mine])])
             nothing = own[:0]
@@ -81,19 +83,19 @@ class ShardedOptimizer:
             sizes = [0 if r == mine else sum(p.numel() for p in shares_of_it[r]) for r in replicas]
             under_way.append((shares_of_it, self._transport.exchange(given, sizes, self._engine.data)))
             if len(under_way) == _AT_ONCE:
-                _take(*under_way.popleft(), mine)
+                _copy_from_bucket(*under_way.popleft(), mine)
         for each in under_way:
-            _take(*each, mine)
+            _copy_from_bucket(*each, mine)
 
 
-def _take(shares_of_it: Sequence[list[Any]], work: Exchange, mine: int) -> None:
+def _copy_from_bucket(shares_of_it: Sequence[list[Any]], work: Exchange, mine: int) -> None:
     for replica, (share, values) in enumerate(zip(shares_of_it, work.wait(), strict=True)):
         if replica != mine:
             for parameter, part in zip(share, values.split([p.numel() for p in share]), strict=True):
                 parameter.detach().copy_(part.view(parameter.shape))
 
 
-def shares(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
+def assign_owners(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
     """Which replica keeps what, so that each keeps about as much: the largest first, to who has least."""
     kept = [0] * replicas
     found = {}
@@ -104,7 +106,7 @@ def shares(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
     return found
 
 
-def _once(engine: Engine) -> dict[str, Any]:
+def _collect_first_names(engine: Engine) -> dict[str, Any]:
     """The parameters of this rank, each under its first name."""
     seen: dict[Any, str] = {}
     for name, parameter in engine.parameters.named.items():

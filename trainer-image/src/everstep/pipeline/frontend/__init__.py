@@ -7,9 +7,9 @@ communication, no engine.
 from __future__ import annotations
 
 from everstep.pipeline.frontend.placement import stage
-from everstep.pipeline.frontend.split import split
+from everstep.pipeline.frontend.split import split_model
 from everstep.pipeline.frontend.stages import StageModule
-from everstep.pipeline.frontend.trace import Traced, trace
-from everstep.pipeline.frontend.tree import Tree, tree
+from everstep.pipeline.frontend.trace import Traced, trace_model
+from everstep.pipeline.frontend.tree import Tree, build_tree
 
-__all__ = ["StageModule", "Traced", "Tree", "split", "stage", "trace", "tree"]
+__all__ = ["StageModule", "Traced", "Tree", "build_tree", "split_model", "stage", "trace_model"]

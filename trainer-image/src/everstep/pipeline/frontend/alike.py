@@ -10,12 +10,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from everstep.pipeline.frontend.record import Call, Op
-from everstep.pipeline.frontend.refs import Argument, Shape, Slice, Template, Value, Weight
+from everstep.pipeline.frontend.refs import Argument, Shape, Slice, Template, ValueRef, Weight
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.units import Unit
 
 
-def alike(found: Traced) -> list[list[str]]:
+def group_alike_nodes(found: Traced) -> list[list[str]]:
     """Group the nodes that run the same operations, on tensors of the same shapes.
 
     Args:
@@ -59,7 +59,7 @@ class _Signature:
 
     def _leaf(self, leaf: Any) -> Hashable:
         match leaf:
-            case Value(index):
+            case ValueRef(index):
                 # Of what was not made in this node, who made it says how it lies in memory.
                 maker = self._makers.get(index)
                 kind = maker.func if isinstance(maker, Op) else None

@@ -83,7 +83,7 @@ class Arguments:
             if (
                 given is not None
                 and given is not inspect.Parameter.empty
-                and (why := _unlike(known, given)) is not None
+                and (why := _describe_difference(known, given)) is not None
             ):
                 raise PipelineError(
                     f"the argument {name!r} {why}, with which the model was traced: only tensors may change; give a "
@@ -106,7 +106,7 @@ class Arguments:
         return module(*bound.args, **bound.kwargs, **rest)
 
 
-def _unlike(known: Any, given: Any) -> str | None:
+def _describe_difference(known: Any, given: Any) -> str | None:
     """What is another thing in `given`, apart from the tensors' numbers and shapes."""
     (before, shape), (now, form) = pytree.tree_flatten(known), pytree.tree_flatten(given)
     if len(before) != len(now) or shape != form:
@@ -116,12 +116,12 @@ def _unlike(known: Any, given: Any) -> str | None:
             return "is a tensor now, and was none in the example" if isinstance(new, torch.Tensor) else "was a tensor"
         if isinstance(old, _PLAIN) and isinstance(new, _PLAIN) and old != new:
             return f"is {new!r} now, and was {old!r} in the example"
-        if not isinstance(new, torch.Tensor) and not _same(old, new):
+        if not isinstance(new, torch.Tensor) and not _are_equal(old, new):
             return f"is another {type(new).__name__} than in the example"
     return None
 
 
-def _same(one: Any, other: Any) -> bool:
+def _are_equal(one: Any, other: Any) -> bool:
     """Whether two objects without tensors say the same, as far as can be known."""
     if one is other or type(one) is not type(other):
         return one is other

@@ -26,7 +26,7 @@ _NOT_PLAIN, _ABSENT = object(), object()
 
 
 @dataclass
-class Read:
+class AttributeRead:
     """A value that was read. `during`: by the names of the calls that were under way, the outermost first."""
 
     value: Any
@@ -42,7 +42,7 @@ class AttributeReads:
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = {id(module): (path, module, dict(vars(module))) for path, module in model.named_modules()}
-        self.found: dict[Key, Read] = {}
+        self.found: dict[Key, AttributeRead] = {}
         self.changed: dict[Key, tuple[Any, Any]] = {}
 
     def note(self, module: nn.Module, name: str, value: Any, stack: Sequence[Any]) -> None:
@@ -59,7 +59,7 @@ class AttributeReads:
             plain = plain_copy(held)
             if plain is _NOT_PLAIN or plain != plain_copy(value):
                 return
-            self.found[key] = Read(plain)
+            self.found[key] = AttributeRead(plain)
         self.found[key].during.add(tuple(call.name for call in stack))
 
     def settle(self) -> None:
@@ -108,11 +108,11 @@ class FixedAttributes:
         for path, name, module, value in self._held:
             now = getattr(module, name, _ABSENT)
             if now is not value and plain_copy(now) != value:
-                raise _changed(path, name, module, value, now)
+                raise _make_changed_error(path, name, module, value, now)
         for path, name, module, value in self._stand_ins:
             now = vars(module).get(name, _ABSENT)
             if now is not _ABSENT and plain_copy(now) != value:
-                raise _changed(path, name, module, value, now)
+                raise _make_changed_error(path, name, module, value, now)
 
 
 def plain_copy(value: Any) -> Any:
@@ -139,7 +139,7 @@ def _of_class(kind: type, name: str) -> Any:
     return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), _ABSENT)
 
 
-def _changed(path: str, name: str, module: nn.Module, value: Any, now: Any) -> PipelineError:
+def _make_changed_error(path: str, name: str, module: nn.Module, value: Any, now: Any) -> PipelineError:
     where = f"module {path!r}" if path else "the model"
     shown = "gone" if now is _ABSENT else f"{now!r:.80}"
     return PipelineError(

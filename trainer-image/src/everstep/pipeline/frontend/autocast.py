@@ -37,11 +37,11 @@ def refuse_other_autocast(traced: torch.dtype | None, precision: str, kind: str)
     now = autocast_of(precision, kind)
     if now != traced:
         raise PipelineError(
-            f"the step is {_words(now)}, but pipeline() was called {_words(traced)}, and what forward reads of types "
-            "is part of the trace: give pipeline() precision='bf16' and leave autocast out, or enter the same autocast "
-            "around pipeline() and around each step and evaluation"
+            f"the step is {_describe_autocast(now)}, but pipeline() was called {_describe_autocast(traced)}, and what "
+            "forward reads of types is part of the trace: give pipeline() precision='bf16' and leave autocast out, or "
+            "enter the same autocast around pipeline() and around each step and evaluation"
         )
 
 
-def _words(dtype: torch.dtype | None) -> str:
+def _describe_autocast(dtype: torch.dtype | None) -> str:
     return "outside of torch.autocast" if dtype is None else f"inside torch.autocast with {dtype}"

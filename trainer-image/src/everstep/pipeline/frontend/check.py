@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
-from everstep.pipeline.frontend.compiled import uncompiled
+from everstep.pipeline.frontend.compiled import disable_compilation
 from everstep.pipeline.frontend.gradients import without_hooks
 from everstep.pipeline.frontend.patches import divisible_checkpoints
 from everstep.pipeline.frontend.stages import INPUT, OUTPUT, StageModule
@@ -22,17 +22,17 @@ from everstep.pipeline.frontend.trace import attributes_kept
 Loss = Callable[[Any], Any]  # of the model's output; a scalar
 
 
-def run(stages: Sequence[StageModule], inputs: Mapping[str, Any], *, detached: bool = False) -> Any:
+def run_stages(stages: Sequence[StageModule], inputs: Mapping[str, Any], *, detached: bool = False) -> Any:
     """The model's output by its stages, one after the other in this process. `detached`: without autograd between them,
     as ranks are; then each stage's own inputs are leaves."""
     values = {INPUT + name: value for name, value in inputs.items()}
     for stage in stages:
         given = {name: values[name] for name in stage.inputs}
-        values |= stage({name: _leaf(value) for name, value in given.items()} if detached else given)
+        values |= stage({name: _make_leaf(value) for name, value in given.items()} if detached else given)
     return values[OUTPUT]
 
 
-def compare(
+def compare_gradients(
     model: nn.Module, stages: Sequence[StageModule], inputs: Mapping[str, Any], loss: Loss, *, tolerance: float = 1e-4
 ) -> float:
     """The largest difference of a gradient to that of the unsplit model, relative to the largest gradient of its
@@ -46,15 +46,15 @@ def compare(
     call = partial(Arguments(model).call, model)
 
     def given() -> Any:  # copies, since a model may change in place what it is given
-        return pytree.tree_map(_copy, dict(inputs))
+        return pytree.tree_map(_copy_leaf, dict(inputs))
 
     def again(forward: Callable[[Any], Any]) -> dict[str, Any]:
         with as_before(model), attributes_kept(model), divisible_checkpoints():
             with torch.no_grad():
                 forward(given())  # who counts calls does something else in the second
-            return _gradients(parameters, lambda: loss(forward(given())))
+            return _compute_gradients(parameters, lambda: loss(forward(given())))
 
-    expected, found = again(call), again(partial(run, stages))
+    expected, found = again(call), again(partial(run_stages, stages))
     worst, where = 0.0, ""
     largest = max(
         (float(each.abs().max()) for each in expected.values() if each is not None and each.numel()), default=0.0
@@ -75,7 +75,7 @@ def compare(
     return worst
 
 
-def mixing(nodes: Mapping[str, StageModule], inputs: Mapping[str, Any], model: nn.Module) -> list[str]:
+def find_mixing_nodes(nodes: Mapping[str, StageModule], inputs: Mapping[str, Any], model: nn.Module) -> list[str]:
     """The nodes in which the samples of a batch meet each other, so that a micro-batch is not a part of a batch: found
     by giving each, in evaluation mode, its inputs at once and in two halves. Batch statistics are not among them, since
     evaluation takes those that were learnt.
@@ -96,15 +96,16 @@ def mixing(nodes: Mapping[str, StageModule], inputs: Mapping[str, Any], model: n
                 for each in node.module.modules():  # not by `eval`: one of a model's own may do more
                     each.training = False
                 # Copies, since a node may change in place what it is given.
-                given = {key: pytree.tree_map(_copy, values[key]) for key in node.inputs}
+                given = {key: pytree.tree_map(_copy_leaf, values[key]) for key in node.inputs}
                 parts = [
-                    {key: pytree.tree_map(_copy, _rows(given[key], samples, cut)) for key in given} for cut in halves
+                    {key: pytree.tree_map(_copy_leaf, _select_rows(given[key], samples, cut)) for key in given}
+                    for cut in halves
                 ]
                 made = node(given)
                 for part, cut in zip(parts, halves, strict=True):
                     result = node(part)
                     if name not in found and not all(
-                        _alike(_rows(made[key], samples, cut), result[key]) for key in made
+                        _are_close(_select_rows(made[key], samples, cut), result[key]) for key in made
                     ):
                         found.append(name)
                 values |= made
@@ -114,18 +115,18 @@ def mixing(nodes: Mapping[str, StageModule], inputs: Mapping[str, Any], model: n
     return found
 
 
-def _copy(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _rows(value: Any, samples: int, cut: slice) -> Any:
+def _select_rows(value: Any, samples: int, cut: slice) -> Any:
     def rows(leaf: Any) -> Any:
         return leaf[cut] if isinstance(leaf, torch.Tensor) and leaf.dim() and len(leaf) == samples else leaf
 
     return pytree.tree_map(rows, value)
 
 
-def _alike(one: Any, other: Any) -> bool:
+def _are_close(one: Any, other: Any) -> bool:
     pairs = zip(pytree.tree_leaves(one), pytree.tree_leaves(other), strict=True)
     return all(
         not isinstance(a, torch.Tensor)
@@ -134,14 +135,14 @@ def _alike(one: Any, other: Any) -> bool:
     )
 
 
-def _leaf(value: Any) -> Any:
+def _make_leaf(value: Any) -> Any:
     def leaf(item: Any) -> Any:
         return item.detach().requires_grad_(item.requires_grad) if isinstance(item, torch.Tensor) else item
 
     return pytree.tree_map(leaf, value)
 
 
-def _gradients(parameters: Mapping[str, Any], run: Callable[[], Any]) -> dict[str, Any]:
+def _compute_gradients(parameters: Mapping[str, Any], run: Callable[[], Any]) -> dict[str, Any]:
     learning = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     with torch.enable_grad():
         found = torch.autograd.grad(run(), list(learning.values()), allow_unused=True)
@@ -153,7 +154,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
     """Random numbers and buffers are afterwards what they were; what is compiled runs as it was written."""
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"}
-    with torch.random.fork_rng(sorted(devices)), uncompiled(), without_hooks(model.parameters()):
+    with torch.random.fork_rng(sorted(devices)), disable_compilation(), without_hooks(model.parameters()):
         try:
             yield
         finally:

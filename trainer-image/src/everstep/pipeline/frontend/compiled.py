@@ -19,7 +19,7 @@ def is_compiled(module: nn.Module) -> bool:
     return hasattr(module, "_orig_mod") or by_method or hasattr(module.forward, "_torchdynamo_orig_callable")
 
 
-def uncompiled() -> contextlib.AbstractContextManager[Any]:
+def disable_compilation() -> contextlib.AbstractContextManager[Any]:
     """Return a context in which what is compiled runs as it was written.
 
     A trace looks into it so, and a comparison neither compiles it for modes that no step has, nor takes from the number

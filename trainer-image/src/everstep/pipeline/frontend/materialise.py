@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.skeleton import share
+from everstep.pipeline.frontend.skeleton import replace_tensor
 from everstep.pipeline.frontend.stages import StageModule
 
 Source = Mapping[str, Any] | Callable[[str], Any]  # the tensor of each name; KeyError for one that is not there
@@ -40,7 +40,7 @@ def without_weights() -> Iterator[None]:
         handle.remove()
 
 
-def materialise(stages: Iterable[StageModule], source: Source, *, device: Any = "cpu") -> None:
+def materialise_stages(stages: Iterable[StageModule], source: Source, *, device: Any = "cpu") -> None:
     """Gives what these stages have on the meta device its data, by its names in the whole model, on `device`.
 
     `source`: a state dictionary, a function that reads the tensor of a name, or `Seeded`. A tied parameter is read
@@ -50,8 +50,8 @@ def materialise(stages: Iterable[StageModule], source: Source, *, device: Any = 
     for stage in stages:
         for names, old in _without_data(stage.module):
             if id(old) not in made:
-                made[id(old)] = _filled(names, old, source, device)
-            share(stage.module, old, made[id(old)])
+                made[id(old)] = _fill_from_source(names, old, source, device)
+            replace_tensor(stage.module, old, made[id(old)])
 
 
 class Seeded:
@@ -109,9 +109,9 @@ class Seeded:
                 for held in (module._parameters, module._buffers):
                     for name, tensor in held.items():
                         if tensor is not None:
-                            held[name] = made = _empty(tensor, "cpu")
+                            held[name] = made = _make_empty_like(tensor, "cpu")
                             if tensor.device.type == "meta":
-                                _fill(made, is_second=is_second)
+                                _fill_with_sentinel(made, is_second=is_second)
                             else:
                                 made.copy_(tensor)  # an initialiser may use a table, and does not change it
                 torch.manual_seed(int.from_bytes(seed, "little", signed=True))
@@ -156,7 +156,7 @@ def _can_be_nan(tensor: Any) -> bool:
     return bool(tensor.is_floating_point() or tensor.is_complex())
 
 
-def _fill(tensor: Any, *, is_second: bool) -> None:
+def _fill_with_sentinel(tensor: Any, *, is_second: bool) -> None:
     """Fills memory with what no initialiser leaves there: NaN, or where there is none, another value each time."""
     if _can_be_nan(tensor):
         tensor.fill_(math.nan)
@@ -178,7 +178,7 @@ def _without_data(module: nn.Module) -> Iterator[tuple[Sequence[str], Any]]:
         yield names[key], tensor
 
 
-def _filled(names: Sequence[str], old: Any, source: Source, device: Any) -> Any:
+def _fill_from_source(names: Sequence[str], old: Any, source: Source, device: Any) -> Any:
     data = None
     for name in names:
         try:
@@ -195,7 +195,7 @@ def _filled(names: Sequence[str], old: Any, source: Source, device: Any) -> Any:
         raise PipelineError(f"{names[0]} is of shape {tuple(old.shape)}, but its source gives {tuple(data.shape)}")
     if isinstance(source, Seeded) and _is_like(data, old, device):
         return _of_kind(old, data.detach())  # nobody else has it: twice the memory would be taken for a copy
-    made = _empty(old, device)
+    made = _make_empty_like(old, device)
     with torch.no_grad():
         made.copy_(data)
     return made
@@ -206,7 +206,7 @@ def _is_like(data: Any, old: Any, device: Any) -> bool:
     return all(same)
 
 
-def _empty(like: Any, device: Any) -> Any:
+def _make_empty_like(like: Any, device: Any) -> Any:
     return _of_kind(like, torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=device))
 
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch.utils import _pytree as pytree
 
-from everstep.pipeline.frontend.record import Call, Op, Record
-from everstep.pipeline.frontend.refs import Constant, Slice, Template, Value, is_reference
+from everstep.pipeline.frontend.record import Call, ForwardRecord, Op
+from everstep.pipeline.frontend.refs import Constant, Slice, Template, ValueRef, is_reference
 
 DIFFERS = "it does something else in evaluation than in training"
 
@@ -16,7 +16,7 @@ class _Differ(Exception):
     """Two calls do not match."""
 
 
-def merge(one: Record, other: Record) -> bool:
+def merge_records(one: ForwardRecord, other: ForwardRecord) -> bool:
     """Gives the operations of `one` the inputs that they have in `other`, recorded with all training flags the other
     way. Calls that differ in more are never cut; False if the model itself does."""
     try:
@@ -26,7 +26,7 @@ def merge(one: Record, other: Record) -> bool:
     return True
 
 
-def alike(one: Record, other: Record) -> bool:
+def are_records_equal(one: ForwardRecord, other: ForwardRecord) -> bool:
     """Return whether two records of the same mode do the same. Else `one` is of no use afterwards."""
     try:
         _Merge(one.constants, other.constants).call(one.root, other.root)
@@ -82,7 +82,7 @@ class _Merge:
         for left, right in zip(a, found, strict=True):
             if left is not right and (is_reference(left) or is_reference(right)) and left != right:
                 raise _Differ
-        same = all(left is right or _equal(left, right) for left, right in zip(a, found, strict=True))
+        same = all(left is right or _are_items_equal(left, right) for left, right in zip(a, found, strict=True))
         return None if same else pytree.tree_unflatten(found, spec)
 
     def outputs(self, one: Template, other: Template) -> None:
@@ -90,7 +90,7 @@ class _Merge:
         if spec != other_spec:
             raise _Differ
         for left, right in zip(a, b, strict=True):
-            if isinstance(left, Value) and isinstance(right, Value):
+            if isinstance(left, ValueRef) and isinstance(right, ValueRef):
                 if self.known.setdefault(left.index, right.index) != right.index:
                     raise _Differ
                 self.values[right.index] = self.values.get(right.index, frozenset()) | {left.index}
@@ -99,11 +99,11 @@ class _Merge:
 
     def translate(self, leaf: Any, like: Any) -> Any:
         """A leaf of `other` in the words of `one`, where `like` is in its place."""
-        if isinstance(leaf, Value):
+        if isinstance(leaf, ValueRef):
             if leaf.index not in self.values:
                 raise _Differ
             names = self.values[leaf.index]
-            return like if isinstance(like, Value) and like.index in names else Value(min(names))
+            return like if isinstance(like, ValueRef) and like.index in names else ValueRef(min(names))
         if isinstance(leaf, Constant):
             index = self.constants[leaf.index]
             if index is None:
@@ -119,5 +119,5 @@ class _Merge:
         return leaf
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _are_items_equal(one: Any, other: Any) -> bool:
     return type(one) is type(other) and bool(one == other)

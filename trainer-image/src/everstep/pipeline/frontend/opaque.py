@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from everstep.pipeline.frontend.sizes import Sizes, evaluate
+from everstep.pipeline.frontend.sizes import Sizes, evaluate_size
 
 _SAMPLES = (2, 3)
 
@@ -19,7 +19,7 @@ class Failed(Exception):
     """It cannot be run alone, or its results do not follow a rule; the message says what happened."""
 
 
-def imagine(
+def infer_outputs(
     module: nn.Module, inputs: Any, sizes: Sizes, fake: Any, device: Any
 ) -> tuple[Any, list[int], list[torch.Tensor]]:
     """The module's result as tensors without data, which of the tensors in `inputs` (args, kwargs) it changes, and
@@ -35,7 +35,7 @@ def imagine(
         versions = [each._version for each in own.parameters()]
         for samples in _SAMPLES:
             hints = sizes.hints(samples)
-            given = [_random(leaf, shape, hints) for leaf, shape in zip(leaves, shapes, strict=True)]
+            given = [_make_random_leaf(leaf, shape, hints) for leaf, shape in zip(leaves, shapes, strict=True)]
             before = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
             args, kwargs = pytree.tree_unflatten(given, spec)
             try:
@@ -48,17 +48,17 @@ def imagine(
         written = [
             original
             for original, each, version in zip(module.parameters(), own.parameters(), versions, strict=True)
-            if each._version != version or _differ(original, each)
+            if each._version != version or _have_changed(original, each)
         ]
     ((one, one_spec), changed), ((other, other_spec), _) = runs
     if one_spec != other_spec:
         raise Failed("the structure of its result depends on the data")
-    result = [_general(a, b, leaves, shapes, sizes, fake, device) for a, b in zip(one, other, strict=True)]
+    result = [_generalise_shape(a, b, leaves, shapes, sizes, fake, device) for a, b in zip(one, other, strict=True)]
     tensors = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     return pytree.tree_unflatten(result, one_spec), [tensors.index(index) for index in changed], written
 
 
-def _differ(original: torch.Tensor, copied: torch.Tensor) -> bool:
+def _have_changed(original: torch.Tensor, copied: torch.Tensor) -> bool:
     """Whether a copy was changed; writes through `.data` have no version."""
     return original.device.type != "meta" and not torch.equal(original, copied)
 
@@ -80,12 +80,12 @@ def _with_data(module: nn.Module) -> nn.Module:
     return own
 
 
-def _random(leaf: Any, shape: Any, hints: dict[Any, int]) -> Any:
+def _make_random_leaf(leaf: Any, shape: Any, hints: dict[Any, int]) -> Any:
     if isinstance(leaf, torch.SymInt):
-        return int(evaluate(leaf.node.expr, hints))
+        return int(evaluate_size(leaf.node.expr, hints))
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    concrete = [evaluate(size, hints) for size in shape]
+    concrete = [evaluate_size(size, hints) for size in shape]
     if leaf.dtype.is_floating_point or leaf.dtype.is_complex:
         made = torch.randn(concrete, dtype=leaf.dtype, device=leaf.device)
         # Not a leaf, as no value is: the module may change it in place.
@@ -93,7 +93,9 @@ def _random(leaf: Any, shape: Any, hints: dict[Any, int]) -> Any:
     return torch.zeros(concrete, dtype=leaf.dtype, device=leaf.device)
 
 
-def _general(one: Any, other: Any, given: list[Any], shapes: list[Any], sizes: Sizes, fake: Any, device: Any) -> Any:
+def _generalise_shape(
+    one: Any, other: Any, given: list[Any], shapes: list[Any], sizes: Sizes, fake: Any, device: Any
+) -> Any:
     """A tensor of the shape that gives these two for the two numbers of samples."""
     if not isinstance(one, torch.Tensor):
         if isinstance(one, int | float | bool | str | type(None)) and one == other:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 
-class Listener(Protocol):
+class RecordingListener(Protocol):
     """`busy`: whether what happens now is inside something that is recorded already."""
 
     busy: bool
@@ -25,15 +25,21 @@ class Listener(Protocol):
 
 
 @contextlib.contextmanager
-def listening(listener: Listener) -> Iterator[None]:
+def listen_to_model(listener: RecordingListener) -> Iterator[None]:
     """While inside, the listener hears of every module call, attribute of a module that is read, custom function and
     autocast of this process."""
-    with _modules(listener), _attributes(listener), _functions(listener), _autocast(listener), _Draws(listener):
+    with (
+        _patch_module_calls(listener),
+        _patch_attribute_reads(listener),
+        _patch_custom_functions(listener),
+        _patch_autocast(listener),
+        _Draws(listener),
+    ):
         yield
 
 
 @contextlib.contextmanager
-def _modules(listener: Listener) -> Iterator[None]:
+def _patch_module_calls(listener: RecordingListener) -> Iterator[None]:
     original = nn.Module.__call__
 
     def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -49,7 +55,7 @@ def _modules(listener: Listener) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _attributes(listener: Listener) -> Iterator[None]:
+def _patch_attribute_reads(listener: RecordingListener) -> Iterator[None]:
     plain = object.__getattribute__
 
     def read(module: nn.Module, name: str) -> Any:
@@ -66,7 +72,7 @@ def _attributes(listener: Listener) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _functions(listener: Listener) -> Iterator[None]:
+def _patch_custom_functions(listener: RecordingListener) -> Iterator[None]:
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -103,7 +109,7 @@ def divisible_checkpoints() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _autocast(listener: Listener) -> Iterator[None]:
+def _patch_autocast(listener: RecordingListener) -> Iterator[None]:
     kind = torch.amp.autocast_mode.autocast
     enter, leave = kind.__enter__, kind.__exit__
 
@@ -125,7 +131,7 @@ def _autocast(listener: Listener) -> Iterator[None]:
 class _Draws(TorchDispatchMode):  # type: ignore[misc]  # torch is not where types are checked
     """Says when an operation draws random numbers."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: RecordingListener) -> None:
         super().__init__()
         self.listener = listener
 

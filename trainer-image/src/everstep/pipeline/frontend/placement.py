@@ -25,12 +25,12 @@ def stage(index: int) -> Iterator[None]:
 
     if index < 0:
         raise PipelineError(f"stage {index}: stages are numbered from 0")
-    before, original = current(), nn.Module.__init__
+    before, original = get_current_stage(), nn.Module.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         # Patched for all threads, meant for this one; an inner context has been here already.
-        if (here := current()) is not None and self not in _built:
+        if (here := get_current_stage()) is not None and self not in _built:
             _built[self] = here
 
     nn.Module.__init__ = init
@@ -42,7 +42,7 @@ def stage(index: int) -> Iterator[None]:
         nn.Module.__init__ = original
 
 
-def current() -> int | None:
+def get_current_stage() -> int | None:
     """The stage of the context around, None outside of all."""
     return getattr(_now, "stage", None)
 
@@ -58,18 +58,18 @@ def place(module: Any, index: int) -> None:
         _built[each] = index
 
 
-def belongs(name: str, prefix: str) -> bool:
+def is_inside(name: str, prefix: str) -> bool:
     """Whether a node is that module, one of its calls, or inside it: `h.1` has `h.1.mlp` and `h.1:add`, not `h.10`."""
     return name.startswith(prefix) and (not prefix or name[len(prefix) : len(prefix) + 1] in ("", ".", ":", "@", "["))
 
 
-def complete(graph: Graph, stage_of: Mapping[str, int]) -> dict[str, int]:
+def complete_placement(graph: Graph, stage_of: Mapping[str, int]) -> dict[str, int]:
     """The stage of every node. `stage_of` names nodes or modules, the longest name counts; what it leaves out is where
     the values it uses are, in stage 0 if it uses none.
 
     PipelineError if a name is no node's, if a value would flow to a lower stage, if a stage is empty.
     """
-    chosen = _chosen(graph, stage_of)
+    chosen = _resolve_placement(graph, stage_of)
     groups: dict[str, list[str]] = {}
     for node in graph.nodes:
         if node.colocate:
@@ -92,25 +92,25 @@ def complete(graph: Graph, stage_of: Mapping[str, int]) -> dict[str, int]:
             )
     empty = set(range(max(found.values()) + 1)) - set(found.values())
     if empty:
-        raise PipelineError(f"stages {sorted(empty)} would be empty: {_words(graph)}")
+        raise PipelineError(f"stages {sorted(empty)} would be empty: {_list_known_names(graph)}")
     return found
 
 
-def _chosen(graph: Graph, stage_of: Mapping[str, int]) -> dict[str, int]:
+def _resolve_placement(graph: Graph, stage_of: Mapping[str, int]) -> dict[str, int]:
     chosen: dict[str, int] = {}
     unknown = set(stage_of)
     prefixes = sorted(stage_of, key=len, reverse=True)
     for node in graph.nodes:
         exact = [node.name] if node.name in stage_of else []
-        for prefix in exact or [prefix for prefix in prefixes if belongs(node.name, prefix)]:
+        for prefix in exact or [prefix for prefix in prefixes if is_inside(node.name, prefix)]:
             unknown.discard(prefix)
             chosen.setdefault(node.name, stage_of[prefix])
-    unknown = {name for name in unknown if not any(belongs(node.name, name) for node in graph.nodes)}
+    unknown = {name for name in unknown if not any(is_inside(node.name, name) for node in graph.nodes)}
     if unknown:
-        raise PipelineError(f"no node is called {', '.join(map(repr, sorted(unknown)))}: {_words(graph)}")
+        raise PipelineError(f"no node is called {', '.join(map(repr, sorted(unknown)))}: {_list_known_names(graph)}")
     return chosen
 
 
-def _words(graph: Graph) -> str:
+def _list_known_names(graph: Graph) -> str:
     names: Sequence[str] = [node.name for node in graph.nodes]
     return "the nodes are " + ", ".join(names[:12]) + (f" and {len(names) - 12} more" if len(names) > 12 else "")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.frontend.attributes import Key, Read
-from everstep.pipeline.frontend.refs import Template, Value, references
+from everstep.pipeline.frontend.attributes import AttributeRead, Key
+from everstep.pipeline.frontend.refs import Template, ValueRef, iterate_references
 from everstep.pipeline.frontend.sizes import Shape, Sizes
 
 
@@ -90,22 +90,22 @@ class Call:
             yield from call.all_calls()
 
 
-def parts(item: Op | Call | None) -> Iterator[Op | Call]:
+def iterate_parts(item: Op | Call | None) -> Iterator[Op | Call]:
     """The operations and opaque calls of which an item consists, in time."""
     if isinstance(item, Op) or (item is not None and item.opaque):
         yield item
     elif item is not None:
         for each in item.body:
-            yield from parts(each)
+            yield from iterate_parts(each)
 
 
-def makes(item: Op | Call) -> Iterator[int]:
+def iterate_made_values(item: Op | Call) -> Iterator[int]:
     """The values that an operation or an opaque call made."""
-    return (ref.index for ref in references(item.outputs) if isinstance(ref, Value))
+    return (ref.index for ref in iterate_references(item.outputs) if isinstance(ref, ValueRef))
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorInfo:
     """What is known of a tensor; `shape` holds sizes that are expressions."""
 
     shape: Shape
@@ -114,20 +114,20 @@ class Tensor:
 
 
 @dataclass(eq=False)
-class Record:
+class ForwardRecord:
     """Of one forward. `weights`, `constants`: the tensors that were there before; `arguments`: of each argument of the
     model, the tensors in it by their paths; `device`: that of the example."""
 
     root: Call
     sizes: Sizes
     device: Any
-    values: list[Tensor] = field(default_factory=list)
+    values: list[TensorInfo] = field(default_factory=list)
     weights: dict[str, Any] = field(default_factory=dict)
     constants: list[Any] = field(default_factory=list)
-    arguments: dict[str, dict[tuple[Any, ...], Tensor]] = field(default_factory=dict)
+    arguments: dict[str, dict[tuple[Any, ...], TensorInfo]] = field(default_factory=dict)
     odd: str = ""  # what the model returns that cannot be followed
     given: dict[int, str] = field(default_factory=dict)  # memory of the arguments, and which it is
     held: dict[int, str] = field(default_factory=dict)  # the same of weights
     replaced: set[str] = field(default_factory=set)  # buffers in whose place another tensor is put
     lasting: set[int] = field(default_factory=set)  # memory that was there before
-    reads: dict[Key, Read] = field(default_factory=dict)  # attributes of modules
+    reads: dict[Key, AttributeRead] = field(default_factory=dict)  # attributes of modules

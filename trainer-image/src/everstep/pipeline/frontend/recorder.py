@@ -21,10 +21,20 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.frontend import opaque
 from everstep.pipeline.frontend.attributes import AttributeReads
 from everstep.pipeline.frontend.compiled import COMPILED, is_compiled
-from everstep.pipeline.frontend.patches import listening
-from everstep.pipeline.frontend.placement import built_in, current
-from everstep.pipeline.frontend.record import Call, Op, Record, Tensor, Untraceable
-from everstep.pipeline.frontend.refs import Argument, Constant, Here, Ref, Size, Template, Value, Weight, template
+from everstep.pipeline.frontend.patches import listen_to_model
+from everstep.pipeline.frontend.placement import built_in, get_current_stage
+from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, TensorInfo, Untraceable
+from everstep.pipeline.frontend.refs import (
+    Argument,
+    Constant,
+    Here,
+    Ref,
+    Size,
+    Template,
+    ValueRef,
+    Weight,
+    make_template,
+)
 from everstep.pipeline.frontend.sizes import Sizes
 
 HERE = Here()
@@ -90,18 +100,18 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self._keep: list[Any] = []  # so that no two tensors have the same id
         self._made: list[Any] = []  # the tensor of each value
         self._stand_ins: dict[Ref, Any] = {}
-        self.record = Record(Call("", 0, model, 0, model.training), sizes, device)
+        self.record = ForwardRecord(Call("", 0, model, 0, model.training), sizes, device)
         self.record.weights = dict(model.named_parameters())
         self.record.weights |= {name: each for name, each in model.named_buffers() if name not in self.record.weights}
         for name, weight in self.record.weights.items():
             self._refs[id(weight)] = Weight(name)
 
-    def run(self, model: nn.Module, arguments: Mapping[str, Any], call: Any) -> Record:
+    def run(self, model: nn.Module, arguments: Mapping[str, Any], call: Any) -> ForwardRecord:
         """`call(arguments)` runs the model; Untraceable if nothing can be said of it."""
         # Without the dispatcher, operations such as constant padding read sizes as numbers, which fixes them.
         with self.fake, enable_python_dispatcher():
             given = {name: self._arguments(name, value, ()) for name, value in arguments.items()}
-            with torch.enable_grad(), listening(self), self:
+            with torch.enable_grad(), listen_to_model(self), self:
                 call(given)
         self.attributes.settle()
         self.record.reads = self.attributes.found
@@ -117,7 +127,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         kwargs = kwargs or {}
         if self.busy:
             return func(*args, **kwargs)
-        return self._operation(_name(func), func, args, kwargs)
+        return self._operation(_name_operation(func), func, args, kwargs)
 
     def function(self, cls: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """A custom autograd function, which is never looked into."""
@@ -161,7 +171,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self.busy = True
         call.outputs = self._handed(result)
         if call.outputs is None and call is self.record.root:
-            self.record.odd = _odd(result)
+            self.record.odd = _describe_odd_result(result)
         self.busy = False
         return result
 
@@ -176,9 +186,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             self._stack[-1].body.append(call)
         else:
             call = self.record.root
-        call.whole = _hooks(module)
+        call.whole = _explain_hooks(module)
         call.grad, call.autocast = torch.is_grad_enabled(), self.autocasts[-1] if self.autocasts else None
-        here, built = current(), built_in(module)
+        here, built = get_current_stage(), built_in(module)
         call.stage = here if here is not None else built
         call.inputs = self._handed((args, kwargs))
         self._stack.append(call)
@@ -195,7 +205,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
                 )
             if func in _REPLACES:
                 raise CannotFollow(f"{name} gives a tensor other memory")
-            inputs = template((args, kwargs), self._refer)
+            inputs = make_template((args, kwargs), self._refer)
             self.drawn = False
             real_args, real_kwargs = pytree.tree_map(self._stand_in, (args, kwargs))
             tensors = [leaf for leaf in pytree.tree_leaves((real_args, real_kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -227,12 +237,12 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             if not isinstance(tensor, FakeTensor):
                 raise CannotFollow(f"{name} made a tensor that holds data")
             self._register(tensor)
-        op = Op(name, func, self._clock, owner, inputs, template(result, self._refer), draws=self.drawn)
-        op.touches = frozenset(map(_memory, given + made))
-        op.mutates = frozenset(map(_memory, mutated))
+        op = Op(name, func, self._clock, owner, inputs, make_template(result, self._refer), draws=self.drawn)
+        op.touches = frozenset(map(_get_storage_key, given + made))
+        op.mutates = frozenset(map(_get_storage_key, mutated))
         op.grad = torch.is_grad_enabled()
         op.autocast = self.autocasts[-1] if self.autocasts else None
-        op.stage = current()
+        op.stage = get_current_stage()
         owner.body.append(op)
 
     # ---- what cannot be followed ----
@@ -243,7 +253,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             raise CannotFollow(reason) from error
         try:
             stand_ins = pytree.tree_map(self._stand_in, (args, kwargs))
-            result, mutated, written = opaque.imagine(module, stand_ins, self.sizes, self.fake, self.device)
+            result, mutated, written = opaque.infer_outputs(module, stand_ins, self.sizes, self.fake, self.device)
         except opaque.Failed as failed:
             raise CannotFollow(f"{reason}; and {failed}") from error
         for leaf in pytree.tree_leaves(result):
@@ -254,9 +264,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         call.weights = tuple(ref.name for ref in (self._refer(each) for each in held) if isinstance(ref, Weight))
         given = [leaf for leaf in pytree.tree_leaves(stand_ins) if isinstance(leaf, torch.Tensor)]
         buffers = [self._stand_in(each) for each in (*module.buffers(), *written)]  # any buffer may be written
-        call.mutates = frozenset(_memory(given[index]) for index in mutated) | frozenset(map(_memory, buffers))
+        call.mutates = frozenset(_get_storage_key(given[index]) for index in mutated) | frozenset(
+            map(_get_storage_key, buffers)
+        )
         made = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-        call.touches = frozenset(map(_memory, given + buffers + made))
+        call.touches = frozenset(map(_get_storage_key, given + buffers + made))
         if self.sizes.new_conditions() and self.sizes.batch_is_fixed():
             raise BatchFixed(call.path)
         return result
@@ -287,7 +299,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
     # ---- tensors ----
 
     def _register(self, tensor: Any) -> None:
-        self._refs[id(tensor)] = Value(len(self._made))
+        self._refs[id(tensor)] = ValueRef(len(self._made))
         self._made.append(tensor)
 
     def _refer(self, leaf: Any) -> Any:
@@ -312,7 +324,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
     def _handed(self, structure: Any) -> Template:
         """What a module was given or gave; None if there is something in it that cannot be made again."""
         try:
-            found = template(structure, self._refer)
+            found = make_template(structure, self._refer)
         except CannotFollow:
             return None
         return None if any(map(_holds_more, pytree.tree_leaves(structure))) else found
@@ -332,9 +344,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
                 made = nn.Parameter(made, requires_grad=leaf.requires_grad)
             self._stand_ins[ref] = made
             self._refs[id(made)] = ref
-            self.record.lasting.add(_memory(made))
+            self.record.lasting.add(_get_storage_key(made))
             if isinstance(ref, Weight):
-                self.record.held[_memory(made)] = ref.name
+                self.record.held[_get_storage_key(made)] = ref.name
         return self._stand_ins[ref]
 
     def _arguments(self, name: str, value: Any, path: tuple[Any, ...]) -> Any:
@@ -351,13 +363,13 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         made = torch.empty(first + sizes, dtype=value.dtype, device=self.device)
         self._refs[id(made)] = Argument(name, path)
         self._keep.append(made)
-        self.record.lasting.add(_memory(made))
-        self.record.given[_memory(made)] = name
+        self.record.lasting.add(_get_storage_key(made))
+        self.record.given[_get_storage_key(made)] = name
         self.record.arguments.setdefault(name, {})[path] = made  # described when all is known
         return made
 
-    def _describe(self, tensor: Any) -> Tensor:
-        return Tensor(self.sizes.shape(tensor), tensor.dtype, bool(tensor.requires_grad))
+    def _describe(self, tensor: Any) -> TensorInfo:
+        return TensorInfo(self.sizes.shape(tensor), tensor.dtype, bool(tensor.requires_grad))
 
 
 def _holds_more(leaf: Any) -> bool:
@@ -367,7 +379,7 @@ def _holds_more(leaf: Any) -> bool:
     return not callable(leaf) and not isinstance(leaf, enum.Enum) and hasattr(leaf, "__dict__")
 
 
-def _odd(result: Any) -> str:
+def _describe_odd_result(result: Any) -> str:
     """What in a model's result is no tensor and no structure of them, and where."""
     found = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(result)[0] if _holds_more(leaf)]
     return (
@@ -377,18 +389,18 @@ def _odd(result: Any) -> str:
     )
 
 
-def _memory(tensor: Any) -> int:
+def _get_storage_key(tensor: Any) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _name(func: Any) -> str:
+def _name_operation(func: Any) -> str:
     name = getattr(func, "__name__", type(func).__name__)
     if name in ("__get__", "__set__"):
         name = getattr(func.__self__, "__name__", name)
     return name.strip("_") + "_" * (not name.startswith("_") and name.endswith("_"))
 
 
-def _hooks(module: nn.Module) -> str:
+def _explain_hooks(module: nn.Module) -> str:
     """Why a module runs as one: hooks see all that it is given, and parts of what is compiled would run uncompiled."""
     if is_compiled(module):
         return COMPILED
@@ -396,6 +408,6 @@ def _hooks(module: nn.Module) -> str:
     return "it has hooks" if any(getattr(module, name) for name in found) else ""
 
 
-def taken(tensors: Iterable[Any]) -> set[int]:
+def collect_sizes(tensors: Iterable[Any]) -> set[int]:
     """All sizes that these tensors have."""
     return {size for tensor in tensors for size in tensor.shape}

@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ValueRef:
     """A tensor that an operation made, by its place in the record."""
 
     index: int
@@ -68,7 +68,7 @@ class Shape:
     parts: tuple[Any, ...]
 
 
-Ref = Value | Argument | Weight | Constant | Size | Here
+Ref = ValueRef | Argument | Weight | Constant | Size | Here
 Template = Any  # a structure with references for leaves
 
 
@@ -85,7 +85,7 @@ class Frame:
 Maker = Callable[[Frame], Any]
 
 
-def template(structure: Any, refer: Callable[[Any], Any]) -> Template:
+def make_template(structure: Any, refer: Callable[[Any], Any]) -> Template:
     """`structure` with `refer(leaf)` in the place of each leaf."""
 
     def leaf(item: Any) -> Any:
@@ -101,10 +101,10 @@ def template(structure: Any, refer: Callable[[Any], Any]) -> Template:
 
 
 def is_reference(item: Any) -> bool:
-    return isinstance(item, Value | Argument | Weight | Constant | Size | Here | Slice | Shape)
+    return isinstance(item, ValueRef | Argument | Weight | Constant | Size | Here | Slice | Shape)
 
 
-def references(found: Template) -> Iterator[Ref]:
+def iterate_references(found: Template) -> Iterator[Ref]:
     """All references in a template, those in slices too."""
     for leaf in pytree.tree_leaves(found):
         if isinstance(leaf, Slice):
@@ -115,29 +115,29 @@ def references(found: Template) -> Iterator[Ref]:
             yield leaf
 
 
-def maker(found: Template, bind: Callable[[Ref], Maker]) -> Maker:
+def compile_maker(found: Template, bind: Callable[[Ref], Maker]) -> Maker:
     """A function that makes the structure anew, with what `bind(reference)` finds in a frame."""
     if isinstance(found, Slice):
-        start, stop, step = (maker(part, bind) for part in (found.start, found.stop, found.step))
+        start, stop, step = (compile_maker(part, bind) for part in (found.start, found.stop, found.step))
         return lambda frame: slice(start(frame), stop(frame), step(frame))
     if isinstance(found, Shape):
-        return maker(found.parts, bind)
+        return compile_maker(found.parts, bind)
     if is_reference(found):
         return bind(found)
-    if pytree.tree_is_leaf(found) or (_hashable(found) and not any(True for _ in references(found))):
+    if pytree.tree_is_leaf(found) or (_is_immutable(found) and not any(True for _ in iterate_references(found))):
         return lambda frame: found
     if type(found) is tuple:
-        parts = [maker(part, bind) for part in found]
+        parts = [compile_maker(part, bind) for part in found]
         return lambda frame: tuple([part(frame) for part in parts])
     if type(found) is dict:
-        items = {key: maker(part, bind) for key, part in found.items()}
+        items = {key: compile_maker(part, bind) for key, part in found.items()}
         return lambda frame: {key: part(frame) for key, part in items.items()}
     leaves, spec = pytree.tree_flatten(found)
-    makers = [maker(leaf, bind) for leaf in leaves]
+    makers = [compile_maker(leaf, bind) for leaf in leaves]
     return lambda frame: pytree.tree_unflatten([make(frame) for make in makers], spec)
 
 
-def _hashable(found: Any) -> bool:
+def _is_immutable(found: Any) -> bool:
     """Whether nobody can change it, and it needs not be made anew each time."""
     try:
         hash(found)
@@ -146,9 +146,9 @@ def _hashable(found: Any) -> bool:
     return True
 
 
-def binder(found: Template) -> Callable[[Any, Frame], None]:
+def compile_binder(found: Template) -> Callable[[Any, Frame], None]:
     """A function that puts the tensors of a result into a frame, under the values that the template names."""
-    if isinstance(found, Value):
+    if isinstance(found, ValueRef):
         index = found.index
 
         def put(result: Any, frame: Frame) -> None:
@@ -156,7 +156,7 @@ def binder(found: Template) -> Callable[[Any, Frame], None]:
 
         return put
     leaves = pytree.tree_leaves(found)
-    wanted = [(place, leaf.index) for place, leaf in enumerate(leaves) if isinstance(leaf, Value)]
+    wanted = [(place, leaf.index) for place, leaf in enumerate(leaves) if isinstance(leaf, ValueRef)]
     if not wanted:
         return lambda result, frame: None
 

@@ -17,7 +17,7 @@ Shape = tuple[Any, ...]  # of ints and sympy expressions
 
 
 @dataclass(frozen=True)
-class Place:
+class SymbolSource:
     """Where a stage finds a symbol: in dimension `dim` of a tensor, where the size is `factor` · symbol + `offset`."""
 
     symbol: Any
@@ -92,7 +92,7 @@ class Sizes:
         return found
 
 
-def evaluate(expr: Any, values: Mapping[Any, int]) -> Any:
+def evaluate_size(expr: Any, values: Mapping[Any, int]) -> Any:
     """A number, or a boolean, from an expression and its symbols' values."""
     if isinstance(expr, int | float | bool):
         return expr
@@ -106,11 +106,11 @@ def symbols_of(exprs: Iterable[Any]) -> set[Any]:
     return {symbol for expr in exprs if hasattr(expr, "free_symbols") for symbol in expr.free_symbols}
 
 
-def places(wanted: Iterable[Any], tensors: Mapping[Any, Shape]) -> list[Place]:
+def find_places(wanted: Iterable[Any], tensors: Mapping[Any, Shape]) -> list[SymbolSource]:
     """Where each symbol can be read off; PipelineError if one cannot."""
     found = []
     for symbol in sorted(wanted, key=str):
-        place = _place(symbol, tensors)
+        place = _find_place(symbol, tensors)
         if place is None:
             raise PipelineError(
                 f"a stage needs the size {symbol}, but none of its values shows it: cut elsewhere, or place the "
@@ -120,31 +120,31 @@ def places(wanted: Iterable[Any], tensors: Mapping[Any, Shape]) -> list[Place]:
     return found
 
 
-def seen(symbols: Iterable[Any], tensors: Mapping[Any, Shape]) -> bool:
+def are_sizes_visible(symbols: Iterable[Any], tensors: Mapping[Any, Shape]) -> bool:
     """Whether all of them can be read off these tensors."""
-    return all(_place(symbol, tensors) is not None for symbol in symbols)
+    return all(_find_place(symbol, tensors) is not None for symbol in symbols)
 
 
-def _place(symbol: Any, tensors: Mapping[Any, Shape]) -> Place | None:
+def _find_place(symbol: Any, tensors: Mapping[Any, Shape]) -> SymbolSource | None:
     linear = None
     for name, shape in tensors.items():
         for dim, size in enumerate(shape):
             if size == symbol:
-                return Place(symbol, name, dim)
+                return SymbolSource(symbol, name, dim)
             if linear is None and getattr(size, "free_symbols", None) == {symbol}:
-                factor, offset = _line(size, symbol)
+                factor, offset = _fit_line(size, symbol)
                 if factor:
-                    linear = Place(symbol, name, dim, factor, offset)
+                    linear = SymbolSource(symbol, name, dim, factor, offset)
     return linear
 
 
-def _line(size: Any, symbol: Any) -> tuple[int, int]:
+def _fit_line(size: Any, symbol: Any) -> tuple[int, int]:
     """factor and offset of a size that is linear in its symbol; (0, 0) of any other."""
     factor, offset = sympy.diff(size, symbol), size.subs(symbol, 0)
     return (int(factor), int(offset)) if factor.is_Integer and offset.is_Integer else (0, 0)
 
 
-def solve(found: Sequence[Place], shapes: Mapping[Any, Sequence[int]]) -> dict[Any, int]:
+def solve_sizes(found: Sequence[SymbolSource], shapes: Mapping[Any, Sequence[int]]) -> dict[Any, int]:
     """The symbols' values; PipelineError if a size is none of this model's."""
     values = {}
     for place in found:

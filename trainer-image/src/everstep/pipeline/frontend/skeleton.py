@@ -46,7 +46,7 @@ class Drawing(nn.Module):  # type: ignore[misc]
         return func(*args, **kwargs)
 
 
-def skeleton(model: nn.Module, modules: Iterable[str], owners: Iterable[str], weights: Iterable[str]) -> nn.Module:
+def make_skeleton(model: nn.Module, modules: Iterable[str], owners: Iterable[str], weights: Iterable[str]) -> nn.Module:
     """`modules` whole; of the `owners`, a skeleton each; the `weights` by their first names, wherever else they are.
 
     Everything is registered in the order of the model, and a shared weight under all of its names, so that it has the
@@ -60,13 +60,13 @@ def skeleton(model: nn.Module, modules: Iterable[str], owners: Iterable[str], we
     chosen = set(weights)
     shared = {tensor for name, tensor in names if name in chosen}
     wanted = {name for name, tensor in names if tensor in shared}
-    parents = {path for name in (*whole, *owners, *wanted) for path in _parents(name)} | set(owners)
+    parents = {path for name in (*whole, *owners, *wanted) for path in _list_parents(name)} | set(owners)
     root = Skeleton(model)
-    _fill(root, model, "", whole, parents - {""}, wanted)
+    _fill_skeleton(root, model, "", whole, parents - {""}, wanted)
     return root
 
 
-def _fill(
+def _fill_skeleton(
     made: nn.Module,
     original: nn.Module,
     path: str,
@@ -75,13 +75,13 @@ def _fill(
     weights: set[str],
 ) -> None:
     for name, parameter in original._parameters.items():
-        if parameter is not None and _join(path, name) in weights:
+        if parameter is not None and _join_path(path, name) in weights:
             made.register_parameter(name, parameter)
     for name, buffer in original._buffers.items():
-        if buffer is not None and _join(path, name) in weights:
+        if buffer is not None and _join_path(path, name) in weights:
             made.register_buffer(name, buffer, persistent=name not in original._non_persistent_buffers_set)
     for name, child in original._modules.items():
-        below = _join(path, name)
+        below = _join_path(path, name)
         if child is None:
             continue
         if below in whole:
@@ -89,10 +89,10 @@ def _fill(
         elif below in parents:
             part = Skeleton(child)
             made.add_module(name, part)
-            _fill(part, child, below, whole, parents, weights)
+            _fill_skeleton(part, child, below, whole, parents, weights)
 
 
-def joined(parts: Sequence[nn.Module]) -> nn.Module:
+def join_skeletons(parts: Sequence[nn.Module]) -> nn.Module:
     """One module with all that is in the skeletons of several stages, under the same names."""
     if len(parts) == 1:
         return parts[0]
@@ -138,7 +138,7 @@ def weight_holder(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
     return (holder._parameters if last in holder._parameters else holder._buffers), last
 
 
-def share(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
+def replace_tensor(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
     """Puts `new` wherever in `module` the tensor `old` is."""
     for each in module.modules():
         for held in (each._parameters, each._buffers):
@@ -147,10 +147,10 @@ def share(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
                     held[name] = new
 
 
-def _parents(name: str) -> list[str]:
+def _list_parents(name: str) -> list[str]:
     parts = name.split(".")
     return [".".join(parts[:count]) for count in range(len(parts))]
 
 
-def _join(path: str, name: str) -> str:
+def _join_path(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name

@@ -12,7 +12,7 @@ import torch
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend import placement
-from everstep.pipeline.frontend.record import Call, Op, makes, parts
+from everstep.pipeline.frontend.record import Call, Op, iterate_made_values, iterate_parts
 from everstep.pipeline.frontend.recorder import HOOKS
 from everstep.pipeline.frontend.refs import (
     Argument,
@@ -23,21 +23,21 @@ from everstep.pipeline.frontend.refs import (
     Ref,
     Size,
     Template,
-    Value,
+    ValueRef,
     Weight,
-    binder,
-    maker,
-    references,
+    compile_binder,
+    compile_maker,
+    iterate_references,
 )
-from everstep.pipeline.frontend.sizes import places, seen, symbols_of
-from everstep.pipeline.frontend.skeleton import Drawing, skeleton, weight_holder
+from everstep.pipeline.frontend.sizes import are_sizes_visible, find_places, symbols_of
+from everstep.pipeline.frontend.skeleton import Drawing, make_skeleton, weight_holder
 from everstep.pipeline.frontend.stages import INPUT, StageModule, Step
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
 from everstep.pipeline.frontend.units import OUTPUT, Item, Unit
 
 
-def split(model: Traced | Tree, stage_of: Mapping[str, int] | None = None) -> list[StageModule]:
+def split_model(model: Traced | Tree, stage_of: Mapping[str, int] | None = None) -> list[StageModule]:
     """The stages, in order. `stage_of` names nodes, or modules with all that is in them; the rest follows, as
     `placement.complete` says. None: what `with pipeline.stage(i)` has placed.
 
@@ -45,7 +45,7 @@ def split(model: Traced | Tree, stage_of: Mapping[str, int] | None = None) -> li
     """
     if isinstance(model, Tree):
         return model.split(stage_of or {})
-    chosen = placement.complete(model.graph, model.manual if stage_of is None else stage_of)
+    chosen = placement.complete_placement(model.graph, model.manual if stage_of is None else stage_of)
     last = max(chosen.values())
     if chosen[OUTPUT] != last:
         raise PipelineError(f"the model's output is in stage {chosen[OUTPUT]}, it must be in the last, {last}")
@@ -88,11 +88,11 @@ class _Cut:
         inputs |= {names[value]: value for value in sorted(self.given)}
         used = {value for unit in self.units.all if unit not in self.mine for value in unit.reads}
         outputs = {names[value]: value for value in sorted(self.made & used)}
-        keep = set(outputs.values()) | {ref.index for ref in references(result) if isinstance(ref, Value)}
+        keep = set(outputs.values()) | {ref.index for ref in iterate_references(result) if isinstance(ref, ValueRef)}
         steps = [self._step(item, module, bind, forget, drawing) for item, forget in self._forgetting(items, keep)]
         conditions = [self.record.sizes.simplify(each) for call in self.opened for each in call.conditions]
         # A condition on sizes that this stage does not see is another's: some stage reads each argument.
-        conditions = [each for each in conditions if seen(symbols_of([each]), known)]
+        conditions = [each for each in conditions if are_sizes_visible(symbols_of([each]), known)]
         wanted = symbols_of([*(size.expr for size in sizes), *conditions])
         return StageModule(
             self.index,
@@ -100,15 +100,15 @@ class _Cut:
             inputs,
             outputs,
             steps,
-            maker(result, bind) if has_output else None,
-            places(wanted, known),
+            compile_maker(result, bind) if has_output else None,
+            find_places(wanted, known),
             sizes,
             conditions,
             self.model.both,
             self._repeats(items),
             self._changed().intersection(arguments),
             self._writes(),
-            next((unit.name for unit in self.own for part in parts(unit.item) if _listens(part)), ""),
+            next((unit.name for unit in self.own for part in iterate_parts(unit.item) if _has_listeners(part)), ""),
             self._uses(),
         )
 
@@ -119,12 +119,12 @@ class _Cut:
 
     def _writes(self) -> set[str]:
         """The weights, as buffers, that its forward changes."""
-        memory = {each for unit in self.own for part in parts(unit.item) for each in part.mutates}
+        memory = {each for unit in self.own for part in iterate_parts(unit.item) for each in part.mutates}
         return {name for each, name in self.record.held.items() if each in memory} | self.record.replaced & self.holds()
 
     def _changed(self) -> set[str]:
         """The arguments that it changes in place."""
-        memory = {each for unit in self.own for part in parts(unit.item) for each in part.mutates}
+        memory = {each for unit in self.own for part in iterate_parts(unit.item) for each in part.mutates}
         return {name for each, name in self.record.given.items() if each in memory}
 
     def _repeats(self, items: Iterable[Item]) -> dict[str, tuple[int, ...]]:
@@ -142,12 +142,12 @@ class _Cut:
             name: {Argument(name, path): each.shape for path, each in found.items()}
             for name, found in self.record.arguments.items()
         }
-        known: dict[Any, Any] = {Value(index): self.record.values[index].shape for index in self.given}
+        known: dict[Any, Any] = {ValueRef(index): self.record.values[index].shape for index in self.given}
         for name in arguments:
             known |= shapes.get(name, {})
         for symbol in sorted(symbols_of(size.expr for size in sizes), key=str):
-            if not seen([symbol], known):
-                shown = next((name for name in sorted(shapes) if seen([symbol], shapes[name])), None)
+            if not are_sizes_visible([symbol], known):
+                shown = next((name for name in sorted(shapes) if are_sizes_visible([symbol], shapes[name])), None)
                 if shown is not None:
                     arguments.add(shown)
                     known |= shapes[shown]
@@ -175,19 +175,26 @@ class _Cut:
 
     def _units(self, call: Call) -> Iterable[Unit]:
         """The units of which something is inside."""
-        return (unit for part in parts(call) if (unit := self.units.of.get(part)) in self.alive and unit is not None)
+        return (
+            unit for part in iterate_parts(call) if (unit := self.units.of.get(part)) in self.alive and unit is not None
+        )
 
     def _as_it_was(self, call: Call) -> bool:
         """Whether the original module can run: all that is inside is here, and all that it is given."""
         if call not in self.units.repeatable or any(unit not in self.mine for unit in self._units(call)):
             return False
-        given = {ref.index for ref in references(call.inputs) if isinstance(ref, Value)}
+        given = {ref.index for ref in iterate_references(call.inputs) if isinstance(ref, ValueRef)}
         here = self.made | self.given | self.units.free.keys()
-        arguments = {ref.name for ref in references(call.inputs) if isinstance(ref, Argument)}
+        arguments = {ref.name for ref in iterate_references(call.inputs) if isinstance(ref, Argument)}
         return given <= here and arguments <= {name for unit in self.own for name in unit.arguments}
 
     def _made(self, unit: Unit) -> Iterable[int]:
-        return (index for part in parts(unit.item) for index in makes(part) if self.units.makers[index] is part)
+        return (
+            index
+            for part in iterate_parts(unit.item)
+            for index in iterate_made_values(part)
+            if self.units.makers[index] is part
+        )
 
     def _with_free(self, items: list[Item]) -> list[Item]:
         """With the operations on sizes and constants that these need, wherever else they are done too."""
@@ -200,12 +207,12 @@ class _Cut:
             ref.index
             for item in items
             if isinstance(item, Call)
-            for ref in references(item.outputs)
-            if isinstance(ref, Value)
+            for ref in iterate_references(item.outputs)
+            if isinstance(ref, ValueRef)
         }
         while waiting:
-            for ref in references(waiting.pop()):
-                if isinstance(ref, Value) and ref.index in self.units.free and ref.index not in given_by_calls:
+            for ref in iterate_references(waiting.pop()):
+                if isinstance(ref, ValueRef) and ref.index in self.units.free and ref.index not in given_by_calls:
                     op = self.units.free[ref.index]
                     if op not in chosen and op not in inside:
                         chosen[op] = None
@@ -217,7 +224,7 @@ class _Cut:
     def _module(self, items: Iterable[Item]) -> tuple[Any, dict[Item, Drawing]]:
         whole = {item.path for item in items if isinstance(item, Call)}
         owners = {item.owner.path for item in items if isinstance(item, Op)}
-        module = skeleton(self.model.model, whole, owners, self._weights() | self.unused)
+        module = make_skeleton(self.model.model, whole, owners, self._weights() | self.unused)
         drawing: dict[Item, Drawing] = {}
         for item in items:
             if isinstance(item, Op) and item.draws:
@@ -231,7 +238,9 @@ class _Cut:
 
     def _weights(self) -> set[str]:
         used = {name for unit in self.own for name in unit.weights}
-        return used | {ref.name for item in self.items for ref in references(item.inputs) if isinstance(ref, Weight)}
+        return used | {
+            ref.name for item in self.items for ref in iterate_references(item.inputs) if isinstance(ref, Weight)
+        }
 
     def holds(self) -> set[str]:
         """All weights of this stage, by their first names: those that it uses, and the others of its modules."""
@@ -252,29 +261,29 @@ class _Cut:
         call = item if isinstance(item, Call) else item.owner
         if item.other is not None:
             templates[not call.training] = item.other
-        inputs = {flag: maker(found, bind) for flag, found in templates.items()}
-        put = binder(item.outputs)
+        inputs = {flag: compile_maker(found, bind) for flag, found in templates.items()}
+        put = compile_binder(item.outputs)
         if isinstance(item, Call):
-            return Step(item.name, item.module, item.module, inputs, put, tuple(forget), _context(item))
+            return Step(item.name, item.module, item.module, inputs, put, tuple(forget), _make_context(item))
         func = item.func
         if item in drawing:
-            func = partial(_draw, drawing[item], func)
+            func = partial(_bind_random_state, drawing[item], func)
         elif func in HOOKS:
-            func = partial(_hook, func)
+            func = partial(_bind_tensor_hook, func)
         owner = module.get_submodule(item.owner.path)
         unit = self.units.of.get(item)
         name = unit.name if unit is not None else f"{item.owner.name}:{item.name}"
-        return Step(name, func, owner, inputs, put, tuple(forget), _context(item))
+        return Step(name, func, owner, inputs, put, tuple(forget), _make_context(item))
 
     def _binder(self, module: Any) -> Callable[[Ref], Maker]:
         constants = self.record.constants
 
         def bind(ref: Ref) -> Maker:
             match ref:
-                case Value(index):
+                case ValueRef(index):
                     return lambda frame: frame.values[index]
                 case Argument(name, path):
-                    return partial(_argument, name, path)
+                    return partial(_bind_argument, name, path)
                 case Weight(name):
                     held, last = weight_holder(module, name)
                     return lambda frame: held[last]
@@ -295,14 +304,19 @@ class _Cut:
 
     def _sizes(self, items: Iterable[Item], result: Template) -> list[Size]:
         templates = [found for item in items for found in (item.inputs, item.other)]
-        sizes = (self._size(ref) for each in (*templates, result) for ref in references(each) if isinstance(ref, Size))
+        sizes = (
+            self._size(ref)
+            for each in (*templates, result)
+            for ref in iterate_references(each)
+            if isinstance(ref, Size)
+        )
         return list(dict.fromkeys(size for size in sizes if isinstance(size, Size)))
 
     def _forgetting(self, items: list[Item], keep: set[int]) -> Iterable[tuple[Item, list[int]]]:
         last: dict[int, Item] = {}
         for item in items:
-            for ref in (*references(item.inputs), *references(item.outputs)):
-                if isinstance(ref, Value):
+            for ref in (*iterate_references(item.inputs), *iterate_references(item.outputs)):
+                if isinstance(ref, ValueRef):
                     last[ref.index] = item
         done: dict[Item, list[int]] = defaultdict(list)
         for index, item in last.items():
@@ -311,27 +325,27 @@ class _Cut:
         return [(item, done[item]) for item in items]
 
 
-def _argument(name: str, path: tuple[Any, ...], frame: Frame) -> Any:
+def _bind_argument(name: str, path: tuple[Any, ...], frame: Frame) -> Any:
     found = frame.arguments[name]
     for key in path:
         found = found[key]
     return found
 
 
-def _draw(module: Drawing, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _bind_random_state(module: Drawing, func: Any, *args: Any, **kwargs: Any) -> Any:
     return module(func, args, kwargs)
 
 
-def _listens(part: Item) -> bool:
+def _has_listeners(part: Item) -> bool:
     return isinstance(part, Op) and part.func in HOOKS
 
 
-def _hook(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+def _bind_tensor_hook(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
     # Where there are no gradients, as in an evaluation or a forward that is done again, there is nothing to hear of.
     return func(tensor, *args, **kwargs) if tensor.requires_grad else None
 
 
-def _context(item: Item) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
+def _make_context(item: Item) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
     """What was around the operation or the call, beside what is around the model."""
     if item.grad and item.autocast is None:
         return None

@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend.patches import divisible_checkpoints
 from everstep.pipeline.frontend.refs import Argument, Frame, Maker
-from everstep.pipeline.frontend.sizes import Place, evaluate, solve
+from everstep.pipeline.frontend.sizes import SymbolSource, evaluate_size, solve_sizes
 
 INPUT = "input:"
 OUTPUT = "output"
@@ -65,7 +65,7 @@ class StageModule:
         outputs: Mapping[str, int],
         steps: Sequence[Step],
         result: Maker | None,
-        places: Sequence[Place],
+        places: Sequence[SymbolSource],
         sizes: Sequence[Any],
         conditions: Sequence[Any],
         both: bool,
@@ -100,9 +100,9 @@ class StageModule:
         for name in self._changed:
             # Micro-batches are parts of one batch, and a forward may be done again: what it is given stays as it is.
             if name in self._values:
-                frame.values[self._values[name]] = pytree.tree_map(_copy, frame.values[self._values[name]])
+                frame.values[self._values[name]] = pytree.tree_map(_copy_leaf, frame.values[self._values[name]])
             else:
-                frame.arguments[name] = pytree.tree_map(_copy, frame.arguments[name])
+                frame.arguments[name] = pytree.tree_map(_copy_leaf, frame.arguments[name])
         frame.device = self._device(frame)
         if self._places:
             frame.sizes = self._sizes_of(frame)
@@ -134,25 +134,25 @@ class StageModule:
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def _sizes_of(self, frame: Frame) -> dict[Any, Any]:
-        shapes = {place.tensor: _tensor(place.tensor, frame).shape for place in self._places}
-        values = solve(self._places, shapes)
+        shapes = {place.tensor: _get_tensor(place.tensor, frame).shape for place in self._places}
+        values = solve_sizes(self._places, shapes)
         key = tuple(values.values())
         if key not in self._known_sizes:
             for condition in self._conditions:
-                if evaluate(condition, values) is False:
+                if evaluate_size(condition, values) is False:
                     raise PipelineError(
                         f"stage {self.index}: sizes {values} take another way through the model's code than the one "
                         f"that was traced, where {condition}"
                     )
-            self._known_sizes[key] = {size: size.kind(evaluate(size.expr, values)) for size in self._sizes}
+            self._known_sizes[key] = {size: size.kind(evaluate_size(size.expr, values)) for size in self._sizes}
         return self._known_sizes[key]
 
 
-def _copy(leaf: Any) -> Any:
+def _copy_leaf(leaf: Any) -> Any:
     return leaf.clone() if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _tensor(where: Any, frame: Frame) -> Any:
+def _get_tensor(where: Any, frame: Frame) -> Any:
     if isinstance(where, Argument):
         found = frame.arguments[where.name]
         for key in where.path:

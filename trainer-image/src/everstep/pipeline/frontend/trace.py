@@ -18,12 +18,12 @@ from everstep.pipeline.frontend import modes
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import Key, changes_itself
 from everstep.pipeline.frontend.autocast import casting_to
-from everstep.pipeline.frontend.compiled import uncompiled
-from everstep.pipeline.frontend.record import Call, Record, Untraceable
-from everstep.pipeline.frontend.recorder import BatchFixed, Recorder, taken
-from everstep.pipeline.frontend.sizes import Sizes, evaluate
-from everstep.pipeline.frontend.units import Item, Units, units
-from everstep.pipeline.graph import Graph, Node
+from everstep.pipeline.frontend.compiled import disable_compilation
+from everstep.pipeline.frontend.record import Call, ForwardRecord, Untraceable
+from everstep.pipeline.frontend.recorder import BatchFixed, Recorder, collect_sizes
+from everstep.pipeline.frontend.sizes import Sizes, evaluate_size
+from everstep.pipeline.frontend.units import Item, Units, find_units
+from everstep.pipeline.graph import Graph, GraphNode
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,7 +36,7 @@ class Traced:
     """
 
     model: nn.Module
-    record: Record
+    record: ForwardRecord
     units: Units
     leaves: Mapping[str, str]
     both: bool
@@ -45,20 +45,20 @@ class Traced:
 
     @cached_property
     def graph(self) -> Graph:
-        return _graph(self.record, self.units, self.samples)
+        return _build_graph(self.record, self.units, self.samples)
 
     @cached_property
     def manual(self) -> dict[str, int]:
         """The nodes that `with pipeline.stage(i)` has placed."""
         found = {}
         for unit in self.units.all:
-            wanted = _wanted(unit.item)
+            wanted = _get_wanted_stage(unit.item)
             if wanted is not None:
                 found[unit.name] = wanted
         return found
 
 
-def trace(
+def trace_model(
     model: nn.Module, example: Any, whole: Collection[str] = (), *, autocast: torch.dtype | None = None
 ) -> Traced:
     """Runs the model without data. `example`: a batch, whose tensors have the samples as their first dimension, but for
@@ -81,10 +81,10 @@ def trace(
             else "the example has no tensor with samples"
         )
     device = next((tensor.device for tensor in tensors if tensor.device.type != "meta"), torch.device("cpu"))
-    known = taken([*tensors, *model.parameters(), *model.buffers()])
+    known = collect_sizes([*tensors, *model.parameters(), *model.buffers()])
     flags = {module: module.training for module in model.modules()}
 
-    def record_as(mode: bool) -> Record:
+    def record_as(mode: bool) -> ForwardRecord:
         """Of the model as it is, or with all of it in the other mode."""
         if mode != flags[model]:
             # By their flags: a `train` of a model's own may do more, as to merge adapters, which nothing would undo.
@@ -92,7 +92,7 @@ def trace(
                 module.training = mode
         try:
             with casting_to(autocast, device.type):
-                return _record(model, arguments, call, device, known, whole)
+                return _record_call(model, arguments, call, device, known, whole)
         finally:
             for module, flag in flags.items():
                 module.training = flag
@@ -103,10 +103,10 @@ def trace(
         other = record_as(not flags[model])
         # Where a module hands on what it is given, as dropped paths do in evaluation, training tells the values apart.
         training, evaluation = (record, other) if flags[model] else (other, record)
-        both = modes.merge(training, evaluation)
+        both = modes.merge_records(training, evaluation)
         record = training if both else record
         reads = [training.reads, evaluation.reads] if both else reads
-    found = units(record)
+    found = find_units(record)
     leaves = {unit.name: unit.apart for unit in found.all if unit.apart}
     # These run as they are, and read what their attributes are then.
     whole_calls = {unit.item.name for unit in found.of.values() if isinstance(unit.item, Call)}
@@ -119,19 +119,19 @@ def trace(
     return Traced(model, record, found, leaves, both, samples.pop(), fixed)
 
 
-def _record(
+def _record_call(
     model: nn.Module,
     arguments: Mapping[str, Any],
     call: Any,
     device: torch.device,
     known: set[int],
     whole: Collection[str],
-) -> Record:
+) -> ForwardRecord:
     unseen: dict[str, str] = {}
     while True:
         recorder = Recorder(model, Sizes(known), device, unseen, whole)
         try:
-            with attributes_kept(model), _python_draws_nothing(), uncompiled():
+            with attributes_kept(model), _python_draws_nothing(), disable_compilation():
                 record = recorder.run(model, arguments, call)
             if recorder.attributes.changed:
                 again = Recorder(model, Sizes(known), device, unseen, whole)
@@ -146,17 +146,17 @@ def _record(
             unseen[fixed.path] = reason
 
 
-def _refuse_changes(model: nn.Module, recorder: Recorder, again: Callable[[], Record]) -> None:
+def _refuse_changes(model: nn.Module, recorder: Recorder, again: Callable[[], ForwardRecord]) -> None:
     """PipelineError if a forward that has changed attributes does something else the next time."""
     changed = recorder.attributes.changed
     try:
-        with attributes_kept(model), _python_draws_nothing(), uncompiled():
+        with attributes_kept(model), _python_draws_nothing(), disable_compilation():
             for (path, name), (_, after) in changed.items():
                 vars(model.get_submodule(path))[name] = after
             second = again()
     except (Untraceable, BatchFixed):
         return  # nothing can be said; where it is cut, the comparison with the whole model will
-    if not modes.alike(recorder.record, second):
+    if not modes.are_records_equal(recorder.record, second):
         key, (before, after) = next(iter(changed.items()))
         raise changes_itself(model, key, before, after)
 
@@ -196,7 +196,7 @@ def _python_draws_nothing() -> Iterator[None]:
         )
 
 
-def _graph(record: Record, found: Units, samples: int) -> Graph:
+def _build_graph(record: ForwardRecord, found: Units, samples: int) -> Graph:
     hints = record.sizes.hints(samples)
     users: dict[str, int] = {}
     for unit in found.all:
@@ -205,48 +205,48 @@ def _graph(record: Record, found: Units, samples: int) -> Graph:
     parameters = {name: weight for name, weight in record.weights.items() if isinstance(weight, nn.Parameter)}
     ties = {name for name, count in users.items() if count > 1 and name in parameters}
     value_names = {index: name for unit in found.all for name, index in unit.values.items()}
-    nodes: list[Node] = []
+    nodes: list[GraphNode] = []
     for unit in found.all:
         single = len(unit.values) <= 1
-        sizes = {name: _bytes(record.values[index], hints) for name, index in unit.values.items()}
+        sizes = {name: _count_bytes(record.values[index], hints) for name, index in unit.values.items()}
         own = [parameters[name] for name in unit.weights & parameters.keys() if name not in ties]
         nodes.append(
-            Node(
+            GraphNode(
                 name=unit.name,
                 inputs=tuple(value_names[index] for index in sorted(unit.reads) if index not in found.free),
-                parameters=sum(map(_size, own)),
+                parameters=sum(map(_count_weight_bytes, own)),
                 output=sum(sizes.values()) if single else 0,
                 colocate=unit.group,
                 ties=tuple(sorted(unit.weights & ties)),
                 gradient=any(record.values[index].gradient for index in unit.values.values()),
-                frozen=sum(_size(each) for each in own if not each.requires_grad),
+                frozen=sum(_count_weight_bytes(each) for each in own if not each.requires_grad),
             )
         )
         if not single:
             for name, index in unit.values.items():
                 tensor = record.values[index]
                 nodes.append(
-                    Node(name, (unit.name,), output=sizes[name], colocate=unit.group, gradient=tensor.gradient)
+                    GraphNode(name, (unit.name,), output=sizes[name], colocate=unit.group, gradient=tensor.gradient)
                 )
     return Graph(
         tuple(nodes),
-        tuple((name, _size(parameters[name])) for name in sorted(ties)),
+        tuple((name, _count_weight_bytes(parameters[name])) for name in sorted(ties)),
         tuple(name for name in sorted(ties) if not parameters[name].requires_grad),
     )
 
 
-def _bytes(tensor: Any, hints: Mapping[Any, int]) -> int:
+def _count_bytes(tensor: Any, hints: Mapping[Any, int]) -> int:
     count = 1
     for size in tensor.shape:
-        count *= int(evaluate(size, hints))
+        count *= int(evaluate_size(size, hints))
     return count * int(tensor.dtype.itemsize)
 
 
-def _size(weight: Any) -> int:
+def _count_weight_bytes(weight: Any) -> int:
     return int(weight.numel() * weight.element_size())
 
 
-def _wanted(item: Item | None) -> int | None:
+def _get_wanted_stage(item: Item | None) -> int | None:
     """The stage of the innermost context: that of the item, or of the calls around it."""
     while item is not None:
         if item.stage is not None:

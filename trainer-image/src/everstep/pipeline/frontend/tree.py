@@ -13,10 +13,10 @@ from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.frontend import placement
 from everstep.pipeline.frontend.compiled import is_compiled
 from everstep.pipeline.frontend.placement import built_in
-from everstep.pipeline.frontend.refs import Argument, Maker, Ref, Value, binder, maker
-from everstep.pipeline.frontend.skeleton import skeleton
+from everstep.pipeline.frontend.refs import Argument, Maker, Ref, ValueRef, compile_binder, compile_maker
+from everstep.pipeline.frontend.skeleton import make_skeleton
 from everstep.pipeline.frontend.stages import INPUT, StageModule, Step
-from everstep.pipeline.graph import Graph, Node
+from everstep.pipeline.graph import Graph, GraphNode
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +43,7 @@ class Tree:
         learns = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         ties = {name for name in names if sum(name in each for each in used.values()) > 1}
         nodes = [
-            Node(
+            GraphNode(
                 block,
                 self.blocks[at - 1 : at] if at else (),
                 parameters=sum(sizes[name] for name in used[block] - ties),
@@ -64,7 +64,7 @@ class Tree:
 
     def split(self, stage_of: Mapping[str, int]) -> list[StageModule]:
         """As `split`; what is not placed follows the block before it."""
-        chosen = placement.complete(self.graph, stage_of or self.manual)
+        chosen = placement.complete_placement(self.graph, stage_of or self.manual)
         return [
             self._stage(stage, [at for at, name in enumerate(self.blocks) if chosen[name] == stage])
             for stage in range(max(chosen.values()) + 1)
@@ -78,20 +78,22 @@ class Tree:
         names = [self.blocks[at] for at in places]
         first, last = places[0], places[-1]
         weights = {name for block in names for name in self._weights(block)}
-        module = skeleton(self.model, names, [], weights)
+        module = make_skeleton(self.model, names, [], weights)
         inputs: dict[str, int | None] = (
             {self.blocks[first - 1]: first - 1} if first else {INPUT + name: None for name in self.arguments}
         )
         steps = []
         for at in places:
-            given = (Value(at - 1),) if at else tuple(Argument(name) for name in self.arguments)
-            make = maker((given, {}), _bind)
+            given = (ValueRef(at - 1),) if at else tuple(Argument(name) for name in self.arguments)
+            make = compile_maker((given, {}), _bind_reference)
             block = module.get_submodule(self.blocks[at])
             forget = (at - 1,) if at else ()
-            steps.append(Step(self.blocks[at], block, block, {True: make, False: make}, binder(Value(at)), forget))
+            steps.append(
+                Step(self.blocks[at], block, block, {True: make, False: make}, compile_binder(ValueRef(at)), forget)
+            )
         ends = last == len(self.blocks) - 1
         outputs = {} if ends else {self.blocks[last]: last}
-        result = maker(Value(last), _bind) if ends else None
+        result = compile_maker(ValueRef(last), _bind_reference) if ends else None
         # Nobody has seen what the blocks do: they may change what they are given, and any buffer.
         writes = [name for name, _ in module.named_buffers()]
         changed = inputs if first else self.arguments
@@ -104,7 +106,7 @@ class Tree:
         return {first[id(each)] for each in (*module.parameters(), *module.buffers())}
 
 
-def tree(model: nn.Module, blocks: Sequence[str | nn.Module] | None = None, *, reason: str = "") -> Tree:
+def build_tree(model: nn.Module, blocks: Sequence[str | nn.Module] | None = None, *, reason: str = "") -> Tree:
     """The chain of an `nn.Sequential`, with those inside it; or `blocks`, modules or their names in the order in which
     each is called with the result of the one before.
 
@@ -118,7 +120,7 @@ def tree(model: nn.Module, blocks: Sequence[str | nn.Module] | None = None, *, r
                 "called with the result of the one before"
                 + (f"; there are lists in {', '.join(lists)}" if lists else "")
             )
-        names = list(_flat(model, ""))
+        names = list(_flatten_sequential(model, ""))
     else:
         paths = {id(module): name for name, module in model.named_modules()}
         names = [block if isinstance(block, str) else paths.get(id(block), "") for block in blocks]
@@ -136,11 +138,11 @@ def tree(model: nn.Module, blocks: Sequence[str | nn.Module] | None = None, *, r
     return Tree(model, tuple(names), arguments, reason)
 
 
-def _flat(module: nn.Module, path: str) -> Iterator[str]:
+def _flatten_sequential(module: nn.Module, path: str) -> Iterator[str]:
     for name, child in module.named_children():
         below = f"{path}.{name}" if path else name
         if type(child).forward is nn.Sequential.forward and not _must_stay_whole(child):
-            yield from _flat(child, below)
+            yield from _flatten_sequential(child, below)
         else:
             yield below
 
@@ -150,9 +152,9 @@ def _must_stay_whole(module: nn.Module) -> bool:
     return any(hooks) or is_compiled(module)
 
 
-def _bind(ref: Ref) -> Maker:
+def _bind_reference(ref: Ref) -> Maker:
     match ref:
-        case Value(index):
+        case ValueRef(index):
             return lambda frame: frame.values[index]
         case Argument(name):
             return lambda frame: frame.arguments[name]

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch.nn import Parameter
 
-from everstep.pipeline.frontend.record import Call, Op, Record, Untraceable, makes, parts
-from everstep.pipeline.frontend.refs import Argument, Constant, Ref, Template, Value, Weight, references
+from everstep.pipeline.frontend.record import Call, ForwardRecord, Op, Untraceable, iterate_made_values, iterate_parts
+from everstep.pipeline.frontend.refs import Argument, Constant, Ref, Template, ValueRef, Weight, iterate_references
 
 OUTPUT = "output"
 Item = Op | Call
@@ -45,7 +45,7 @@ class Units:
     repeatable: frozenset[Call]
 
 
-def units(record: Record) -> Units:
+def find_units(record: ForwardRecord) -> Units:
     """Untraceable if a module must be one node and cannot be."""
     if record.root.outputs is None:
         raise Untraceable(
@@ -54,16 +54,16 @@ def units(record: Record) -> Units:
         )
     view = _View(record)
     view.settle(record.root)
-    free = _free(record, view)
+    free = _find_free_operations(record, view)
     items = list(view.leaves(record.root))
-    found = [_unit(name, item, view) for name, item in zip(_names(items), items, strict=True)]
+    found = [_make_unit(name, item, view) for name, item in zip(_name_items(items), items, strict=True)]
     free_ops = set(free.values())
     found = [unit for unit in found if unit.item not in free_ops]
-    output = Unit(OUTPUT, None, *_uses(record.root.outputs))
-    alive = _alive(found, output, view, record)
-    of = {part: unit for unit in found for part in parts(unit.item)}
+    output = Unit(OUTPUT, None, *_collect_uses(record.root.outputs))
+    alive = _keep_alive_units(found, output, view, record)
+    of = {part: unit for unit in found for part in iterate_parts(unit.item)}
     _name_values(alive, free, view)
-    _together(alive, of, record)
+    _group_units(alive, of, record)
     repeatable = frozenset(call for call in record.root.all_calls() if view.repeatable(call))
     return Units(alive, free, of, view.makers, repeatable)
 
@@ -71,16 +71,16 @@ def units(record: Record) -> Units:
 class _View:
     """Who makes and who uses each value, and which calls can be made as they were."""
 
-    def __init__(self, record: Record) -> None:
+    def __init__(self, record: ForwardRecord) -> None:
         self.makers: dict[int, Item] = {}
         self.readers: dict[int, list[Item]] = defaultdict(list)
         self._repeatable: dict[Call, bool] = {}
-        self.output = {ref.index for ref in references(record.root.outputs) if isinstance(ref, Value)}
-        for part in parts(record.root):
-            for index in makes(part):
+        self.output = {ref.index for ref in iterate_references(record.root.outputs) if isinstance(ref, ValueRef)}
+        for part in iterate_parts(record.root):
+            for index in iterate_made_values(part):
                 self.makers.setdefault(index, part)
-            for ref in references(part.inputs):
-                if isinstance(ref, Value):
+            for ref in iterate_references(part.inputs):
+                if isinstance(ref, ValueRef):
                     self.readers[ref.index].append(part)
 
     def repeatable(self, call: Call) -> bool:
@@ -94,16 +94,16 @@ class _View:
             return False
         if not call.path and any(isinstance(item, Op) and item.draws for item in call.body):
             return False  # the model's own draws are modules of their own, in one stage as in many
-        own = set(parts(call))
-        made = {index for part in own for index in makes(part) if self.makers[index] is part}
-        given, gives = set(references(call.inputs)), set(references(call.outputs))
+        own = set(iterate_parts(call))
+        made = {index for part in own for index in iterate_made_values(part) if self.makers[index] is part}
+        given, gives = set(iterate_references(call.inputs)), set(iterate_references(call.outputs))
         for part in own:
-            for ref in references(part.inputs):
-                inside = isinstance(ref, Value) and ref.index in made
-                if isinstance(ref, Value | Argument) and not inside and ref not in given:
+            for ref in iterate_references(part.inputs):
+                inside = isinstance(ref, ValueRef) and ref.index in made
+                if isinstance(ref, ValueRef | Argument) and not inside and ref not in given:
                     return False
         outside = (index for index in made if index in self.output or not own.issuperset(self.readers[index]))
-        return all(Value(index) in gives for index in outside)
+        return all(ValueRef(index) in gives for index in outside)
 
     def settle(self, call: Call) -> None:
         """What cannot run as it was, though it must, makes the call around it one that must."""
@@ -125,22 +125,22 @@ class _View:
                 yield from self.leaves(item)
 
 
-def _uses(found: Template) -> tuple[frozenset[int], frozenset[str], frozenset[str]]:
-    refs = set(references(found))
+def _collect_uses(found: Template) -> tuple[frozenset[int], frozenset[str], frozenset[str]]:
+    refs = set(iterate_references(found))
     return (
-        frozenset(ref.index for ref in refs if isinstance(ref, Value)),
+        frozenset(ref.index for ref in refs if isinstance(ref, ValueRef)),
         frozenset(ref.name for ref in refs if isinstance(ref, Argument)),
         frozenset(ref.name for ref in refs if isinstance(ref, Weight)),
     )
 
 
-def _unit(name: str, item: Item, view: _View) -> Unit:
-    reads, arguments, weights = _uses(item.inputs)
+def _make_unit(name: str, item: Item, view: _View) -> Unit:
+    reads, arguments, weights = _collect_uses(item.inputs)
     if isinstance(item, Call):
         weights |= frozenset(item.weights)
-        for part in parts(item):
-            weights |= _uses(part.inputs)[2]
-    made = {index for part in parts(item) for index in makes(part) if view.makers[index] is part}
+        for part in iterate_parts(item):
+            weights |= _collect_uses(part.inputs)[2]
+    made = {index for part in iterate_parts(item) for index in iterate_made_values(part) if view.makers[index] is part}
     inside = isinstance(item, Call) and (item.opaque or any(item.calls()))
     apart = item.whole if isinstance(item, Call) and inside else ""
     unit = Unit(name, item, reads - made, arguments, weights, apart=apart)
@@ -148,7 +148,7 @@ def _unit(name: str, item: Item, view: _View) -> Unit:
     return unit
 
 
-def _names(items: list[Item]) -> Iterator[str]:
+def _name_items(items: list[Item]) -> Iterator[str]:
     seen: dict[str, int] = defaultdict(int)
     for item in items:
         name = item.name if isinstance(item, Call) else f"{item.owner.name}:{item.name}"
@@ -157,7 +157,7 @@ def _names(items: list[Item]) -> Iterator[str]:
         yield f"{name}.{seen[name] - 1}" if seen[name] > 1 else name
 
 
-def _free(record: Record, view: _View) -> dict[int, Op]:
+def _find_free_operations(record: ForwardRecord, view: _View) -> dict[int, Op]:
     """Operations that depend on sizes, buffers and constants only, by the values that they make."""
     changed = {memory for op in record.root.ops() for memory in op.mutates}
     changed |= {memory for call in record.root.all_calls() for memory in call.mutates}
@@ -166,16 +166,16 @@ def _free(record: Record, view: _View) -> dict[int, Op]:
     for op in record.root.ops():
         if op not in direct or op.draws or op.touches & changed:
             continue
-        given = [ref for ref in references(op.inputs) if isinstance(ref, Value | Argument | Weight)]
-        if all(_constant(ref, found, record) for ref in given) and not any(
-            record.values[index].gradient for index in makes(op)
+        given = [ref for ref in iterate_references(op.inputs) if isinstance(ref, ValueRef | Argument | Weight)]
+        if all(_is_constant(ref, found, record) for ref in given) and not any(
+            record.values[index].gradient for index in iterate_made_values(op)
         ):
-            found.update((index, op) for index in makes(op) if view.makers[index] is op)
+            found.update((index, op) for index in iterate_made_values(op) if view.makers[index] is op)
     return found
 
 
-def _constant(ref: Ref, found: dict[int, Op], record: Record) -> bool:
-    if isinstance(ref, Value):
+def _is_constant(ref: Ref, found: dict[int, Op], record: ForwardRecord) -> bool:
+    if isinstance(ref, ValueRef):
         return ref.index in found
     # Parameters have owners, even those that do not learn.
     return isinstance(ref, Constant) or (
@@ -183,7 +183,7 @@ def _constant(ref: Ref, found: dict[int, Op], record: Record) -> bool:
     )
 
 
-def _alive(found: list[Unit], output: Unit, view: _View, record: Record) -> list[Unit]:
+def _keep_alive_units(found: list[Unit], output: Unit, view: _View, record: ForwardRecord) -> list[Unit]:
     """Without those that neither the output nor lasting memory depends on."""
     needed = set(output.reads)
     alive = []
@@ -192,8 +192,8 @@ def _alive(found: list[Unit], output: Unit, view: _View, record: Record) -> list
     makers = {part for index in output.reads if (part := view.makers.get(index)) is not None}
     changed |= {memory for part in makers for memory in part.touches}
     for unit in reversed(found):
-        touches = {memory for part in parts(unit.item) for memory in part.touches}
-        mutates = {memory for part in parts(unit.item) for memory in part.mutates}
+        touches = {memory for part in iterate_parts(unit.item) for memory in part.touches}
+        mutates = {memory for part in iterate_parts(unit.item) for memory in part.mutates}
         if needed & set(unit.values.values()) or mutates & changed:
             needed |= unit.reads
             changed |= touches  # whoever changed what it uses is needed as well
@@ -210,7 +210,7 @@ def _name_values(alive: list[Unit], free: dict[int, Op], view: _View) -> None:
         unit.values = {f"{unit.name}[{place}]" if several else unit.name: index for place, index in enumerate(own)}
 
 
-def _together(alive: list[Unit], of: dict[Item, Unit], record: Record) -> None:
+def _group_units(alive: list[Unit], of: dict[Item, Unit], record: ForwardRecord) -> None:
     """Groups of units that must be one stage, under the name of their first."""
     place = {unit: index for index, unit in enumerate(alive)}
     leader = list(range(len(alive)))
@@ -224,9 +224,9 @@ def _together(alive: list[Unit], of: dict[Item, Unit], record: Record) -> None:
         first, second = sorted((find(one), find(other)))
         leader[second] = first
 
-    for one, other in _neighbours(of, place, record):
+    for one, other in _iterate_neighbours(of, place, record):
         join(place[one], place[other])
-    while ends := _ends(alive, find):
+    while ends := _group_dead_ends(alive, find):
         for end, partner in ends:
             join(end, partner)
     sizes = Counter(find(index) for index in range(len(alive)))
@@ -235,7 +235,7 @@ def _together(alive: list[Unit], of: dict[Item, Unit], record: Record) -> None:
             unit.group = alive[find(index)].name
 
 
-def _ends(alive: list[Unit], find: Callable[[int], int]) -> list[tuple[int, int]]:
+def _group_dead_ends(alive: list[Unit], find: Callable[[int], int]) -> list[tuple[int, int]]:
     """Groups from which nothing leads to the output, as what only writes statistics, and with whom they are, so that no
     stage comes after the output: the last whose values they use, or the output itself."""
     makers = {index: at for at, unit in enumerate(alive) for index in unit.values.values()}
@@ -246,7 +246,9 @@ def _ends(alive: list[Unit], find: Callable[[int], int]) -> list[tuple[int, int]
     return [(group, max(found[group], default=last[group])) for group in last]
 
 
-def _neighbours(of: dict[Item, Unit], place: dict[Unit, int], record: Record) -> Iterator[tuple[Unit, Unit]]:
+def _iterate_neighbours(
+    of: dict[Item, Unit], place: dict[Unit, int], record: ForwardRecord
+) -> Iterator[tuple[Unit, Unit]]:
     ordered = sorted((part for part, unit in of.items() if unit in place), key=lambda part: part.at)
     # Memory that changes: all who used it before must see it as it was. If it lasts, all users, before and after.
     users: dict[int, list[Unit]] = defaultdict(list)
@@ -267,11 +269,15 @@ def _neighbours(of: dict[Item, Unit], place: dict[Unit, int], record: Record) ->
     drawing: dict[str, Unit] = {}
     for part in ordered:
         item = of[part].item
-        if isinstance(item, Call) and (item.opaque or (isinstance(part, Op) and part.draws)) and not _numbered(item):
+        if (
+            isinstance(item, Call)
+            and (item.opaque or (isinstance(part, Op) and part.draws))
+            and not _is_numbered_draw(item)
+        ):
             yield drawing.setdefault(item.path, of[part]), of[part]
 
 
-def _numbered(call: Call) -> bool:
+def _is_numbered_draw(call: Call) -> bool:
     """Whether what it draws follows from which call of its module it is: one of torch's own that keeps nothing, as the
     dropout that a model uses at both ends of its layers."""
     module = call.module

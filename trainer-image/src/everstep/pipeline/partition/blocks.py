@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from everstep.pipeline.graph import Graph, Node
+from everstep.pipeline.graph import Graph, GraphNode
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Value:
+class BlockValue:
     """Bytes that flow from one block to others (ascending), and whether their gradient flows back."""
 
     producer: int
@@ -50,7 +50,7 @@ class Blocks:
     """Blocks in a topological order, the values between them, the bytes of each shared parameter."""
 
     blocks: tuple[Block, ...]
-    values: tuple[Value, ...]
+    values: tuple[BlockValue, ...]
     shared: tuple[int, ...]
 
     @cached_property
@@ -69,7 +69,7 @@ class Blocks:
         return found
 
 
-def contract(graph: Graph) -> Blocks:
+def contract_graph(graph: Graph) -> Blocks:
     """Blocks of a graph: colocated nodes together, with all that lies on a way between them.
 
     A node that costs nothing stays with what its only value comes from, or goes to, where that makes no cut dearer: it
@@ -81,7 +81,7 @@ def contract(graph: Graph) -> Blocks:
         if node.colocate:
             merged.join(words.setdefault(node.colocate, index), index)
     _merge_cycles(graph, merged)
-    while _merge_free(blocks := _build(graph, merged), graph, merged):
+    while _merge_free(blocks := _build_blocks(graph, merged), graph, merged):
         pass
     return blocks
 
@@ -141,7 +141,7 @@ def _merge_cycles(graph: Graph, merged: _Union) -> None:
                     open_.discard(here)
 
 
-def _build(graph: Graph, merged: _Union) -> Blocks:
+def _build_blocks(graph: Graph, merged: _Union) -> Blocks:
     members: dict[int, list[int]] = {}
     for index in range(len(graph.nodes)):
         members.setdefault(merged.find(index), []).append(index)
@@ -154,11 +154,11 @@ def _build(graph: Graph, merged: _Union) -> Blocks:
             if (there := merged.find(position[name])) != here:
                 before[here].add(there)
                 users.setdefault(name, set()).add(here)
-    order = {root: number for number, root in enumerate(topological(before))}
+    order = {root: number for number, root in enumerate(sort_topologically(before))}
     names = {name: number for number, (name, _) in enumerate(graph.shared)}
     values = sorted(
         (
-            Value(
+            BlockValue(
                 order[merged.find(position[name])],
                 tuple(sorted(order[user] for user in found)),
                 graph.by_name[name].output,
@@ -169,13 +169,13 @@ def _build(graph: Graph, merged: _Union) -> Blocks:
         key=lambda value: (value.producer, value.consumers),
     )
     return Blocks(
-        tuple(_block([graph.nodes[index] for index in members[root]], names) for root in order),
+        tuple(_make_block([graph.nodes[index] for index in members[root]], names) for root in order),
         tuple(values),
         tuple(size for _, size in graph.shared),
     )
 
 
-def _block(nodes: Sequence[Node], shared: dict[str, int]) -> Block:
+def _make_block(nodes: Sequence[GraphNode], shared: dict[str, int]) -> Block:
     return Block(
         nodes=tuple(node.name for node in nodes),
         forward=sum(node.forward for node in nodes),
@@ -187,7 +187,7 @@ def _block(nodes: Sequence[Node], shared: dict[str, int]) -> Block:
     )
 
 
-def topological(before: dict[int, set[int]]) -> list[int]:
+def sort_topologically(before: dict[int, set[int]]) -> list[int]:
     """The keys, each after those in its set; among those that are ready, the lowest first."""
     after: dict[int, list[int]] = {key: [] for key in before}
     missing = {key: len(found) for key, found in before.items()}
@@ -213,22 +213,22 @@ def _merge_free(blocks: Blocks, graph: Graph, merged: _Union) -> bool:
     the larger one takes the larger one's place by the smaller one's, in every stage that sends or receives it.
     """
     position = {node.name: index for index, node in enumerate(graph.nodes)}
-    incoming: list[list[Value]] = [[] for _ in blocks.blocks]
-    outgoing: list[list[Value]] = [[] for _ in blocks.blocks]
+    incoming: list[list[BlockValue]] = [[] for _ in blocks.blocks]
+    outgoing: list[list[BlockValue]] = [[] for _ in blocks.blocks]
     for value in blocks.values:
         outgoing[value.producer].append(value)
         for consumer in value.consumers:
             incoming[consumer].append(value)
     touched: set[int] = set()
     for index, block in enumerate(blocks.blocks):
-        to = _companion(index, incoming[index], outgoing[index]) if block.free else None
+        to = _find_companion(index, incoming[index], outgoing[index]) if block.free else None
         if to is not None and not touched & {index, to}:
             touched |= {index, to}
             merged.join(position[block.nodes[0]], position[blocks.blocks[to].nodes[0]])
     return bool(touched)
 
 
-def _companion(index: int, incoming: Sequence[Value], outgoing: Sequence[Value]) -> int | None:
+def _find_companion(index: int, incoming: Sequence[BlockValue], outgoing: Sequence[BlockValue]) -> int | None:
     if len(outgoing) > 1 or len(incoming) > 1:
         return None
     alone = bool(outgoing) and len(outgoing[0].consumers) == 1
@@ -240,10 +240,10 @@ def _companion(index: int, incoming: Sequence[Value], outgoing: Sequence[Value])
     return outgoing[0].consumers[0] if alone and _no_dearer(source, outgoing[0]) else None
 
 
-def _no_dearer(first: Value, second: Value) -> bool:
+def _no_dearer(first: BlockValue, second: BlockValue) -> bool:
     return first.size <= second.size and first.gradient <= second.gradient
 
 
-def spread(blocks: Blocks, stages: Iterable[int]) -> dict[str, int]:
+def spread_stages(blocks: Blocks, stages: Iterable[int]) -> dict[str, int]:
     """The stage of each node, from that of each block."""
     return {name: stage for block, stage in zip(blocks.blocks, stages, strict=True) for name in block.nodes}

@@ -8,10 +8,10 @@ from math import inf
 from typing import Any
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.partition.problem import Problem
+from everstep.pipeline.partition.problem import PartitionProblem
 
 
-def bound(problem: Problem) -> float:
+def compute_bound(problem: PartitionProblem) -> float:
     """What the objective of every split is at least, without a search.
 
     The dearest stage has at least the heaviest block and, work being divided freely, its device's share of all. Links
@@ -22,16 +22,18 @@ def bound(problem: Problem) -> float:
     ranks = sum(dict(zip(problem.placement, problem.speed, strict=True)).values())
     least = max(sum(work) / ranks, max(work) / speeds[0])
     # Least sum + (m - 1) · max over the max: a piecewise linear convex function, so at one of its corners.
-    corners = [least] + [corner for corner in _corners(sum(work), speeds) if corner > least]
-    seconds = min(_quickest(sum(work), speeds, corner) + (problem.microbatches - 1) * corner for corner in corners)
-    return problem.objective(seconds + _links(problem), memory(problem))
+    corners = [least] + [corner for corner in _list_corners(sum(work), speeds) if corner > least]
+    seconds = min(
+        _compute_quickest(sum(work), speeds, corner) + (problem.microbatches - 1) * corner for corner in corners
+    )
+    return problem.objective(seconds + _bound_by_links(problem), bound_memory(problem))
 
 
-def _corners(work: float, speeds: Sequence[float]) -> list[float]:
+def _list_corners(work: float, speeds: Sequence[float]) -> list[float]:
     return [work / sum(speeds[:count]) for count in range(1, len(speeds) + 1)]
 
 
-def _quickest(work: float, speeds: Sequence[float], most: float) -> float:
+def _compute_quickest(work: float, speeds: Sequence[float], most: float) -> float:
     """The least sum of times when no stage takes longer than `most`: the fastest are filled first."""
     total = 0.0
     for speed in speeds:
@@ -41,13 +43,13 @@ def _quickest(work: float, speeds: Sequence[float], most: float) -> float:
     return total
 
 
-def _links(problem: Problem) -> float:
-    if problem.stages == 1 or not _connected(problem):
+def _bound_by_links(problem: PartitionProblem) -> float:
+    if problem.stages == 1 or not _is_connected(problem):
         return 0.0
     return (problem.stages - 1) * min(hop.seconds(value) for hop in problem.hops for value in problem.blocks.values)
 
 
-def _connected(problem: Problem) -> bool:
+def _is_connected(problem: PartitionProblem) -> bool:
     parts = list(range(len(problem.blocks.blocks)))
 
     def find(item: int) -> int:
@@ -61,7 +63,7 @@ def _connected(problem: Problem) -> bool:
     return len({find(item) for item in parts}) == 1
 
 
-def memory(problem: Problem) -> float:
+def bound_memory(problem: PartitionProblem) -> float:
     """What the fullest rank has at least, in bytes: work is divided freely, but a block is whole."""
     blocks, kept = problem.blocks.blocks, min(problem.in_flight)
     words = 1 + problem.words
@@ -84,7 +86,7 @@ class Certificate:
     bound: float
 
 
-def prove(problem: Problem, seconds: float = 60.0) -> Certificate:
+def prove_bound(problem: PartitionProblem, seconds: float = 60.0) -> Certificate:
     """Solves the whole problem as a mixed-integer programme with HiGHS, within a time limit in seconds.
 
     PipelineError if no split fits, if a rank has several stages, or scipy is not installed.
@@ -115,7 +117,9 @@ def prove(problem: Problem, seconds: float = 60.0) -> Certificate:
             for block in range(count)
         )
     dual = -inf if answer.mip_dual_bound is None else float(answer.mip_dual_bound)
-    return Certificate(stages, max(bound(problem), dual * (1.0 if problem.memory_weight else problem.time_scale)))
+    return Certificate(
+        stages, max(compute_bound(problem), dual * (1.0 if problem.memory_weight else problem.time_scale))
+    )
 
 
 class _Model:
@@ -125,7 +129,7 @@ class _Model:
     of a shared parameter, what leaves it, the dearest stage, the fullest device.
     """
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PartitionProblem) -> None:
         self.problem = problem
         self.costs: list[float] = []
         self.low: list[float] = []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from everstep.pipeline.partition.blocks import Blocks, Value
-from everstep.pipeline.partition.space import Space, downsets
+from everstep.pipeline.partition.blocks import Blocks, BlockValue
+from everstep.pipeline.partition.space import Space, list_downsets
 
 
 class Core:
@@ -15,12 +15,12 @@ class Core:
     def __init__(self, blocks: Blocks, most: int, rest: int) -> None:
         """No more than `most` downsets without loose blocks, or `rest` with them."""
         self.whole, self.loose = blocks, set[int]()
-        found = downsets(blocks, most)
-        beside = _beside(blocks) if found is None else []
+        found = list_downsets(blocks, most)
+        beside = _count_incomparable(blocks) if found is None else []
         while found is None:
             top = max(count for index, count in enumerate(beside) if index not in self.loose)
             self.loose |= {index for index, count in enumerate(beside) if count >= 0.9 * top}
-            found = downsets(self._kept_blocks(), rest)
+            found = list_downsets(self._kept_blocks(), rest)
         self.downsets, self.blocks = found, self._kept_blocks()
 
     @property
@@ -35,14 +35,14 @@ class Core:
         for value in self.whole.values:
             users = tuple(number[each] for each in value.consumers if each in number)
             if value.producer in number and users:
-                values.append(Value(number[value.producer], users, value.size, value.gradient))
+                values.append(BlockValue(number[value.producer], users, value.size, value.gradient))
         through: dict[int, set[int]] = {}  # of each loose block, the kept ones that it comes from
         for index, before in enumerate(self.whole.before):
             found = set[int]().union(*(through[each] for each in before & self.loose))
             if index in self.loose:
                 through[index] = found | (before - self.loose)
             else:
-                values += [Value(number[each], (number[index],), 0, False) for each in sorted(found - before)]
+                values += [BlockValue(number[each], (number[index],), 0, False) for each in sorted(found - before)]
         return Blocks(tuple(self.whole.blocks[index] for index in self.kept), tuple(values), self.whole.shared)
 
     def stages(self, space: Space, cuts: Sequence[int]) -> tuple[int, ...] | None:
@@ -55,7 +55,7 @@ class Core:
         return found if len(set(found)) == len(cuts) else None
 
 
-def _beside(blocks: Blocks) -> list[int]:
+def _count_incomparable(blocks: Blocks) -> list[int]:
     """Of each block, how many others are neither before nor after it."""
     count = len(blocks.blocks)
     above, below = [0] * count, [0] * count

@@ -14,21 +14,21 @@ from math import inf
 import numpy as np
 
 from everstep.pipeline.graph import Link
-from everstep.pipeline.partition.problem import Problem
+from everstep.pipeline.partition.problem import PartitionProblem
 from everstep.pipeline.partition.space import Floats, Indices, Joined, Space
-from everstep.pipeline.partition.way import Way
+from everstep.pipeline.partition.way import CriticalPath
 
 
-class Floor:
+class StageBound:
     """Of pairs of downsets, `index` into those of the space; `at` picks some of these.
 
     Work in seconds on a device of speed 1; `head`: seconds before the first forward, `tail`: after the last backward,
     `around`: from the end of a micro-batch's forward to the start of its backward.
     """
 
-    def __init__(self, problem: Problem, space: Space, index: Indices) -> None:
+    def __init__(self, problem: PartitionProblem, space: Space, index: Indices) -> None:
         self._problem, self._space, self._index = problem, space, index
-        self._way = Way(problem)
+        self._way = CriticalPath(problem)
         blocks = problem.blocks.blocks
         self._forward = self._sum([each.forward for each in blocks])
         self._input_grad = self._sum([each.input_grad for each in blocks])
@@ -99,10 +99,10 @@ class Floor:
         after = [problem.placement[each] for each in range(stage + 1, problem.stages)]
         given, other = self._given[at], self._other[at]
         for first, size, last in (  # until a link may begin, what it carries, what follows when all is there
-            (self._first[at], self._received[at] / _together(links[each][here] for each in before), turn + tail),
-            (head + turn, self._returned[at] / _together(links[here][each] for each in before), self._last[at]),
-            (head + forward, given / _together(links[here][each] for each in after), other + back + tail),
-            (head + forward + other, given / _together(links[each][here] for each in after), back + tail),
+            (self._first[at], self._received[at] / _add_bandwidths(links[each][here] for each in before), turn + tail),
+            (head + turn, self._returned[at] / _add_bandwidths(links[here][each] for each in before), self._last[at]),
+            (head + forward, given / _add_bandwidths(links[here][each] for each in after), other + back + tail),
+            (head + forward + other, given / _add_bandwidths(links[each][here] for each in after), back + tail),
         ):
             found = np.maximum(found, np.where(size > 0, first + m * size + last, 0.0))
         return found
@@ -118,6 +118,6 @@ class Floor:
         return (forward, back, late) if self._problem.split[stage] else (forward, back + late, np.zeros(len(at)))
 
 
-def _together(links: Iterable[Link]) -> float:
+def _add_bandwidths(links: Iterable[Link]) -> float:
     """Bytes per second of links side by side."""
     return sum(link.bandwidth for link in links) or inf

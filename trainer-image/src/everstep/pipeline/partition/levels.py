@@ -30,7 +30,7 @@ class Least(Generic[S]):
     bound: float
 
 
-def least(
+def find_least(
     levels: Sequence[float],
     ask: Callable[[float], Found[S] | None],
     weight: float,
@@ -62,7 +62,7 @@ def least(
         best = min(best, cost)
         closed = min(closed, answer.bound + weight * answer.level)  # from the answer's level to the one asked
         floor = max(floor, answer.bound)
-        below = _below(levels, answer.level, middle)
+        below = _find_level_below(levels, answer.level, middle)
         if low <= below:
             heapq.heappush(open_, (floor + weight * levels[low], low, below, floor))
 
@@ -78,6 +78,6 @@ def least(
     return Least(tuple(sorted(found, key=lambda each: each[0])), bound)
 
 
-def _below(levels: Sequence[float], level: float, high: int) -> int:
+def _find_level_below(levels: Sequence[float], level: float, high: int) -> int:
     """The last index up to `high` whose level is below `level`."""
     return bisect_left(levels, level, 0, high + 1) - 1

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.pipeline.partition.certificate import memory
+from everstep.pipeline.partition.certificate import bound_memory
 from everstep.pipeline.partition.core import Core
-from everstep.pipeline.partition.floor import Floor
-from everstep.pipeline.partition.levels import Found, least
-from everstep.pipeline.partition.problem import Problem
+from everstep.pipeline.partition.floor import StageBound
+from everstep.pipeline.partition.levels import Found, find_least
+from everstep.pipeline.partition.problem import PartitionProblem
 from everstep.pipeline.partition.space import Floats, Indices, Space
 
 LOOSENED = 1000  # downsets that are searched when not all can be: the bound is loose then, whatever the time it takes
@@ -29,7 +29,7 @@ Cuts = tuple[int, ...]
 Split = tuple[int, ...]  # the stage of each block
 
 
-class Limit:
+class LowerBound:
     """`bound`: what the objective of every split is at least, as simulated; `split`: the one of which this was said, if
     it is one. `known`: the objective of a split as simulated, or infinity, which the bound is no more than.
 
@@ -38,14 +38,14 @@ class Limit:
 
     split: Split | None = None
 
-    def __init__(self, problem: Problem, known: float, most: int) -> None:
+    def __init__(self, problem: PartitionProblem, known: float, most: int) -> None:
         self._paths: _Paths | None = None
         if problem.ranks < problem.stages:
-            self.bound = min(known, _freely(problem))
+            self.bound = min(known, _bound_freely(problem))
             return
         core = Core(problem.blocks, most, min(most, LOOSENED))
         self._paths = paths = _Paths(core, problem, inf if problem.memory_weight else known)
-        self.bound, cuts = _both(problem, paths) if problem.memory_weight else paths.fastest(inf)
+        self.bound, cuts = _bound_time_and_memory(problem, paths) if problem.memory_weight else paths.fastest(inf)
         self.bound = min(self.bound, known)
         if cuts:
             self.split = core.stages(paths.space, cuts)
@@ -60,7 +60,7 @@ class Limit:
         return [paths.space.stages(cuts) for cuts in found], max(level, self.bound)
 
 
-def _freely(problem: Problem) -> float:
+def _bound_freely(problem: PartitionProblem) -> float:
     blocks = problem.blocks.blocks
     work = [block.work for block in blocks]
     speeds = dict(zip(problem.placement, problem.speed, strict=True)).values()
@@ -69,7 +69,7 @@ def _freely(problem: Problem) -> float:
     return problem.objective(seconds, parameters / problem.ranks)
 
 
-def _both(problem: Problem, paths: _Paths) -> tuple[float, Cuts]:
+def _bound_time_and_memory(problem: PartitionProblem, paths: _Paths) -> tuple[float, Cuts]:
     """Of time and memory: by branch and bound over the bytes that a stage may have."""
     second, byte = problem.rates
 
@@ -77,13 +77,13 @@ def _both(problem: Problem, paths: _Paths) -> tuple[float, Cuts]:
         seconds, cuts = paths.fastest(cap)
         return Found(seconds * second, seconds * second, paths.peak(cuts), cuts) if cuts else None
 
-    answer = least(paths.sizes, ask, byte, tolerance=1e-3, most=60)
-    whole = problem.objective(0.0, memory(problem))
+    answer = find_least(paths.sizes, ask, byte, tolerance=1e-3, most=60)
+    whole = problem.objective(0.0, bound_memory(problem))
     return max(answer.bound, whole), answer.found[0][1] if answer.found else ()
 
 
 @dataclass(frozen=True)
-class _Arcs:
+class _StageArcs:
     """What can be one stage: pairs of downsets, ordered by the larger one, and what each says of the step as this
     stage; `plain` as in Floor."""
 
@@ -93,15 +93,15 @@ class _Arcs:
     size: Floats
     plain: Floats
 
-    def only(self, keep: NDArray[np.bool_]) -> _Arcs:
-        return _Arcs(*(getattr(self, field.name)[keep] for field in fields(self)))
+    def only(self, keep: NDArray[np.bool_]) -> _StageArcs:
+        return _StageArcs(*(getattr(self, field.name)[keep] for field in fields(self)))
 
 
 class _Paths:
     """Arcs of the stages of one problem, without what cannot be in a split of which no stage works longer than the step
     that is known."""
 
-    def __init__(self, core: Core, problem: Problem, known: float) -> None:
+    def __init__(self, core: Core, problem: PartitionProblem, known: float) -> None:
         self.problem = problem = replace(problem, blocks=core.blocks)
         self.space = space = Space(core.blocks, core.downsets)
         self.loose = [core.whole.blocks[index].work for index in sorted(core.loose)]
@@ -111,7 +111,7 @@ class _Paths:
         # Seconds that one stage works at most on a micro-batch.
         each = min(known / problem.microbatches, before[-1] / min(problem.speed)) * (1 + 1e-9)
         index = np.flatnonzero(work <= each * max(problem.speed))
-        floor = Floor(problem, space, index)
+        floor = StageBound(problem, space, index)
         lower, upper, work = space.lower[index], space.upper[index], work[index]
         self._stages = []
         for stage, (speed, most) in enumerate(zip(problem.speed, problem.memory, strict=True)):
@@ -123,7 +123,9 @@ class _Paths:
             size = floor.bytes(stage, at)
             fits = size <= (inf if most is None else most)
             at, size = at[fits], size[fits]
-            self._stages.append(_Arcs(lower[at], upper[at], floor.seconds(stage, at), size, floor.plain(stage, at)))
+            self._stages.append(
+                _StageArcs(lower[at], upper[at], floor.seconds(stage, at), size, floor.plain(stage, at))
+            )
 
     def fastest(self, cap: float) -> tuple[float, Cuts]:
         """The least seconds when no stage has more than `cap` bytes, and the cuts; none if there are none."""
@@ -131,7 +133,7 @@ class _Paths:
         seconds, cuts = self._path(stages, [arcs.seconds for arcs in stages], np.maximum)
         return self._with_loose(stages, seconds, cuts) if cuts and self.loose else (seconds, cuts)
 
-    def _with_loose(self, stages: Sequence[_Arcs], seconds: float, cuts: Cuts) -> tuple[float, Cuts]:
+    def _with_loose(self, stages: Sequence[_StageArcs], seconds: float, cuts: Cuts) -> tuple[float, Cuts]:
         """The least step in which stages have time left for the loose blocks, too."""
         m, speeds = self.problem.microbatches, self.problem.speed
         extra = m * sum(self.loose)
@@ -173,7 +175,7 @@ class _Paths:
             return [], beyond
         stages = [arcs.only(arcs.seconds <= levels[low]) for arcs in stages]
         ends = np.arange(self.space.size) == self.space.size - 1  # from where there is a way to the end
-        good: list[_Arcs] = []
+        good: list[_StageArcs] = []
         for arcs in reversed(stages):
             good.insert(0, arcs.only(ends[arcs.upper]))
             ends = np.bincount(good[0].lower, minlength=self.space.size) > 0
@@ -182,7 +184,7 @@ class _Paths:
             found = [(*cuts, int(cut)) for cuts in found for cut in arcs.upper[arcs.lower == (cuts[-1] if cuts else 0)]]
         return found, beyond
 
-    def _ways(self, stages: Sequence[_Arcs], level: float) -> float:
+    def _ways(self, stages: Sequence[_StageArcs], level: float) -> float:
         """How many splits have no stage above a level."""
         ways: NDArray[Any] = np.zeros(self.space.size)
         ways[0] = 1.0
@@ -204,7 +206,7 @@ class _Paths:
         found: list[float] = np.unique(np.concatenate([np.zeros(1), *(arcs.size for arcs in self._stages)])).tolist()
         return found
 
-    def _path(self, stages: Sequence[_Arcs], costs: Sequence[Floats], join: np.ufunc) -> tuple[float, Cuts]:
+    def _path(self, stages: Sequence[_StageArcs], costs: Sequence[Floats], join: np.ufunc) -> tuple[float, Cuts]:
         """The least of what `join` makes of one arc for each stage, and the cuts; infinity and none without a way."""
         tables = [np.full(self.space.size, inf)]
         tables[0][0] = 0.0

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import inf
 
-from everstep.pipeline.partition.problem import Problem
+from everstep.pipeline.partition.problem import PartitionProblem
 
 WINDOW = 1 / 8  # of the work of a stage: so far from a cut another one is looked for
 
 
-def by_work(problem: Problem) -> tuple[int, ...]:
+def by_work(problem: PartitionProblem) -> tuple[int, ...]:
     """Blocks in their order, to each stage its device's share of the work, none empty."""
     import numpy as np
 
@@ -24,7 +24,7 @@ def by_work(problem: Problem) -> tuple[int, ...]:
     return tuple(np.searchsorted(ends, range(count), side="right").tolist())
 
 
-def heaviest(problem: Problem, known: float) -> float:
+def bound_stage_work(problem: PartitionProblem, known: float) -> float:
     """Seconds of work, on a device of speed 1, that a stage has at most in a split whose objective is no more than
     `known`: a step is at least all of the work once, and the dearest stage m - 1 times."""
     second, _ = problem.rates
@@ -43,7 +43,7 @@ def cuts_of(split: Sequence[int]) -> set[int]:
     return set(found)
 
 
-def near(problem: Problem, lines: Sequence[Sequence[int]], split: Sequence[int]) -> set[int]:
+def find_near_downsets(problem: PartitionProblem, lines: Sequence[Sequence[int]], split: Sequence[int]) -> set[int]:
     """Of growing downsets, those of about as much work as what is before a cut of a split."""
     import numpy as np
 

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from everstep.pipeline.partition.blocks import Blocks, topological
+from everstep.pipeline.partition.blocks import Blocks, sort_topologically
 
 
-def orders(blocks: Blocks) -> list[list[int]]:
+def list_orders(blocks: Blocks) -> list[list[int]]:
     """As it was given, each block as late as it may be, and the one that keeps the fewest bytes open."""
     count = len(blocks.blocks)
     flipped = {count - 1 - index: {count - 1 - each for each in after} for index, after in enumerate(blocks.after)}
-    late = [count - 1 - index for index in reversed(topological(flipped))]
-    found = [list(range(count)), late, _narrow(blocks)]
+    late = [count - 1 - index for index in reversed(sort_topologically(flipped))]
+    found = [list(range(count)), late, _order_by_open_bytes(blocks)]
     return [each for index, each in enumerate(found) if each not in found[:index]]
 
 
-def _narrow(blocks: Blocks) -> list[int]:
+def _order_by_open_bytes(blocks: Blocks) -> list[int]:
     """Greedily the ready block that leaves the fewest bytes open; among equals, the first."""
     before, after = blocks.before, blocks.after
     missing = [len(found) for found in before]

@@ -15,7 +15,7 @@ from functools import cached_property
 from math import inf
 
 from everstep.pipeline.graph import Link, Links
-from everstep.pipeline.partition.blocks import Blocks, Value
+from everstep.pipeline.partition.blocks import Blocks, BlockValue
 
 OPTIMIZER_WORDS = 3.0  # the gradient, and Adam's two moments
 
@@ -27,7 +27,7 @@ class Hop:
     there: Link | None
     back: Link | None
 
-    def seconds(self, value: Value) -> float:
+    def seconds(self, value: BlockValue) -> float:
         time = 0.0
         if self.there is not None:
             time += self.there.seconds(value.size)
@@ -40,7 +40,7 @@ NOWHERE = Hop(None, None)
 
 
 @dataclass(frozen=True)
-class Problem:
+class PartitionProblem:
     """`placement`: the rank of each stage; `speed`, `memory` (None: no limit) and `in_flight` of each stage; `hops`
     between neighbouring stages, one fewer, `links` those between all ranks. `words`: bytes beside each byte of
     parameters. `split`: the stages that split their backward.
@@ -159,7 +159,7 @@ class _Arrays:
     """A problem as arrays: of blocks, of pairs of a value and a consumer, of values by stage, of shared parameters and
     their users."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PartitionProblem) -> None:
         import numpy as np
 
         blocks, values = problem.blocks.blocks, problem.blocks.values

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 from math import inf
 
 from everstep.pipeline.graph import Device, Graph, Links, stage_graph
-from everstep.pipeline.partition.blocks import spread
-from everstep.pipeline.partition.problem import Judged, Problem
-from everstep.pipeline.schedules import Result, Schedule, simulate
+from everstep.pipeline.partition.blocks import spread_stages
+from everstep.pipeline.partition.problem import Judged, PartitionProblem
+from everstep.pipeline.schedules import Result, Schedule, simulate_schedule
 
 ACTIONS = 300_000  # for one plan so many actions and messages are simulated, and nodes put together: seconds
 SIGHTS = 32, 600  # but no fewer, and no more splits
@@ -22,7 +22,12 @@ class Referee:
     """Judges splits by the simulator; each is simulated once."""
 
     def __init__(
-        self, graph: Graph, problem: Problem, schedule: Schedule, devices: Sequence[Device], links: Links | None
+        self,
+        graph: Graph,
+        problem: PartitionProblem,
+        schedule: Schedule,
+        devices: Sequence[Device],
+        links: Links | None,
     ) -> None:
         self.problem = problem
         self._graph, self._schedule, self._devices, self._links = graph, schedule, devices, links
@@ -50,7 +55,7 @@ class Referee:
         """Return the rank that lacks most in a split that does not fit, the bytes that it needs, and those it has."""
         _, held = self._held(split)
         sizes = [(size, each.memory) for size, each in zip(held, self._devices, strict=True)]
-        rank = max(range(len(sizes)), key=lambda each: _lacks(*sizes[each]))
+        rank = max(range(len(sizes)), key=lambda each: _count_lacking_bytes(*sizes[each]))
         held_there, most = sizes[rank]
         assert most is not None, "it does not fit"
         return rank, held_there, most
@@ -60,26 +65,26 @@ class Referee:
 
     def _simulate(self, split: Split) -> Judged:
         result, held = self._held(split)
-        over = max(_lacks(size, device.memory) for size, device in zip(held, self._devices, strict=True))
+        over = max(_count_lacking_bytes(size, device.memory) for size, device in zip(held, self._devices, strict=True))
         objective = inf if over else self.problem.objective(result.makespan, max(held))
         return Judged(result.makespan, max(held), objective, over)
 
     def _held(self, split: Split) -> tuple[Result, list[int]]:
         """Return what the simulator says, and the bytes of each rank."""
-        graph = stage_graph(self._graph, spread(self.problem.blocks, split))
+        graph = stage_graph(self._graph, spread_stages(self.problem.blocks, split))
         self._left -= self._each + 2 * len(graph.edges) * self._schedule.microbatches
-        result = simulate(self._schedule, graph, self._devices, self._links)
+        result = simulate_schedule(self._schedule, graph, self._devices, self._links)
         held = [kept + waiting for kept, waiting in zip(result.peak, result.waiting, strict=True)]
         for stage, rank in enumerate(self._schedule.placement):
             held[rank] += round(graph.stages[stage].parameters * (1 + self.problem.words))
         return result, held
 
 
-def _lacks(size: int, memory: int | None) -> int:
+def _count_lacking_bytes(size: int, memory: int | None) -> int:
     return 0 if memory is None else max(0, size - memory)
 
 
-def climb(referee: Referee, splits: Sequence[Split], best: int, bound: float) -> list[Split]:
+def climb_splits(referee: Referee, splits: Sequence[Split], best: int, bound: float) -> list[Split]:
     """The best of `splits` and of what single moves make of the best of them, best first; only what fits. `bound`: what
     the objective of every split is at least."""
     known: dict[Split, tuple[float, float, float]] = {}
@@ -94,7 +99,7 @@ def climb(referee: Referee, splits: Sequence[Split], best: int, bound: float) ->
     for start in sorted(known, key=lambda each: known[each])[:best]:
         here = start
         while not done():
-            steps = {step: referee.see(step).order for step in _steps(referee, here)}
+            steps = {step: referee.see(step).order for step in _iterate_neighbours(referee, here)}
             known |= steps
             if not steps or min(steps.values()) >= known[here]:
                 break
@@ -102,15 +107,15 @@ def climb(referee: Referee, splits: Sequence[Split], best: int, bound: float) ->
     return sorted((split for split, (over, *_) in known.items() if not over), key=lambda each: known[each])[:best]
 
 
-def _steps(referee: Referee, split: Split) -> Iterator[Split]:
+def _iterate_neighbours(referee: Referee, split: Split) -> Iterator[Split]:
     """Neighbours of a split, most promising by the surrogate first, as many as the referee still looks at."""
-    near = {step: referee.problem.judge(step) for step in _moves(referee.problem, split)}
+    near = {step: referee.problem.judge(step) for step in _iterate_moves(referee.problem, split)}
     for step in sorted(near, key=lambda each: near[each].order)[: 4 * referee.problem.stages]:
         if not referee.tired:
             yield step
 
 
-def _moves(problem: Problem, split: Split) -> Iterator[Split]:
+def _iterate_moves(problem: PartitionProblem, split: Split) -> Iterator[Split]:
     """Over each border, either way: one block that may go, or the nearest 2, 4, 8 … in order."""
     before, after = problem.blocks.before, problem.blocks.after
     for border in range(1, problem.stages):
@@ -119,15 +124,15 @@ def _moves(problem: Problem, split: Split) -> Iterator[Split]:
             loose = [block for block in members if all(split[other] != source for other in held[block])]
             if len(members) > 1:
                 for block in loose:
-                    yield _moved(split, [block], target)
+                    yield _move_blocks(split, [block], target)
             ordered = members[::-1] if target > source else members
             count = 2
             while count < len(members):
-                yield _moved(split, ordered[:count], target)
+                yield _move_blocks(split, ordered[:count], target)
                 count *= 2
 
 
-def _moved(split: Split, blocks: Sequence[int], target: int) -> Split:
+def _move_blocks(split: Split, blocks: Sequence[int], target: int) -> Split:
     changed = list(split)
     for block in blocks:
         changed[block] = target

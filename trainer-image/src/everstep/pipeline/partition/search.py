@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.pipeline.partition.levels import Found, least
-from everstep.pipeline.partition.problem import Problem
+from everstep.pipeline.partition.levels import Found, find_least
+from everstep.pipeline.partition.problem import PartitionProblem
 from everstep.pipeline.partition.space import Floats, Indices, Space
 
 Cuts = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class SearchResult:
     """Splits found, best first, as cuts; `bound`: what no split of the space is below, as objective."""
 
     cuts: tuple[Cuts, ...]
@@ -34,11 +34,11 @@ class Outcome:
 class Search:
     """Searches one space for one problem."""
 
-    def __init__(self, space: Space, problem: Problem) -> None:
+    def __init__(self, space: Space, problem: PartitionProblem) -> None:
         self.space = space
         self.problem = problem
 
-    def run(self, *, tolerance: float, most: int) -> Outcome:
+    def run(self, *, tolerance: float, most: int) -> SearchResult:
         """The best splits; `tolerance`: how far above the bound is near enough, `most`: of questions of each level.
 
         No cuts if no split of the space fits the devices.
@@ -46,10 +46,10 @@ class Search:
         problem, every = self.problem, self._arcs(None, inf)
         if not problem.memory_weight:
             seconds = self._fastest(every, tolerance=tolerance, most=most)
-            return Outcome(seconds.solution, seconds.bound) if seconds else Outcome((), inf)
+            return SearchResult(seconds.solution, seconds.bound) if seconds else SearchResult((), inf)
         start = every.bottleneck(self._bytes)
         if start is None:
-            return Outcome((), inf)
+            return SearchResult((), inf)
         levels = self._levels(self._bytes, start, inf)
         weight = problem.memory_weight
 
@@ -65,8 +65,8 @@ class Search:
                 seconds.solution,
             )
 
-        answer = least(levels, ask, weight / problem.memory_scale, tolerance=tolerance, most=most)
-        return Outcome(tuple(dict.fromkeys(cuts for _, found in answer.found for cuts in found)), answer.bound)
+        answer = find_least(levels, ask, weight / problem.memory_scale, tolerance=tolerance, most=most)
+        return SearchResult(tuple(dict.fromkeys(cuts for _, found in answer.found for cuts in found)), answer.bound)
 
     def every(self, most: int) -> list[Cuts]:
         """All splits whose stages fit their devices; none if those of any stages are more than `most`."""
@@ -97,7 +97,7 @@ class Search:
             return path and Found(path[0], path[0], self._peak(path[1], self._times), path[1])
 
         levels = self._levels(self._times, low, max(high, low), inner) if repeat else [inf]
-        answer = least(levels, ask, repeat, tolerance=tolerance, most=most)
+        answer = find_least(levels, ask, repeat, tolerance=tolerance, most=most)
         solutions = [cuts for _, cuts in answer.found]
         top = self._peak(solutions[0], self._times)
         solutions += [narrow[1], *inner.below(self._times, top).through(self._times, 4 * self.problem.stages)]

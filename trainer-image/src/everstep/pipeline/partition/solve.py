@@ -11,13 +11,13 @@ from typing import Literal
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Graph, Links
 from everstep.pipeline.partition import certificate
-from everstep.pipeline.partition.blocks import Blocks, contract, spread
-from everstep.pipeline.partition.limit import Limit
-from everstep.pipeline.partition.narrow import by_work, cuts_of, heaviest, near
-from everstep.pipeline.partition.orders import orders
-from everstep.pipeline.partition.problem import NOWHERE, OPTIMIZER_WORDS, Hop, Problem
-from everstep.pipeline.partition.refine import FEW, Referee, climb
-from everstep.pipeline.schedules import Kind, Schedule, in_flight, make
+from everstep.pipeline.partition.blocks import Blocks, contract_graph, spread_stages
+from everstep.pipeline.partition.limit import LowerBound
+from everstep.pipeline.partition.narrow import bound_stage_work, by_work, cuts_of, find_near_downsets
+from everstep.pipeline.partition.orders import list_orders
+from everstep.pipeline.partition.problem import NOWHERE, OPTIMIZER_WORDS, Hop, PartitionProblem
+from everstep.pipeline.partition.refine import FEW, Referee, climb_splits
+from everstep.pipeline.schedules import ActionKind, Schedule, in_flight, make_schedule
 
 Objective = Literal["speed", "memory"]
 WEIGHTS: dict[str, float] = {"speed": 0.0, "memory": 0.8}
@@ -28,7 +28,7 @@ ENOUGH = 1e-3  # what neighbours of the cuts must gain, or they are not looked a
 
 
 @dataclass(frozen=True)
-class Candidate:
+class SplitCandidate:
     """A split. `surrogate`: seconds of a step by the formula of the search; `simulated`: by the simulator, of the real
     schedule; `peak`: bytes of the fullest rank, as the simulator sees it.
 
@@ -44,7 +44,7 @@ class Candidate:
     gap: float
 
 
-def partition(
+def partition_graph(
     graph: Graph,
     stages: int,
     devices: Sequence[Device],
@@ -57,7 +57,7 @@ def partition(
     split: Collection[int] | None = None,
     words: float = OPTIMIZER_WORDS,
     best: int = 8,
-) -> list[Candidate]:
+) -> list[SplitCandidate]:
     """The best splits of `graph` into `stages`, best first by the simulated objective.
 
     `devices`: one for each rank; `links`: None if they cost nothing. `memory_weight` from 0 (time alone) to 1 (memory
@@ -67,25 +67,29 @@ def partition(
 
     PipelineError if no split fits the devices (it says what would), or the graph has too few parts.
     """
-    order = make(schedule, stages, len(devices), microbatches, split=split) if isinstance(schedule, str) else schedule
+    order = (
+        make_schedule(schedule, stages, len(devices), microbatches, split=split)
+        if isinstance(schedule, str)
+        else schedule
+    )
     weight = WEIGHTS[objective] if memory_weight is None else memory_weight
-    problem = problem_of(contract(graph), order, devices, links, words=words, memory_weight=weight)
-    found, _ = search(problem)
+    problem = problem_of(contract_graph(graph), order, devices, links, words=words, memory_weight=weight)
+    found, _ = search_splits(problem)
     referee = Referee(graph, problem, order, devices, links)
-    least = Limit(problem, min((referee.see(each).objective for each in found[:1]), default=inf), DOWNSETS)
-    ranked = climb(referee, [*([least.split] if least.split else []), *found], best, least.bound)
+    least = LowerBound(problem, min((referee.see(each).objective for each in found[:1]), default=inf), DOWNSETS)
+    ranked = climb_splits(referee, [*([least.split] if least.split else []), *found], best, least.bound)
     known = min((referee.see(each).objective for each in ranked[:1]), default=inf)
     near, bound = least.near(known, referee.sights)
     ranked = sorted({*ranked, *(each for each in near if not referee.see(each).over)}, key=referee.order)[:best]
     if not ranked:
-        raise PipelineError(_misfit(problem, referee))
+        raise PipelineError(_describe_misfit(problem, referee))
     bound = min(bound, referee.see(ranked[0]).objective)
     candidates = []
     for stages_ in ranked:
         seen = referee.see(stages_)
         candidates.append(
-            Candidate(
-                spread(problem.blocks, stages_),
+            SplitCandidate(
+                spread_stages(problem.blocks, stages_),
                 problem.judge(stages_).seconds,
                 seen.seconds,
                 int(seen.peak),
@@ -104,7 +108,7 @@ def problem_of(
     *,
     words: float = OPTIMIZER_WORDS,
     memory_weight: float = 0.0,
-) -> Problem:
+) -> PartitionProblem:
     """PipelineError if the devices are not those of the schedule, or the blocks are fewer than its stages."""
     placement, ranks = schedule.placement, len(schedule.ranks)
     if len(devices) != ranks:
@@ -116,7 +120,7 @@ def problem_of(
             f"the graph has {len(blocks.blocks)} parts that can be stages, but {len(placement)} stages are asked for: "
             "ask for fewer, or look into its modules more deeply"
         )
-    return Problem(
+    return PartitionProblem(
         blocks=blocks,
         placement=placement,
         speed=tuple(devices[rank].speed for rank in placement),
@@ -131,28 +135,28 @@ def problem_of(
         memory_weight=memory_weight,
         links=links,
         split=tuple(
-            any(action.stage == stage and action.kind is Kind.INPUT_GRAD for action in schedule.ranks[rank])
+            any(action.stage == stage and action.kind is ActionKind.INPUT_GRAD for action in schedule.ranks[rank])
             for stage, rank in enumerate(placement)
         ),
     )
 
 
-def search(problem: Problem) -> tuple[list[tuple[int, ...]], float]:
+def search_splits(problem: PartitionProblem) -> tuple[list[tuple[int, ...]], float]:
     """Good splits by the surrogate (the stage of each block), best first, and a bound of the objective.
 
     Exact over all downsets while they are few, else over some prefixes of some orders, and then over all that are near
     what was cut, and its neighbours. The list is empty if no split was found that fits.
     """
     from everstep.pipeline.partition.search import Search
-    from everstep.pipeline.partition.space import Space, downsets, neighbours, prefixes
+    from everstep.pipeline.partition.space import Space, list_downsets, list_neighbours, list_prefixes
 
-    everything = downsets(problem.blocks, DOWNSETS)
-    lines = [] if everything else [prefixes(order) for order in orders(problem.blocks)]
+    everything = list_downsets(problem.blocks, DOWNSETS)
+    lines = [] if everything else [list_prefixes(order) for order in list_orders(problem.blocks)]
     step = -(-sum(map(len, lines)) // DOWNSETS)
     pool = set(everything or (each for line in lines for each in line[::step]))
     found: dict[tuple[int, ...], tuple[float, float, float]] = {}
 
-    def run(variant: Problem, space: Space) -> float:
+    def run(variant: PartitionProblem, space: Space) -> float:
         small = space.size <= EXACT
         outcome = Search(space, variant).run(tolerance=1e-9 if small else 1e-3, most=QUESTIONS * (5 if small else 1))
         for cuts in outcome.cuts:
@@ -167,27 +171,29 @@ def search(problem: Problem) -> tuple[list[tuple[int, ...]], float]:
         known = problem.judge(first).objective
         if known < inf:
             found[first] = problem.judge(first).order
-    space = Space(problem.blocks, pool, heaviest(problem, known))
+    space = Space(problem.blocks, pool, bound_stage_work(problem, known))
     bound = min(known, run(problem, space))
     if everything is not None:
         for cuts in Search(space, problem).every(FEW):
             found[space.stages(cuts)] = problem.judge(space.stages(cuts)).order
-    for variant in _variants(problem):
+    for variant in _iterate_variants(problem):
         run(variant, space)
     while everything is None and found:
         best = min(found, key=lambda each: found[each])
         over, known, _ = found[best]
         places = cuts_of(best)
-        pool = places.union(near(problem, lines, best), *(neighbours(problem.blocks, cut) for cut in places))
-        run(problem, Space(problem.blocks, pool, heaviest(problem, known)))
+        pool = places.union(
+            find_near_downsets(problem, lines, best), *(list_neighbours(problem.blocks, cut) for cut in places)
+        )
+        run(problem, Space(problem.blocks, pool, bound_stage_work(problem, known)))
         if min(found.values()) >= (over, known * (1 - ENOUGH)):
             break
     if everything is None or problem.ranks < problem.stages:
-        bound = certificate.bound(problem)
+        bound = certificate.compute_bound(problem)
     return sorted(found, key=lambda each: found[each]), bound
 
 
-def _variants(problem: Problem) -> Iterable[Problem]:
+def _iterate_variants(problem: PartitionProblem) -> Iterable[PartitionProblem]:
     """The same with links that cost nothing, as where messages overlap with work; and, where ranks have several
     stages, with the memory shared alike."""
     if any(hop != NOWHERE for hop in problem.hops):
@@ -197,10 +203,10 @@ def _variants(problem: Problem) -> Iterable[Problem]:
         yield replace(problem, memory=tuple(None if limit is None else limit // each for limit in problem.memory))
 
 
-def _misfit(problem: Problem, referee: Referee) -> str:
+def _describe_misfit(problem: PartitionProblem, referee: Referee) -> str:
     """Why nothing fits, in numbers: those of the rank that lacks most in the split that comes nearest."""
     free = replace(problem, memory=(None,) * problem.stages, memory_weight=1.0)
-    splits, _ = search(free)
+    splits, _ = search_splits(free)
     rank, held, most = referee.lacking(min(splits[: referee.sights], key=referee.order))
     return (
         f"no split into {problem.stages} stages fits the memory: in the one that comes nearest, rank {rank} needs "

@@ -15,7 +15,7 @@ from typing import Any, Generic, ParamSpec
 import numpy as np
 from numpy.typing import NDArray
 
-from everstep.pipeline.partition.blocks import Blocks, Value
+from everstep.pipeline.partition.blocks import Blocks, BlockValue
 
 Floats = NDArray[np.float64]
 Indices = NDArray[np.int64]
@@ -113,11 +113,11 @@ class Space:
     def _numbers(self) -> Floats:
         return self.holds.astype(np.float64)
 
-    def incoming(self, weight: Callable[[Value], float]) -> Floats:
+    def incoming(self, weight: Callable[[BlockValue], float]) -> Floats:
         """The sum over the values that each pair receives from the smaller downset."""
         return self.received([Joined(weight)])[0]
 
-    def received(self, wanted: Sequence[Joined[[Value]]]) -> list[Floats]:
+    def received(self, wanted: Sequence[Joined[[BlockValue]]]) -> list[Floats]:
         """What is wanted, of the values that each pair receives from the smaller downset."""
         uses = [
             (value, upper, lower)
@@ -132,12 +132,12 @@ class Space:
                 continue
             table = np.full((self.size, self.size), each.empty)
             for value, upper, lower in uses:
-                if (place := _place(upper, lower)) is not None:
+                if (place := _find_true_cell(upper, lower)) is not None:
                     each.add(table, place, each.weight(value))
             found.append(self._of_pairs(table))
         return found
 
-    def outgoing(self, weight: Callable[[Value], float]) -> Floats:
+    def outgoing(self, weight: Callable[[BlockValue], float]) -> Floats:
         """The sum over the values that each pair gives to what is not in the larger downset."""
         terms = []
         for value in self.blocks.values:
@@ -164,13 +164,13 @@ class Space:
             found.append(total[self._inside[rows, columns]])
         return np.concatenate(found)
 
-    def onward(self, wanted: Sequence[Joined[[Value, int]]]) -> list[Floats]:
+    def onward(self, wanted: Sequence[Joined[[BlockValue, int]]]) -> list[Floats]:
         """What is wanted, of the values that each pair gives and the blocks outside of it that use them."""
         found = [np.full((self.size, self.size), each.empty) for each in wanted]
         for value in self.blocks.values:
             here = self._holders[value.producer]
             for consumer in value.consumers:
-                if (place := _place(here & ~self._holders[consumer], ~here)) is not None:
+                if (place := _find_true_cell(here & ~self._holders[consumer], ~here)) is not None:
                     for each, table in zip(wanted, found, strict=True):
                         each.add(table, place, each.weight(value, consumer))
         return [self._of_pairs(each) for each in found]
@@ -185,7 +185,7 @@ class Space:
         found = np.zeros((self.size, self.size))
         for number, blocks in users.items():
             for upper, lower in self._used(blocks, np.ones(self.size, bool)):
-                if (place := _place(upper, lower)) is not None:
+                if (place := _find_true_cell(upper, lower)) is not None:
                     found[place] += self.blocks.shared[number]
         return self._of_pairs(found)
 
@@ -208,7 +208,7 @@ class Space:
         return tuple(int(each) for each in stage)
 
 
-def _place(rows: Mask, columns: Mask) -> Place | None:
+def _find_true_cell(rows: Mask, columns: Mask) -> Place | None:
     """Where both are true in a table."""
     first, second = np.flatnonzero(rows), np.flatnonzero(columns)
     if not len(first) or not len(second):
@@ -220,7 +220,7 @@ def _place(rows: Mask, columns: Mask) -> Place | None:
     return rows_, columns_
 
 
-def downsets(blocks: Blocks, limit: int) -> list[int] | None:
+def list_downsets(blocks: Blocks, limit: int) -> list[int] | None:
     """All downsets, as bits; None if they are more than `limit`."""
     after, before = blocks.after, blocks.before
     needs = [sum(1 << each for each in found) for found in before]
@@ -243,14 +243,14 @@ def downsets(blocks: Blocks, limit: int) -> list[int] | None:
     return list(found)
 
 
-def prefixes(order: Sequence[int]) -> list[int]:
+def list_prefixes(order: Sequence[int]) -> list[int]:
     found = [0]
     for block in order:
         found.append(found[-1] | 1 << block)
     return found
 
 
-def neighbours(blocks: Blocks, downset: int) -> list[int]:
+def list_neighbours(blocks: Blocks, downset: int) -> list[int]:
     """The downsets with one block more or less."""
     count = len(blocks.blocks)
     inside = [bool(downset >> index & 1) for index in range(count)]

@@ -6,46 +6,48 @@ import heapq
 from collections.abc import Sequence
 
 from everstep.pipeline.graph import Link
-from everstep.pipeline.partition.blocks import Blocks, Value
-from everstep.pipeline.partition.problem import Problem
+from everstep.pipeline.partition.blocks import Blocks, BlockValue
+from everstep.pipeline.partition.problem import PartitionProblem
 
 
-class Way:
+class CriticalPath:
     """Seconds, on the fastest devices. `came[b]`: to the end of block b's forward; `gone[b]`: from the start of b's
     backward to the end of what depends on it; `down[b]`: from the start of b's forward to the end of its backward."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: PartitionProblem) -> None:
         blocks, speed, whole = problem.blocks.blocks, max(problem.speed), not any(problem.split)
         forward = [block.forward / speed for block in blocks]
         backward = [(block.input_grad + block.weight_grad * whole) / speed for block in blocks]
         both = [first + second for first, second in zip(forward, backward, strict=True)]
         count, beside = len(blocks), (problem.stages - 1) // 2
-        before = _edges(problem.blocks, gradient=False)
-        learning = _edges(problem.blocks, gradient=True)
-        self.link = _best(problem)
-        self.came = lengths(before, range(count), forward, beside)
+        before = _list_edges(problem.blocks, gradient=False)
+        learning = _list_edges(problem.blocks, gradient=True)
+        self.link = _find_best_link(problem)
+        self.came = compute_lengths(before, range(count), forward, beside)
         # Of what leads to the end by values with gradients; of other blocks no more than themselves is known.
-        ends = _leading(learning)
-        self.gone = lengths(learning, ends, backward, beside)
+        ends = _list_ancestors(learning)
+        self.gone = compute_lengths(learning, ends, backward, beside)
         after = [set[int]() for _ in range(count)]
         for index in ends:
             for each in learning[index]:
                 after[each].add(index)
-        self.down = lengths(after, ends[::-1], both, beside)
+        self.down = compute_lengths(after, ends[::-1], both, beside)
 
-    def over(self, value: Value) -> float:
+    def over(self, value: BlockValue) -> float:
         """A value, or its gradient, over the best link."""
         return self.link.seconds(value.size) if value.size else 0.0
 
 
-def lengths(before: Sequence[set[int]], order: Sequence[int], weight: Sequence[float], beside: int) -> list[float]:
+def compute_lengths(
+    before: Sequence[set[int]], order: Sequence[int], weight: Sequence[float], beside: int
+) -> list[float]:
     """The least time until each block of `order` is done, if all that is before it must be; others take their own.
 
     What lies between two blocks that every other is before or after is done in turn, unless two whole stages lie in
     it: only then, which can be so for no more than `beside` of such parts, is the longest path the least.
     """
     found = list(weight)
-    turns = _turns(before, order)
+    turns = _find_bottlenecks(before, order)
     passed, saved = 0.0, [0.0] * beside  # of all parts that are done; the most that can be saved, as a heap
     total, local = 0.0, dict[int, float]()  # of the part that is not
     for index in order:
@@ -61,7 +63,7 @@ def lengths(before: Sequence[set[int]], order: Sequence[int], weight: Sequence[f
     return found
 
 
-def _turns(before: Sequence[set[int]], order: Sequence[int]) -> set[int]:
+def _find_bottlenecks(before: Sequence[set[int]], order: Sequence[int]) -> set[int]:
     """The blocks that every other of `order` is before or after."""
     above, below = dict.fromkeys(order, 0), dict.fromkeys(order, 0)
     for index in order:
@@ -73,7 +75,7 @@ def _turns(before: Sequence[set[int]], order: Sequence[int]) -> set[int]:
     return {index for index in order if above[index].bit_count() + below[index].bit_count() == len(order) - 1}
 
 
-def _edges(blocks: Blocks, *, gradient: bool) -> list[set[int]]:
+def _list_edges(blocks: Blocks, *, gradient: bool) -> list[set[int]]:
     found: list[set[int]] = [set() for _ in blocks.blocks]
     for value in blocks.values:
         if value.gradient or not gradient:
@@ -82,7 +84,7 @@ def _edges(blocks: Blocks, *, gradient: bool) -> list[set[int]]:
     return found
 
 
-def _leading(before: Sequence[set[int]]) -> list[int]:
+def _list_ancestors(before: Sequence[set[int]]) -> list[int]:
     """What the last block comes from, and itself, ascending."""
     found = {len(before) - 1} if before else set[int]()
     for index in reversed(range(len(before))):
@@ -91,7 +93,7 @@ def _leading(before: Sequence[set[int]]) -> list[int]:
     return sorted(found)
 
 
-def _best(problem: Problem) -> Link:
+def _find_best_link(problem: PartitionProblem) -> Link:
     if problem.links is None or problem.ranks == 1:
         return Link()
     ranks = range(problem.ranks)

@@ -3,40 +3,46 @@
 Here belongs what can be said of a pipeline without running it. No torch; what runs a schedule is the engine.
 """
 
-from everstep.pipeline.schedules.actions import Action, Kind, Schedule, dump, parse
-from everstep.pipeline.schedules.checks import Invalid, complete
+from everstep.pipeline.schedules.actions import Action, ActionKind, Schedule, dump_schedule, parse_schedule
+from everstep.pipeline.schedules.checks import ScheduleViolation, complete_schedule
 from everstep.pipeline.schedules.deadlock import Buffered, Rendezvous
-from everstep.pipeline.schedules.generators import ALIASES, NAMES, make
-from everstep.pipeline.schedules.lowering import lower
-from everstep.pipeline.schedules.picture import html, svg
-from everstep.pipeline.schedules.simulation import Event, Result, memory, peaks, simulate
-from everstep.pipeline.schedules.text import text
-from everstep.pipeline.schedules.validation import Limits, held, in_flight, validate
+from everstep.pipeline.schedules.generators import ALIASES, NAMES, make_schedule
+from everstep.pipeline.schedules.lowering import lower_schedule
+from everstep.pipeline.schedules.picture import render_html, render_svg
+from everstep.pipeline.schedules.simulation import (
+    Result,
+    SimulatedAction,
+    compute_peak_memory,
+    simulate_schedule,
+    trace_memory,
+)
+from everstep.pipeline.schedules.text import render_text
+from everstep.pipeline.schedules.validation import Limits, in_flight, trace_held_bytes, validate_schedule
 
 __all__ = [
     "ALIASES",
     "NAMES",
     "Action",
+    "ActionKind",
     "Buffered",
-    "Event",
-    "Invalid",
-    "Kind",
     "Limits",
     "Rendezvous",
     "Result",
     "Schedule",
-    "complete",
-    "dump",
-    "held",
-    "html",
+    "ScheduleViolation",
+    "SimulatedAction",
+    "complete_schedule",
+    "compute_peak_memory",
+    "dump_schedule",
     "in_flight",
-    "lower",
-    "make",
-    "memory",
-    "parse",
-    "peaks",
-    "simulate",
-    "svg",
-    "text",
-    "validate",
+    "lower_schedule",
+    "make_schedule",
+    "parse_schedule",
+    "render_html",
+    "render_svg",
+    "render_text",
+    "simulate_schedule",
+    "trace_held_bytes",
+    "trace_memory",
+    "validate_schedule",
 ]

@@ -17,7 +17,7 @@ from enum import StrEnum
 from everstep.pipeline.errors import PipelineError
 
 
-class Kind(StrEnum):
+class ActionKind(StrEnum):
     """What an action does. BACKWARD is INPUT_GRAD and WEIGHT_GRAD at once; TIE and REDUCE have no micro-batch."""
 
     FORWARD = "F"
@@ -30,8 +30,8 @@ class Kind(StrEnum):
     TIE = "T"
 
 
-COMPUTE = frozenset({Kind.FORWARD, Kind.BACKWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD})
-MESSAGES = frozenset({Kind.SEND, Kind.RECEIVE})
+COMPUTE = frozenset({ActionKind.FORWARD, ActionKind.BACKWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD})
+MESSAGES = frozenset({ActionKind.SEND, ActionKind.RECEIVE})
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ class Action:
     """Of SEND and RECEIVE: `peer` is the other stage, `value` the name of what travels, or its gradient. Of TIE:
     `value` is the shared parameter, `stage` the lowest that owns it on this rank."""
 
-    kind: Kind
+    kind: ActionKind
     stage: int
     microbatch: int = -1
     peer: int = -1
@@ -48,7 +48,7 @@ class Action:
 
     def __str__(self) -> str:
         if self.kind in MESSAGES:
-            arrow, mark = ">" if self.kind is Kind.SEND else "<", "^" if self.gradient else ":"
+            arrow, mark = ">" if self.kind is ActionKind.SEND else "<", "^" if self.gradient else ":"
             return f"{self.stage}{self.kind}{self.microbatch}{arrow}{self.peer}{mark}{self.value}"
         microbatch = self.microbatch if self.microbatch >= 0 else ""
         return f"{self.stage}{self.kind}{microbatch}{':' if self.value else ''}{self.value}"
@@ -83,13 +83,13 @@ _TOKEN = re.compile(
 )
 
 
-def dump(schedule: Schedule) -> str:
+def dump_schedule(schedule: Schedule) -> str:
     """The text of a schedule; `parse` reads it back."""
     lines = (" ".join(map(str, actions)) or "-" for actions in schedule.ranks)
     return "\n".join((f"# {schedule.name}", *lines, ""))
 
 
-def parse(text: str, name: str = "") -> Schedule:
+def parse_schedule(text: str, name: str = "") -> Schedule:
     """The schedule of a text; a stage is on the rank whose line computes it. `name`: of the schedule, unless the first
     line, a comment, gives it.
 
@@ -113,10 +113,10 @@ def parse(text: str, name: str = "") -> Schedule:
 def parse_rank(line: str, number: int = 1) -> tuple[Action, ...]:
     """The actions of one line, without a look at the others. PipelineError names `number` and the token."""
     tokens: Sequence[str] = [] if line == "-" else [token for token in re.split(r"[\s,]+", line) if token]
-    return tuple(_action(number, token) for token in tokens)
+    return tuple(_parse_action(number, token) for token in tokens)
 
 
-def _action(number: int, token: str) -> Action:
+def _parse_action(number: int, token: str) -> Action:
     found = _TOKEN.fullmatch(token)
     if found is None or (found["message"] and (found["message"] == "S") != (found["arrow"] == ">")):
         raise PipelineError(
@@ -124,8 +124,8 @@ def _action(number: int, token: str) -> Action:
         )
     stage = int(found["stage"])
     if found["message"]:
-        kind, microbatch, peer = Kind(found["message"]), int(found["of"]), int(found["peer"])
+        kind, microbatch, peer = ActionKind(found["message"]), int(found["of"]), int(found["peer"])
         return Action(kind, stage, microbatch, peer, found["value"], found["mark"] == "^")
     if found["kind"]:
-        return Action(Kind(found["kind"]), stage, int(found["mb"]))
-    return Action(Kind.REDUCE, stage) if found["reduce"] else Action(Kind.TIE, stage, value=found["name"])
+        return Action(ActionKind(found["kind"]), stage, int(found["mb"]))
+    return Action(ActionKind.REDUCE, stage) if found["reduce"] else Action(ActionKind.TIE, stage, value=found["name"])

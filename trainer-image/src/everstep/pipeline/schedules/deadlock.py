@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from everstep.pipeline.schedules.actions import Kind, Schedule
-from everstep.pipeline.schedules.checks import Invalid
+from everstep.pipeline.schedules.actions import ActionKind, Schedule
+from everstep.pipeline.schedules.checks import ScheduleViolation
 from everstep.pipeline.schedules.flow import Flow
-from everstep.pipeline.schedules.messages import ends
+from everstep.pipeline.schedules.messages import list_message_ends
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Rendezvous:
 Semantics = Buffered | Rendezvous
 
 
-def find_deadlock(schedule: Schedule, flow: Flow, semantics: Semantics) -> Invalid | None:
+def find_deadlock(schedule: Schedule, flow: Flow, semantics: Semantics) -> ScheduleViolation | None:
     """For a schedule whose messages are right: the k-th send of a directed pair of ranks meets the k-th receive."""
     return _Ranks(schedule, flow, semantics).run()
 
@@ -43,13 +43,13 @@ class _Ranks:
         self.passed = [0] * len(schedule.ranks)  # receives
         self.sent: dict[tuple[int, int], int] = defaultdict(int)
         self.taken: dict[tuple[int, int], int] = defaultdict(int)
-        self.receives = ends(schedule, flow, Kind.RECEIVE)
-        positions = [[p for p, a in enumerate(actions) if a.kind is Kind.RECEIVE] for actions in schedule.ranks]
+        self.receives = list_message_ends(schedule, flow, ActionKind.RECEIVE)
+        positions = [[p for p, a in enumerate(actions) if a.kind is ActionKind.RECEIVE] for actions in schedule.ranks]
         self.ordinal = [{position: count for count, position in enumerate(rank)} for rank in positions]
         self.tied: dict[str, set[int]] = defaultdict(set)
         self.owners = {name: {flow.placement[stage] for stage in owners} for name, owners in flow.graph.ties}
 
-    def run(self) -> Invalid | None:
+    def run(self) -> ScheduleViolation | None:
         moved = True
         while moved:
             moved = False
@@ -65,14 +65,14 @@ class _Ranks:
 
     def _waits_for(self, rank: int) -> int | None:
         action = self.schedule.ranks[rank][self.position[rank]]
-        if action.kind is Kind.TIE:
+        if action.kind is ActionKind.TIE:
             self.tied[action.value].add(rank)
             return min(self.owners[action.value] - self.tied[action.value], default=None)
-        if action.kind not in (Kind.SEND, Kind.RECEIVE):
+        if action.kind not in (ActionKind.SEND, ActionKind.RECEIVE):
             return None
         message = self.flow.message(action)
         pair = message.source, message.target
-        if action.kind is Kind.RECEIVE:
+        if action.kind is ActionKind.RECEIVE:
             return None if self.sent[pair] > self.taken[pair] else message.source
         if isinstance(self.semantics, Buffered):
             return None
@@ -83,15 +83,15 @@ class _Ranks:
     def _pass(self, rank: int) -> None:
         action = self.schedule.ranks[rank][self.position[rank]]
         self.position[rank] += 1
-        if action.kind in (Kind.SEND, Kind.RECEIVE):
+        if action.kind in (ActionKind.SEND, ActionKind.RECEIVE):
             message = self.flow.message(action)
-            if action.kind is Kind.SEND:
+            if action.kind is ActionKind.SEND:
                 self.sent[message.source, message.target] += 1
             else:
                 self.taken[message.source, message.target] += 1
                 self.passed[rank] += 1
 
-    def _cycle(self, rank: int) -> Invalid:
+    def _cycle(self, rank: int) -> ScheduleViolation:
         path: list[int] = []
         while rank not in path:
             path.append(rank)
@@ -102,6 +102,8 @@ class _Ranks:
         waits = []
         for here, there in zip(path, (*path[1:], path[0]), strict=True):
             action = self.schedule.ranks[here][self.position[here]]
-            what = {Kind.SEND: "post the receive of", Kind.RECEIVE: "send", Kind.TIE: "come to"}[action.kind]
+            what = {ActionKind.SEND: "post the receive of", ActionKind.RECEIVE: "send", ActionKind.TIE: "come to"}[
+                action.kind
+            ]
             waits.append(f"rank {here} waits at action {self.position[here]} for rank {there} to {what} {action}")
-        return Invalid(f"deadlock ({self.semantics})", path[0], self.position[path[0]], tuple(waits))
+        return ScheduleViolation(f"deadlock ({self.semantics})", path[0], self.position[path[0]], tuple(waits))

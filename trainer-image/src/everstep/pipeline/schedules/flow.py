@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Edge, StageGraph
-from everstep.pipeline.schedules.actions import Action, Kind
+from everstep.pipeline.schedules.actions import Action, ActionKind
 
-GRADIENTS = frozenset({Kind.BACKWARD, Kind.INPUT_GRAD})  # what gives the gradients of a stage's inputs
-LAST = frozenset({Kind.BACKWARD, Kind.WEIGHT_GRAD})  # what a stage does last with a micro-batch
+GRADIENTS = frozenset({ActionKind.BACKWARD, ActionKind.INPUT_GRAD})  # what gives the gradients of a stage's inputs
+LAST = frozenset({ActionKind.BACKWARD, ActionKind.WEIGHT_GRAD})  # what a stage does last with a micro-batch
 _new: Any = tuple.__new__  # a named tuple, in half of the time of its own class; a step of a large graph has millions
 
 
@@ -103,7 +103,7 @@ class Flow:
     def message(self, action: Action) -> Message:
         """What a SEND or a RECEIVE is about."""
         here, there = self.placement[action.stage], self.placement[action.peer]
-        source, target = (here, there) if action.kind is Kind.SEND else (there, here)
+        source, target = (here, there) if action.kind is ActionKind.SEND else (there, here)
         return Message(action.value, action.microbatch, action.gradient, source, target)
 
     @cached_property
@@ -142,12 +142,12 @@ class Flow:
         """What must be there before a computation starts."""
         stage, microbatch = action.stage, action.microbatch
         rank = self.placement[stage]
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             return [
                 Done(source, microbatch, False) if at == rank else _new(Message, (value, microbatch, False, at, rank))
                 for value, source, at in self._forward[stage]
             ]
-        if action.kind is Kind.WEIGHT_GRAD:
+        if action.kind is ActionKind.WEIGHT_GRAD:
             return [Done(stage, microbatch, True)]
         needed: list[Done | Message] = [Done(stage, microbatch, False)]
         for value, at, users in self._backward[stage]:
@@ -161,9 +161,9 @@ class Flow:
         """What may be sent once a computation is done; `done`: what this rank has computed, with this."""
         stage, microbatch = action.stage, action.microbatch
         rank = self.placement[stage]
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             return [_new(Message, (value, microbatch, False, rank, at)) for value, at in self._sent[stage]]
-        if action.kind is Kind.WEIGHT_GRAD:
+        if action.kind is ActionKind.WEIGHT_GRAD:
             return []
         return [
             _new(Message, (value, microbatch, True, rank, at))

@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 
 from everstep.pipeline.errors import PipelineError
-from everstep.pipeline.schedules.actions import Action, Kind, Schedule
-from everstep.pipeline.schedules.looped import looped
-from everstep.pipeline.schedules.vshape import vshape
+from everstep.pipeline.schedules.actions import Action, ActionKind, Schedule
+from everstep.pipeline.schedules.looped import generate_looped
+from everstep.pipeline.schedules.vshape import generate_vshape
 
 ALIASES = {"gpipe": "simple"}
 NAMES = ("simple", "1f1b", "interleaved", "zb-h1", "zb-interleaved", "zb-v")
 
 
-def make(name: str, stages: int, ranks: int, microbatches: int, split: Collection[int] | None = None) -> Schedule:
+def make_schedule(
+    name: str, stages: int, ranks: int, microbatches: int, split: Collection[int] | None = None
+) -> Schedule:
     """The computations of schedule `name` (one of NAMES or ALIASES); `lower` adds what is sent.
 
     `split`: the stages whose backward may be split, None for all; the others have full backward where the input
     gradient would be. PipelineError says which numbers of stages the schedule is for.
     """
     name = ALIASES.get(name, name)
-    chunks = _chunks(name, stages, ranks, microbatches)
+    chunks = _count_chunks(name, stages, ranks, microbatches)
     if name == "zb-v":
         placement = (*range(ranks), *reversed(range(ranks)))
     else:
@@ -31,12 +33,13 @@ def make(name: str, stages: int, ranks: int, microbatches: int, split: Collectio
         placement=placement,
         microbatches=microbatches,
         ranks=tuple(
-            tuple(_unsplit(_of_rank(name, rank, ranks, chunks, microbatches), may_split)) for rank in range(ranks)
+            tuple(_join_backwards(_of_rank(name, rank, ranks, chunks, microbatches), may_split))
+            for rank in range(ranks)
         ),
     )
 
 
-def _chunks(name: str, stages: int, ranks: int, microbatches: int) -> int:
+def _count_chunks(name: str, stages: int, ranks: int, microbatches: int) -> int:
     if name not in NAMES:
         raise PipelineError(f"there is no schedule {name!r}; there are {', '.join((*NAMES, *ALIASES))}, and files")
     if min(stages, ranks, microbatches) < 1:
@@ -56,25 +59,25 @@ def _chunks(name: str, stages: int, ranks: int, microbatches: int) -> int:
 
 def _of_rank(name: str, rank: int, ranks: int, chunks: int, microbatches: int) -> Iterable[Action]:
     if name == "simple":
-        return _simple(rank, ranks, chunks, microbatches)
+        return _generate_gpipe(rank, ranks, chunks, microbatches)
     if name == "zb-v":
-        return vshape(rank, ranks, microbatches)
-    return looped(rank, ranks, chunks, microbatches, zero_bubble=name.startswith("zb"))
+        return generate_vshape(rank, ranks, microbatches)
+    return generate_looped(rank, ranks, chunks, microbatches, zero_bubble=name.startswith("zb"))
 
 
-def _simple(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Action]:
+def _generate_gpipe(rank: int, ranks: int, chunks: int, microbatches: int) -> Iterator[Action]:
     """All forwards, then all backwards (GPipe, arXiv 1811.06965)."""
     for chunk in range(chunks):
         for microbatch in range(microbatches):
-            yield Action(Kind.FORWARD, chunk * ranks + rank, microbatch)
+            yield Action(ActionKind.FORWARD, chunk * ranks + rank, microbatch)
     for chunk in reversed(range(chunks)):
         for microbatch in range(microbatches):
-            yield Action(Kind.BACKWARD, chunk * ranks + rank, microbatch)
+            yield Action(ActionKind.BACKWARD, chunk * ranks + rank, microbatch)
 
 
-def _unsplit(actions: Iterable[Action], may_split: frozenset[int]) -> Iterator[Action]:
+def _join_backwards(actions: Iterable[Action], may_split: frozenset[int]) -> Iterator[Action]:
     for action in actions:
-        if action.stage in may_split or action.kind in (Kind.FORWARD, Kind.BACKWARD):
+        if action.stage in may_split or action.kind in (ActionKind.FORWARD, ActionKind.BACKWARD):
             yield action
-        elif action.kind is Kind.INPUT_GRAD:
-            yield Action(Kind.BACKWARD, action.stage, action.microbatch)
+        elif action.kind is ActionKind.INPUT_GRAD:
+            yield Action(ActionKind.BACKWARD, action.stage, action.microbatch)

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise
 
-from everstep.pipeline.schedules.actions import Action, Kind
+from everstep.pipeline.schedules.actions import Action, ActionKind
 
 
-def looped(rank: int, ranks: int, chunks: int, microbatches: int, *, zero_bubble: bool) -> Iterator[Action]:
+def generate_looped(rank: int, ranks: int, chunks: int, microbatches: int, *, zero_bubble: bool) -> Iterator[Action]:
     """What `rank` computes, backward split everywhere if `zero_bubble`, else nowhere."""
-    rounds = _rounds(microbatches, ranks)
+    rounds = _list_rounds(microbatches, ranks)
     forwards = [
-        Action(Kind.FORWARD, chunk * ranks + rank, microbatch)
+        Action(ActionKind.FORWARD, chunk * ranks + rank, microbatch)
         for round_ in rounds
         for chunk in range(chunks)
         for microbatch in round_
@@ -38,17 +38,17 @@ def looped(rank: int, ranks: int, chunks: int, microbatches: int, *, zero_bubble
         if warm + count < len(forwards):
             yield forwards[warm + count]
         if not zero_bubble:
-            yield Action(Kind.BACKWARD, stage, microbatch)
+            yield Action(ActionKind.BACKWARD, stage, microbatch)
             continue
-        yield Action(Kind.INPUT_GRAD, stage, microbatch)
+        yield Action(ActionKind.INPUT_GRAD, stage, microbatch)
         if count >= left_over:
-            yield Action(Kind.WEIGHT_GRAD, *backwards[count - left_over])
+            yield Action(ActionKind.WEIGHT_GRAD, *backwards[count - left_over])
     if zero_bubble:
         for stage, microbatch in backwards[max(len(backwards) - left_over, 0) :]:
-            yield Action(Kind.WEIGHT_GRAD, stage, microbatch)
+            yield Action(ActionKind.WEIGHT_GRAD, stage, microbatch)
 
 
-def _rounds(microbatches: int, ranks: int) -> list[range]:
+def _list_rounds(microbatches: int, ranks: int) -> list[range]:
     """Rounds of p micro-batches, or of a few more each where m is no multiple of p: a round of fewer would let the
     ranks wait between its chunks, and can even bring them to a stand. The largest come first, for the warm-up."""
     number = max(1, microbatches // ranks)

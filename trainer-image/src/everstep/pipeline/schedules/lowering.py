@@ -14,13 +14,13 @@ from operator import itemgetter
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Stage, StageGraph
-from everstep.pipeline.schedules.actions import Action, Kind, Schedule
+from everstep.pipeline.schedules.actions import Action, ActionKind, Schedule
 from everstep.pipeline.schedules.checks import check_computations
 from everstep.pipeline.schedules.flow import GRADIENTS, LAST, Done, Flow, Message
-from everstep.pipeline.schedules.simulation import Event, simulate
+from everstep.pipeline.schedules.simulation import SimulatedAction, simulate_schedule
 
 
-def lower(schedule: Schedule, graph: StageGraph, *, reduce: bool = True) -> Schedule:
+def lower_schedule(schedule: Schedule, graph: StageGraph, *, reduce: bool = True) -> Schedule:
     """`schedule` with SEND and RECEIVE for every value and gradient that changes its rank, TIE for every shared
     parameter on each rank that owns it, and, if `reduce`, REDUCE for every stage.
 
@@ -34,7 +34,9 @@ def lower(schedule: Schedule, graph: StageGraph, *, reduce: bool = True) -> Sche
     if (wrong := check_computations(schedule, flow)) is not None:
         raise PipelineError(str(wrong))
     equal = replace(graph, stages=(Stage(),) * len(graph.stages))
-    sequence = sorted(_sequence(schedule, flow, simulate(schedule, equal).timeline, reduce), key=itemgetter(0, 1))
+    sequence = sorted(
+        _order_messages(schedule, flow, simulate_schedule(schedule, equal).timeline, reduce), key=itemgetter(0, 1)
+    )
     lists: list[list[Action]] = [[] for _ in schedule.ranks]
     for _, _, together in sequence:
         for action in together:
@@ -42,8 +44,8 @@ def lower(schedule: Schedule, graph: StageGraph, *, reduce: bool = True) -> Sche
     return replace(schedule, ranks=tuple(map(tuple, lists)))
 
 
-def _sequence(
-    schedule: Schedule, flow: Flow, events: Sequence[Event], reduce: bool
+def _order_messages(
+    schedule: Schedule, flow: Flow, events: Sequence[SimulatedAction], reduce: bool
 ) -> Iterator[tuple[float, int, tuple[Action, ...]]]:
     """What happens together, when, and what comes first of what happens at one time: messages, reductions, ties,
     computations. Sorting keeps the order of equal ones, which is the same on all ranks."""
@@ -52,30 +54,30 @@ def _sequence(
     last: dict[int, float] = {}
     for event in events:
         action = event.action
-        if action.kind is not Kind.WEIGHT_GRAD:
+        if action.kind is not ActionKind.WEIGHT_GRAD:
             done.add(Done(action.stage, action.microbatch, action.kind in GRADIENTS))
         if action.kind in LAST:
             last[action.stage] = event.end
         yield event.start, 3, (action,)
         for message in flow.gives(action, done):
-            yield event.end, 0, _pair(message, action.stage, flow, place)
+            yield event.end, 0, _make_message_pair(message, action.stage, flow, place)
     if reduce:
         for stage, end in sorted(last.items()):
-            yield end, 1, (Action(Kind.REDUCE, stage),)
+            yield end, 1, (Action(ActionKind.REDUCE, stage),)
     for name, owners in flow.graph.ties:
         first = {schedule.placement[stage]: stage for stage in reversed(owners)}
         end = max(last[stage] for stage in owners)
-        yield end, 2, tuple(Action(Kind.TIE, stage, value=name) for _, stage in sorted(first.items()))
+        yield end, 2, tuple(Action(ActionKind.TIE, stage, value=name) for _, stage in sorted(first.items()))
 
 
-def _pair(message: Message, sender: int, flow: Flow, place: Mapping[Action, int]) -> tuple[Action, Action]:
+def _make_message_pair(message: Message, sender: int, flow: Flow, place: Mapping[Action, int]) -> tuple[Action, Action]:
     value, microbatch, gradient = message.value, message.microbatch, message.gradient
     if gradient:
         receiver = flow.by_value[value].source
     else:
         users = flow.users[value][message.target]
-        receiver = min(users, key=lambda stage: place[Action(Kind.FORWARD, stage, microbatch)])
+        receiver = min(users, key=lambda stage: place[Action(ActionKind.FORWARD, stage, microbatch)])
     return (
-        Action(Kind.SEND, sender, microbatch, receiver, value, gradient),
-        Action(Kind.RECEIVE, receiver, microbatch, sender, value, gradient),
+        Action(ActionKind.SEND, sender, microbatch, receiver, value, gradient),
+        Action(ActionKind.RECEIVE, receiver, microbatch, sender, value, gradient),
     )

@@ -5,29 +5,31 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
-from everstep.pipeline.schedules.actions import COMPUTE, Action, Kind, Schedule
-from everstep.pipeline.schedules.checks import Invalid
+from everstep.pipeline.schedules.actions import COMPUTE, Action, ActionKind, Schedule
+from everstep.pipeline.schedules.checks import ScheduleViolation
 from everstep.pipeline.schedules.flow import GRADIENTS, LAST, Done, Flow, Message
 
 Ends = Mapping[tuple[int, int], Sequence[tuple[int, int, Action]]]  # by directed pair: rank, position, action
 
 
-def check_messages(schedule: Schedule, flow: Flow) -> Invalid | None:
+def check_messages(schedule: Schedule, flow: Flow) -> ScheduleViolation | None:
     """For a schedule whose computations are right."""
     for rank in range(len(schedule.ranks)):
         wrong = _Rank(schedule, flow, rank).check()
         if wrong is not None:
             return wrong
-    reduced = [action.stage for actions in schedule.ranks for action in actions if action.kind is Kind.REDUCE]
+    reduced = [action.stage for actions in schedule.ranks for action in actions if action.kind is ActionKind.REDUCE]
     if reduced and len(reduced) != schedule.stages:
         missing = min(set(range(schedule.stages)) - set(reduced))
-        return Invalid(
-            f"{Action(Kind.REDUCE, missing)} is missing: all stages are reduced, or none", flow.placement[missing]
+        return ScheduleViolation(
+            f"{Action(ActionKind.REDUCE, missing)} is missing: all stages are reduced, or none", flow.placement[missing]
         )
-    return _check_order(ends(schedule, flow, Kind.SEND), ends(schedule, flow, Kind.RECEIVE))
+    return _check_order(
+        list_message_ends(schedule, flow, ActionKind.SEND), list_message_ends(schedule, flow, ActionKind.RECEIVE)
+    )
 
 
-def ends(schedule: Schedule, flow: Flow, kind: Kind) -> Ends:
+def list_message_ends(schedule: Schedule, flow: Flow, kind: ActionKind) -> Ends:
     """The sends, or the receives, of each directed pair of ranks, in order."""
     found: dict[tuple[int, int], list[tuple[int, int, Action]]] = defaultdict(list)
     for rank, actions in enumerate(schedule.ranks):
@@ -38,14 +40,16 @@ def ends(schedule: Schedule, flow: Flow, kind: Kind) -> Ends:
     return found
 
 
-def _check_order(sends: Ends, receives: Ends) -> Invalid | None:
+def _check_order(sends: Ends, receives: Ends) -> ScheduleViolation | None:
     for pair in sorted({*sends, *receives}):
         # What is needed is sent once and received once: so both are equally long.
         for count, (send, receive) in enumerate(zip(sends[pair], receives[pair], strict=True)):
             there = send[2]
-            mirrored = Action(Kind.RECEIVE, there.peer, there.microbatch, there.stage, there.value, there.gradient)
+            mirrored = Action(
+                ActionKind.RECEIVE, there.peer, there.microbatch, there.stage, there.value, there.gradient
+            )
             if receive[2] != mirrored:
-                return Invalid(
+                return ScheduleViolation(
                     f"message {count} from rank {pair[0]} to rank {pair[1]} is sent as {there} (action {send[1]}), "
                     f"but received as {receive[2]}",
                     receive[0],
@@ -66,42 +70,42 @@ class _Rank:
         self.used: set[Message] = set()
         self.finished: dict[int, int] = defaultdict(int)  # micro-batches by stage
         self.reduced: set[int] = set()
-        self.reduces = any(action.kind is Kind.REDUCE for action in schedule.ranks[rank])
+        self.reduces = any(action.kind is ActionKind.REDUCE for action in schedule.ranks[rank])
         self.ties = {
             name: [stage for stage in owners if flow.placement[stage] == rank] for name, owners in flow.graph.ties
         }
         self.tied: set[str] = set()
 
-    def check(self) -> Invalid | None:
+    def check(self) -> ScheduleViolation | None:
         for position, action in enumerate(self.schedule.ranks[self.rank]):
             if (why := self._check(position, action)) is not None:
-                return Invalid(f"{action}: {why}", self.rank, position)
+                return ScheduleViolation(f"{action}: {why}", self.rank, position)
         for message in sorted(self.due - self.sent):
-            return Invalid(f"the {message} is never sent", self.rank)
+            return ScheduleViolation(f"the {message} is never sent", self.rank)
         for message, position in self.received.items():
             if message not in self.used:
-                return Invalid(f"nobody here uses the {message}", self.rank, position)
+                return ScheduleViolation(f"nobody here uses the {message}", self.rank, position)
         for name, owners in self.ties.items():
             if owners and name not in self.tied:
-                return Invalid(f"{Action(Kind.TIE, owners[0], value=name)} is missing", self.rank)
+                return ScheduleViolation(f"{Action(ActionKind.TIE, owners[0], value=name)} is missing", self.rank)
         return None
 
     def _check(self, position: int, action: Action) -> str | None:
         if action.kind in COMPUTE:
             return self._check_compute(action)
-        if action.kind is Kind.REDUCE:
+        if action.kind is ActionKind.REDUCE:
             twice = action.stage in self.reduced
             self.reduced.add(action.stage)
             return "is there twice" if twice else self._check_last([action.stage])
-        if action.kind is Kind.TIE:
+        if action.kind is ActionKind.TIE:
             return self._check_tie(action)
         if (why := self._check_names(action)) is not None:
             return why
         message = self.flow.message(action)
-        known: set[Message] | dict[Message, int] = self.sent if action.kind is Kind.SEND else self.received
+        known: set[Message] | dict[Message, int] = self.sent if action.kind is ActionKind.SEND else self.received
         if message in known:
             return "is there twice"
-        if action.kind is Kind.RECEIVE:
+        if action.kind is ActionKind.RECEIVE:
             self.received[message] = position
             return None
         self.sent.add(message)
@@ -114,7 +118,7 @@ class _Rank:
                     hint = "" if self.schedule.lowered else " (lower() adds what is sent)"
                     return f"uses the {need}, which was not received{hint}"
                 self.used.add(need)
-        if action.kind is not Kind.WEIGHT_GRAD:
+        if action.kind is not ActionKind.WEIGHT_GRAD:
             self.done.add(Done(action.stage, action.microbatch, action.kind in GRADIENTS))
         if action.kind in LAST:
             self.finished[action.stage] += 1
@@ -125,7 +129,7 @@ class _Rank:
         edge = self.flow.by_value.get(action.value)
         if edge is None:
             return f"there is no value {action.value!r} that leaves its stage"
-        gives_value = (action.kind is Kind.SEND) != action.gradient
+        gives_value = (action.kind is ActionKind.SEND) != action.gradient
         source, user = (action.stage, action.peer) if gives_value else (action.peer, action.stage)
         if source != edge.source or user not in edge.targets or (action.gradient and not edge.gradient):
             what = "a value without gradient, " if not edge.gradient else ""

@@ -6,19 +6,19 @@ from collections.abc import Iterator
 from html import escape
 
 from everstep.pipeline.graph import StageGraph
-from everstep.pipeline.schedules.actions import Kind, Schedule
-from everstep.pipeline.schedules.simulation import Event, Result, memory
-from everstep.pipeline.schedules.text import label
+from everstep.pipeline.schedules.actions import ActionKind, Schedule
+from everstep.pipeline.schedules.simulation import Result, SimulatedAction, trace_memory
+from everstep.pipeline.schedules.text import label_action
 
 WIDTH, ROW, LEFT, TOP = 1200, 30, 64, 8  # pixels
 CURVE = 22  # height of a rank's memory curve
 NAMES = {
-    Kind.FORWARD: "forward",
-    Kind.BACKWARD: "backward",
-    Kind.INPUT_GRAD: "input gradient",
-    Kind.WEIGHT_GRAD: "weight gradient",
-    Kind.SEND: "send",
-    Kind.RECEIVE: "receive",
+    ActionKind.FORWARD: "forward",
+    ActionKind.BACKWARD: "backward",
+    ActionKind.INPUT_GRAD: "input gradient",
+    ActionKind.WEIGHT_GRAD: "weight gradient",
+    ActionKind.SEND: "send",
+    ActionKind.RECEIVE: "receive",
 }
 STYLE = """
 text { font: 11px system-ui, sans-serif; fill: #222 }
@@ -28,7 +28,7 @@ text { font: 11px system-ui, sans-serif; fill: #222 }
 """
 
 
-def svg(schedule: Schedule, result: Result, graph: StageGraph | None = None) -> str:
+def render_svg(schedule: Schedule, result: Result, graph: StageGraph | None = None) -> str:
     """A row for each rank, the box of each action with its times as a tooltip; with `graph`, the activations that a
     rank keeps as a curve under its row, all to one scale. Every second stage of a rank is paler."""
     row = ROW + (CURVE if graph else 0) + 6
@@ -43,14 +43,14 @@ def svg(schedule: Schedule, result: Result, graph: StageGraph | None = None) -> 
         parts.append(f'<text x="4" y="{top + ROW / 2 + 4}">rank {rank}</text>')
         parts.append(f'<rect class="row" x="{LEFT}" y="{top}" width="{result.makespan * scale:.2f}" height="{ROW}"/>')
         events = [event for event in result.timeline if event.rank == rank]
-        parts += _boxes(events, schedule.stages_of(rank), top, scale)
+        parts += _draw_boxes(events, schedule.stages_of(rank), top, scale)
         if graph:
-            parts.append(_curve(result, graph, rank, top + ROW + CURVE, scale))
-    parts += _axis(result.makespan, TOP + row * len(schedule.ranks), scale)
+            parts.append(_draw_memory_curve(result, graph, rank, top + ROW + CURVE, scale))
+    parts += _draw_axis(result.makespan, TOP + row * len(schedule.ranks), scale)
     return "\n".join((*parts, "</svg>\n"))
 
 
-def html(schedule: Schedule, result: Result, graph: StageGraph | None = None) -> str:
+def render_html(schedule: Schedule, result: Result, graph: StageGraph | None = None) -> str:
     """The picture, its legend, and the figures of each rank. No script, nothing from elsewhere."""
     legend = " ".join(
         f'<span><svg width="12" height="12"><rect class="{kind}" width="12" height="12"/></svg> {name}</span>'
@@ -73,16 +73,16 @@ td, th {{ padding: .2em .8em; text-align: right }} span {{ margin-right: 1em }} 
 <p>One step takes {result.makespan:.6g} s, {result.bubble:.6g} s ({result.bubble_ratio:.1%}) more than the work of its
 busiest rank.</p>
 <p>{legend}</p>
-{svg(schedule, result, graph)}
+{render_svg(schedule, result, graph)}
 <table><tr><th>rank<th>stages<th>busy, s<th>idle, s<th>activations, bytes<th>values waiting, bytes{rows}</table>
 </html>
 """
 
 
-def _boxes(events: list[Event], stages: tuple[int, ...], top: float, scale: float) -> Iterator[str]:
+def _draw_boxes(events: list[SimulatedAction], stages: tuple[int, ...], top: float, scale: float) -> Iterator[str]:
     for event in events:
         left, width = LEFT + event.start * scale, (event.end - event.start) * scale
-        name = label(event.action, len(stages) > 1)
+        name = label_action(event.action, len(stages) > 1)
         pale = " odd" if stages.index(event.action.stage) % 2 else ""
         told = f"stage {event.action.stage}, {NAMES[event.action.kind]} of micro-batch {event.action.microbatch}"
         told += f" {event.action.value}: {event.start:.6g} to {event.end:.6g} s"
@@ -96,17 +96,17 @@ def _boxes(events: list[Event], stages: tuple[int, ...], top: float, scale: floa
         yield "</g>"
 
 
-def _curve(result: Result, graph: StageGraph, rank: int, bottom: float, scale: float) -> str:
+def _draw_memory_curve(result: Result, graph: StageGraph, rank: int, bottom: float, scale: float) -> str:
     most = max(result.peak) or 1
     path, height = f"M{LEFT} {bottom}", bottom
-    for at, kept in memory(result, graph, rank):
+    for at, kept in trace_memory(result, graph, rank):
         height = bottom - (CURVE - 2) * kept / most
         path += f"H{LEFT + at * scale:.2f}V{height:.2f}"
     told = f"rank {rank}: at most {result.peak[rank]:,} bytes of activations"
     return f'<g><title>{told}</title><path class="memory" d="{path}H{LEFT + result.makespan * scale:.2f}"/></g>'
 
 
-def _axis(makespan: float, y: float, scale: float) -> Iterator[str]:
+def _draw_axis(makespan: float, y: float, scale: float) -> Iterator[str]:
     right = LEFT + makespan * scale
     yield f'<line class="axis" x1="{LEFT}" y1="{y}" x2="{right:.2f}" y2="{y}"/>'
     for tenth in range(0, 11, 2):

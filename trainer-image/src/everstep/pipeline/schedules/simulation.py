@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 from everstep.pipeline.errors import PipelineError
 from everstep.pipeline.graph import Device, Links, StageGraph
-from everstep.pipeline.schedules.actions import COMPUTE, MESSAGES, Action, Kind, Schedule
+from everstep.pipeline.schedules.actions import COMPUTE, MESSAGES, Action, ActionKind, Schedule
 from everstep.pipeline.schedules.flow import GRADIENTS, LAST, Done, Flow, Message
 
 
-class Event(NamedTuple):
+class SimulatedAction(NamedTuple):
     """An action of a rank; seconds from the start of the step."""
 
     rank: int
@@ -43,7 +43,7 @@ class Result:
     busy: tuple[float, ...]
     peak: tuple[int, ...]
     waiting: tuple[int, ...]
-    timeline: tuple[Event, ...]
+    timeline: tuple[SimulatedAction, ...]
 
     @property
     def bubble(self) -> float:
@@ -56,7 +56,7 @@ class Result:
         return self.bubble / max(self.busy) if max(self.busy) else 0.0
 
 
-def simulate(
+def simulate_schedule(
     schedule: Schedule,
     graph: StageGraph,
     devices: Sequence[Device] | None = None,
@@ -69,10 +69,10 @@ def simulate(
     A schedule that was not lowered sends everything as soon as it is there; with `blocking` it must be lowered.
     PipelineError if it comes to a stand, with what each rank waits for, or if there are too few devices or links.
     """
-    return _Run(schedule, Flow(graph, schedule.placement), devices, links, blocking).result()
+    return _SimulationRun(schedule, Flow(graph, schedule.placement), devices, links, blocking).result()
 
 
-class _Run:
+class _SimulationRun:
     def __init__(
         self,
         schedule: Schedule,
@@ -98,13 +98,13 @@ class _Run:
         self.waiters: dict[Done | Message, int] = {}
         self.held: dict[Message, float] = {}  # for how long a rank that computes is held by what comes
         self.met: dict[Message, float] = {}  # blocking: when the first of the two ranks stood ready
-        self.events: list[list[Event]] = [[] for _ in range(ranks)]
+        self.events: list[list[SimulatedAction]] = [[] for _ in range(ranks)]
         self.seconds = [
             {
-                Kind.FORWARD: stage.forward,
-                Kind.BACKWARD: stage.backward,
-                Kind.INPUT_GRAD: stage.input_grad,
-                Kind.WEIGHT_GRAD: stage.weight_grad,
+                ActionKind.FORWARD: stage.forward,
+                ActionKind.BACKWARD: stage.backward,
+                ActionKind.INPUT_GRAD: stage.input_grad,
+                ActionKind.WEIGHT_GRAD: stage.weight_grad,
             }
             for stage in flow.graph.stages
         ]
@@ -123,7 +123,7 @@ class _Run:
             makespan=max((event.end for events in self.events for event in events), default=0.0),
             spans=tuple(events[-1].end - events[0].start if events else 0.0 for events in computed),
             busy=tuple(sum(event.end - event.start for event in events) for events in computed),
-            peak=peaks(self.schedule, self.flow.graph),
+            peak=compute_peak_memory(self.schedule, self.flow.graph),
             waiting=self._waiting(),
             timeline=tuple(event for events in self.events for event in events),
         )
@@ -134,7 +134,7 @@ class _Run:
             return self._compute(rank, action)
         if action.kind in MESSAGES and self.blocking:
             return self._meet(rank, action)
-        if action.kind is Kind.SEND:
+        if action.kind is ActionKind.SEND:
             self._send(self.flow.message(action), self.free[rank])
         return True
 
@@ -148,8 +148,8 @@ class _Run:
         start = max([self.free[rank] + held, *(self.times[need] for need in needs)])
         end = start + self.seconds[action.stage][action.kind] / self.speeds[rank]
         self.free[rank] = end
-        self.events[rank].append(Event(rank, action, start, end))
-        if action.kind is not Kind.WEIGHT_GRAD:
+        self.events[rank].append(SimulatedAction(rank, action, start, end))
+        if action.kind is not ActionKind.WEIGHT_GRAD:
             self._there(Done(action.stage, action.microbatch, action.kind in GRADIENTS), end)
         if not self.explicit:
             for message in self.flow.gives(action, self.times):
@@ -181,7 +181,7 @@ class _Run:
                 seconds = link.seconds(self.flow.by_value[message.value].size)
             self._there(message, start + seconds)
         end = self.times[message]
-        self.events[rank].append(Event(rank, action, self.free[rank], end))
+        self.events[rank].append(SimulatedAction(rank, action, self.free[rank], end))
         self.free[rank] = end
         return True
 
@@ -221,26 +221,29 @@ class _Run:
         return f"{self.schedule.name} comes to a stand: {'; '.join(waits)}"
 
 
-def memory(result: Result, graph: StageGraph, rank: int) -> tuple[tuple[float, int], ...]:
+def trace_memory(result: Result, graph: StageGraph, rank: int) -> tuple[tuple[float, int], ...]:
     """When the activations that `rank` keeps change, and to how many bytes."""
     held, changes = 0, [(0.0, 0)]
     for event in result.timeline:
         if event.rank == rank and event.action.kind in COMPUTE:
-            before, held = held, held + _kept(event.action, graph)
+            before, held = held, held + _count_kept_bytes(event.action, graph)
             if held != before:
                 changes.append((event.start if held > before else event.end, held))
     return tuple(changes)
 
 
-def peaks(schedule: Schedule, graph: StageGraph) -> tuple[int, ...]:
+def compute_peak_memory(schedule: Schedule, graph: StageGraph) -> tuple[int, ...]:
     """Of each rank, the most bytes of activations that it keeps for backward: its order alone decides that.
 
     What a stage keeps of a micro-batch it keeps until the weight gradient, or the full backward, is done.
     """
-    return tuple(max(accumulate((_kept(action, graph) for action in actions), initial=0)) for actions in schedule.ranks)
+    return tuple(
+        max(accumulate((_count_kept_bytes(action, graph) for action in actions), initial=0))
+        for actions in schedule.ranks
+    )
 
 
-def _kept(action: Action, graph: StageGraph) -> int:
-    if action.kind is Kind.FORWARD:
+def _count_kept_bytes(action: Action, graph: StageGraph) -> int:
+    if action.kind is ActionKind.FORWARD:
         return graph.stages[action.stage].activation
     return -graph.stages[action.stage].activation if action.kind in LAST else 0

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from everstep.pipeline.graph import StageGraph
-from everstep.pipeline.schedules.actions import Kind, Schedule
-from everstep.pipeline.schedules.checks import Invalid, check_computations
+from everstep.pipeline.schedules.actions import ActionKind, Schedule
+from everstep.pipeline.schedules.checks import ScheduleViolation, check_computations
 from everstep.pipeline.schedules.deadlock import Buffered, Rendezvous, Semantics, find_deadlock
 from everstep.pipeline.schedules.flow import GRADIENTS, LAST, Flow, Message
 from everstep.pipeline.schedules.messages import check_messages
@@ -22,9 +22,9 @@ class Limits:
     in_flight: int | None = None
 
 
-def validate(
+def validate_schedule(
     schedule: Schedule, graph: StageGraph, semantics: Semantics | None = None, limits: Limits | None = None
-) -> Invalid | None:
+) -> ScheduleViolation | None:
     """None if `schedule` is proven, else what is wrong with it, and where.
 
     `semantics`: of messages; None proves it for buffered ones and for a rendezvous with no receive posted ahead.
@@ -47,7 +47,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     most, now = [0] * schedule.stages, [0] * schedule.stages
     for actions in schedule.ranks:
         for action in actions:
-            if action.kind is Kind.FORWARD:
+            if action.kind is ActionKind.FORWARD:
                 now[action.stage] += 1
                 most[action.stage] = max(most[action.stage], now[action.stage])
             elif action.kind in LAST:
@@ -55,7 +55,7 @@ def in_flight(schedule: Schedule) -> tuple[int, ...]:
     return tuple(most)
 
 
-def held(schedule: Schedule, graph: StageGraph, rank: int, ahead: int = 0) -> tuple[int, ...]:
+def trace_held_bytes(schedule: Schedule, graph: StageGraph, rank: int, ahead: int = 0) -> tuple[int, ...]:
     """Bytes of activations and received values on `rank` during each of its actions, with `ahead` receives posted.
 
     A received value is held from when its receive is posted until the last computation here that uses it; what is kept
@@ -63,23 +63,23 @@ def held(schedule: Schedule, graph: StageGraph, rank: int, ahead: int = 0) -> tu
     """
     flow = Flow(graph, schedule.placement)
     actions = schedule.ranks[rank]
-    receives = [flow.message(action) for action in actions if action.kind is Kind.RECEIVE]
+    receives = [flow.message(action) for action in actions if action.kind is ActionKind.RECEIVE]
     posted, passed, kept, found = 0, 0, 0, list[int]()
     users: dict[Message, int] = {}
     for action in actions:
-        standing = action.kind is Kind.RECEIVE
+        standing = action.kind is ActionKind.RECEIVE
         while posted < min(max(passed + ahead, passed + standing), len(receives)):
             message = receives[posted]
             users[message] = 1 if message.gradient else len(flow.users[message.value][rank])
             kept += flow.by_value[message.value].size
             posted += 1
         passed += standing
-        if action.kind is Kind.FORWARD:
+        if action.kind is ActionKind.FORWARD:
             kept += graph.stages[action.stage].activation
         found.append(kept)
         if action.kind in LAST:
             kept -= graph.stages[action.stage].activation
-        if action.kind is Kind.FORWARD or action.kind in GRADIENTS:
+        if action.kind is ActionKind.FORWARD or action.kind in GRADIENTS:
             for need in flow.needs(action):
                 if isinstance(need, Message):
                     users[need] -= 1
@@ -87,18 +87,18 @@ def held(schedule: Schedule, graph: StageGraph, rank: int, ahead: int = 0) -> tu
     return tuple(found)
 
 
-def _check_in_flight(schedule: Schedule, limits: Limits) -> Invalid | None:
+def _check_in_flight(schedule: Schedule, limits: Limits) -> ScheduleViolation | None:
     for stage, most in enumerate(in_flight(schedule)):
         if limits.in_flight is not None and most > limits.in_flight:
             reason = f"stage {stage} has {most} micro-batches in flight, {limits.in_flight} are allowed"
-            return Invalid(reason, schedule.placement[stage])
+            return ScheduleViolation(reason, schedule.placement[stage])
     return None
 
 
-def _check_memory(schedule: Schedule, flow: Flow, limits: Limits, ahead: int) -> Invalid | None:
+def _check_memory(schedule: Schedule, flow: Flow, limits: Limits, ahead: int) -> ScheduleViolation | None:
     for rank, limit in enumerate(limits.memory or ()):
-        for position, kept in enumerate(held(schedule, flow.graph, rank, ahead)):
+        for position, kept in enumerate(trace_held_bytes(schedule, flow.graph, rank, ahead)):
             if limit is not None and kept > limit:
                 action = schedule.ranks[rank][position]
-                return Invalid(f"{action}: holds {kept:,} bytes, {limit:,} are allowed", rank, position)
+                return ScheduleViolation(f"{action}: holds {kept:,} bytes, {limit:,} are allowed", rank, position)
     return None

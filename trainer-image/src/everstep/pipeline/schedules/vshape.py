@@ -9,27 +9,29 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from everstep.pipeline.schedules.actions import Action, Kind
+from everstep.pipeline.schedules.actions import Action, ActionKind
 
 
-def vshape(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+def generate_vshape(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     """What `rank` computes, backward split everywhere."""
     # The pattern is complete from 2p - 1 micro-batches on; of fewer, it is what is left without the others.
     return (
-        action for action in _pattern(rank, ranks, max(microbatches, 2 * ranks - 1)) if action.microbatch < microbatches
+        action
+        for action in _generate_pattern(rank, ranks, max(microbatches, 2 * ranks - 1))
+        if action.microbatch < microbatches
     )
 
 
-def _pattern(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
+def _generate_pattern(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
     down, up = rank, 2 * ranks - 1 - rank
-    count: Counter[tuple[Kind, int]] = Counter()
+    count: Counter[tuple[ActionKind, int]] = Counter()
 
-    def next_(stage: int, *kinds: Kind) -> Iterator[Action]:
+    def next_(stage: int, *kinds: ActionKind) -> Iterator[Action]:
         for kind in kinds:
             yield Action(kind, stage, count[kind, stage])
             count[kind, stage] += 1
 
-    forward, input_grad, weight_grad = Kind.FORWARD, Kind.INPUT_GRAD, Kind.WEIGHT_GRAD
+    forward, input_grad, weight_grad = ActionKind.FORWARD, ActionKind.INPUT_GRAD, ActionKind.WEIGHT_GRAD
     for _ in range(2 * (ranks - rank) - 1):
         yield from next_(down, forward)
     for _ in range(rank):

@@ -80,23 +80,23 @@ class ProcessGroups:
         self._links.update(fresh)
         self._sockets.settle(self._meet.gather)
 
-    def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> _Sent:
+    def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> _GlooSend:
         """See Transport."""
         process = self._process(to)
         with self._explained():
             if self._nccl:
-                return _Sent(self, dist.isend(tensor, process, group=self._link(self.rank, to)), tensor)
+                return _GlooSend(self, dist.isend(tensor, process, group=self._link(self.rank, to)), tensor)
             sent = tensor.cpu() if self._staged else tensor
-            return _Sent(self, dist.isend(sent, process, group=self._control, tag=_TENSORS), sent)
+            return _GlooSend(self, dist.isend(sent, process, group=self._control, tag=_TENSORS), sent)
 
-    def receive(self, like: Spec, from_: int, tag: Tag) -> _Coming:
+    def receive(self, like: Spec, from_: int, tag: Tag) -> _GlooReceive:
         """See Transport."""
         process = self._process(from_)
         place = torch.empty(like.shape, dtype=like.dtype, device="cpu" if self._staged else self.device)
         with self._explained():
             if self._nccl:
-                return _Coming(self, dist.irecv(place, process, group=self._link(from_, self.rank)), place)
-            return _Coming(self, dist.irecv(place, process, group=self._control, tag=_TENSORS), place)
+                return _GlooReceive(self, dist.irecv(place, process, group=self._link(from_, self.rank)), place)
+            return _GlooReceive(self, dist.irecv(place, process, group=self._control, tag=_TENSORS), place)
 
     def tell(self, message: bytes, to: int) -> None:
         """See Transport."""
@@ -139,11 +139,11 @@ class ProcessGroups:
         found = [each.numpy().tobytes() for each in every]
         return [each[4 : 4 + struct.unpack("<I", each[:4])[0]] for each in found]
 
-    def all_reduce(self, tensor: torch.Tensor, group: Any) -> _Reducing:
+    def all_reduce(self, tensor: torch.Tensor, group: Any) -> _GlooReduction:
         """See Transport."""
         with self._explained():
             sent = tensor.cpu() if self._staged else tensor
-            return _Reducing(self, dist.all_reduce(sent, group=group, async_op=True), sent, tensor)
+            return _GlooReduction(self, dist.all_reduce(sent, group=group, async_op=True), sent, tensor)
 
     def exchange(self, parts: Sequence[torch.Tensor], sizes: Sequence[int], group: Any) -> _Exchanging:
         """See Transport. In bytes, of which gloo knows no less than NCCL; its `reduce_scatter` is an all-reduce."""
@@ -225,7 +225,7 @@ class ProcessGroups:
 
 
 @dataclass
-class _Sent:
+class _GlooSend:
     transport: ProcessGroups
     work: Any
     tensor: Any
@@ -236,7 +236,7 @@ class _Sent:
 
 
 @dataclass
-class _Coming:
+class _GlooReceive:
     transport: ProcessGroups
     work: Any
     place: Any
@@ -248,7 +248,7 @@ class _Coming:
 
 
 @dataclass
-class _Reducing:
+class _GlooReduction:
     transport: ProcessGroups
     work: Any
     sent: Any

@@ -31,7 +31,7 @@ class Grid:
         raise PipelineError(f"process {process} has no place in a grid of {self.replicas} × {self.ranks}")
 
 
-def grid(processes: int, ranks: int, placement: str = "cluster") -> Grid:
+def make_grid(processes: int, ranks: int, placement: str = "cluster") -> Grid:
     """`processes` as pipelines of `ranks` each.
 
     `placement` is an order of the letters D (data parallel), P (pipeline) and T (tensor parallel, always 1 here), of

@@ -155,7 +155,7 @@ class Fabric:
 
 
 @dataclass
-class _Sent:
+class _InProcessSend:
     fabric: Fabric
     me: int
     offer: _Offer
@@ -166,7 +166,7 @@ class _Sent:
 
 
 @dataclass
-class _Coming:
+class _InProcessReceive:
     fabric: Fabric
     me: int
     offer: _Offer
@@ -180,7 +180,7 @@ class _Coming:
 
 
 @dataclass
-class _Reducing:
+class _InProcessReduction:
     fabric: Fabric
     me: int
     round: _Round
@@ -219,22 +219,22 @@ class InProcess:
         self.size, self.replicas = fabric.ranks, fabric.replicas
         self.device = torch.device("cpu")
 
-    def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> _Sent:
+    def send(self, tensor: torch.Tensor, to: int, tag: Tag) -> _InProcessSend:
         pair = (self._me, self._world(to))
         offer = _Offer(tag, tensor=tensor)
         self.fabric.sends[pair].append(offer)
         self.fabric.match(pair)
-        sent = _Sent(self.fabric, self._me, offer, f"sends {tag} to rank {to}")
+        sent = _InProcessSend(self.fabric, self._me, offer, f"sends {tag} to rank {to}")
         if self.fabric.blocking or (self.fabric.draw is not None and self.fabric.draw.random() < 0.3):
             self.fabric.until(self._me, lambda: offer.met or not self.fabric.blocking, sent.what)
         return sent
 
-    def receive(self, like: Spec, from_: int, tag: Tag) -> _Coming:
+    def receive(self, like: Spec, from_: int, tag: Tag) -> _InProcessReceive:
         pair = (self._world(from_), self._me)
         offer = _Offer(tag, like=like)
         self.fabric.receives[pair].append(offer)
         self.fabric.match(pair)
-        return _Coming(self.fabric, self._me, offer, f"waits for {tag} from rank {from_}")
+        return _InProcessReceive(self.fabric, self._me, offer, f"waits for {tag} from rank {from_}")
 
     def tell(self, message: bytes, to: int) -> None:
         self.fabric.told[self._me, self._world(to)].append(message)
@@ -256,7 +256,7 @@ class InProcess:
         pipelines = range(self.replicas) if replicas else (self.replica,)
         return tuple(replica * self.size + rank for replica in pipelines for rank in sorted(set(ranks)))
 
-    def all_reduce(self, tensor: torch.Tensor, group: Group) -> _Reducing:
+    def all_reduce(self, tensor: torch.Tensor, group: Group) -> _InProcessReduction:
         if self._me not in group:
             raise TransportError(f"rank {self._me} is not in the group {group}")
         rounds, call = self.fabric.rounds[group], self.fabric.calls[group, self._me]
@@ -267,7 +267,7 @@ class InProcess:
         meeting.tensors[self._me] = tensor
         if len(meeting.tensors) == len(group):
             self._sum(meeting, group)
-        return _Reducing(self.fabric, self._me, meeting, f"reduces over {group}")
+        return _InProcessReduction(self.fabric, self._me, meeting, f"reduces over {group}")
 
     def exchange(self, parts: Sequence[torch.Tensor], sizes: Sequence[int], group: Group) -> _Exchanging:
         rounds, call = self.fabric.exchanges[group], self.fabric.calls[("exchange", *group), self._me]

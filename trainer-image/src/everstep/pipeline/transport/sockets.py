@@ -35,9 +35,9 @@ class Sockets:
     @contextlib.contextmanager
     def watch_more(self) -> Iterator[None]:
         """Adds those that are opened meanwhile."""
-        before = _sockets()
+        before = _list_sockets()
         yield
-        opened = {name: number for name, number in _sockets().items() if name not in before}
+        opened = {name: number for name, number in _list_sockets().items() if name not in before}
         self._unsettled |= opened.keys()
         self._found |= opened
 
@@ -47,7 +47,7 @@ class Sockets:
         Args:
             gather: Those of all processes.
         """
-        ends = {name: _ends(self._found[name]) for name in self._unsettled}
+        ends = {name: _describe_ends(self._found[name]) for name in self._unsettled}
         every = Counter(each for seen in gather([each for each in ends.values() if each]) for each in set(seen))
         between = {name for name, each in ends.items() if each and every[each] > 1}
         # Where addresses are translated on the way nobody sees the other's end: then all that was opened counts.
@@ -57,7 +57,7 @@ class Sockets:
 
     def address(self) -> str | None:
         """Of this process, as the other ends of these connections see it; None if there is none."""
-        now = _sockets()
+        now = _list_sockets()
         for name, number in self._found.items():
             if now.get(name) == number:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
@@ -68,7 +68,7 @@ class Sockets:
 
     def shut(self) -> None:
         """Ends the connections; whoever waits for one of them, on either side, gets an error."""
-        now = _sockets()
+        now = _list_sockets()
         for name, number in self._found.items():
             if now.get(name) == number:
                 with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
@@ -77,7 +77,7 @@ class Sockets:
                         connection.shutdown(socket.SHUT_RDWR)
 
 
-def _ends(number: int) -> str:
+def _describe_ends(number: int) -> str:
     """Both ends of a connection, the same for whoever is at either; empty for anything else."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
         if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -88,7 +88,7 @@ def _ends(number: int) -> str:
     return ""
 
 
-def _sockets() -> dict[str, int]:
+def _list_sockets() -> dict[str, int]:
     found = {}
     if _HERE.is_dir():
         for entry in _HERE.iterdir():

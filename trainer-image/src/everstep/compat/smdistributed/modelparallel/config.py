@@ -20,14 +20,14 @@ SDP_KEYS = (
 )
 
 
-class ConfigError(ValueError):
+class ModelParallelConfigError(ValueError):
     """A key or value that cannot be; the message names the key and says what to do."""
 
 
 @dataclass(frozen=True)
-class Config:
-    """The configuration as documented for PyTorch, with the same defaults. ConfigError names the key that breaks a
-    rule."""
+class ModelParallelConfig:
+    """The configuration as documented for PyTorch, with the same defaults. ModelParallelConfigError names the key that
+    breaks a rule."""
 
     pipeline_parallel_degree: int = 1
     microbatches: int = 1
@@ -60,7 +60,7 @@ class Config:
         self._check_together()
 
     @classmethod
-    def read(cls, given: Mapping[str, Any] | None = None) -> Config:
+    def read(cls, given: Mapping[str, Any] | None = None) -> ModelParallelConfig:
         """Return the configuration in `given`, else that in the JSON of the environment variable SM_HP_MP_PARAMETERS,
         else the defaults.
 
@@ -71,19 +71,21 @@ class Config:
             try:
                 given = json.loads(os.environ.get(VARIABLE, "{}"))
             except ValueError as error:
-                raise ConfigError(f"{VARIABLE} is not JSON: {error}") from error
+                raise ModelParallelConfigError(f"{VARIABLE} is not JSON: {error}") from error
         if not isinstance(given, Mapping):
-            raise ConfigError(f"a configuration is a mapping of keys, not {type(given).__name__}")
+            raise ModelParallelConfigError(f"a configuration is a mapping of keys, not {type(given).__name__}")
         values = dict(given)
         if isinstance(values.get("parameters"), Mapping) and values.keys() <= {"enabled", "parameters"}:
             values = dict(values["parameters"])
         if "partitions" in values:
             if "pipeline_parallel_degree" in values:
-                raise ConfigError("partitions is the older name of pipeline_parallel_degree: give one of them")
+                raise ModelParallelConfigError(
+                    "partitions is the older name of pipeline_parallel_degree: give one of them"
+                )
             values["pipeline_parallel_degree"] = values.pop("partitions")
-        _refuse(values)
+        _drop_neutral_keys(values)
         hints = get_type_hints(cls)
-        return cls(**{key: _typed(key, value, hints[key]) for key, value in values.items()})
+        return cls(**{key: _check_type(key, value, hints[key]) for key, value in values.items()})
 
     @property
     def weight(self) -> float:
@@ -113,65 +115,69 @@ class Config:
         for key in ("pipeline_parallel_degree", "microbatches", "active_microbatches", "activation_loading_horizon"):
             value = getattr(self, key)
             if value is not None and value < 1:
-                raise ConfigError(f"{key} is {value}: it must be 1 or more")
+                raise ModelParallelConfigError(f"{key} is {value}: it must be 1 or more")
         if self.memory_weight is not None and not 0.0 <= self.memory_weight <= 1.0:
-            raise ConfigError(f"memory_weight is {self.memory_weight}: it must be from 0.0 to 1.0")
+            raise ModelParallelConfigError(f"memory_weight is {self.memory_weight}: it must be from 0.0 to 1.0")
 
     def _check_choices(self) -> None:
         for key, choices in (("pipeline", PIPELINES), ("optimize", ("memory", "speed"))):
             if getattr(self, key) not in choices:
-                raise ConfigError(f"{key} is {getattr(self, key)!r}: it must be one of {', '.join(choices)}")
+                raise ModelParallelConfigError(
+                    f"{key} is {getattr(self, key)!r}: it must be one of {', '.join(choices)}"
+                )
         if sorted(self.placement) != sorted("DPT"):
-            raise ConfigError(
+            raise ModelParallelConfigError(
                 f"placement_strategy is {self.placement_strategy!r}: it must be cluster, spread or an order of D, P, T"
             )
 
     def _check_together(self) -> None:
         if not self.auto_partition and self.default_partition is None:
-            raise ConfigError("default_partition must be given when auto_partition is False")
+            raise ModelParallelConfigError("default_partition must be given when auto_partition is False")
         if self.default_partition is not None and not 0 <= self.default_partition < self.pipeline_parallel_degree:
-            raise ConfigError(
+            raise ModelParallelConfigError(
                 f"default_partition is {self.default_partition}: it must be below pipeline_parallel_degree, "
                 f"{self.pipeline_parallel_degree}"
             )
         if not self.ddp and (self.ddp_port is not None or self.ddp_dist_backend != "auto"):
-            raise ConfigError("ddp_port and ddp_dist_backend need ddp")
+            raise ModelParallelConfigError("ddp_port and ddp_dist_backend need ddp")
         if self.shard_optimizer_state and not self.ddp:
-            raise ConfigError("shard_optimizer_state needs ddp: it is the replicas that share the state")
+            raise ModelParallelConfigError("shard_optimizer_state needs ddp: it is the replicas that share the state")
         if self.offload_activations and (self.microbatches < 2 or self.active < 2):
-            raise ConfigError("offload_activations needs microbatches and active_microbatches above 1")
+            raise ModelParallelConfigError("offload_activations needs microbatches and active_microbatches above 1")
         if self.half and self.bf16:
-            raise ConfigError("fp16 and bf16 exclude each other")
+            raise ModelParallelConfigError("fp16 and bf16 exclude each other")
 
 
-def _refuse(values: dict[str, Any]) -> None:
+def _drop_neutral_keys(values: dict[str, Any]) -> None:
     """Reject keys of what everstep does not do; their neutral values are dropped."""
     if values.get("horovod"):
-        raise ConfigError("horovod is for TensorFlow: for PyTorch set ddp")
+        raise ModelParallelConfigError("horovod is for TensorFlow: for PyTorch set ddp")
     if "contiguous" in values:
-        raise ConfigError("contiguous is for TensorFlow, which is not offered: leave it out")
+        raise ModelParallelConfigError("contiguous is for TensorFlow, which is not offered: leave it out")
     values.pop("horovod", None)
     for key, neutral, reason in (
         ("tensor_parallel_degree", 1, "tensor parallelism is not offered: set it to 1 and use more partitions"),
         ("sharded_data_parallel_degree", 1, "sharded data parallelism is not offered: use FSDP, or more partitions"),
     ):
         if (value := values.pop(key, neutral)) != neutral:
-            raise ConfigError(f"{key} is {value}: {reason}")
+            raise ModelParallelConfigError(f"{key} is {value}: {reason}")
     for key in ("load_partition", "partition_file"):
         if values.pop(key, None):
-            raise ConfigError(
+            raise ModelParallelConfigError(
                 f"{key}: the form of these files is not documented: leave it out, see `everstep pipeline`"
             )
     for key in SDP_KEYS:
         if key in values:
-            raise ConfigError(f"{key}: sharded data parallelism is not offered: leave it out")
-    known = {each.name for each in fields(Config)}
+            raise ModelParallelConfigError(f"{key}: sharded data parallelism is not offered: leave it out")
+    known = {each.name for each in fields(ModelParallelConfig)}
     for key in values:
         if key not in known:
-            raise ConfigError(f"{key} is no key of the configuration; there are {', '.join(sorted(known))}")
+            raise ModelParallelConfigError(
+                f"{key} is no key of the configuration; there are {', '.join(sorted(known))}"
+            )
 
 
-def _typed(key: str, value: Any, hint: Any) -> Any:
+def _check_type(key: str, value: Any, hint: Any) -> Any:
     kinds = [each for each in getattr(hint, "__args__", (hint,)) if each is not type(None)]
     if value is None and len(kinds) < len(getattr(hint, "__args__", (hint,))):
         return None
@@ -179,5 +185,5 @@ def _typed(key: str, value: Any, hint: Any) -> Any:
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
     if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-        raise ConfigError(f"{key} is {value!r}: it must be of type {kind.__name__}")
+        raise ModelParallelConfigError(f"{key} is {value!r}: it must be of type {kind.__name__}")
     return value

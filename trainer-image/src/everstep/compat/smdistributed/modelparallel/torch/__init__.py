@@ -63,7 +63,7 @@ from everstep.compat.smdistributed.modelparallel.torch.recompute import (
     checkpoint_sequential,
     set_activation_checkpointing,
 )
-from everstep.compat.smdistributed.modelparallel.torch.refused import NotOffered, Refused
+from everstep.compat.smdistributed.modelparallel.torch.refused import NotOffered, NotOfferedName
 from everstep.compat.smdistributed.modelparallel.torch.state import (
     NotInitialized,
     init,
@@ -80,11 +80,11 @@ PP_GROUP = CommGroup.PP_GROUP
 TP_GROUP = CommGroup.TP_GROUP
 RDP_GROUP = CommGroup.RDP_GROUP
 
-tensor_parallelism = Refused("tensor_parallelism")
-set_tensor_parallelism = Refused("set_tensor_parallelism")
-tp_register = Refused("tp_register")
-tp_register_with_module = Refused("tp_register_with_module")
-CheckpointManager = Refused("CheckpointManager")
+tensor_parallelism = NotOfferedName("tensor_parallelism")
+set_tensor_parallelism = NotOfferedName("set_tensor_parallelism")
+tp_register = NotOfferedName("tp_register")
+tp_register_with_module = NotOfferedName("tp_register_with_module")
+CheckpointManager = NotOfferedName("CheckpointManager")
 
 __all__ = [
     "DP_GROUP",

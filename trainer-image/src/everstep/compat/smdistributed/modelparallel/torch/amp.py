@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from everstep.compat.smdistributed.modelparallel.torch.state import state
+from everstep.compat.smdistributed.modelparallel.torch.state import current_state
 
 
 class GradScaler:
@@ -30,7 +30,7 @@ class GradScaler:
 
     def step(self, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         """Take the optimizer's step, unless a gradient overflowed."""
-        model = state().model
+        model = current_state().model
         return None if model is not None and model.skipped else optimizer.step(*args, **kwargs)
 
     def update(self, new_scale: Any = None) -> None:
@@ -38,7 +38,7 @@ class GradScaler:
 
     def get_scale(self) -> float:
         """Return the factor by which losses are multiplied now; 1 without fp16."""
-        model = state().model
+        model = current_state().model
         return float(model.engine.loss_scale.value) if model is not None and model.partitioned else 1.0
 
     def is_enabled(self) -> bool:

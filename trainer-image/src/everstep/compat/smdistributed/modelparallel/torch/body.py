@@ -17,11 +17,11 @@ import torch
 _here = threading.local()
 
 
-class _Ended(BaseException):
+class _BodyUnwound(BaseException):
     """Unwinds a function whose output is not needed on this rank."""
 
 
-class Body:
+class StepBody:
     """One run of a function. `run` it until the model is called: then `arguments` are what with. `resume` with its
     output runs the rest."""
 
@@ -44,7 +44,7 @@ class Body:
 
     def run(self) -> None:
         """Run until the function calls the model, or returns. Its errors come out here."""
-        self._around = self._around or _surroundings()
+        self._around = self._around or _capture_thread_state()
         self._context = contextvars.copy_context()
         self._thread.start()
         self._wait()
@@ -56,10 +56,10 @@ class Body:
         self._wait()
         self._thread.join()
 
-    def again(self) -> Body:
+    def again(self) -> StepBody:
         """Return another run of the same, to the model: of a stage that does its forward once more the loss is done
         again."""
-        fresh = Body(self._function, self._training, self._around)
+        fresh = StepBody(self._function, self._training, self._around)
         fresh.run()
         return fresh
 
@@ -88,7 +88,7 @@ class Body:
         self._stop.release()
         self._go.acquire()
         if self._ended:
-            raise _Ended
+            raise _BodyUnwound
         return self._output
 
     def backward_called(self, loss: Any, gradients: Any) -> None:
@@ -102,7 +102,7 @@ class Body:
             raise RuntimeError(
                 "the step function calls model.backward twice: it may once for each micro-batch; add the losses up"
             )
-        self.loss = _scalar(loss, gradients)
+        self.loss = _weigh_outputs(loss, gradients)
 
     def _wait(self) -> None:
         self._stop.acquire()
@@ -115,7 +115,7 @@ class Body:
             assert self._around is not None
             with self._around():
                 self.returned = self._context.run(self._function)
-        except _Ended:
+        except _BodyUnwound:
             pass
         except BaseException as error:
             self._error = error
@@ -123,7 +123,7 @@ class Body:
             self._stop.release()
 
 
-def _scalar(tensors: Any, gradients: Any) -> Any:
+def _weigh_outputs(tensors: Any, gradients: Any) -> Any:
     """Return the scalar with the gradients that torch.autograd.backward(tensors, gradients) would give."""
     several = list(tensors) if isinstance(tensors, list | tuple) else [tensors]
     given = list(gradients) if isinstance(gradients, list | tuple) else [gradients] * len(several)
@@ -137,7 +137,7 @@ def _scalar(tensors: Any, gradients: Any) -> Any:
     return sum(each.reshape(()) for each in parts)
 
 
-def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
+def _capture_thread_state() -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Capture what torch keeps for each thread, as it is where this is called; another thread enters it."""
     gradients = torch.is_grad_enabled()
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
@@ -157,6 +157,6 @@ def _surroundings() -> Callable[[], contextlib.AbstractContextManager[None]]:
     return entered
 
 
-def body() -> Body | None:
+def current_body() -> StepBody | None:
     """Return the body of the thread that asks; None outside of step functions."""
     return getattr(_here, "body", None)

@@ -9,22 +9,22 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from everstep.compat.smdistributed.modelparallel.torch.state import State
+from everstep.compat.smdistributed.modelparallel.torch.state import SmpState
 from everstep.pipeline.engine.engine import Engine
-from everstep.pipeline.engine.options import Options
-from everstep.pipeline.frontend import StageModule, Traced, split
-from everstep.pipeline.frontend.materialise import Seeded, materialise
-from everstep.pipeline.frontend.placement import complete
+from everstep.pipeline.engine.options import EngineOptions
+from everstep.pipeline.frontend import StageModule, Traced, split_model
+from everstep.pipeline.frontend.materialise import Seeded, materialise_stages
+from everstep.pipeline.frontend.placement import complete_placement
 from everstep.pipeline.frontend.split import node_modules
 from everstep.pipeline.graph import Device, Graph, stage_graph
-from everstep.pipeline.schedules import lower, make
+from everstep.pipeline.schedules import lower_schedule, make_schedule
 from everstep.pipeline.transport.gloo import ProcessGroups
 
 SCHEDULES = {"interleaved": "1f1b", "simple": "simple", "_only_forward": "simple"}
 
 
-def agreed(
-    traced: Traced, now: State, example: Mapping[str, Any], known: Mapping[str, int] | None, *, measured: bool
+def agree_on_partition(
+    traced: Traced, now: SmpState, example: Mapping[str, Any], known: Mapping[str, int] | None, *, measured: bool
 ) -> tuple[int, dict[str, int]]:
     """Return the seed of random numbers and the stage of each node, unless that is `known`, as the first process has
     them.
@@ -43,7 +43,9 @@ def agreed(
         stage_of = known
         if stage_of is None:
             auto = now.config.auto_partition
-            stage_of = _automatic(traced, now, example, measured) if auto else _manual(traced, now)
+            stage_of = (
+                _partition_automatically(traced, now, example, measured) if auto else _partition_manually(traced, now)
+            )
         box = [(torch.initial_seed(), stage_of)]
     if now.size > 1:
         dist.broadcast_object_list(box, src=0)
@@ -51,20 +53,22 @@ def agreed(
     return seed, dict(found)
 
 
-def _automatic(traced: Traced, now: State, example: Mapping[str, Any], measured: bool) -> dict[str, int]:
-    from everstep.pipeline.partition.solve import partition
+def _partition_automatically(
+    traced: Traced, now: SmpState, example: Mapping[str, Any], measured: bool
+) -> dict[str, int]:
+    from everstep.pipeline.partition.solve import partition_graph
 
     nodes = node_modules(traced)
     if measured:
-        from everstep.pipeline.profile import measure
+        from everstep.pipeline.profile import measure_graph
 
-        graph: Graph = measure(traced.graph, nodes, example).graph
+        graph: Graph = measure_graph(traced.graph, nodes, example).graph
     else:
-        from everstep.pipeline.profile_counted import count
+        from everstep.pipeline.profile_counted import count_costs
 
-        graph = count(traced.graph, nodes, example).graph
+        graph = count_costs(traced.graph, nodes, example).graph
     config = now.config
-    found = partition(
+    found = partition_graph(
         graph,
         config.pipeline_parallel_degree,
         [Device()] * config.pipeline_parallel_degree,
@@ -76,7 +80,7 @@ def _automatic(traced: Traced, now: State, example: Mapping[str, Any], measured:
     return dict(found[0].stage_of)
 
 
-def _manual(traced: Traced, now: State) -> dict[str, int]:
+def _partition_manually(traced: Traced, now: SmpState) -> dict[str, int]:
     """Partition as `smp.partition` says; what else has parameters is in the default partition, or in that of what it
     uses if that is later: values never go back."""
     chosen, reached = dict(traced.manual), dict[str, int]()
@@ -89,13 +93,13 @@ def _manual(traced: Traced, now: State) -> dict[str, int]:
     return chosen
 
 
-def stages_of(traced: Traced, stage_of: Mapping[str, int], now: State) -> dict[int, StageModule]:
+def make_own_stages(traced: Traced, stage_of: Mapping[str, int], now: SmpState) -> dict[int, StageModule]:
     """Return the stage of this process, by its number."""
-    parts = split(traced, stage_of)
+    parts = split_model(traced, stage_of)
     return {now.stage_rank: parts[now.stage_rank]} if now.stage_rank < len(parts) else {}
 
 
-def device_of(module: Any, example: Mapping[str, Any]) -> torch.device:
+def find_device(module: Any, example: Mapping[str, Any]) -> torch.device:
     """Return the device of this process's stage: that of its data, whatever the model was built on."""
     leaves = [each for each in pytree.tree_leaves(dict(example)) if isinstance(each, torch.Tensor)]
     found = next((each.device for each in leaves if each.device.type not in ("cpu", "meta")), None)
@@ -103,7 +107,7 @@ def device_of(module: Any, example: Mapping[str, Any]) -> torch.device:
     return found or next(weights, torch.device("cpu"))
 
 
-def filled(
+def fill_stages(
     module: Any, mine: Iterable[StageModule], given: Callable[[str], Any], seed: int, device: torch.device
 ) -> dict[Any, Any]:
     """Put the stages on their device, and fill those that were built without data.
@@ -119,7 +123,7 @@ def filled(
     Returns:
         Which parameters stand for which of the module's now.
     """
-    drawn = Seeded(module, seed, _begin(module))
+    drawn = Seeded(module, seed, _find_initializer(module))
 
     def source(name: str) -> Any:
         try:
@@ -128,7 +132,7 @@ def filled(
             return drawn(name)
 
     before = [(stage, dict(stage.module.named_parameters())) for stage in mine]
-    materialise(mine, source, device=device)
+    materialise_stages(mine, source, device=device)
     made = {}
     for stage, parameters in before:
         stage.module.to(device)
@@ -137,7 +141,7 @@ def filled(
     return made
 
 
-def _begin(module: Any) -> Callable[[Any], object] | None:
+def _find_initializer(module: Any) -> Callable[[Any], object] | None:
     """Return the function by which a module of transformers begins, which its model knows; None for torch's own, which
     know themselves."""
     initialise = getattr(module, "_init_weights", None)
@@ -152,12 +156,12 @@ def _begin(module: Any) -> Callable[[Any], object] | None:
     return begin
 
 
-def engine(
+def build_engine(
     traced: Traced,
     stage_of: Mapping[str, int],
-    now: State,
+    now: SmpState,
     loss: Any,
-    options: Options,
+    options: EngineOptions,
     mine: Mapping[int, StageModule],
     device: torch.device,
 ) -> Engine:
@@ -167,7 +171,7 @@ def engine(
         ValueError: The partition has not as many stages as there are processes in a pipeline.
     """
     stages = now.config.pipeline_parallel_degree
-    graph = stage_graph(traced.graph, complete(traced.graph, stage_of))
+    graph = stage_graph(traced.graph, complete_placement(traced.graph, stage_of))
     if len(graph.stages) != stages:
         raise ValueError(
             f"the partition has {len(graph.stages)} stages, pipeline_parallel_degree is {stages}: set it to that, or "
@@ -175,6 +179,6 @@ def engine(
         )
     traced.record.constants[:] = [each.to(device) for each in traced.record.constants]
     name = SCHEDULES[now.config.pipeline]
-    schedule = lower(make(name, stages, stages, now.config.microbatches, split=()), graph)
+    schedule = lower_schedule(make_schedule(name, stages, stages, now.config.microbatches, split=()), graph)
     nccl = device.type == "cuda" and "nccl" in dist.get_backend()
     return Engine(mine, schedule, graph, ProcessGroups(now.grid, device, nccl=nccl), loss, options)

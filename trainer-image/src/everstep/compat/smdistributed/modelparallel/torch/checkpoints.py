@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from everstep.compat.smdistributed.modelparallel.torch.optimizer import sharded
+from everstep.compat.smdistributed.modelparallel.torch.optimizer import is_sharded
 from everstep.compat.smdistributed.modelparallel.torch.ranks import dp_rank, mp_rank, rank, rdp_rank
-from everstep.compat.smdistributed.modelparallel.torch.state import State, state
+from everstep.compat.smdistributed.modelparallel.torch.state import SmpState, current_state
 
 NEWEST = "newest"
 
@@ -23,7 +23,7 @@ def save(obj: Any, f: Any, partial: bool = True, **options: Any) -> None:
 
     A script calls it where smp.dp_rank() is 0.
     """
-    _write(obj, Path(f"{f}_{mp_rank()}" if partial else f), **options)
+    _save_atomically(obj, Path(f"{f}_{mp_rank()}" if partial else f), **options)
 
 
 def load(f: Any, map_location: Any = None, partial: bool = True, **options: Any) -> Any:
@@ -59,7 +59,7 @@ def save_checkpoint(
     """
     if num_kept_partial_checkpoints is not None and num_kept_partial_checkpoints < 1:
         raise ValueError(f"num_kept_partial_checkpoints is {num_kept_partial_checkpoints}: it must be 1 or more")
-    now, folder = state(), Path(path)
+    now, folder = current_state(), Path(path)
     model = now.model if model is None else model
     if partial:
         _save_partial(now, folder / f"{tag}_partial", model, optimizer, user_content)
@@ -68,11 +68,11 @@ def save_checkpoint(
         whole_optimizer = None if optimizer is None else optimizer.state_dict()
         if rank() == 0:
             folder.mkdir(parents=True, exist_ok=True)
-            _write(whole, folder / tag)
+            _save_atomically(whole, folder / tag)
             if whole_optimizer is not None:
-                _write(whole_optimizer, folder / f"optimizer_{tag}")
+                _save_atomically(whole_optimizer, folder / f"optimizer_{tag}")
             if user_content is not None:
-                _write(user_content, folder / f"user_content_{tag}")
+                _save_atomically(user_content, folder / f"user_content_{tag}")
     dist.barrier()
     if rank() == 0:
         _write_text(tag, folder / NEWEST)
@@ -83,24 +83,24 @@ def save_checkpoint(
     dist.barrier()
 
 
-def _save_partial(now: State, folder: Path, model: Any, optimizer: Any, user_content: Any) -> None:
+def _save_partial(now: SmpState, folder: Path, model: Any, optimizer: Any, user_content: Any) -> None:
     if dp_rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)
         if model is not None:
             kept = {"model": model.local_state_dict(), "partition": model.stage_of, "engine": model.engine_state()}
-            _write(kept, folder / f"model_{mp_rank()}.pt")
+            _save_atomically(kept, folder / f"model_{mp_rank()}.pt")
         if now.config.half and model is not None:
-            _write(model.engine_state(), folder / f"fp16_states_{mp_rank()}.pt")
+            _save_atomically(model.engine_state(), folder / f"fp16_states_{mp_rank()}.pt")
     if rank() == 0:
-        _write(user_content, folder / "user_content.pt")
-    if optimizer is not None and (dp_rank() == 0 or sharded()):
+        _save_atomically(user_content, folder / "user_content.pt")
+    if optimizer is not None and (dp_rank() == 0 or is_sharded()):
         folder.mkdir(parents=True, exist_ok=True)
-        _write(optimizer.local_state_dict(), folder / _optimizer_file())
+        _save_atomically(optimizer.local_state_dict(), folder / _optimizer_file())
 
 
 def _optimizer_file() -> str:
     """Return the name of the optimizer's file of this process, or of all replicas of its stage."""
-    return f"optimizer_{mp_rank()}_{rdp_rank()}.pt" if sharded() else f"optimizer_{mp_rank()}.pt"
+    return f"optimizer_{mp_rank()}_{rdp_rank()}.pt" if is_sharded() else f"optimizer_{mp_rank()}.pt"
 
 
 def resume_from_checkpoint(
@@ -128,7 +128,7 @@ def resume_from_checkpoint(
     Raises:
         FileNotFoundError: There is none.
     """
-    now, folder = state(), Path(path)
+    now, folder = current_state(), Path(path)
     if now.model is None:
         raise RuntimeError("smp.DistributedModel must wrap the model before a checkpoint is loaded")
     if tag is None:
@@ -140,23 +140,23 @@ def resume_from_checkpoint(
     optimizer = now.optimizers[0] if load_optimizer and now.optimizers else None
     if partial:
         source = folder / f"{tag}_partial"
-        _same_degree(source, now)
-        found = _read(source / f"model_{mp_rank()}.pt")
-        now.model.decide(found["partition"])
+        _check_same_degree(source, now)
+        found = _load_file(source / f"model_{mp_rank()}.pt")
+        now.model.set_partition(found["partition"])
         now.model.load_state_dict(found["model"], strict)
         now.model.load_engine_state(found["engine"])
         kept = source / _optimizer_file()
         content = source / "user_content.pt"
     else:
-        whole = _read(folder / tag)
+        whole = _load_file(folder / tag)
         now.model.load_state_dict(whole if translate_function is None else translate_function(whole), strict)
         kept, content = folder / f"optimizer_{tag}", folder / f"user_content_{tag}"
     if optimizer is not None and kept.exists():
-        optimizer.load_state_dict(_read(kept))
-    return _read(content) if content.exists() else None
+        optimizer.load_state_dict(_load_file(kept))
+    return _load_file(content) if content.exists() else None
 
 
-def _same_degree(source: Path, now: State) -> None:
+def _check_same_degree(source: Path, now: SmpState) -> None:
     files = len(list(source.glob("model_*.pt")))
     if not files:
         raise FileNotFoundError(f"{source} has no file model_*.pt: it is no partial checkpoint with a model")
@@ -167,11 +167,11 @@ def _same_degree(source: Path, now: State) -> None:
         )
 
 
-def _read(path: Path) -> Any:
+def _load_file(path: Path) -> Any:
     return torch.load(path, map_location="cpu", weights_only=False)
 
 
-def _write(obj: Any, path: Path, **options: Any) -> None:
+def _save_atomically(obj: Any, path: Path, **options: Any) -> None:
     """Write a file whole or not at all: under another name first."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     torch.save(obj, temporary, **options)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from everstep.compat.smdistributed.modelparallel.torch.state import state
+from everstep.compat.smdistributed.modelparallel.torch.state import current_state
 
 
 class CommGroup(Enum):
@@ -37,33 +37,33 @@ class RankType(Enum):
 
 def broadcast(obj: Any, group: CommGroup = CommGroup.WORLD) -> None:
     """Send an object to all others of the group, each of which calls recv_from."""
-    for member in state().members[group.value]:
-        if member != state().rank:
-            _send(obj, member)
+    for member in current_state().members[group.value]:
+        if member != current_state().rank:
+            _send_object(obj, member)
 
 
 def send(obj: Any, dest_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> None:
     """Send an object to one process, which calls recv_from."""
-    _send(obj, state().members[rank_type.value][dest_rank])
+    _send_object(obj, current_state().members[rank_type.value][dest_rank])
 
 
 def recv_from(src_rank: int, rank_type: RankType = RankType.WORLD_RANK) -> Any:
     """Return the object that a process sends."""
     found = [None]
-    dist.recv_object_list(found, src=state().members[rank_type.value][src_rank])
-    return unpacked(found[0])
+    dist.recv_object_list(found, src=current_state().members[rank_type.value][src_rank])
+    return unpack_object(found[0])
 
 
 def allgather(obj: Any, group: CommGroup = CommGroup.WORLD) -> list[Any]:
     """Return the objects of all of the group, by rank in it."""
-    found: list[Any] = [None] * len(state().members[group.value])
-    dist.all_gather_object(found, packed(obj), group=state().groups[group.value])
-    return [unpacked(each) for each in found]
+    found: list[Any] = [None] * len(current_state().members[group.value])
+    dist.all_gather_object(found, pack_object(obj), group=current_state().groups[group.value])
+    return [unpack_object(each) for each in found]
 
 
 def barrier(group: CommGroup = CommGroup.WORLD) -> None:
     """Wait until all of the group are here."""
-    dist.barrier(group=state().groups[group.value])
+    dist.barrier(group=current_state().groups[group.value])
 
 
 def mp_barrier() -> None:
@@ -74,26 +74,26 @@ def dp_barrier() -> None:
     barrier(CommGroup.DP_GROUP)
 
 
-def _send(obj: Any, to: int) -> None:
-    dist.send_object_list([packed(obj)], dst=to)
+def _send_object(obj: Any, to: int) -> None:
+    dist.send_object_list([pack_object(obj)], dst=to)
 
 
 @dataclass
-class _OfDevice:
+class _CopiedTensor:
     """A stand-in for a tensor on a GPU, whose number may be that of no GPU where it is received."""
 
     tensor: Any
 
 
-def packed(obj: Any) -> Any:
+def pack_object(obj: Any) -> Any:
     """Return an object as it travels: tensors on a GPU by way of the processor."""
-    return pytree.tree_map(lambda leaf: _OfDevice(leaf.cpu()) if _on_gpu(leaf) else leaf, obj)
+    return pytree.tree_map(lambda leaf: _CopiedTensor(leaf.cpu()) if _is_on_gpu(leaf) else leaf, obj)
 
 
-def unpacked(obj: Any) -> Any:
+def unpack_object(obj: Any) -> Any:
     """Return what was `packed`, with those tensors on this process's GPU."""
-    return pytree.tree_map(lambda leaf: leaf.tensor.cuda() if isinstance(leaf, _OfDevice) else leaf, obj)
+    return pytree.tree_map(lambda leaf: leaf.tensor.cuda() if isinstance(leaf, _CopiedTensor) else leaf, obj)
 
 
-def _on_gpu(leaf: Any) -> bool:
+def _is_on_gpu(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_cuda

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from everstep.compat.smdistributed.modelparallel.torch.body import Body, body
+from everstep.compat.smdistributed.modelparallel.torch.body import StepBody, current_body
 from everstep.compat.smdistributed.modelparallel.torch.comm import CommGroup, allgather
-from everstep.compat.smdistributed.modelparallel.torch.recompute import wanted
-from everstep.compat.smdistributed.modelparallel.torch.refused import Refused
-from everstep.compat.smdistributed.modelparallel.torch.state import State, state
+from everstep.compat.smdistributed.modelparallel.torch.recompute import list_marked_modules
+from everstep.compat.smdistributed.modelparallel.torch.refused import NotOfferedName
+from everstep.compat.smdistributed.modelparallel.torch.state import SmpState, current_state
 from everstep.pipeline.engine.microbatch import Parts
 from everstep.pipeline.engine.nested import map_tensors
-from everstep.pipeline.engine.options import Options
-from everstep.pipeline.frontend import trace
+from everstep.pipeline.engine.options import EngineOptions
+from everstep.pipeline.frontend import trace_model
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.autocast import autocast_of, casting_to
-from everstep.pipeline.frontend.skeleton import share
+from everstep.pipeline.frontend.skeleton import replace_tensor
 from everstep.pipeline.unsupported import refuse_unsupported
 
 PARTIAL = "_smp_is_partial"
@@ -53,7 +53,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         gradient_as_bucket_view: bool = False,
     ) -> None:
         super().__init__()
-        now = state()
+        now = current_state()
         if now.model is not None:
             raise RuntimeError("smp.DistributedModel: there is one already, and only one in a script")
         if isinstance(module, nn.parallel.DistributedDataParallel | DistributedModel):
@@ -71,7 +71,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         self._stage_of: dict[str, int] | None = None
         self._hooks: OrderedDict[int, Hook] = OrderedDict()  # a plain one cannot be referred to weakly
         self._pending: list[tuple[Mapping[str, Any], bool]] = []
-        self._bodies: list[Body] = []
+        self._bodies: list[StepBody] = []
         self._count = 0
         self._kept: Any = None  # of the engine that a checkpoint was taken of
         self.skipped = False  # whether the last step has no gradients, since one overflowed
@@ -84,14 +84,14 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model, in a function with @smp.step only."""
-        now = body()
+        now = current_body()
         if now is None:
             raise RuntimeError("the model is called outside of a function with @smp.step: its stages are elsewhere")
         return now.model_called(args, kwargs)
 
     def backward(self, loss: Any, grads: Any = None) -> None:
         """Take the place of loss.backward(), in a function with @smp.step only."""
-        now = body()
+        now = current_body()
         if now is None:
             raise RuntimeError("model.backward is called outside of a function with @smp.step")
         now.backward_called(loss, grads)
@@ -100,13 +100,13 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         """Return the module that is wrapped."""
         return self.module
 
-    def run(self, bodies: list[Body], training: bool) -> None:
+    def run(self, bodies: list[StepBody], training: bool) -> None:
         """Run all micro-batches of a step; then `bodies` on the last process of the pipeline are at their end."""
         batch = Parts(self._arguments.of_call(*each.arguments) for each in bodies if each.arguments is not None)
         for part in batch:
             self._arguments.check(part)
         if self._engine is None:
-            self._partition(state(), batch[0], bodies[0].autocast)
+            self._partition(current_state(), batch[0], bodies[0].autocast)
         self._bodies = bodies
         try:
             if training:
@@ -114,7 +114,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             else:
                 found = self._engine.evaluate(batch)
                 for each, output in zip(bodies, found.outputs, strict=False):
-                    each.resume(self._told(output))
+                    each.resume(self._cast_output(output))
         finally:
             self._bodies = []
 
@@ -136,7 +136,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         if self._bodies[index].over:
             self._bodies[index] = self._bodies[index].again()
         now = self._bodies[index]
-        now.resume(self._told(output))
+        now.resume(self._cast_output(output))
         if now.loss is None:
             raise RuntimeError(
                 "the step function names model.backward and has not called it: call it, or the function under "
@@ -145,15 +145,15 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         # The engine makes means of all that was added up.
         return now.loss * (self._passes * (1 if self._average else len(self._bodies))), 1.0
 
-    def _told(self, output: Any) -> Any:
+    def _cast_output(self, output: Any) -> Any:
         """Return the model's output as the function gets it: where the configuration, and not the function, asked for
         less precision, losses have the full one."""
-        if not (state().config.half or state().config.bf16):
+        if not (current_state().config.half or current_state().config.bf16):
             return output
         low = torch.float16, torch.bfloat16
         return map_tensors(output, lambda each: each.float() if each.dtype in low else each)
 
-    def _partition(self, now: State, example: Mapping[str, Any], autocast: Any) -> None:
+    def _partition(self, now: SmpState, example: Mapping[str, Any], autocast: Any) -> None:
         from everstep.compat.smdistributed.modelparallel.torch import build
 
         half = "fp16" if now.config.half or autocast == torch.float16 else "full"
@@ -161,16 +161,16 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         cast = autocast_of(precision, "cpu")
         now.tracing = True
         try:
-            traced = trace(self.module, dict(example), autocast=cast)
+            traced = trace_model(self.module, dict(example), autocast=cast)
         finally:
             now.tracing = False
         self._arguments.traced_with(example)
-        with casting_to(cast, "cpu"), casting_to(cast, build.device_of(self.module, example).type):
-            seed, stage_of = build.agreed(traced, now, example, self._stage_of, measured=self._times)
+        with casting_to(cast, "cpu"), casting_to(cast, build.find_device(self.module, example).type):
+            seed, stage_of = build.agree_on_partition(traced, now, example, self._stage_of, measured=self._times)
         self._stage_of = stage_of
-        marked = wanted(self.module)
-        again = {stage for node, stage in stage_of.items() if any(_within(node, name) for name in marked)}
-        options = Options(
+        marked = list_marked_modules(self.module)
+        again = {stage for node, stage in stage_of.items() if any(_is_within(node, name) for name in marked)}
+        options = EngineOptions(
             seed=seed,
             precision=precision,
             recompute=frozenset(again | (set(range(now.grid.ranks)) if now.config.offload_activations else set())),
@@ -178,10 +178,10 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             bucket=self._bucket * 2**20,
             in_flight=max(now.config.active, now.grid.ranks) if now.config.pipeline == "interleaved" else None,
         )
-        device = build.device_of(self.module, example)
-        self._stages = build.stages_of(traced, stage_of, now)
-        made = build.filled(self.module, self._stages.values(), self._given, seed, device)
-        self._engine = build.engine(traced, stage_of, now, self._loss, options, self._stages, device)
+        device = build.find_device(self.module, example)
+        self._stages = build.make_own_stages(traced, stage_of, now)
+        made = build.fill_stages(self.module, self._stages.values(), self._find_loaded, seed, device)
+        self._engine = build.build_engine(traced, stage_of, now, self._loss, options, self._stages, device)
         self.load_engine_state(self._kept)
         self.train(self.training)
         for given, strict in self._pending:
@@ -192,7 +192,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         for hook in list(self._hooks.values()):
             hook(self, now.optimizers[0] if now.optimizers else None)
 
-    def _given(self, name: str) -> Any:
+    def _find_loaded(self, name: str) -> Any:
         """Return what was loaded before there was a partition. Raises KeyError if nothing was."""
         for given, _ in reversed(self._pending):
             if name in given:
@@ -222,7 +222,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             raise RuntimeError("the model is not partitioned yet: run a step first")
         return self._stage_of
 
-    def decide(self, stage_of: Mapping[str, int]) -> None:
+    def set_partition(self, stage_of: Mapping[str, int]) -> None:
         """Set the partition as a checkpoint has it. Raises RuntimeError if there is another one already."""
         if self.partitioned and dict(stage_of) != self._stage_of:
             raise RuntimeError("the checkpoint has another partition than the model: load it before the first step")
@@ -269,10 +269,10 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Return the whole model's state, on all processes of the pipeline: all of them must call it."""
-        if not self.partitioned or state().grid.ranks == 1:
+        if not self.partitioned or current_state().grid.ranks == 1:
             return dict(self.module.state_dict(*args, **kwargs))
         whole: dict[str, Any] = {}
-        for part in allgather(on_cpu(self._own()), CommGroup.PP_GROUP):
+        for part in allgather(copy_to_cpu(self._own()), CommGroup.PP_GROUP):
             whole.update(part)
         # What no stage uses is the same everywhere.
         return {name: whole.get(name, value) for name, value in self.module.state_dict().items()}
@@ -296,7 +296,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         if not self.partitioned:
             self._pending.append((state_dict, strict))
             return
-        given = merged(state_dict, {name for stage in self._stages.values() for name in stage.module.state_dict()})
+        given = merge_parts(state_dict, {name for stage in self._stages.values() for name in stage.module.state_dict()})
         if strict and (unknown := sorted(given.keys() - self.module.state_dict().keys())):
             raise RuntimeError(f"the model has no {', '.join(unknown)}, which the state dictionary has")
         for stage in self._stages.values():
@@ -311,7 +311,9 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             for named in (self.module.named_parameters(), self.module.named_buffers()):
                 for name, tensor in [each for each in named if each[0] in whole]:
                     if tensor.device.type == "meta":
-                        share(self.module, tensor, nn.Parameter(whole[name], requires_grad=tensor.requires_grad))
+                        replace_tensor(
+                            self.module, tensor, nn.Parameter(whole[name], requires_grad=tensor.requires_grad)
+                        )
                     else:
                         tensor.data = whole[name].detach().cpu()
         super().cpu()
@@ -325,19 +327,19 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
         self._hooks[handle.id] = hook
         return handle
 
-    join = Refused("DistributedModel.join")
-    register_comm_hook = Refused("DistributedModel.register_comm_hook")
-    save_model = Refused("DistributedModel.save_model")
-    distributed_modules = Refused("DistributedModel.distributed_modules")
-    is_distributed_parameter = Refused("DistributedModel.is_distributed_parameter")
-    is_distributed_buffer = Refused("DistributedModel.is_distributed_buffer")
-    is_scaled_batch_parameter = Refused("DistributedModel.is_scaled_batch_parameter")
-    is_scaled_batch_buffer = Refused("DistributedModel.is_scaled_batch_buffer")
-    default_reducer_named_parameters = Refused("DistributedModel.default_reducer_named_parameters")
-    scaled_batch_reducer_named_parameters = Refused("DistributedModel.scaled_batch_reducer_named_parameters")
+    join = NotOfferedName("DistributedModel.join")
+    register_comm_hook = NotOfferedName("DistributedModel.register_comm_hook")
+    save_model = NotOfferedName("DistributedModel.save_model")
+    distributed_modules = NotOfferedName("DistributedModel.distributed_modules")
+    is_distributed_parameter = NotOfferedName("DistributedModel.is_distributed_parameter")
+    is_distributed_buffer = NotOfferedName("DistributedModel.is_distributed_buffer")
+    is_scaled_batch_parameter = NotOfferedName("DistributedModel.is_scaled_batch_parameter")
+    is_scaled_batch_buffer = NotOfferedName("DistributedModel.is_scaled_batch_buffer")
+    default_reducer_named_parameters = NotOfferedName("DistributedModel.default_reducer_named_parameters")
+    scaled_batch_reducer_named_parameters = NotOfferedName("DistributedModel.scaled_batch_reducer_named_parameters")
 
 
-def merged(given: Mapping[str, Any], needed: Collection[Any], key: str | None = None) -> dict[str, Any]:
+def merge_parts(given: Mapping[str, Any], needed: Collection[Any], key: str | None = None) -> dict[str, Any]:
     """Return what is in `given`, of all processes of the pipeline if it is a part and one of them lacks of it what it
     needs. Collective for parts.
 
@@ -347,18 +349,18 @@ def merged(given: Mapping[str, Any], needed: Collection[Any], key: str | None = 
         key: The entry of `given` to take; None: all of it.
     """
     own = {name: value for name, value in (given if key is None else given[key]).items() if name != PARTIAL}
-    if given.get(PARTIAL) and state().grid.ranks > 1:
+    if given.get(PARTIAL) and current_state().grid.ranks > 1:
         lacks = any(name not in own for name in needed)
         if any(allgather(lacks, CommGroup.PP_GROUP)):
-            parts = allgather(on_cpu(own), CommGroup.PP_GROUP)
+            parts = allgather(copy_to_cpu(own), CommGroup.PP_GROUP)
             return {name: value for part in parts for name, value in part.items()}
     return own
 
 
-def on_cpu(found: Any) -> Any:
+def copy_to_cpu(found: Any) -> Any:
     """Return the same structure with its tensors on the processor, as it can be told to others."""
     return pytree.tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf, found)
 
 
-def _within(node: str, module: str) -> bool:
+def _is_within(node: str, module: str) -> bool:
     return not module or node == module or node.startswith(f"{module}.")

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from everstep.compat.smdistributed.modelparallel.torch.comm import CommGroup, allgather
-from everstep.compat.smdistributed.modelparallel.torch.model import PARTIAL, DistributedModel, merged, on_cpu
-from everstep.compat.smdistributed.modelparallel.torch.state import state
+from everstep.compat.smdistributed.modelparallel.torch.model import PARTIAL, DistributedModel, copy_to_cpu, merge_parts
+from everstep.compat.smdistributed.modelparallel.torch.state import current_state
 
 _DYNAMIC = ("init_scale", "scale_factor", "scale_window", "min_scale", "delayed_shift", "consecutive_hysteresis")
 
@@ -33,7 +33,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         unknown = [name for name in {**(dynamic_loss_args or {}), **more} if name not in _DYNAMIC]
         if unknown:
             raise TypeError(f"smp.DistributedOptimizer has no argument {unknown[0]!r}")
-        now = state()
+        now = current_state()
         if now.model is None:
             raise RuntimeError("wrap the model in smp.DistributedModel before its optimizer")
         self.optimizer = optimizer
@@ -66,19 +66,19 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
     @property
     def overflow(self) -> bool:
         """Return whether the last step has no gradients, since one overflowed."""
-        model = state().model
+        model = current_state().model
         return model is not None and model.skipped
 
     @property
     def loss_scale(self) -> float:
         """Return the factor by which losses are multiplied; 1 but under fp16."""
-        model = state().model
+        model = current_state().model
         return float(model.engine.loss_scale.value) if model is not None and model.partitioned else 1.0
 
     def clip_master_grads(self, max_norm: float, norm_type: float = 2.0) -> float:
         """Scale the gradients of the whole model so that their norm is at most `max_norm`, and return what it was. All
         processes call it. torch.nn.utils.clip_grad_norm_ would see those of this process only."""
-        model = state().model
+        model = current_state().model
         if model is None or not model.partitioned:
             raise RuntimeError("there are no gradients to clip yet: run a step first")
         if norm_type != 2.0:
@@ -100,7 +100,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         for group in self.optimizer.param_groups:
             group["params"] = [made.get(each, each) for each in group["params"]]
         self._narrow({id(each) for each in model.local_parameters()})
-        if sharded():
+        if is_sharded():
             from everstep.pipeline.engine.zero import ShardedOptimizer
 
             self._sharded = ShardedOptimizer(model.engine, self._mine)
@@ -120,7 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
         """Take a step. Raises RuntimeError with a closure: gradients come from the step function."""
         if closure is not None:
             raise RuntimeError("smp.DistributedOptimizer.step takes no closure")
-        model = state().model
+        model = current_state().model
         if model is not None and model.skipped:
             return None
         return self.optimizer.step() if self._sharded is None else self._sharded.step()
@@ -134,11 +134,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
     def state_dict(self) -> dict[str, Any]:
         """Return the whole optimizer's state, on all processes of the pipeline: all of them must call it. Raises
         RuntimeError with shard_optimizer_state, where no process has all of a stage."""
-        if sharded():
+        if is_sharded():
             raise RuntimeError("with shard_optimizer_state there is no whole state: use local_state_dict")
         whole = self._own()
-        if state().grid.ranks > 1:
-            for part in allgather(on_cpu(whole["state"]), CommGroup.PP_GROUP):
+        if current_state().grid.ranks > 1:
+            for part in allgather(copy_to_cpu(whole["state"]), CommGroup.PP_GROUP):
                 whole["state"] = {**part, **whole["state"]}
         whole["state"] = dict(sorted(whole["state"].items()))
         return whole
@@ -161,7 +161,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a whole or partial state, at once if the model is partitioned, else when it is."""
-        model = state().model
+        model = current_state().model
         if model is None or not model.partitioned:
             self._pending = state_dict
             return
@@ -169,19 +169,21 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]  # torc
             group.update({key: value for key, value in given.items() if key != "params"})
         own = {id(each) for group in self.optimizer.param_groups for each in group["params"]}
         needed = [self._number[each] for each in own] if state_dict["state"] else []
-        given = state_dict["state"] if sharded() else merged(state_dict, needed, "state")
+        given = state_dict["state"] if is_sharded() else merge_parts(state_dict, needed, "state")
         for number, kept in given.items():
             parameter = self._parameters[int(number)]
             if id(parameter) in own:
-                self.optimizer.state[parameter] = {key: _like(value, parameter, key) for key, value in kept.items()}
+                self.optimizer.state[parameter] = {
+                    key: _copy_like(value, parameter, key) for key, value in kept.items()
+                }
 
 
-def sharded() -> bool:
+def is_sharded() -> bool:
     """Return whether replicas keep different parts of the state."""
-    return state().config.shard_optimizer_state and state().grid.replicas > 1
+    return current_state().config.shard_optimizer_state and current_state().grid.replicas > 1
 
 
-def _like(value: Any, parameter: Any, key: str) -> Any:
+def _copy_like(value: Any, parameter: Any, key: str) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.clone() if key == "step" else value.to(parameter.device, copy=True)

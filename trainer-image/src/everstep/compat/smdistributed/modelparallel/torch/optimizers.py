@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from everstep.compat.smdistributed.modelparallel.torch.refused import Refused
+from everstep.compat.smdistributed.modelparallel.torch.refused import NotOfferedName
 
-FusedNovoGrad = Refused("optimizers.FusedNovoGrad")
-FusedLamb = Refused("optimizers.FusedLamb")
+FusedNovoGrad = NotOfferedName("optimizers.FusedNovoGrad")
+FusedLamb = NotOfferedName("optimizers.FusedLamb")

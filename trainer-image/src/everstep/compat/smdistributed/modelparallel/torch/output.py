@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from everstep.compat.smdistributed.modelparallel.torch.refused import Refused
+from everstep.compat.smdistributed.modelparallel.torch.refused import NotOfferedName
 
 
 class StepOutput:
     """A tensor's versions, one of each micro-batch in order, in `outputs`."""
 
-    merge = Refused("StepOutput.merge")
-    accumulate = Refused("StepOutput.accumulate")
+    merge = NotOfferedName("StepOutput.merge")
+    accumulate = NotOfferedName("StepOutput.accumulate")
 
     def __init__(self, outputs: Sequence[Any]) -> None:
         self._outputs = list(outputs)
@@ -50,7 +50,7 @@ class StepOutput:
         return torch.stack(self._outputs)
 
 
-def gathered(returned: Sequence[Any]) -> Any:
+def gather_outputs(returned: Sequence[Any]) -> Any:
     """Return what the step function returned, with a StepOutput in the place of each tensor, and a list of all
     micro-batches' in that of anything else, but of None.
 
@@ -60,10 +60,10 @@ def gathered(returned: Sequence[Any]) -> Any:
     leaves, structures = zip(*(pytree.tree_flatten(each) for each in returned), strict=True)
     if any(each != structures[0] for each in structures):
         raise ValueError("the step function must return the same structure for each micro-batch")
-    return pytree.tree_unflatten([_of_all(each) for each in zip(*leaves, strict=True)], structures[0])
+    return pytree.tree_unflatten([_combine_versions(each) for each in zip(*leaves, strict=True)], structures[0])
 
 
-def _of_all(versions: Sequence[Any]) -> Any:
+def _combine_versions(versions: Sequence[Any]) -> Any:
     if isinstance(versions[0], torch.Tensor):
         return StepOutput(versions)
     return None if all(each is None for each in versions) else list(versions)

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from everstep.compat.smdistributed.modelparallel.torch.refused import refuse
-from everstep.compat.smdistributed.modelparallel.torch.state import state
+from everstep.compat.smdistributed.modelparallel.torch.refused import raise_not_offered
+from everstep.compat.smdistributed.modelparallel.torch.state import current_state
 from everstep.pipeline.frontend.materialise import without_weights
 from everstep.pipeline.frontend.placement import place, stage
 
@@ -18,18 +18,18 @@ from everstep.pipeline.frontend.placement import place, stage
 @contextlib.contextmanager
 def partition(i: int) -> Iterator[None]:
     """Build modules in stage `i`; the innermost context counts. Ignored with auto_partition."""
-    if state().config.auto_partition:
+    if current_state().config.auto_partition:
         yield
         return
-    _check(i)
+    _check_stage(i)
     with stage(i):
         yield
 
 
 def set_partition(module: nn.Module, i: int) -> None:
     """Put `module` and all in it in stage `i`. Ignored with auto_partition."""
-    if not state().config.auto_partition:
-        _check(i)
+    if not current_state().config.auto_partition:
+        _check_stage(i)
         place(module, i)
 
 
@@ -52,18 +52,18 @@ def model_creation(tensor_parallelism: bool = False, dtype: Any = None, **config
     optimizer changes; computations are in less precision by themselves.
     """
     if tensor_parallelism:
-        refuse("tensor_parallelism")
+        raise_not_offered("tensor_parallelism")
     before = torch.get_default_dtype()
-    low = state().config.half or state().config.bf16
+    low = current_state().config.half or current_state().config.bf16
     torch.set_default_dtype(before if dtype is None or (low and dtype in (torch.float16, torch.bfloat16)) else dtype)
     try:
-        with delay_param_initialization(state().config.delayed_parameter_initialization):
+        with delay_param_initialization(current_state().config.delayed_parameter_initialization):
             yield
     finally:
         torch.set_default_dtype(before)
 
 
-def _check(i: int) -> None:
-    stages = state().config.pipeline_parallel_degree
+def _check_stage(i: int) -> None:
+    stages = current_state().config.pipeline_parallel_degree
     if not 0 <= i < stages:
         raise ValueError(f"partition {i}: there are {stages}, numbered from 0")

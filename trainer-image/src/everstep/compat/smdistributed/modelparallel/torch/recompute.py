@@ -43,6 +43,6 @@ def checkpoint_sequential(
     return sequential(*input) if pack_args_as_tuple and isinstance(input, Sequence) else sequential(input)
 
 
-def wanted(model: nn.Module) -> list[str]:
+def list_marked_modules(model: nn.Module) -> list[str]:
     """Return the names of marked modules of a model."""
     return [name for name, module in model.named_modules() if module in _marked]

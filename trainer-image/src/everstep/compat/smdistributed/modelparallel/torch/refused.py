@@ -46,24 +46,24 @@ REASONS = {
 }
 
 
-def refuse(name: str) -> NoReturn:
+def raise_not_offered(name: str) -> NoReturn:
     """Raise NotOffered, with the reason."""
     raise NotOffered(f"smp.{name}: {REASONS[name]}")
 
 
-class Refused:
+class NotOfferedName:
     """A stand-in for a name that is not offered; it may be looked at, but neither called nor derived from."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        refuse(self._name)
+        raise_not_offered(self._name)
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> NoReturn:
-        refuse(self._name)
+        raise_not_offered(self._name)
 
     def __getattr__(self, attribute: str) -> Any:
         if attribute.startswith("__"):
             raise AttributeError(attribute)
-        refuse(self._name)
+        raise_not_offered(self._name)

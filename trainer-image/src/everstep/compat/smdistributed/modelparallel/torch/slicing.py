@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 
-def cut(value: Any, count: int, index: int, axis: int, name: str) -> Any:
+def slice_argument(value: Any, count: int, index: int, axis: int, name: str) -> Any:
     """Return micro-batch `index` of `count`.
 
     Tensors are cut along `axis`, lists, tuples, mappings and sets by what is in them, objects by their smp_slice;
@@ -40,10 +40,10 @@ def cut(value: Any, count: int, index: int, axis: int, name: str) -> Any:
     if isinstance(value, MutableMapping):
         made = copy.copy(value)  # of a type that may be made from who knows what
         for key, each in value.items():
-            made[key] = cut(each, count, index, axis, name)
+            made[key] = slice_argument(each, count, index, axis, name)
         return made
     if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(cut(each, count, index, axis, name) for each in value))
+        return type(value)(*(slice_argument(each, count, index, axis, name) for each in value))
     if isinstance(value, list | tuple | set | frozenset):
-        return type(value)(cut(each, count, index, axis, name) for each in value)
+        return type(value)(slice_argument(each, count, index, axis, name) for each in value)
     return value

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from everstep.compat.smdistributed.modelparallel.config import Config, ConfigError
-from everstep.pipeline.transport.grid import Grid, grid
+from everstep.compat.smdistributed.modelparallel.config import ModelParallelConfig, ModelParallelConfigError
+from everstep.pipeline.transport.grid import Grid, make_grid
 
 if TYPE_CHECKING:
     from everstep.compat.smdistributed.modelparallel.torch.model import DistributedModel
@@ -27,10 +27,10 @@ class NotInitialized(RuntimeError):
 
 
 @dataclass
-class State:
+class SmpState:
     """The state of one process. `groups`: its process group in each dimension, `members` the ranks in it, in order."""
 
-    config: Config
+    config: ModelParallelConfig
     grid: Grid
     rank: int
     size: int
@@ -49,11 +49,11 @@ class State:
         return self.grid.find(self.rank)[1]
 
 
-_state: State | None = None
+_state: SmpState | None = None
 _retired: list[Any] = []  # groups of former states
 
 
-def state() -> State:
+def current_state() -> SmpState:
     """Return the state of this process. Raises NotInitialized before smp.init()."""
     if _state is None:
         raise NotInitialized("call smp.init() first")
@@ -69,31 +69,32 @@ def init(config: Any = None) -> None:
     """Begin. `config` is a mapping of the documented keys; None reads SM_HP_MP_PARAMETERS.
 
     Joins the process group of torch.distributed, if the script has not (from RANK, WORLD_SIZE, MASTER_ADDR and
-    MASTER_PORT, or what mpirun says). ConfigError names the key that cannot be, also against the number of processes.
+    MASTER_PORT, or what mpirun says). ModelParallelConfigError names the key that cannot be, also against the number of
+    processes.
     """
     import torch.distributed as dist
 
     global _state
-    read = Config.read(config)
+    read = ModelParallelConfig.read(config)
     if not dist.is_initialized():
         os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
         os.environ.setdefault("MASTER_PORT", "7777")
         dist.init_process_group(
-            _backend(read),
-            rank=found(RANK, 0),
-            world_size=found(SIZE, 1),
+            _choose_backend(read),
+            rank=read_first_variable(RANK, 0),
+            world_size=read_first_variable(SIZE, 1),
         )
     size, stages = dist.get_world_size(), read.pipeline_parallel_degree
     if size % stages:
-        raise ConfigError(f"pipeline_parallel_degree is {stages}: it does not divide the {size} processes")
+        raise ModelParallelConfigError(f"pipeline_parallel_degree is {stages}: it does not divide the {size} processes")
     if size > stages and not read.ddp:
-        raise ConfigError(f"ddp must be True for {size} processes and pipeline_parallel_degree {stages}")
+        raise ModelParallelConfigError(f"ddp must be True for {size} processes and pipeline_parallel_degree {stages}")
     shutdown()
-    _state = _arrange(read, dist.get_rank(), size)
+    _state = _arrange_groups(read, dist.get_rank(), size)
     _end_retired()
 
 
-def found(names: Sequence[str], default: int) -> int:
+def read_first_variable(names: Sequence[str], default: int) -> int:
     """Return the number in the first of these variables that is set."""
     return next((int(os.environ[name]) for name in names if os.environ.get(name, "").isdecimal()), default)
 
@@ -123,7 +124,7 @@ def _end_retired() -> None:
             dist.destroy_process_group(_retired.pop())
 
 
-def _backend(config: Config) -> str:
+def _choose_backend(config: ModelParallelConfig) -> str:
     import torch
 
     if config.ddp_dist_backend != "auto":
@@ -131,10 +132,10 @@ def _backend(config: Config) -> str:
     return "nccl" if torch.cuda.is_available() else "gloo"
 
 
-def _arrange(config: Config, rank: int, size: int) -> State:
+def _arrange_groups(config: ModelParallelConfig, rank: int, size: int) -> SmpState:
     import torch.distributed as dist
 
-    arranged = grid(size, config.pipeline_parallel_degree, config.placement)
+    arranged = make_grid(size, config.pipeline_parallel_degree, config.placement)
     every = {
         "PP": [list(ranks) for ranks in arranged.processes],
         "RDP": [list(each) for each in zip(*arranged.processes, strict=True)],
@@ -150,4 +151,4 @@ def _arrange(config: Config, rank: int, size: int) -> State:
     # Without tensor parallelism a model's processes are those of its pipeline, and its replicas those of its stages.
     for name, same in (("MP", "PP"), ("DP", "RDP")):
         groups[name], members[name] = groups[same], members[same]
-    return State(config, arranged, rank, size, groups, members)
+    return SmpState(config, arranged, rank, size, groups, members)

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from everstep.compat.smdistributed.modelparallel.torch.body import Body
-from everstep.compat.smdistributed.modelparallel.torch.comm import packed, unpacked
-from everstep.compat.smdistributed.modelparallel.torch.output import StepOutput, gathered
-from everstep.compat.smdistributed.modelparallel.torch.slicing import cut
-from everstep.compat.smdistributed.modelparallel.torch.state import State, state
+from everstep.compat.smdistributed.modelparallel.torch.body import StepBody
+from everstep.compat.smdistributed.modelparallel.torch.comm import pack_object, unpack_object
+from everstep.compat.smdistributed.modelparallel.torch.output import StepOutput, gather_outputs
+from everstep.compat.smdistributed.modelparallel.torch.slicing import slice_argument
+from everstep.compat.smdistributed.modelparallel.torch.state import SmpState, current_state
 
 __all__ = ["StepOutput", "step"]
 
@@ -52,17 +52,19 @@ def step(
     def run(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         training = differentiates and torch.is_grad_enabled()
-        count = state().config.microbatches
+        count = current_state().config.microbatches
 
         def part(index: int) -> Callable[[], Any]:
             mine = signature.bind(*args, **kwargs)
             for name, value in bound.arguments.items():
                 if name not in non_split_inputs:
-                    mine.arguments[name] = cut(value, count, index, (input_split_axes or {}).get(name, 0), name)
+                    mine.arguments[name] = slice_argument(
+                        value, count, index, (input_split_axes or {}).get(name, 0), name
+                    )
             return lambda: function(*mine.args, **mine.kwargs)
 
-        bodies = [Body(part(index), training) for index in range(count)]
-        return _through(state(), bodies, training, detach_outputs)
+        bodies = [StepBody(part(index), training) for index in range(count)]
+        return _run_through_pipeline(current_state(), bodies, training, detach_outputs)
 
     return run
 
@@ -74,7 +76,7 @@ def _calls_backward(function: Any, seen: set[Any]) -> bool:
     if code is None or code in seen:
         return False
     seen.add(code)
-    names = _names(code)
+    names = _collect_names(code)
     if "backward" in names:
         return True
     around = inspect.getclosurevars(function).nonlocals if function.__closure__ else {}
@@ -85,16 +87,16 @@ def _calls_backward(function: Any, seen: set[Any]) -> bool:
     )
 
 
-def _names(code: CodeType) -> set[str]:
+def _collect_names(code: CodeType) -> set[str]:
     """Return all names that a function uses, also in functions inside it."""
     found = set(code.co_names)
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            found |= _names(constant)
+            found |= _collect_names(constant)
     return found
 
 
-def _through(now: State, bodies: list[Body], training: bool, detach: bool) -> Any:
+def _run_through_pipeline(now: SmpState, bodies: list[StepBody], training: bool, detach: bool) -> Any:
     if now.model is None:
         raise RuntimeError("smp.DistributedModel must wrap the model before a step function runs")
     try:
@@ -104,25 +106,25 @@ def _through(now: State, bodies: list[Body], training: bool, detach: bool) -> An
                 raise RuntimeError("the step function did not call the model: it must, for each micro-batch")
         now.model.run(bodies, training)
         last = now.stage_rank == now.grid.ranks - 1
-        mine = [_plain(body.returned, detach and now.grid.ranks == 1) for body in bodies] if last else None
-        return gathered(_told(now, mine, detach))
+        mine = [_detach_returned(body.returned, detach and now.grid.ranks == 1) for body in bodies] if last else None
+        return gather_outputs(_share_returned(now, mine, detach))
     finally:
         for body in bodies:
             body.end()
 
 
-def _told(now: State, mine: list[Any] | None, detach: bool) -> list[Any]:
+def _share_returned(now: SmpState, mine: list[Any] | None, detach: bool) -> list[Any]:
     """Return what the last process of the pipeline returned, on all of its processes; the graph stays where it was
     made."""
     import torch.distributed as dist
 
     if now.grid.ranks == 1:
         assert mine is not None
-        return [_plain(each, detach) for each in mine]
-    box = [None if mine is None else packed([_plain(each, True) for each in mine])]
+        return [_detach_returned(each, detach) for each in mine]
+    box = [None if mine is None else pack_object([_detach_returned(each, True) for each in mine])]
     dist.broadcast_object_list(box, src=now.members["PP"][-1], group=now.groups["PP"])
-    return list(unpacked(box[0])) if mine is None else [_plain(each, detach) for each in mine]
+    return list(unpack_object(box[0])) if mine is None else [_detach_returned(each, detach) for each in mine]
 
 
-def _plain(returned: Any, detach: bool) -> Any:
+def _detach_returned(returned: Any, detach: bool) -> Any:
     return pytree.tree_map(lambda leaf: leaf.detach() if detach and isinstance(leaf, torch.Tensor) else leaf, returned)

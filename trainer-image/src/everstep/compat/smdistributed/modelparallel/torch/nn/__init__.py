@@ -5,15 +5,15 @@ from __future__ import annotations
 from torch.nn import LayerNorm as FusedLayerNorm
 
 from everstep.compat.smdistributed.modelparallel.torch.nn.huggingface import gpt2  # noqa: F401 - reached by names
-from everstep.compat.smdistributed.modelparallel.torch.refused import Refused
+from everstep.compat.smdistributed.modelparallel.torch.refused import NotOfferedName
 
 __all__ = ["FusedLayerNorm"]
 
-DistributedLinear = Refused("nn.DistributedLinear")
-DistributedEmbedding = Refused("nn.DistributedEmbedding")
-DistributedTransformer = Refused("nn.DistributedTransformer")
-DistributedTransformerLMHead = Refused("nn.DistributedTransformerLMHead")
-DistributedTransformerLayer = Refused("nn.DistributedTransformerLayer")
-DistributedAttentionLayer = Refused("nn.DistributedAttentionLayer")
-DistributedTransformerOutputLayer = Refused("nn.DistributedTransformerOutputLayer")
-FlashAttentionLayer = Refused("nn.FlashAttentionLayer")
+DistributedLinear = NotOfferedName("nn.DistributedLinear")
+DistributedEmbedding = NotOfferedName("nn.DistributedEmbedding")
+DistributedTransformer = NotOfferedName("nn.DistributedTransformer")
+DistributedTransformerLMHead = NotOfferedName("nn.DistributedTransformerLMHead")
+DistributedTransformerLayer = NotOfferedName("nn.DistributedTransformerLayer")
+DistributedAttentionLayer = NotOfferedName("nn.DistributedAttentionLayer")
+DistributedTransformerOutputLayer = NotOfferedName("nn.DistributedTransformerOutputLayer")
+FlashAttentionLayer = NotOfferedName("nn.FlashAttentionLayer")
