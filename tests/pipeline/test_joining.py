@@ -226,7 +226,7 @@ def _stands_still(rank: int, where: str, notes: str) -> tuple[int, float]:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     if rank == 1:
-        setattr({"measure": prepare, "materialise": session}[where], where, act)
+        setattr({"measure_graph": prepare, "materialise_stages": session}[where], where, act)
     with pytest.raises(PipelineRankLost) as caught:
         made(costs="measured")
     pid, then = Path(notes).read_text().split()
@@ -237,7 +237,7 @@ def _stands_still(rank: int, where: str, notes: str) -> tuple[int, float]:
     return caught.value.rank, took
 
 
-@pytest.mark.parametrize("where", ["measure", "materialise"])
+@pytest.mark.parametrize("where", ["measure_graph", "materialise_stages"])
 def test_a_process_that_stands_still_before_the_first_step_is_named_in_time(where: str, tmp_path: Path) -> None:
     first, _, last = ranks.run(3, _stands_still, where, str(tmp_path / "notes"), dies=[1])
     for named, took in (first, last):

@@ -327,8 +327,8 @@ def test_an_example_that_does_not_fit_is_refused() -> None:
 
 def test_a_trace_imports_nothing_of_torch_export() -> None:
     code = (
-        "import sys, torch; from everstep.pipeline.frontend import trace; "
-        "trace(torch.nn.Linear(4, 4), {'input': torch.ones(3, 4)}); "
+        "import sys, torch; from everstep.pipeline.frontend import trace_model; "
+        "trace_model(torch.nn.Linear(4, 4), {'input': torch.ones(3, 4)}); "
         "sys.exit(', '.join({'torch.export._trace', 'networkx'} & {*sys.modules}) or None)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
