@@ -69,9 +69,16 @@ class Published:
         self._events.on(event, callback)
 
     def see(self, path: Path, *, own: str) -> None:
-        """By all ranks, before rank 0 publishes what they have written to `path`: it must see all of their files.
+        """Wait until rank 0 sees every file that the ranks have written to `path`, before it publishes them.
 
-        `own`: a pattern for names of files that may be missing. CheckpointError, on all ranks, when others are.
+        All ranks call it.
+
+        Args:
+            path: The folder that all ranks have written to.
+            own: A pattern for names of files that rank 0 need not see.
+
+        Raises:
+            CheckpointError: On all ranks, when rank 0 does not see other files in time.
         """
         group = self._all()
         gather_objects(None, group)  # all have written
@@ -91,13 +98,17 @@ class Published:
             time.sleep(_AGAIN)
 
     def publish(self, path: Path, step: int, *, needed: tuple[Path, int] | None = None) -> None:
-        """By one rank: have the folder committed as this step's checkpoint, beside training.
+        """Have the folder committed as this step's checkpoint, beside training. One rank calls it.
 
-        `needed`: another folder and its step, without which this one is worth nothing. It is stored before it, if it is
-        not in the store yet, and stays there as long as this one.
-        The folders may be deleted when this returns, but not written into. What fails is an event and ends no training:
+        The folders may be deleted when this returns, but not written into. A failure is an event and ends no training:
         see finish(). A step that is reached again, after a restore or by a training that begins anew, is saved as a
         later attempt, where nobody gave this run its attempt; else that is an error.
+
+        Args:
+            path: The folder to publish.
+            step: Its step.
+            needed: Another folder and its step, without which this one is worth nothing. It is stored before this one,
+                if it is not in the store yet, and stays there as long as this one.
         """
         if step < self._training.submitted:
             self._training = _Training()
@@ -114,14 +125,15 @@ class Published:
             self._events.emit(CheckpointEvent("failed", details={"step": step}, why=str(error)))
 
     def change(self, path: Path, work: Callable[[], None]) -> None:
-        """By all ranks: have a folder that newest() has brought back changed, by one rank of each node that has it."""
+        """Have one rank of each node change a folder that newest() has brought back. All ranks call it."""
         group = self._all()
         run_on_all_ranks(work if self._is_first(path, group) else lambda: None, group)
 
     def finish(self) -> None:
-        """By any rank, at the end of training: wait until what was published is in the store, and end the group.
+        """Wait, at the end of training, until what was published is in the store, and end the group. Any rank calls it.
 
-        SaveFailed when the last folder did not get there in time; only a warning while another error is on its way.
+        Raises:
+            SaveFailed: The last folder did not get there in time. It is only a warning while another error is raised.
         """
         underway = sys.exc_info()[1]
         group, self._group = self._group, None
@@ -137,12 +149,18 @@ class Published:
     def newest(
         self, into: Callable[[Key], Path], *, needed_step: Callable[[Path], int | None] = lambda path: None
     ) -> Path | None:
-        """By all ranks: the newest folder that is good for all of them, on every node at `into(its key)`.
+        """Return the newest folder that is good for all ranks, on every node at `into(its key)`. All ranks call it.
 
-        `needed_step`: the step of another folder without which one that lies somewhere is worth nothing, or None. That
-        is brought back too; where it cannot be, the first one is not good.
+        Args:
+            into: Returns the path for the folder of a key.
+            needed_step: Returns the step of another folder without which the one at a path is worth nothing, or None.
+                The other folder is brought back too; where it cannot be, the first one is not good.
 
-        None when none was ever published; NoGoodCheckpoint when some were and none is good.
+        Returns:
+            The path of the folder; None when none was ever published.
+
+        Raises:
+            NoGoodCheckpoint: Some were published and none is good.
         """
         group = self._all()
         rank = topology.find_topology(group).rank
@@ -199,7 +217,7 @@ class Published:
         )
 
     def _is_first(self, path: Path, group: dist.ProcessGroup | None) -> bool:
-        """Whether this is the first rank of its node that names this place. Collective."""
+        """Tell whether this is the first rank of its node that names this place. Collective."""
         place = topology.find_topology(group)
         mine = place.node, os.path.realpath(path)
         return gather_objects(mine, group).index(mine) == place.rank
@@ -308,11 +326,11 @@ def _find_same(store: Store, path: Path, step: int) -> Key | None:
 
 
 def _tell_found_key(find: Callable[[], Key | None], rank: int, group: dist.ProcessGroup | None) -> Key | None:
-    """What rank 0 found, on all ranks."""
+    """Return, on all ranks, the key that rank 0 found."""
     return broadcast_from_first(run_on_all_ranks(lambda: find() if rank == 0 else None, group), group)
 
 
 def _collect_failures(work: Callable[[], str | None], group: dist.ProcessGroup | None) -> str:
-    """Why it was bad, in the words of the first rank for which it was; "" when it was good for all."""
+    """Return why it was bad, in the words of the first rank for which it was; "" when it was good for all."""
     said = gather_objects(run_on_all_ranks(work, group), group)
     return next((f"rank {rank}: {why}" for rank, why in enumerate(said) if why), "")
