@@ -330,12 +330,12 @@ def _collect_tensors(loaded: LoadedCheckpoint, name: str, arrays: Collection[str
 
 
 def _may_be_left_out(value: object) -> bool:
-    """Whether this is a number or a text beside the tensors, and no part of what an object is: state, or an array."""
+    """Tell whether this is a number or a text beside the tensors, and no part of an object: no state, no array."""
     return value is None or isinstance(value, bool | int | float | str)
 
 
 def _join_full_name(name: str, key: str) -> str:
-    """How the checkpoint calls a tensor of an object."""
+    """Return the name that the checkpoint gives to a tensor of an object."""
     return names.join_segments(names.escape_segment(name), "" if key == name else names.of_module(key))
 
 

@@ -241,7 +241,7 @@ def _check_order(
 
 
 def _may_belong_to(state: Mapping[str, Any], tensor: torch.Tensor) -> bool:
-    """Whether a state may be that of a parameter: torch keeps averages of its shape, or of its rows and columns."""
+    """Tell whether a state may belong to a parameter: torch keeps averages of its shape, or of its rows and columns."""
     return all(
         each.dim() == tensor.dim()
         and all(one in (1, other) for one, other in zip(each.shape, tensor.shape, strict=True))
