@@ -1,4 +1,4 @@
-"""What every store promises. The commit rule is built on these promises alone."""
+"""Define the promises that every store keeps. The commit rule is built on these promises alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Store(Protocol):
 
     @property
     def url(self) -> str:
-        """What open_store() was given, made absolute."""
+        """Return what open_store() was given, made absolute."""
         ...
 
     def put(self, name: str, data: Iterable[bytes | memoryview], size: int) -> None:
@@ -115,7 +115,10 @@ class LocalStore(Protocol):
 
     @property
     def is_local(self) -> bool:
-        """Whether they are. Elsewhere each read costs the network, and what was read is kept instead."""
+        """Tell whether the files are on this machine.
+
+        Elsewhere each read costs the network, and what was read is kept instead.
+        """
         ...
 
     def open_object(self, name: str) -> AbstractContextManager[ObjectReader]:

@@ -1,4 +1,4 @@
-"""Whether the files of a folder are on this machine, or come over a network when they are not in its cache."""
+"""Tell whether the files of a folder are on this machine, or come over a network when they are not in its cache."""
 
 from __future__ import annotations
 

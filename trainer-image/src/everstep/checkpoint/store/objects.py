@@ -176,7 +176,7 @@ class ObjectStore:
 
 @contextmanager
 def _translate_errors(what: str, url: str, name: str = "") -> Iterator[None]:
-    """What a backend raises becomes an error of the store; with `name`, that of an object which is read."""
+    """Turn what a backend raises into an error of the store; with `name`, into that of an object which is read."""
     try:
         yield
     except (CheckpointError, FileExistsError):

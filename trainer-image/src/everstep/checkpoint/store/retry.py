@@ -28,7 +28,11 @@ class Retry:
     uniform: Callable[[float, float], float] = random.uniform
 
     def __call__(self, call: Callable[[], T]) -> T:
-        """What `call` returns; its last StoreError when the tries are used up, at once if it is Full or cannot pass."""
+        """Return what `call` returns, after as many tries as are needed and allowed.
+
+        Raises:
+            StoreError: The last one of `call`, when the tries are used up; at once if it is Full or cannot pass.
+        """
         for failures in range(self.tries - 1):
             try:
                 return call()

@@ -198,7 +198,12 @@ class S3Store:
         return False
 
     def _writer(self, name: str) -> str:
-        """Which call of put_if_absent wrote the object; a StoreError that may pass if it does not say so."""
+        """Return which call of put_if_absent wrote the object.
+
+        Raises:
+            StoreError: The answer does not say so; the error may pass.
+            Missing: There is no such object.
+        """
         head = self._head(name)
         if head is None:
             raise Missing(self._where(name))

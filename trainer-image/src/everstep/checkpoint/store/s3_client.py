@@ -1,4 +1,4 @@
-"""Where an S3 store is, the client that speaks to it, and what its answers mean."""
+"""Locate an S3 store, make the client that speaks to it, and classify its answers."""
 
 from __future__ import annotations
 
