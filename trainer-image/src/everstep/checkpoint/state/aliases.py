@@ -158,7 +158,7 @@ class _Span(NamedTuple):
 
 
 def _may_meet(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether any two may have memory in common: of most states none have, and each save asks."""
+    """Tell whether any two may have memory in common: of most states none have, and each save asks."""
     starts: list[int] = []
     stops: list[int] = []
     with torch.no_grad():

@@ -20,7 +20,7 @@ _NATIVE = {"?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8"
 
 
 def is_bulk(value: Any) -> bool:
-    """Whether a value is an array or bytes of some size."""
+    """Tell whether a value is an array or bytes of some size."""
     if isinstance(value, bytes | bytearray):
         return type(value) in (bytes, bytearray) and len(value) > LARGEST_IN_MANIFEST
     numpy = sys.modules.get("numpy")  # nobody holds an array of a library that is not loaded
@@ -33,7 +33,7 @@ def is_bulk(value: Any) -> bool:
 
 
 def is_leaf(value: object) -> bool:
-    """Whether a value has a name of its own in a checkpoint, wherever in a nested state it is."""
+    """Tell whether a value has a name of its own in a checkpoint, wherever in a nested state it is."""
     return isinstance(value, torch.Tensor) or is_bulk(value)
 
 

@@ -24,7 +24,7 @@ def kind_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def is_of_kind(one: list[str], other: list[str]) -> bool:
-    """Whether one of two classes is derived from the other, or is the other."""
+    """Tell whether one of two classes is derived from the other, or is the other."""
     return any(_is_same(one[0], each) for each in other) or any(_is_same(other[0], each) for each in one)
 
 
@@ -66,7 +66,7 @@ def why_other_class(name: str, ours: Mapping[str, Any], theirs: Mapping[str, Any
 
 
 def _unwrap_class(outer: Any, kind: type, attributes: tuple[str, ...]) -> Any:
-    """What wrappers hold of a class in one of these attributes; the object itself where it wraps nothing."""
+    """Return the object of a class that wrappers hold in one of these attributes; `outer` where it wraps none."""
     seen = {id(outer)}
     while True:
         held = getattr(outer, "__dict__", {})

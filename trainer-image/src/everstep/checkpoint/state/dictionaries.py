@@ -65,7 +65,7 @@ def _make_state(every: Mapping[str, Any]) -> Any:
 
 
 def _guess_kind(leaves: Mapping[str, Any]) -> str:
-    """What an object is that a version of everstep saved which did not say so."""
+    """Guess the kind of an object that was saved by a version of everstep which did not record it."""
     if any(name.startswith("param_groups.") for name in leaves) and any(name.startswith("options.") for name in leaves):
         return OPTIMIZER
     plain = [name for name in leaves if not _EXTRA.search(name)]
@@ -85,7 +85,10 @@ def _extra_states(leaves: Mapping[str, Any], extra: set[str], descriptions: Mapp
 
 
 def _make_optimizer_state(leaves: Mapping[str, Any], descriptions: Mapping[str, Any]) -> dict[str, Any]:
-    """As torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives it: parameters by their names."""
+    """Build the state as torch.distributed.checkpoint.state_dict.get_optimizer_state_dict gives it.
+
+    Parameters go by their names.
+    """
     state: dict[str, dict[str, Any]] = {}
     more: dict[str, Any] = {}
     start = f"{PARAM_GROUPS}."

@@ -126,8 +126,10 @@ def _leaves_of(kind: ObjectKind) -> Iterator[tuple[str, Any]]:
 
 
 def predict_optimizer_tensors(objects: Mapping[str, object], *, rank: int) -> dict[str, torch.Tensor]:
-    """What optimizers are going to hold after their first step, as far as their options tell: parameters stand for
-    state of their shape, so that the room it needs is known before training begins."""
+    """Return what optimizers are going to hold after their first step, as far as their options tell.
+
+    Parameters stand for state of their shape, so that the room it needs is known before training begins.
+    """
     kinds = bind_kinds(objects, rank=rank)
     return {name: leaf for kind in kinds if isinstance(kind, OptimizerObject) for name, leaf in kind.coming()}
 

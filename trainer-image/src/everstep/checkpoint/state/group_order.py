@@ -1,4 +1,4 @@
-"""Whether an optimizer's groups are in the order in which they were saved, where something else counts on that.
+"""Check that an optimizer's groups are in the order in which they were saved, where something else counts on that.
 
 Options come back by the names of parameters. A scheduler has lists with one number for each group, by its place.
 """
@@ -62,7 +62,10 @@ def _find_moved_group(kind: OptimizerObject, saved: Saved) -> tuple[str, int] | 
 
 
 def _counts_on_order(inner: object, saved: Saved, params: set[int], count: int) -> bool:
-    """Whether an object is a scheduler of these parameters' optimizer, or has it and lists with a number per group."""
+    """Tell whether an object is a scheduler of these parameters' optimizer, or has both it and lists.
+
+    The lists are those with one number for each of the `count` groups.
+    """
     held = list(_iterate_attributes(inner))
     optimizers = [each for each in held if isinstance(each, torch.optim.Optimizer)]
     if not any(id(param) in params for each in optimizers for group in each.param_groups for param in group["params"]):

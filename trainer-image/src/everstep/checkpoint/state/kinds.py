@@ -1,4 +1,4 @@
-"""What every kind of object offers: its leaves for a save, its targets for a restore, and a way to take them in."""
+"""Define what every kind of object offers: its leaves for a save, its targets for a restore, and a way to load them."""
 
 from __future__ import annotations
 
@@ -100,7 +100,10 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint holds below `prefix`; names are relative to it, "" is the object itself. Values are packed."""
+    """The part of a checkpoint that lies below `prefix`.
+
+    Names are relative to it, "" is the object itself. Values are packed.
+    """
 
     prefix: str
     tensors: Mapping[str, StoredTensor]
@@ -149,7 +152,7 @@ class Saved:
 
     @property
     def description(self) -> dict[str, Any] | None:
-        """What the object is and how its state is built; None in an older checkpoint, or of a part of an object."""
+        """Return what the object is and how its state is built; None in an older checkpoint or for an object's part."""
         found: dict[str, Any] | None = self.value_or(KIND, None)
         return found
 
@@ -177,10 +180,13 @@ class ObjectKind(Protocol):
         ...
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
-        """By full name, the tensors that the checkpoint's bytes are to be copied into. The object is not touched.
+        """Return the tensors that the checkpoint's bytes are to be copied into, by full name; change no object.
 
-        One on the meta device is nobody's yet (see `fresh`): load() is given another, in main memory. `saved` is what
-        lies below the object's prefix. What does not fit is added to `problems`.
+        A tensor on the meta device is nobody's yet (see `make_fresh_tensor`): load() is given another, in main memory.
+
+        Args:
+            saved: What lies below the object's prefix.
+            problems: What does not fit is added to it.
         """
         ...
 
@@ -211,7 +217,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 def describe_misfit(saved: StoredTensor, tensor: torch.Tensor, casts: Casts = NO_CASTS) -> str | None:
-    """Why the saved tensor cannot be copied into this one, bit for bit unless it may be cast."""
+    """Return why the saved tensor cannot be copied into this one, bit for bit unless it may be cast; None if it can."""
     if why := why_not_saved(tensor):
         return why
     if saved.shape != tuple(tensor.shape):
@@ -235,7 +241,7 @@ def make_fresh_tensor(saved: StoredTensor) -> torch.Tensor:
 
 
 def have_other_bytes(saved: Saved, one: str, other: str) -> bool:
-    """Whether two saved tensors have other bytes, by the sums of their chunks; where they are cut alike."""
+    """Tell whether two saved tensors differ, by the sums of their chunks; False where they are not cut alike."""
     cuts, sums = zip(*(_cuts_and_sums(saved.tensors[name]) for name in (one, other)), strict=True)
     return bool(cuts[0] == cuts[1] and sums[0] != sums[1])
 

@@ -1,4 +1,4 @@
-"""What a loader's samplers go by that is in no state of the loader: the epoch that `set_epoch()` gave, or chance.
+"""Save what a loader's samplers go by that is in no state of the loader: the epoch that `set_epoch()` gave, or chance.
 
 A DistributedSampler shuffles by its epoch, and so do some datasets. A script sets that before it iterates, and a loader
 that was restored has begun by then: in the order of the first epoch, unless the sampler has the epoch again before.

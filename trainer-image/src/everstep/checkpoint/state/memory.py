@@ -21,7 +21,7 @@ def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def why_not_saved(tensor: torch.Tensor) -> str | None:
-    """Why a tensor cannot be saved or restored as it is, and what to do about it; None for one that can."""
+    """Return why a tensor cannot be saved or restored as it is, and what to do about it; None for one that can."""
     if isinstance(tensor, UninitializedTensorMixin):
         return "is a parameter of a lazy module and has no shape yet: run the module once before restore() or track()"
     if tensor.is_nested:
@@ -47,7 +47,7 @@ def why_not_saved(tensor: torch.Tensor) -> str | None:
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether several elements may share one place in memory, as those of an expanded tensor do."""
+    """Tell whether several elements may share one place in memory, as those of an expanded tensor do."""
     if tensor.is_contiguous() or type(tensor) not in WHOLE or not tensor.numel():
         return False
     reach = 0

@@ -1,7 +1,7 @@
-"""What a state_dict() of torch says of modules beside their tensors, in its attribute `_metadata`: their versions.
+"""Save the versions of modules, which a state_dict() of torch keeps beside their tensors, in its attribute `_metadata`.
 
-By it load_state_dict() knows whether a module has to bring an older state up to date. Without it, it takes any state
-for one that is older than all versions. Nearly all modules are of version 1, of which nothing is saved.
+From them load_state_dict() knows whether a module has to bring an older state up to date. Without them, it takes any
+state for one that is older than all versions. Nearly all modules are of version 1, of which nothing is saved.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ def _received_buffers(ddp: DDP) -> Iterator[str]:
 
 
 def make_unwrapping(module: nn.Module) -> Callable[[str], str]:
-    """How a name within the module is called when nothing wraps it or any module inside."""
+    """Return a function that gives a name within the module as it is when nothing wraps it or any module inside."""
     inner = {name: attribute for name, each in module.named_modules() if (attribute := _find_wrapped_attribute(each))}
     if not inner:
         return lambda name: name

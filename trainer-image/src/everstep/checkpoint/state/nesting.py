@@ -1,4 +1,7 @@
-"""How deep a state may be nested: what is saved must be read back, and a reader needs a few calls for each level."""
+"""Limit how deep a state may be nested.
+
+What is saved must be read back, and a reader needs a few calls for each level.
+"""
 
 from __future__ import annotations
 

@@ -70,11 +70,14 @@ _HOW = ("foreach", "fused", "capturable", "differentiable")
 
 @dataclass
 class _ParamState:
-    """What a checkpoint has of one parameter's state: tensors by full names, with names below the parameter; by the
-    latter, values as where they are.
+    """A checkpoint's content for the state of one parameter.
 
-    `layout`: how tensors lie, by names below. `kept`: one of those that ranks keep for themselves. `is_left`: nothing
-    is taken, because ranks without an element had none.
+    Attributes:
+        layout: How tensors lie, by names below the parameter.
+        kept: The name of one of those that ranks keep for themselves, or None.
+        is_left: Nothing is taken, because ranks without an element had none.
+        tensors: The tensors by full names, each with its name below the parameter.
+        values: By names below the parameter, where each value is.
     """
 
     layout: Mapping[str, Any]
@@ -260,7 +263,7 @@ class OptimizerObject:
         return tuple(f"{names.join_segments(path[0], name_path(states[path[0]], path[1:]))}." for path in later)
 
     def _why_elsewhere(self, state: _ParamState, own: Saved, place: int) -> str | None:
-        """Why what this rank kept for itself beside a parameter is not that which belongs beside it here."""
+        """Return why what this rank kept for itself beside a parameter does not belong beside it here, or None."""
         box = own.value_or(names.join_segments(_BOX, self._names[place]), None)
         is_of_shard = self._is_own and state.tensors and (box is not None or is_dtensor(self.params[place]))
         if state.is_left or not (state.kept or is_of_shard):
@@ -305,7 +308,7 @@ class OptimizerObject:
         return torch.empty_like(param, dtype=dtype, requires_grad=False)
 
     def _is_shard(self, param: torch.Tensor, saved: StoredTensor, shape: torch.Size, below: str) -> bool:
-        """Whether a plain tensor beside a sharded parameter takes this rank's shard of a saved one."""
+        """Tell whether a plain tensor beside a sharded parameter takes this rank's shard of a saved one."""
         return (
             below != STEP
             and len(shape) > 0
@@ -403,7 +406,7 @@ class OptimizerObject:
         return [where[id(each)] for each in group["params"]]
 
     def _of_params(self, saved: Saved) -> list[_ParamState]:
-        """What the checkpoint has of each parameter's state."""
+        """Return the checkpoint's content for each parameter's state."""
         places = {name: i for i, name in enumerate(self._names)}
         found = [
             _ParamState(
@@ -449,7 +452,7 @@ def _make_fresh(saved: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _per_parameter(group: Mapping[str, Any]) -> int:
-    """How many tensors of a parameter's size an optimizer of torch keeps for it; none where its options are others."""
+    """Return how many tensors of a parameter's size an optimizer of torch keeps for it; 0 for unknown options."""
     averages = 2 if "betas" in group or "rho" in group else int("alpha" in group and "centered" in group)
     more = ("amsgrad", "momentum", "centered")
     return averages + sum(bool(group.get(each)) for each in more)

@@ -1,6 +1,6 @@
-"""How an optimizer's states are built, and what they share: beside each parameter, whoever holds it.
+"""Describe how an optimizer's states are built, and what they share: beside each parameter, whoever holds it.
 
-Not in the one description of the optimizer: the ranks of a pipeline have states of other parameters each.
+This is not part of the one description of the optimizer: the ranks of a pipeline have states of different parameters.
 """
 
 from __future__ import annotations
@@ -98,8 +98,15 @@ def sort_states(params: Collection[str], lookups: Collection[Lookup]) -> list[st
 
 @dataclass
 class ParamStructure:
-    """How a parameter's state is built, which of its places hold one object, which of these hold one with the state of
-    another parameter (with the name of that), and its number among the states where that is not the parameter's."""
+    """The structure of a parameter's state: how it is built, and what it shares.
+
+    Attributes:
+        built: How the state is built.
+        shares: The places in it that hold one object.
+        shares_with_others: Those of these places that hold one object with the state of another parameter, with the
+            name of that parameter.
+        number: Its number among the states, where that is not the parameter's.
+    """
 
     built: Any = None
     shares: list[Any] = field(default_factory=list)

@@ -93,7 +93,7 @@ def _begin_loader(loader: Any) -> None:
 
 
 def _misses_a_draw(loader: Any) -> bool:
-    """Whether a loader has put its generator back to where it shuffled, and left out the number that it drew after.
+    """Tell whether a loader has put its generator back to where it shuffled, without the number that it drew after.
 
     torchdata's does without workers, where it was given one generator for both: it draws the seed of workers, shuffles,
     and then takes its position in, which shuffles again.

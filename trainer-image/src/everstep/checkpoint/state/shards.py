@@ -1,10 +1,10 @@
-"""How an optimizer's state lies beside a sharded parameter, where that does not follow from the parameter.
+"""Describe how an optimizer's state lies beside a sharded parameter, where that does not follow from the parameter.
 
-What is sharded as its parameter is needs no word. A plain tensor with a dimension is this rank's own, and means
-something beside the same elements of the parameter only: whether it is a shard, averages of rows or blocks of quantized
-state cannot be told by its shape, which may be that of the shard by chance, on some ranks and not on others. The
-checkpoint says that ranks have such state, because the optimizer of a fresh process, which has taken no step, does not
-know.
+Nothing is recorded for what is sharded as its parameter is. A plain tensor with a dimension is this rank's own, and
+means something beside the same elements of the parameter only: whether it is a shard, averages of rows or blocks of
+quantized state cannot be told by its shape, which may be that of the shard by chance, on some ranks and not on others.
+The checkpoint says that ranks have such state, because the optimizer of a fresh process, which has taken no step, does
+not know.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def _show_placement(placement: Any) -> str:
 
 
 def _is_placement(placement: Any, name: str) -> bool:
-    """Whether a placement is of this class of torch, and of none that is derived from it."""
+    """Tell whether a placement is of this class of torch, and of none that is derived from it."""
     import torch.distributed.tensor.placement_types as known
 
     return type(placement) is getattr(known, name, None)
@@ -203,7 +203,7 @@ def _parse_placement(kind: str, *said: Any) -> Placement | None:
 
 
 def _fits_mesh(param: DTensor, placements: Sequence[Placement], place: int) -> bool:
-    """Whether a strided shard is cut by as many shards as the mesh has after it: on another mesh it means nothing."""
+    """Tell whether a strided shard is cut by as many shards as the mesh has after it; else it means nothing here."""
     here: Any = placements[place]
     if not _is_placement(here, "_StridedShard"):
         return True

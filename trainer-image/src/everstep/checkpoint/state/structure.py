@@ -1,7 +1,7 @@
-"""What an object is, and how the dictionaries of a nested state are built, as far as names do not tell.
+"""Describe what an object is, and how the dictionaries of a nested state are built, as far as names do not tell.
 
-A checkpoint has it as one value beside each object's leaves, called %kind. A reader of an older one, which has none,
-goes by the names: then dictionaries are plain ones, in the order of their names.
+A checkpoint holds the description as one value beside each object's leaves, called %kind. A reader of an older one,
+which has none, goes by the names: then dictionaries are plain ones, in the order of their names.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What ranks that hold the same leaves must agree about beside values: how objects are built, and what they share.
+"""Sum up what ranks with the same leaves must agree about beside values: how objects are built, and what they share.
 
 A checkpoint says it once for all ranks. Where one rank holds one tensor under two names and another rank two, or
-dictionaries in other orders, that would be the first rank's word for all of them.
+dictionaries in other orders, the first rank's description would be taken for all of them.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _list_structures(each: str, values: Mapping[str, Any], leaves: Sequence[str]
 
 
 def _list_states(prefix: str, params: Mapping[str, ParamStructure], leaves: Sequence[str]) -> Iterator[Statement]:
-    """What is said of each parameter's state, with as few leaves as it depends on: others may be empty here."""
+    """Yield what is said of each parameter's state, with as few leaves as it depends on: others may be empty here."""
     below: dict[str, list[str]] = defaultdict(list)
     for name in leaves:
         owner = name.removeprefix(prefix) if name.startswith(prefix) else ""
