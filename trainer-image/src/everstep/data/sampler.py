@@ -1,4 +1,4 @@
-"""Which samples each rank trains on at each step: a function of the seed and the step, and of nothing that happened."""
+"""Choose which samples each rank trains on at each step: a function of the seed and the step, not of past events."""
 
 from __future__ import annotations
 
