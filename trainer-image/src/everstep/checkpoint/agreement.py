@@ -51,7 +51,7 @@ class SaveDecision:
 
 
 class Pace:
-    """How far apart a run's steps are, in steps and in seconds."""
+    """The distance between a run's steps, in steps and in seconds."""
 
     def __init__(self) -> None:
         self._strides = deque([1], maxlen=_STRIDES)
@@ -78,7 +78,7 @@ class Pace:
         return min(self._strides)
 
     def pause(self, now: float) -> None:
-        """What came since the last tick was a save, no step."""
+        """Note that a save, not a step, took the time since the last tick."""
         if self._last is not None:
             self._last = (self._last[0], now)
 
@@ -170,7 +170,7 @@ class Agreement:
             self._board.leave(_ENDED, True)
 
     def ask_all(self, number: int, says: bool, waiting: Waiting, find_reason: Callable[[], str | None]) -> bool:
-        """Whether any rank says so; all ranks ask at the same save, and hear the same.
+        """Tell whether any rank says so; all ranks ask at the same save, and get the same answer.
 
         Args:
             number: Of the save.

@@ -1,4 +1,7 @@
-"""Which ranks have come to a call that begins with a collective: a broken connection does not say whose it was."""
+"""Record which ranks have come to a call that begins with a collective.
+
+A broken connection does not say whose it was.
+"""
 
 from __future__ import annotations
 

@@ -30,14 +30,21 @@ class AttemptTaken(CheckpointError):
 
 @dataclass(frozen=True)
 class RunIdentity:
-    """Who claims an attempt. `job`: its name, empty where none is known; `machines`: boot ids of its machines."""
+    """The identity of a run that claims an attempt.
+
+    Attributes:
+        job: The name of its job, empty where none is known.
+        machines: The boot ids of its machines.
+    """
 
     job: str
     machines: tuple[str, ...]
 
     def is_same_run(self, other: RunIdentity) -> bool:
-        """Whether both may be one run: of the same job or, where that is not known, with a machine in common. A
-        launcher that starts ranks again on the machines that are left begins no other run."""
+        """Tell whether both may be one run: of the same job or, where that is not known, with a machine in common.
+
+        A launcher that starts ranks again on the machines that are left begins no other run.
+        """
         if self.job and other.job:
             return self.job == other.job
         return bool({*self.machines} & {*other.machines})

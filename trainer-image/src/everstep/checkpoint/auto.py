@@ -1,6 +1,6 @@
-"""When a save is due: after a time, after so many steps, or where lost work and saving cost the same (Young and Daly).
+"""Decide when a save is due: after a time, after so many steps, or when lost work costs what a save does (Young, Daly).
 
-Pure: whoever asks brings the time. Seconds unless said otherwise.
+Pure: the caller passes the time. Seconds unless said otherwise.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ def estimate_mean_time_between_failures(failures: int, observed: float, prior: f
 
 @dataclass
 class Trigger:
-    """What makes a save due: any of `every` seconds, `every_steps`, or `auto`. None of them: only who asks for one."""
+    """The condition on which a save is due: any of `every` seconds, `every_steps`, or `auto`.
+
+    With none of them, saves are taken on request only.
+    """
 
     every: float | None = None
     every_steps: int | None = None
@@ -89,7 +92,7 @@ class Trigger:
         self._steps_since = step
 
     def due(self, step: int, now: float) -> bool:
-        """Whether a save is to be taken at this step."""
+        """Tell whether a save is to be taken at this step."""
         if math.isnan(self._since):
             self.start(step - 1, now)
         self._steps_since = min(self._steps_since, step - 1)  # after steps that went back, or one that was void

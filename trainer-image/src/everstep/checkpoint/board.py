@@ -1,4 +1,4 @@
-"""Where ranks leave each other small messages without a collective: torch's TCPStore; a dictionary for one process."""
+"""Pass small messages between ranks without a collective: by torch's TCPStore, or by a dictionary for one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class KVStore(Protocol):
 
     @property
     def ranks(self) -> int:
-        """How many have this board."""
+        """Return how many ranks share this store."""
         ...
 
     def leave(self, name: str, message: Any) -> None:
@@ -154,7 +154,7 @@ class SharedKVStore:
         return json.loads(zlib.decompress(b"".join(map(self._store.get, pieces))) if pieces else data)
 
     def _pieces(self, full: str, data: bytes) -> list[str]:
-        """Where the message is, if it was too large for one."""
+        """Return the keys of the message's pieces, if it was too large for one; else none."""
         return [f"{full}/{i}" for i in range(int(data[1:]))] if data.startswith(_PACKED) else []
 
 

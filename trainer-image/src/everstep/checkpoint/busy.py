@@ -16,7 +16,7 @@ _DOING = "_call_that_goes_on"  # the attribute of a session: the name of a call 
 
 
 class Session(Protocol):
-    """What has methods of which one may go on at a time."""
+    """An object of whose methods one may go on at a time."""
 
     def check_call(self, call: str) -> None:
         """Raise CheckpointError where nothing may be called any more, or not from here."""

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, and whether one is good. A name promises nothing: what is read is verified."""
+"""List the checkpoints that there are, and verify one. A name promises nothing: what is read is verified."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _read_hint(store: Store) -> Key | None:
 
 
 class Readable(Protocol):
-    """Where parts of a checkpoint can be read: a store, or what stands for one."""
+    """A place where parts of a checkpoint can be read: a store, or what stands for one."""
 
     def read_into(self, name: str, offset: int, into: memoryview) -> None:
         """See Store.read_into."""

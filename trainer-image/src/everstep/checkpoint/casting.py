@@ -1,4 +1,4 @@
-"""Which types of numbers may become which others on their way out of a checkpoint."""
+"""Decide which types of numbers may become which others on their way out of a checkpoint."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Cast: TypeAlias = bool | torch.dtype | Mapping[torch.dtype, torch.dtype] | None
 
 
 def _keeps_meaning(one: torch.dtype, other: torch.dtype) -> bool:
-    """Whether a cast keeps what the numbers mean: no fraction is cut off, and nothing becomes a truth value."""
+    """Tell whether a cast keeps what the numbers mean: no fraction is cut off, and nothing becomes a truth value."""
     kinds = [(each.is_floating_point, each.is_complex, each is torch.bool) for each in (one, other)]
     return kinds[0] == kinds[1]
 
@@ -25,7 +25,7 @@ class Casts:
     cast: Cast = None
 
     def allows(self, saved: torch.dtype, here: torch.dtype) -> bool:
-        """Whether a saved tensor may be cast into one of another type."""
+        """Tell whether a saved tensor may be cast into one of another type."""
         if self.cast is True:
             return _keeps_meaning(saved, here)
         return self.cast not in (None, False) and self.result(saved) is here

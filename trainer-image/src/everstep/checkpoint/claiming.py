@@ -33,10 +33,12 @@ _log = logging.getLogger("everstep.checkpoint")
 
 @dataclass(frozen=True)
 class LastSeen:
-    """What a session knew of its store when it restored, or found it empty.
+    """The state of its store as a session knew it when it restored, or found it empty.
 
-    `newest`: the greatest checkpoint, also one that was not chosen, or that the writer of a run which was over had not
-    stored yet. `restored`: the one that training goes on from.
+    Attributes:
+        newest: The greatest checkpoint, also one that was not chosen, or that the writer of a run which was over had
+            not stored yet.
+        restored: The one that training goes on from.
     """
 
     newest: Key | None
@@ -180,7 +182,7 @@ def check_is_empty(store: Store, keep_last: int) -> None:
 
 
 def read_history(store: Store) -> tuple[int, float]:
-    """How often this run has failed so far, and in how many seconds: its attempts, since its first checkpoint."""
+    """Return how often this run has failed so far, by its attempts, and the seconds since its first checkpoint."""
     entries = list(store.list(MANIFESTS))
     if not entries:
         return 0, 0.0

@@ -18,7 +18,11 @@ _LOST = -1  # instead of a length: what follows are the ranks that were lost
 
 
 def gather_objects(mine: T, group: dist.ProcessGroup | None) -> list[T]:
-    """What each rank gave, in their order; only ours without a group. RankLost."""
+    """Return the objects that all ranks passed, in the order of ranks; without a group, only that of this rank.
+
+    Raises:
+        RankLost: A rank is lost.
+    """
     if group is None:
         return [mine]
     found: list[T] = [mine] * dist.get_world_size()
@@ -28,7 +32,11 @@ def gather_objects(mine: T, group: dist.ProcessGroup | None) -> list[T]:
 
 
 def broadcast_from_first(mine: T, group: dist.ProcessGroup | None) -> T:
-    """What rank 0 gave. RankLost."""
+    """Return the object that rank 0 passed.
+
+    Raises:
+        RankLost: A rank is lost.
+    """
     told = [mine]
     if group is not None:
         with _name_lost_ranks():

@@ -44,7 +44,11 @@ def announce_node(store: Store, node: int, manifest: Manifest) -> None:
 
 
 def is_node_announced(store: Store, node: int, manifest: Manifest) -> bool:
-    """Whether this node has said so before: then its parts stay as they are. Conflict if it said something else."""
+    """Tell whether this node has announced this manifest before: then its parts stay as they are.
+
+    Raises:
+        WriterConflict: It announced something else.
+    """
     name = manifest.key.node_name(node)
     try:
         said = store.read(name)

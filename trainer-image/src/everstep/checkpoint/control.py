@@ -1,4 +1,4 @@
-"""How a rank speaks with its node's writer: JSON lines over a Unix socket that only our user may open.
+"""Connect a rank to its node's writer: JSON lines over a Unix socket that only our user may open.
 
 A rank's line with an `id` gets one answer with the same `id`: `{"id": 1, "ok": …}` or `{"id": 1, "error": …}`. Lines
 without an `id` are reports of the writer (events.py) and come at any time. The socket lies in a directory of mode 0700,
@@ -45,7 +45,7 @@ class WriterLost(CheckpointError):
 
 @dataclass(frozen=True)
 class WriterConfig:
-    """What a writer must know of a run; every rank of a node says the same. Times in seconds."""
+    """The facts of a run that its writers need; every rank of a node gives the same. Times are in seconds."""
 
     url: str
     options: Mapping[str, Any]
@@ -140,7 +140,12 @@ class WriterLink:
         return self._calls
 
     def answer(self, number: int, timeout: float = ANSWER_TIMEOUT) -> Any:
-        """What the writer answers to tell(); answers to earlier ones are dropped. See call()."""
+        """Return the writer's answer to tell(), and drop answers to earlier ones. See call().
+
+        Args:
+            number: The number that tell() returned.
+            timeout: In seconds.
+        """
         until = time.monotonic() + timeout
         while True:
             for line in self._receive(until):
@@ -154,7 +159,11 @@ class WriterLink:
                 raise WriterLost(f"the writer did not answer in {timeout:g} s")
 
     def reports(self, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """What the writer has said by itself, waiting at most so long for something. WriterLost when it is gone."""
+        """Return the writer's reports that have come by now, after waiting at most `timeout` seconds for the first one.
+
+        Raises:
+            WriterLost: The writer is gone.
+        """
         if not self._reports:
             self._receive(time.monotonic() + timeout)
         found = list(self._reports)

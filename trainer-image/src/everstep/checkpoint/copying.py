@@ -81,7 +81,11 @@ def copy_checkpoint(
 
 
 def _is_there(target: Store, key: Key, data: bytes) -> bool:
-    """Whether the target has this very index. Conflict when it has another one."""
+    """Tell whether the target has this very index.
+
+    Raises:
+        WriterConflict: It has another one.
+    """
     with suppress(Missing):
         if target.read(key.manifest_name) == data:
             return True

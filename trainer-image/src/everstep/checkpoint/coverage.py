@@ -1,4 +1,4 @@
-"""Whether boxes cover a tensor, each element once; and how boxes that lie side by side become one. Pure.
+"""Check that boxes cover a tensor, each element once, and join boxes that lie side by side into one. Pure.
 
 A box is flat, as in an index: its offsets, then its sizes, one number for each dimension.
 """
@@ -79,7 +79,7 @@ def overlaps_region(box: FlatBox, region: Region) -> bool:
 
 
 def _are_slices(shape: tuple[int, ...], boxes: Sequence[FlatBox]) -> bool:
-    """Whether the boxes are one slice of the first dimension after another, from its beginning to its end."""
+    """Tell whether the boxes are one slice of the first dimension after another, from its beginning to its end."""
     if not shape:
         return len(boxes) == 1
     count, zeros, others = len(shape), (0,) * (len(shape) - 1), shape[1:]

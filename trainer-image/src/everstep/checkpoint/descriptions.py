@@ -12,8 +12,11 @@ _RANK = "rank"
 
 
 def is_description(name: str) -> bool:
-    """Whether a value describes an object. Ranks that hold the same leaves have the same (see state/structure_sums.py);
-    of those that hold others, as the stages of a pipeline, anyone's will do."""
+    """Tell whether a value describes an object.
+
+    Ranks that hold the same leaves have the same descriptions (see state/structure_sums.py); of those that hold others,
+    as the stages of a pipeline, anyone's will do.
+    """
     return name == KIND or name.endswith(f".{KIND}")
 
 

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, whatever their sharding: names, shapes, types, elements, plain values."""
+"""Find what differs between two checkpoints, whatever their sharding: names, shapes, types, elements, plain values."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _describe_elements(tensor: StoredTensor, ours: npt.NDArray[np.uint8], theirs
 
 
 def _to_numbers(dtype: str, data: npt.NDArray[np.uint8]) -> npt.NDArray[Any] | None:
-    """As numbers that can be subtracted; None for types that numpy does not know."""
+    """Return the bytes as numbers that can be subtracted; None for types that numpy does not know."""
     flat = np.ascontiguousarray(data).reshape(-1)
     if dtype == "bfloat16":
         return (flat.view("<u2").astype("<u4") << 16).view("<f4").astype(np.float64)

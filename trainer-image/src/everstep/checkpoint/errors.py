@@ -1,4 +1,4 @@
-"""What can be wrong with a checkpoint or its store; every error says where and why."""
+"""Define the errors of a checkpoint or its store; every error says where and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run is told about its checkpoints, and what it can ask for: events and figures."""
+"""Define the events and the figures that tell a run about its checkpoints."""
 
 from __future__ import annotations
 
@@ -72,7 +72,10 @@ class Metrics:
 
 
 class Events:
-    """Who listens to what. Every event is logged too; a callback that raises ends no training."""
+    """The callbacks that are registered for each event.
+
+    Every event is logged too; a callback that raises ends no training.
+    """
 
     def __init__(self) -> None:
         self._callbacks: dict[str, list[Callback]] = {name: [] for name in EVENTS}

@@ -1,4 +1,4 @@
-"""Which attempt an agent has given us, and whether it may still publish."""
+"""Read which attempt an agent has given us, and whether it may still publish."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def get_given_attempt(environment: Mapping[str, str] = os.environ) -> Attempt | 
 
 
 def explain_fence(attempt: Attempt, path: Path = FENCE) -> str | None:
-    """Why nothing of this attempt may be committed now; None when it may, or when there is no agent to say so."""
+    """Return why nothing of this attempt may be committed now; None when it may, or when there is no agent to ask."""
     try:
         said = json.loads(path.read_bytes())
         allowed = Attempt(int(said["epoch"]), int(said["generation"]))

@@ -42,7 +42,7 @@ class Filling(Generic[C]):
             raise CheckpointError(f"{key} was given up: {self._void[key]}")
 
     def waits_for_others(self, local: int) -> bool:
-        """Whether this local rank is done with a save that others are still to fill."""
+        """Tell whether this local rank is done with a save that others are still to fill."""
         return any(local in save.done for save in self._saves.values())
 
     def fill(self, key: Key, local: int, count: int) -> bool:

@@ -51,19 +51,26 @@ class File:
 
 @dataclass(frozen=True)
 class Contents:
-    """What is in a folder, in the order of names; `empty` folders have no other trace. Equal: nobody wrote anything."""
+    """The contents of a folder, in the order of names; `empty` folders have no other trace.
+
+    Two that are equal mean that nobody wrote anything in between.
+    """
 
     files: tuple[File, ...]
     empty: tuple[str, ...] = ()
 
     @property
     def changed(self) -> int:
-        """When a file was last written to, in nanoseconds since 1970; 0 where there is none."""
+        """Return when a file was last written to, in nanoseconds since 1970; 0 where there is none."""
         return max((file.modified for file in self.files), default=0)
 
     @classmethod
     def of(cls, folder: Path) -> Contents:
-        """As it is now; links to files count as what they lead to. CheckpointError for anything that is no file."""
+        """Return the contents of a folder as it is now; links to files count as what they lead to.
+
+        Raises:
+            CheckpointError: Something in it is neither a file nor a folder.
+        """
         files: list[File] = []
         empty: list[str] = []
         for root, folders, names in os.walk(folder, onerror=_raise_error):
@@ -82,7 +89,12 @@ class Contents:
 
     @classmethod
     def in_manifest(cls, manifest: Manifest) -> Contents:
-        """What was saved; NoFolder, Damaged."""
+        """Return the contents that were saved.
+
+        Raises:
+            NoFolder: The checkpoint holds no folder.
+            Damaged: The checkpoint does not say how its files lay.
+        """
         if VALUE not in manifest.values:
             raise NoFolder(f"{manifest.key} holds no folder: load it with everstep.checkpointer(…).restore()")
         try:

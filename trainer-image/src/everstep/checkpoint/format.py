@@ -128,7 +128,7 @@ def align_offset(offset: int) -> int:
 
 
 def chunk_lengths(size: int) -> list[int]:
-    """How `size` bytes of a shard are cut: whole chunks and a rest."""
+    """Return the lengths of the chunks into which `size` bytes of a shard are cut: whole chunks and a rest."""
     return [min(CHUNK, size - start) for start in range(0, size, CHUNK)]
 
 

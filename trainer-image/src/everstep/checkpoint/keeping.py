@@ -156,7 +156,7 @@ class Keeper:
         return manifest
 
     def _is_over(self, key: Key, config: WriterConfig) -> bool:
-        """Whether it was committed; or so was a greater one of its attempt, and retention may have removed it."""
+        """Tell whether it was committed; or so was a greater one of its attempt, and retention may have removed it."""
         return any(other >= key for other in list_candidates(self._at(config)) if other.attempt <= key.attempt)
 
     def _commit(self, save: Save) -> int:

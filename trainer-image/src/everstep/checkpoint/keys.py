@@ -1,4 +1,4 @@
-"""How a checkpoint is named: by the attempt that wrote it and its step, so that names sort as they are chosen."""
+"""Name a checkpoint by the attempt that wrote it and its step, so that names sort as they are chosen."""
 
 from __future__ import annotations
 
@@ -150,5 +150,5 @@ class Key:
         return f"{VERIFIED}{self}/"
 
     def mark_name(self, node_manifest_name: str) -> str:
-        """That what this node manifest names was read back and found good."""
+        """Return the name of the mark which says that what this node manifest names was read back and found good."""
         return f"{self.mark_prefix}{node_manifest_name.rpartition('/')[2].removesuffix('.json')}"

@@ -24,7 +24,7 @@ _FAST = 1  # zlib: most numbers are zeros, and a better compression takes longer
 
 
 class Ownership(IntEnum):
-    """Who writes a tensor of a rank."""
+    """The rule for who writes a tensor of a rank."""
 
     SHARED = 0  # one of the ranks that hold the same box
     OWN = 1  # this rank, and nobody else has it

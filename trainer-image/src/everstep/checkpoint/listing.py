@@ -1,4 +1,4 @@
-"""Which checkpoints a store has, what users noted about them, and which of them is the best. No torch."""
+"""List the checkpoints of a store, what users noted about them, and which of them is the best. No torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which processes of this machine are alive: a process id alone is given to another process sooner or later."""
+"""Tell which processes of this machine are alive: a process id alone is given to another process sooner or later."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ class ProcessIdentity:
 
     @property
     def is_alive(self) -> bool:
-        """Whether it runs still; a process that cannot be seen is taken for alive as long as its connection is open."""
+        """Tell whether it still runs.
+
+        A process that cannot be seen is taken for alive as long as its connection is open.
+        """
         if not self.pid:
             return True
         found = _read_stat(self.pid)

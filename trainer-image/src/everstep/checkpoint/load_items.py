@@ -1,4 +1,4 @@
-"""Which saved bytes go where: a box of a saved shard, and the tensor of ours that it fills."""
+"""Map saved bytes to where they go: a box of a saved shard, and the tensor of ours that it fills."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from everstep.checkpoint.placing import ShardBox, read_whole
 
 @dataclass(frozen=True)
 class ShardPlace:
-    """Where a saved shard lies, as one piece of a part."""
+    """The place where a saved shard lies, as one piece of a part."""
 
     part: int
     offset: int
@@ -54,7 +54,16 @@ class LoadItem:
 
 
 def find_shard(name: str, tensor: StoredTensor, index: int) -> ShardPlace:
-    """Where a shard of the tensor of this name lies. Damaged when it is not in one piece."""
+    """Return where a shard of the tensor of this name lies.
+
+    Args:
+        name: The tensor's name, for the error.
+        tensor: The tensor as the manifest describes it.
+        index: The shard's place in `tensor.shards`.
+
+    Raises:
+        Damaged: It is not in one piece.
+    """
     shard = tensor.shards[index]
     first = shard.chunks[0]
     end = first.offset

@@ -71,7 +71,7 @@ class LoadingRanks:
 
     @property
     def are_several(self) -> bool:
-        """Whether there are others that load with this one."""
+        """Tell whether there are others that load with this one."""
         return len(self._ranks) > 1
 
     def check_options(self, options: RestoreOptions) -> None:

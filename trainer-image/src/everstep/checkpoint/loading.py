@@ -37,12 +37,15 @@ _GIVEN = 1 << 16  # bytes from which a new tensor stays where it was read: a sma
 
 
 class Loading:
-    """What this rank wants of a checkpoint. Making one touches no object; apply() does.
+    """The tensors and values that this rank wants of a checkpoint. Making one touches no object; apply() does.
 
-    `problems`: why the checkpoint does not fit the objects. `wanted`: names of the tensors that this rank takes.
-    `missing`: names that are here and not in the checkpoint, which are no problems unless the restore is strict.
-    `left`: names of objects that stay as they are, because they are each rank's own and the number of ranks is another.
-    `defaults`, after apply(): keys of dictionaries that kept their values, because the checkpoint does not have them.
+    Attributes:
+        problems: Why the checkpoint does not fit the objects.
+        wanted: Names of the tensors that this rank takes.
+        missing: Names that are here and not in the checkpoint, which are no problems unless the restore is strict.
+        left: Names of objects that stay as they are, because they are each rank's own and the number of ranks is
+            another.
+        defaults: After apply(), keys of dictionaries that kept their values, because the checkpoint does not have them.
     """
 
     def __init__(
@@ -126,7 +129,7 @@ class Loading:
         return reads
 
     def _is_direct(self, item: LoadItem, tensor: StoredTensor) -> bool:
-        """Whether the bytes can be read right into the target, once that has memory."""
+        """Tell whether the bytes can be read right into the target, once that has memory."""
         if item.target.is_meta:
             return True
         return item.reads_into(tensor, item.target) is not None
@@ -345,7 +348,7 @@ def plan_resharded_reads(tensors: Mapping[str, torch.Tensor], manifest: Manifest
 
 
 def _iterate_batches(items: Sequence[LoadItem]) -> Iterator[list[LoadItem]]:
-    """As many as are copied in a moment: between two of them this rank says that it is alive."""
+    """Yield as many items at a time as are copied in a moment: between two batches this rank says that it is alive."""
     batch: list[LoadItem] = []
     elements = 0
     for item in items:
@@ -359,7 +362,7 @@ def _iterate_batches(items: Sequence[LoadItem]) -> Iterator[list[LoadItem]]:
 
 
 def make_metadata(manifest: Manifest, names: Iterable[str]) -> Metadata:
-    """What torch's planners need to know about these tensors of a checkpoint."""
+    """Return what torch's planners need to know about these tensors of a checkpoint."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     return Metadata({name: _make_tensor_metadata(manifest.tensors[name]) for name in names})

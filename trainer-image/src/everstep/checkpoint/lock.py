@@ -21,8 +21,10 @@ class DirectoryLock:
 
     @property
     def is_valid(self) -> bool:
-        """Whether the directory is still the one that was locked: somebody may have removed it, and another process
-        may have made it anew."""
+        """Tell whether the directory is still the one that was locked.
+
+        Somebody may have removed it, and another process may have made it anew.
+        """
         try:
             return os.path.samestat(os.fstat(self._file.fileno()), self._path.stat())
         except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Which ranks a node's writer serves: who is connected, who is alive, and whether a run may have the node.
+"""Track the ranks that a node's writer serves: who is connected, who is alive, and whether a run may have the node.
 
 A node belongs to one run. Another one, or a second process with the place of a rank, takes it over only when nobody of
 the first is alive: two that save into the same slots would destroy each other's checkpoints.
@@ -44,12 +44,12 @@ class Membership:
         self._coming: dict[asyncio.StreamWriter, tuple[WriterConfig, int]] = {}  # wait to take part; their process ids
 
     def is_of_run(self, run: WriterConfig) -> bool:
-        """Whether the run that has the node is this one."""
+        """Tell whether the run that has the node is this one."""
         return self.config is not None and identify_run(run) == identify_run(self.config)
 
     @property
     def has_ended_well(self) -> bool:
-        """Whether all ranks of the run said goodbye, and no connection is left."""
+        """Tell whether all ranks of the run said goodbye, and no connection is left."""
         return self.config is not None and not self.connected and self.gone >= set(range(len(self.config.ranks)))
 
     async def wait_for_place(self, connection: asyncio.StreamWriter, config: WriterConfig, local: int) -> None:
@@ -97,7 +97,7 @@ class Membership:
         self.gone.discard(local)
 
     def is_new_process(self, connection: asyncio.StreamWriter, local: int) -> bool:
-        """Whether another process, or none, has come as this local rank before."""
+        """Tell whether another process, or none, has come as this local rank before."""
         return self._processes.get(local) != identify_process(connection)
 
     def find_earlier_connection(self, connection: asyncio.StreamWriter, local: int) -> asyncio.StreamWriter | None:

@@ -1,4 +1,4 @@
-"""Where the ranks of a node put what comes from afar while they restore it: one copy for all of them.
+"""Keep what comes from afar while the ranks of a node restore it: one copy for all of them.
 
 What lies in files of this machine is not brought here but read twice (part_files.py). For each part from afar that the
 node needs there is a file of memory, with the same offsets as in the store and holes where nobody needs anything. A
@@ -39,7 +39,11 @@ class NodeCache:
         self._messages: dict[str, bytes] = {}
 
     def create(self) -> None:
-        """By one rank of the node, before the others look: removes what dead restores left, and makes the folder."""
+        """Make the folder, and remove what dead restores left. One rank of the node calls it, before the others look.
+
+        Raises:
+            CheckpointError: The folder cannot be locked.
+        """
         if not self._shared:
             return
         until = time.monotonic() + _SECONDS
@@ -57,7 +61,10 @@ class NodeCache:
                 os.close(lock)
 
     def remove(self) -> None:
-        """By one rank, when none needs it any more; what is mapped stays until it is dropped."""
+        """Remove the folder; what is mapped stays until it is dropped.
+
+        One rank calls it, when none needs the folder any more.
+        """
         if self._shared:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._lock is not None:
@@ -73,7 +80,7 @@ class NodeCache:
             self._messages[name] = data
 
     def message(self, name: str) -> bytes:
-        """What was left under this name."""
+        """Return what was left under this name."""
         return (self._folder / name).read_bytes() if self._shared else self._messages[name]
 
     def check_room(self, need: int) -> None:
@@ -89,11 +96,15 @@ class NodeCache:
         return self._parts[number]
 
     def gives(self, number: int) -> bool:
-        """Whether tensors may stay in the memory of this part: it is this rank's own, and nobody else's."""
+        """Tell whether tensors may stay in the memory of this part: it is this rank's own, and nobody else's."""
         return not self._shared
 
     def keep(self, ranges: Mapping[int, Sequence[tuple[int, int]]]) -> None:
-        """Of parts in which (offset, length) stay in use, the system gets the other pages back."""
+        """Give pages of parts back to the system, other than those that stay in use.
+
+        Args:
+            ranges: For each part by its number, the ranges (offset, length) in bytes that stay in use.
+        """
         for number, kept in ranges.items():
             pages, at = self._parts[number].obj, 0
             assert isinstance(pages, mmap.mmap)
@@ -157,7 +168,10 @@ def _map_private_memory(size: int) -> mmap.mmap:
 
 
 def list_read_units(chunks: Sequence[Chunk], manifest: Manifest) -> list[Chunk]:
-    """What is read and verified for these chunks (in the order of the files): they, and the header of each part."""
+    """List what is read and verified for these chunks: they, and the header of each part.
+
+    The chunks are in the order of the files.
+    """
     found: list[Chunk] = []
     for chunk in chunks:
         if not found or found[-1].part != chunk.part:
@@ -167,8 +181,10 @@ def list_read_units(chunks: Sequence[Chunk], manifest: Manifest) -> list[Chunk]:
 
 
 def iterate_runs(units: Sequence[Chunk]) -> Iterator[list[Chunk]]:
-    """What one thread reads or verifies at a time: units of one part with nothing but padding between them, up to the
-    bytes of the largest chunk."""
+    """Yield what one thread reads or verifies at a time.
+
+    That is units of one part with nothing but padding between them, up to the bytes of the largest chunk.
+    """
     run: list[Chunk] = []
     for unit in units:
         if run and not (

@@ -1,4 +1,4 @@
-"""Which node manifests of a checkpoint this node needs, and how its ranks read them: each once, shared by all of them.
+"""Read the node manifests of a checkpoint that this node needs: each once, shared by all its ranks.
 
 The index says which node holds which boxes. A rank of a model that is sharded needs the manifests of one node or a few,
 however many there are.
@@ -38,10 +38,13 @@ class NodeManifests:
         self._index: CheckpointIndex | None = None
 
     def fetch_index(self) -> None:
-        """By the node's leader: read the index, and the only node manifest where there is but one.
+        """Read the index, and the only node manifest where there is but one. The node's leader calls it.
 
         Raises:
-            Damaged: It does not hold. Missing, UnknownFormat, StoreError.
+            Damaged: It does not hold.
+            Missing: There is none.
+            UnknownFormat: It is in a format that this version does not know.
+            StoreError: The store cannot be read.
         """
         data = self._read(self._key.manifest_name)
         index = self._index = parse_index(self._key, data)
@@ -111,7 +114,7 @@ def wanted_nodes(
 
 
 def _list_regions(target: torch.Tensor) -> list[Region] | None:
-    """Which of a tensor's elements are here; None for all of them, or where that is not known."""
+    """List which of a tensor's elements are here, as regions; None for all of them, or where that is not known."""
     if not is_dtensor(target):
         return None
     from torch.distributed.tensor import Replicate, Shard

@@ -1,4 +1,4 @@
-"""How the saves of a session end: what the node's writer reports, and what rank 0 tells the others about it."""
+"""Follow how the saves of a session end: what the node's writer reports, and what rank 0 tells the others about it."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class SaveOutcomes:
             self.end(number, {"failed": note["why"]})
 
     def is_last_stored_now(self) -> bool:
-        """Whether the last save is in the store though it had failed: its writer goes on trying."""
+        """Tell whether the last save is in the store though it had failed: its writer goes on trying."""
         with contextlib.suppress(CheckpointError):
             return self.last is not None and self._is_in_store(self.last)
         return False

@@ -92,11 +92,11 @@ class PartFiles:
         return self._store is not None and self._manifest.parts[number].name not in self._elsewhere
 
     def tier(self, number: int) -> str:
-        """Where this part lies."""
+        """Return the tier that this part lies in: memory or store."""
         return MEMORY if number in self._slots else STORE
 
     def is_verified(self, number: int) -> bool:
-        """Whether the writer has read all of the part since it was filled."""
+        """Tell whether the writer has read all of the part since it was filled."""
         return number in self._marked
 
     def distrust(self) -> None:

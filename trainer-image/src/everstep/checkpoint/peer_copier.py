@@ -38,7 +38,7 @@ class Copier:
 
     @property
     def busy(self) -> bool:
-        """Whether a copy is on its way or waits."""
+        """Tell whether a copy is on its way or waits."""
         with self._changed:
             return self._sending or self._next is not None
 

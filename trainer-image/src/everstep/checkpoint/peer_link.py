@@ -1,8 +1,8 @@
-"""How writers, and ranks that restore, speak over TCP: who knows the run's secret is heard, nobody else.
+"""Connect writers, and ranks that restore, over TCP: a peer without the run's secret is rejected.
 
 A connection begins with a challenge from each end, answered by HMAC-SHA256 under the secret; the secret itself is never
 sent. After that: messages, each one line of JSON behind its length in four bytes, and raw bytes where a message says
-so. What is authenticated is who connects, not each byte: bytes are checked against the manifest's sums, as everywhere.
+so. The peer is authenticated, not each byte: bytes are checked against the manifest's sums, as everywhere.
 """
 
 from __future__ import annotations
@@ -106,7 +106,11 @@ class PeerLink:
         return self.answer()
 
     def answer(self) -> Any:
-        """What the other end says to the last message."""
+        """Return what the other end says to the last message.
+
+        Raises:
+            PeerLost: It hung up, or reports an error.
+        """
         said = self.hear()
         if said is None or "error" in said:
             raise PeerLost("hung up" if said is None else str(said["error"]), self.name)
@@ -173,7 +177,10 @@ class PeerLink:
             raise self._lost(error) from error
 
     def _limit(self, seconds: float) -> None:
-        """By the kernel, in blocking calls: a piece of megabytes is then one call, however it comes in."""
+        """Set the kernel's time limit on blocking calls, in seconds.
+
+        So a piece of megabytes is one call, however it comes in.
+        """
         self._peer.settimeout(None)
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -90,5 +90,5 @@ def serve_reads(
 
 
 def get_failure_domain() -> str:
-    """What this node fails together with: EVERSTEP_FAILURE_DOMAIN (a rack, a zone), else the machine."""
+    """Return what this node fails together with: EVERSTEP_FAILURE_DOMAIN (a rack, a zone), else the machine."""
     return os.environ.get(DOMAIN_VARIABLE) or os.environ.get("EVERSTEP_NODE_NAME") or socket.gethostname()

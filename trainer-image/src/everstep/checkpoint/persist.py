@@ -34,7 +34,7 @@ class GivenUp(CheckpointError):
 
 
 class SaveProgress:
-    """What a save has done, for who watches it from another thread; `give_up` ends it at its next chunk."""
+    """The progress of a save, to be watched from another thread; `give_up` ends the save at its next chunk."""
 
     def __init__(self) -> None:
         self.at = time.monotonic()

@@ -1,4 +1,4 @@
-"""When to save: rank 0 decides, all ranks follow, and everybody learns how it ended."""
+"""Coordinate saves: rank 0 decides when to save, all ranks follow, and all learn how each save ended."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class SaveCoordinator:
 
     @property
     def saved(self) -> bool:
-        """Whether a save was begun."""
+        """Tell whether a save was begun."""
         return self._outcomes.last is not None
 
     def go_on(self, saver: Saver, step: int | None) -> None:
@@ -179,7 +179,7 @@ class SaveCoordinator:
         return self._choose(step, ahead)
 
     def _choose(self, step: int, ahead: int) -> SaveDecision:
-        """What happens at the boundary that is reached with this step."""
+        """Decide what happens at the boundary that is reached with this step."""
         now = time.monotonic()
         self._outcomes.poll(0.0)
         self._read_notes()
@@ -246,8 +246,10 @@ class SaveCoordinator:
         )
 
     def _is_new(self, step: int) -> bool:
-        """Whether nothing was saved under this step or a later one; the same on all ranks. A second save under one key
-        would void the first."""
+        """Tell whether nothing was saved under this step or a later one; the same on all ranks.
+
+        A second save under one key would void the first.
+        """
         return self._outcomes.last is None or step > self._outcomes.last.step
 
     def _tell_not_new(self, step: int) -> None:
@@ -284,7 +286,7 @@ class SaveCoordinator:
             self._read_notes()
 
     def _read_notes(self) -> None:
-        """What other ranks have to say."""
+        """Read the notes of other ranks."""
         looked, self._looked = self._looked, time.monotonic()
         there = self.board.count("notes")
         while self._notes < there:

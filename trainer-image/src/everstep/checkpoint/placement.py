@@ -1,4 +1,4 @@
-"""Which node keeps the copy of which: a pure function over nodes and their failure domains."""
+"""Choose which node keeps the copy of which: a pure function over nodes and their failure domains."""
 
 from __future__ import annotations
 

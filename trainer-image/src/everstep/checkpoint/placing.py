@@ -1,4 +1,4 @@
-"""Where the bytes of a saved box go: right into a tensor of ours, or through memory from which torch copies them on."""
+"""Place the bytes of a saved box: right into a tensor of ours, or through memory from which torch copies them on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ShardBox:
 
     @property
     def in_one_piece(self) -> bool:
-        """Whether nothing but the box lies between its first byte and its last."""
+        """Tell whether nothing but the box lies between its first byte and its last."""
         return self.stop - self.start == prod(self.lengths) * self._size
 
     def chunks(self) -> list[tuple[Chunk, int]]:
@@ -114,7 +114,7 @@ class Memory:
 
 
 def host_address(tensor: torch.Tensor) -> int:
-    """Where its bytes lie in main memory one after the other; 0 where they do not, and for a wrapper."""
+    """Return the address in main memory where its bytes lie in one piece; 0 where they do not, and for a wrapper."""
     return tensor.data_ptr() if has_plain_memory(tensor) else 0
 
 

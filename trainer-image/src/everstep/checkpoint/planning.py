@@ -1,7 +1,7 @@
-"""Which rank writes what: agreed once by all ranks through rank 0, and kept until the state has another layout.
+"""Plan which rank writes what: agreed once by all ranks through rank 0, and kept until the state has another layout.
 
 Replicas are written once, by one of the ranks that have them, and are compared first: what is called the same must be
-the same. The messages and the sums are those of plan_coordinator.py and sharing.py; here is what needs torch.
+the same. The messages and the sums are those of plan_coordinator.py and sharing.py; this module holds what needs torch.
 """
 
 from __future__ import annotations

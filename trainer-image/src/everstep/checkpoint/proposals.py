@@ -1,4 +1,4 @@
-"""Which checkpoint all ranks try next: the greatest that the store or the nodes may have, minus those that are bad."""
+"""Choose which checkpoint all ranks try next: the greatest that the store or the nodes may have and that is not bad."""
 
 from __future__ import annotations
 
@@ -38,11 +38,21 @@ def make_proposal(
     claimed: Attempt | None = None,
     while_waiting: Callable[[], None] = lambda: None,
 ) -> dict[str, Any] | None:
-    """What this rank offers: the shares of checkpoints in its node's memory, its own and copies of others', told by
-    one rank of each node. Nothing where a live run has the slots: who reads one keeps that run from filling it; nor
-    where they are another user's.
+    """Return the shares of checkpoints that this rank offers: in its node's memory, its own and copies of others'.
 
-    `run`: see peer_server.held(). `given`, `claimed`, `while_waiting`: see control.is_occupied().
+    One rank of each node tells them. There are none where a live run has the slots, because a process that reads a slot
+    keeps that run from filling it; nor where the slots are another user's.
+
+    Args:
+        memory: The slots' directory.
+        topology: This rank's place among the ranks.
+        run: See peer_server.iterate_held_slots().
+        given: See control.is_occupied().
+        claimed: See control.is_occupied().
+        while_waiting: See control.is_occupied().
+
+    Returns:
+        The offer as a message; None when this rank offers nothing.
     """
     if topology.local != 0 or not is_own(memory):
         return None
@@ -73,13 +83,18 @@ Shares = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
 
 @dataclass(frozen=True)
 class Proposal:
-    """What all ranks try: nothing when `key` is None. `tier`: "memory" also means the memory of other nodes.
+    """The checkpoint that all ranks try next.
 
-    `shares`: by the number of the node that saved it, the ranks whose parts are in a share and the nodes of this run
-    that hold it. `complete`: they are all held, so that the store is not needed. `rejected`: newer checkpoints that are
-    bad, with the reason. `steps`: when there is nothing to try, the steps that there are. `newest`: the greatest
-    checkpoint that there is, or that the writer of a run which is over may still store, good or not, whatever was asked
-    for.
+    Attributes:
+        key: The checkpoint; None when there is nothing to try.
+        tier: "memory" also means the memory of other nodes.
+        shares: By the number of the node that saved it, the ranks whose parts are in a share and the nodes of this run
+            that hold it.
+        complete: All shares are held, so that the store is not needed.
+        rejected: Newer checkpoints that are bad, with the reason.
+        steps: When there is nothing to try, the steps that there are.
+        newest: The greatest checkpoint that there is, or that the writer of a run which is over may still store, good
+            or not, whatever was asked for.
     """
 
     key: str | None
@@ -171,13 +186,19 @@ class Proposals:
             self._lease = None
 
     def _serves(self, shares: Shares) -> bool:
-        """Whether every node gets at every share without the store."""
+        """Tell whether every node gets at every share without the store."""
         return all(len(nodes) >= (1 if self._reach else self._nodes) for _, nodes in shares)
 
     def _committed(
         self, newest: Key | None, complete: Collection[Key], offers: Sequence[dict[str, Any] | None]
     ) -> set[Key]:
-        """What the store has; nothing when it cannot be asked and `newest`, the greatest in memory, must do."""
+        """Return the keys that the store has.
+
+        The set is empty when the store cannot be asked and `newest`, the greatest in memory, must do.
+
+        Raises:
+            StoreError: It cannot be asked, and `newest` will not do.
+        """
         try:
             return set(Retry(tries=5, first=0.5, longest=5.0)(lambda: list_candidates(self._store)))
         except StoreError as error:
@@ -188,7 +209,7 @@ class Proposals:
             return set()
 
     def _must_be_newest(self, key: Key, offers: Sequence[dict[str, Any] | None]) -> bool:
-        """Whether nothing newer than what is the greatest in memory can be committed, as far as nodes can tell.
+        """Tell whether nothing newer than the greatest key in memory can be committed, as far as nodes can tell.
 
         No attempt lies between its and ours. And had its attempt committed a greater one, the slots of every node would
         have been whole then; a node's newest slot that is whole is only ever given up for a newer one.
@@ -207,7 +228,7 @@ class Proposals:
 
 
 def _list_held_shares(offers: Sequence[dict[str, Any] | None]) -> dict[Key, Shares]:
-    """What nodes hold of each checkpoint."""
+    """Return the shares of each checkpoint that nodes hold."""
     found: dict[Key, dict[int, tuple[list[int], list[int]]]] = defaultdict(dict)
     counts: dict[Key, int] = {}
     for offer in filter(None, offers):

@@ -73,7 +73,7 @@ class Publisher:
                     self._published[path] = contents
 
     def _is_known(self, path: Path, contents: Contents, newest: Manifest) -> bool:
-        """Whether a folder that was there before this publisher is published, or is not to be any more.
+        """Tell whether a folder that was there before this publisher is published, or is not to be any more.
 
         What is older than what was published last, and of no greater step, would become the newest by being published
         now. It may have been published and removed since; where it is not in the store, that is told.

@@ -70,14 +70,21 @@ class NoGoodCheckpoint(CheckpointError):
 
 @dataclass(frozen=True)
 class Restored:
-    """What was loaded. `step` is 0 and `key` None for a fresh start.
+    """The result of a restore.
 
-    `tier`: "memory", "peer" (other nodes' memory) or "store", the farthest that bytes came from. `fell_back`: newer
-    checkpoints that are bad, with the reason. `left`: names of objects that each rank has its own state of, saved by
-    another number of ranks. `kept`: keys of dictionaries that the checkpoint does not have, which keep the values that
-    they had. `values`: plain values that were given, by name, as they are now. `bytes` were read and
-    verified by this rank, in `seconds`, the whole restore's. With strict=False `missing` are names that are here and
-    not in the checkpoint, and `unexpected` those that are only there. `metadata`: as it was given to save().
+    Attributes:
+        step: The step that was restored; 0 for a fresh start.
+        key: Its checkpoint; None for a fresh start.
+        tier: "memory", "peer" (other nodes' memory) or "store", the farthest that bytes came from.
+        fell_back: Newer checkpoints that are bad, with the reason.
+        left: Names of objects that each rank has its own state of, saved by another number of ranks.
+        kept: Keys of dictionaries that the checkpoint does not have, which keep the values that they had.
+        values: Plain values that were given, by name, as they are now.
+        bytes: How many bytes this rank read and verified.
+        seconds: How long the whole restore took.
+        missing: With strict=False, names that are here and not in the checkpoint.
+        unexpected: With strict=False, names that are only in the checkpoint.
+        metadata: As it was given to save().
     """
 
     step: int = 0
@@ -257,7 +264,7 @@ class Restorer:
         return name
 
     def _offers(self, proposal: Proposal) -> bool:
-        """Whether this node's own memory is used: what a live run has there is not even locked."""
+        """Tell whether this node's own memory is used: what a live run has there is not even locked."""
         return any(self._topology.node in nodes for _, nodes in proposal.shares)
 
     @property
@@ -307,7 +314,11 @@ class Restorer:
     def _plan(
         self, manifest: Manifest, chunks: Chunks, files: PartFiles, cache: NodeCache, stack: contextlib.ExitStack
     ) -> Loading:
-        """What this rank needs; StateMismatch on all ranks if it does not fit the objects of any."""
+        """Plan what this rank needs.
+
+        Raises:
+            StateMismatch: On all ranks, if the checkpoint does not fit the objects of any rank.
+        """
         topology = self._topology
 
         def plan() -> Loading:
@@ -426,7 +437,7 @@ class Restorer:
 
 
 def _iterate_own_slots(memory: Path, key: Key, run: str | None) -> Iterator[tuple[Claim, Manifest]]:
-    """What this node's memory holds of a checkpoint."""
+    """Yield what this node's memory holds of a checkpoint: a claim and a manifest for each slot."""
     for slot, manifest in iterate_held_slots(memory, run):
         claim = slot.claimed()
         if claim is not None and claim.key == manifest.key == key:

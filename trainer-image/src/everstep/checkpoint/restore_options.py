@@ -52,7 +52,7 @@ class RestoreOptions:
         }
 
     def means(self, key: Key) -> bool:
-        """Whether a checkpoint may be the one that is asked for."""
+        """Tell whether a checkpoint may be the one that is asked for."""
         return self.step is None or self.step in (key, key.step)
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and how the others go: never the newest that were verified, never one that is read."""
+"""Choose which checkpoints are kept, and remove others: never the newest that were verified, never one that is read."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def prune_verified(
 
 
 def _is_unknown(store: Store, key: Key) -> bool:
-    """Whether another version of everstep wrote this checkpoint: only that one can tell what may go."""
+    """Tell whether another version of everstep wrote this checkpoint: only that one can tell what may go."""
     try:
         read_index(store, key)
     except UnknownFormat:

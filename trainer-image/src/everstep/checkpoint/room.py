@@ -1,4 +1,4 @@
-"""How much memory a node has for slots, said before the first save: a full tmpfs would end a rank by SIGBUS later."""
+"""Check how much memory a node has for slots before the first save: a full tmpfs would end a rank by SIGBUS later."""
 
 from __future__ import annotations
 

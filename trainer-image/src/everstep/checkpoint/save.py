@@ -54,7 +54,7 @@ class WriterConnection:
 
     @property
     def port(self) -> int | None:
-        """Where other nodes reach our writer."""
+        """Return the port on which other nodes reach our writer; None without a connection."""
         return None if self._link is None else self._link.port
 
     def settle(self, config: WriterConfig, kept: tuple[int, ...]) -> None:
@@ -97,7 +97,11 @@ class WriterConnection:
             raise
 
     def reports(self, timeout: float = 0.0) -> list[dict[str, Any]]:
-        """What the writer has said by itself. WriterLost once for each loss; a new one is started by the next call."""
+        """Return the writer's reports that have come by now, after waiting at most `timeout` seconds for one.
+
+        Raises:
+            WriterLost: Once for each loss; a new writer is started by the next call.
+        """
         if self._link is None and time.monotonic() - self._tried < _AGAIN:
             time.sleep(min(timeout, 0.1))
             return []
@@ -203,7 +207,7 @@ class Saver:
 
     @property
     def bytes(self) -> int:
-        """What a save writes, by all ranks."""
+        """Return how many bytes a save writes, by all ranks."""
         return sum(self._plan.sizes) if self._plan else 0
 
     @property
@@ -323,7 +327,10 @@ class Saver:
             raise CheckpointError(f"the GPU's copy of an earlier step has not ended after {COPY_TIMEOUT:g} s")
 
     def _flat_after_copy(self, step: int) -> Flat:
-        """Where this fails while ranks plan together, the others are told: they wait for this rank there."""
+        """Flatten the state after earlier copies are finished.
+
+        Where this fails while ranks plan together, the others are told: they wait for this rank there.
+        """
         self._finish_earlier()
         return self._flat(step)
 

@@ -1,4 +1,4 @@
-"""How the saves of a node have ended, for ranks that had lost their connection to the writer when it told that."""
+"""Keep how the saves of a node have ended, for ranks that had lost their connection to the writer when it told that."""
 
 from __future__ import annotations
 

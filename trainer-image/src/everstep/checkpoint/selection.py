@@ -1,4 +1,4 @@
-"""Which checkpoint is meant, which of its names are wanted, and what they are called here. Pure."""
+"""Select which checkpoint is meant, which of its names are wanted, and what they are called here. Pure."""
 
 from __future__ import annotations
 
@@ -75,7 +75,10 @@ def is_meant(key: Key, step: int | Key | None) -> bool:
 
 
 def is_wanted(name: str, only: Only | None) -> bool:
-    """Whether a name is one of `only`: globs of whole names (`*` matches dots too), or what all of them lie below."""
+    """Tell whether a name is one of `only`.
+
+    These are globs of whole names (`*` matches dots too), or names that all wanted ones lie below. None wants all.
+    """
     if only is None:
         return True
     patterns = [only] if isinstance(only, str) else only

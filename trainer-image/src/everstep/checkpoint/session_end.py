@@ -1,4 +1,4 @@
-"""How a rank leaves a session: rank 0, which holds the board, after all others, and nobody after one that is lost."""
+"""Let a rank leave a session: rank 0, which holds the board, after all others, and nobody after one that is lost."""
 
 from __future__ import annotations
 

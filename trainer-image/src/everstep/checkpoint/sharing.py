@@ -1,4 +1,4 @@
-"""Who writes what, for all ranks at once: replicas once and spread by bytes, every element exactly once.
+"""Decide who writes what, for all ranks at once: replicas once and spread by bytes, every element exactly once.
 
 Pure: layouts in, shares out. All loops are over tensors, over groups of ranks or over rounds of a greedy assignment,
 never over ranks times tensors: 512 ranks with 2,200 tensors each have a million boxes.
@@ -211,7 +211,7 @@ def _check_cover(table: _Table, boxes: _Boxes, groups: Sequence[LayoutGroup]) ->
 
 
 def _is_in_rows(first: Ints, last: Ints, volume: Ints, numel: int) -> bool:
-    """Whether boxes, in order, are one run of elements each, and follow each other from the first to the last."""
+    """Tell whether boxes, in order, are one run of elements each, and follow each other from the first to the last."""
     follow = first[0] == 0 and last[-1] == numel - 1 and np.array_equal(first[1:], last[:-1] + 1)
     return bool(follow and np.array_equal(volume, last - first + 1))
 

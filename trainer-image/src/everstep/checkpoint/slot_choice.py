@@ -1,4 +1,4 @@
-"""Which of a node's slots the next save takes, and how long it waits for one.
+"""Choose which of a node's slots the next save takes, and how long it waits for one.
 
 With two slots the newest whole copy is kept until the one after it is whole. So a save that is due early waits: for a
 sum, for other ranks' GPUs, or for processes that restore.
@@ -51,9 +51,16 @@ def choose_slot(slots: Slots, count: int, saves: Collection[Save], filling: Fill
 def will_be_free(
     slots: Slots, saves: Collection[Save], filling: Filling[C], *, local: int, waited_seconds: float
 ) -> bool:
-    """Whether a slot is going to be given back to a save of this local rank that has waited for one so long.
+    """Tell whether a slot is going to be given back to a save of this local rank that has waited for one so long.
 
-    What the rank has not filled itself it never will: it is at a newer save.
+    A slot that the rank has not filled itself it will never fill: it is at a newer save.
+
+    Args:
+        slots: The node's slots.
+        saves: The saves that are being stored.
+        filling: The saves that ranks are filling.
+        local: The local rank.
+        waited_seconds: How long its save has waited.
     """
     if any(save.needs_slot for save in saves):  # at most for commit_timeout
         return True

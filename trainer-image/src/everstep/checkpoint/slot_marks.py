@@ -62,7 +62,7 @@ def leave_mark(slot: Slot, mark: bytes) -> None:
 
 
 def is_marked(slot: Slot, manifest: Manifest) -> bool:
-    """Whether what lies in the slot, with this node manifest, was verified since it was filled."""
+    """Tell whether what lies in the slot, with this node manifest, was verified since it was filled."""
     try:
         found = slot.path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:

@@ -57,7 +57,7 @@ READ_TIMEOUT = 10.0  # seconds that a save or a copy waits for a slot which proc
 
 
 class SlotState(enum.Enum):
-    """How far a slot is; each one implies those before it."""
+    """The stages of a slot; each one implies those before it."""
 
     EMPTY = "empty"
     FILLING = "filling"  # ranks may be writing: its bytes mean nothing
@@ -93,7 +93,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class PartRecord:
-    """What a rank says when its part of a slot is filled. `size` in bytes, header included; `values` are packed."""
+    """A rank's report that its part of a slot is filled. `size` is in bytes, header included; `values` are packed."""
 
     key: Key
     rank: int
@@ -111,7 +111,12 @@ def default_memory() -> Path:
 
 
 def default_directory(url: str, place: int) -> Path:
-    """Where the slots of a store are on a node; `place`: its number among the nodes that share the memory."""
+    """Return where the slots of a store are on a node.
+
+    Args:
+        url: The store.
+        place: The node's number among the nodes that share the memory.
+    """
     return default_memory() / f"everstep-{hashlib.sha256(url.encode()).hexdigest()[:16]}-{place}"
 
 

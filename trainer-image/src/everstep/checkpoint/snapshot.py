@@ -36,7 +36,7 @@ class Window:
 
     @property
     def is_current(self) -> bool:
-        """Whether the part is still the file that is mapped: what is copied into one that was removed nobody reads."""
+        """Tell whether the part is still the file that is mapped: nobody reads what is copied into a removed file."""
         try:
             return os.path.samestat(self._file, self._path.stat())
         except (FileNotFoundError, NotADirectoryError):
@@ -71,7 +71,7 @@ class Snapshots:
 
     @property
     def are_current(self) -> bool:
-        """Whether the parts of all slots are still those that are mapped."""
+        """Tell whether the parts of all slots are still those that are mapped."""
         return all(window.is_current for window in self._windows.values())
 
     def take(

@@ -1,4 +1,4 @@
-"""Whether each rank whose state is to be saved for all is there: see FromRank."""
+"""Check that each rank whose state is to be saved for all is there: see FromRank."""
 
 from __future__ import annotations
 

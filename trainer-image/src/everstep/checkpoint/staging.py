@@ -1,4 +1,4 @@
-"""How tensors get into a slot: by this process's own threads here, by a GPU in `device_staging`."""
+"""Copy tensors into a slot: by this process's own threads here, by a GPU in `device_staging`."""
 
 from __future__ import annotations
 
@@ -95,8 +95,10 @@ class Host:
 
 
 def _get_address(tensor: torch.Tensor) -> int:
-    """Where its bytes lie in main memory one after the other; 0 for others, and for a wrapper, which has no address:
-    torch knows how to copy them."""
+    """Return the address in main memory where its bytes lie in one piece; 0 for others, and for a wrapper.
+
+    A wrapper has no address: torch knows how to copy it.
+    """
     plain = tensor.is_cpu and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
     return tensor.data_ptr() if plain else 0
 

@@ -47,7 +47,7 @@ class Storing:
 
     @property
     def is_busy(self) -> bool:
-        """Whether anything is being stored, verified or pruned."""
+        """Tell whether anything is being stored, verified or pruned."""
         return bool(self._tasks)
 
     def start(

@@ -14,10 +14,18 @@ T = TypeVar("T")
 
 
 def run_on_all_ranks(work: Callable[[], T], group: dist.ProcessGroup | None) -> T:
-    """What `work` gives this rank; its error here, and CheckpointError with the same words where it did not fail.
+    """Run `work` on this rank and return its result, if it succeeds on all ranks.
 
-    Collective over `group` (gloo; None for one process): without it, a rank that fails at its start leaves the others
-    to wait for it in their first collective.
+    Collective over `group`: without it, a rank that fails at its start leaves the others to wait for it in their first
+    collective.
+
+    Args:
+        work: Called once on each rank.
+        group: A gloo group; None for one process.
+
+    Raises:
+        Exception: The error of `work`, where it failed here.
+        CheckpointError: With the words of the other ranks' errors, where it did not fail here.
     """
     if group is None:
         return work()

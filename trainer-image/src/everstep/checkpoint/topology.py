@@ -1,4 +1,4 @@
-"""Which ranks there are and which of them share a node."""
+"""Find which ranks there are and which of them share a node."""
 
 from __future__ import annotations
 

@@ -67,7 +67,16 @@ class UnsupportedValue(CheckpointError):
 
 
 def pack_value(value: Any, path: str = "", *, allow_pickle: bool = False) -> object:
-    """What json can write for `value`; `path` names it in messages. Refused for a type without a tag."""
+    """Return what json can write for `value`.
+
+    Args:
+        value: A value of a type that has a tag, or of one that json knows.
+        path: Names the value in messages.
+        allow_pickle: Pickle a value of a type without a tag.
+
+    Raises:
+        UnsupportedValue: The type has no tag.
+    """
     kind = type(value)
     if value is None or kind in (bool, str):
         return value
@@ -227,7 +236,7 @@ def _decode_tagged(tag: str, content: Any, path: str, allow_pickle: bool) -> Any
 
 
 def _is_itself(items: Sequence[Any]) -> bool:
-    """Whether all are integers that a double holds: a generator's state is 600 of them."""
+    """Tell whether all are integers that a double holds: a generator's state is 600 of them."""
     return set(map(type, items)) == {int} and min(items) > -_EXACT and max(items) < _EXACT
 
 
@@ -267,7 +276,7 @@ def _to_numpy(tag: str, content: dict[str, Any]) -> Any:
 
 
 def is_plain_array(value: Any) -> bool:
-    """Whether the bytes of an array or a scalar of NumPy, with its dtype, are the whole value.
+    """Tell whether the bytes of an array or a scalar of NumPy, with its dtype, are the whole value.
 
     Those of Python objects are not, nor those of a class that a dtype's text does not name: numpy.record, or another
     that is derived from a scalar.
@@ -279,7 +288,7 @@ def is_plain_array(value: Any) -> bool:
 
 
 def _is_plain(dtype: Any) -> bool:
-    """Whether a structured dtype makes plain scalars, also of the fields within."""
+    """Tell whether a structured dtype makes plain scalars, also of the fields within."""
     import numpy
 
     if dtype.names is None:

@@ -160,7 +160,7 @@ class VerifiedCheckpoints:
         return key in self._read or self._holds(key, read)
 
     def _holds(self, key: Key, check: Callable[[], object]) -> bool:
-        """Whether a checkpoint passes; notes why not."""
+        """Tell whether a checkpoint passes; note why not."""
         if key in self.bad or key in self.unknown:
             return False
         try:

@@ -40,9 +40,14 @@ class RestoreConsensus:
         self._lock = threading.Lock()
 
     def agree(self, mine: Any, decide: Callable[[list[Any]], Any]) -> Any:
-        """What `decide` makes of all ranks' messages, in order, on rank 0; all are anything that JSON can write.
+        """Return, on all ranks, what `decide` makes of all ranks' messages on rank 0.
 
-        RankLost. When `decide` raises, rank 0 raises the same and the others CheckpointError.
+        Args:
+            mine: This rank's message: anything that JSON can write.
+            decide: Called on rank 0 with all messages, in the order of ranks; returns anything that JSON can write.
+
+        Raises:
+            RankLost: A rank is lost. When `decide` raises, rank 0 raises the same and the others CheckpointError.
         """
         number = self._round
         self._round += 1
@@ -71,7 +76,11 @@ class RestoreConsensus:
         self._board.leave(f"vote/post/{name}", message)
 
     def read(self, name: str) -> Any:
-        """What was posted. RankLost when it does not come."""
+        """Return what was posted.
+
+        Raises:
+            RankLost: It does not come.
+        """
         try:
             found = self._board.read(f"vote/post/{name}", self._patience)
         except AgreementLost as error:

@@ -365,7 +365,7 @@ class Writer:
             self._storing.start(slot, claim, self._config)
 
     def _is_summing(self) -> bool:
-        """Whether something that all ranks have filled is going to be whole."""
+        """Tell whether something that all ranks have filled is going to be whole."""
         return any(
             slot.state is SlotState.FILLED and (claim.key in self._storing.saves or claim.key in self._filling)
             for slot in self._slots
@@ -446,11 +446,14 @@ class Writer:
         return True
 
     def _has_slots(self) -> bool:
-        """Whether there is any slot, of this node or of another one's."""
+        """Tell whether there is any slot, of this node or of another one's."""
         return any(True for _ in (*self._slots, *peer_copies.open_peer_copies(self._slots.directory)))
 
     def _remove_slots(self) -> bool:
-        """Whether the memory was given back. A process that restores from it is waited for, as long as ranks are."""
+        """Remove the slots, and tell whether the memory was given back.
+
+        A process that restores from it is waited for, as long as ranks are.
+        """
         now = time.monotonic()
         since = self._removing_since or now
         if self._slots.remove(is_forced=self._told_to_end or now - since >= self._linger):
