@@ -133,7 +133,7 @@ class BackgroundPublisher:
                 self._store(publication)
 
     def _store(self, publication: _Publication) -> None:
-        """Until it is in the store, or nothing would come of another try."""
+        """Publish it; try again until it is in the store, or nothing would come of another try."""
         pause, longest = _RETRY_SECONDS
         tries = 0
         while True:

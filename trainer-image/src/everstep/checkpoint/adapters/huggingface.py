@@ -1,6 +1,6 @@
 """Hugging Face's Trainer: its `checkpoint-N` folders are published whole, and one that is good is resumed from.
 
-    ckpt = Checkpoints("s3://bucket/run", "out")
+    ckpt = EverstepCallback("s3://bucket/run", "out")
     trainer = Trainer(model, TrainingArguments("out", save_steps=500), callbacks=[ckpt], ...)
     trainer.train(resume_from_checkpoint=ckpt.path())
 
@@ -56,12 +56,16 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         self._published.on(event, callback)
 
     def path(self) -> str | None:
-        """For `resume_from_checkpoint`, on all ranks, once the Trainer is made: the newest folder that is good.
+        """Return the newest folder that is good, for `resume_from_checkpoint`, on all ranks, once the Trainer is made.
 
         With `load_best_model_at_end` the best one is brought back beside it: the Trainer takes its model at the end, or
         without a word the last one where it is not there. A folder whose best one is not good is not good either.
 
-        None when none was ever published. NoGoodCheckpoint when all are bad.
+        Returns:
+            The folder's path; None when none was ever published.
+
+        Raises:
+            NoGoodCheckpoint: All are bad.
         """
         # Under the Trainer's own name, from which it tells what is old.
         found = self._published.newest(lambda key: self._named(key.step), needed_step=self._best_step)

@@ -1,6 +1,6 @@
-"""Lightning: a CheckpointIO plugin that publishes what the Trainer saves, and resumes from what is good.
+"""Provide a CheckpointIO plugin for Lightning that publishes what the Trainer saves, and resumes from what is good.
 
-    ckpt = Checkpoints("s3://bucket/run", "out")
+    ckpt = EverstepCheckpointIO("s3://bucket/run", "out")
     saves = ModelCheckpoint("out", every_n_train_steps=500)
     trainer = Trainer(plugins=[ckpt], callbacks=[saves, Generators()], ...)
     trainer.fit(model, ckpt_path=ckpt.path())
@@ -62,9 +62,9 @@ class EverstepCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightnin
         self._published.on(event, callback)
 
     def path(self) -> str | None:
-        """For `ckpt_path`: stands for the newest checkpoint that is good; None when none was ever published.
+        """Return a path for `ckpt_path` that stands for the newest good checkpoint; None when none was ever published.
 
-        Which one it is all ranks agree on when Lightning loads it: it may not have started them yet.
+        All ranks agree on which one it is when Lightning loads it: it may not have started them yet.
         """
         return str(self._token) if list_candidates(self._published.store) else None
 
