@@ -80,10 +80,14 @@ class Flat:
 def flatten_objects(
     objects: Mapping[str, object], *, rank: int, step: int | None = None, allow_pickle: bool = False
 ) -> Flat:
-    """The state of all objects at this moment.
+    """Return the state of all objects at this moment.
 
-    `step`: how many steps are trained, for objects whose state follows from it. Refused for a value that cannot be
-    saved, CheckpointError for an object that cannot.
+    Args:
+        step: How many steps are trained, for objects whose state follows from it.
+
+    Raises:
+        UnsupportedValue: A value cannot be saved.
+        CheckpointError: An object cannot be saved.
     """
     tensors: dict[str, torch.Tensor] = {}
     values: dict[str, object] = {}

@@ -135,7 +135,7 @@ class Saved:
         return names.join_segments(self.prefix, name)
 
     def value(self, name: str) -> Any:
-        """The value of this name, unpacked. Refused when it cannot be."""
+        """The value of this name, unpacked. UnsupportedValue when it cannot be."""
         return unpack_value(self.values[name], self.full(name), allow_pickle=self.allow_pickle)
 
     def value_or(self, name: str, default: Any) -> Any:

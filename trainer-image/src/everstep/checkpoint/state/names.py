@@ -108,7 +108,7 @@ def _holds_leaf(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
 
 
 def nest_leaves(leaves: Mapping[str, Any], build: Build | None = None, name: str = "") -> Any:
-    """The nested state whose leaves walk() gave these names; ValueError when they fit no state.
+    """The nested state whose leaves walk_leaves() gave these names; ValueError when they fit no state.
 
     Args:
         leaves: By their names.

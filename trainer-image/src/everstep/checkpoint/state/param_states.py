@@ -141,7 +141,7 @@ def list_param_structures(described: Mapping[str, Any]) -> dict[str, ParamStruct
 
 
 def read_structure(param: str, lookups: Collection[Lookup]) -> dict[str, Any] | None:
-    """Return how a parameter's state is built, for nest(); None where an older checkpoint does not say.
+    """Return how a parameter's state is built, for build_structure(); None where an older checkpoint does not say.
 
     Args:
         param: Its name.

@@ -40,7 +40,7 @@ def describe_structure(
     Args:
         kind: MODULE, OPTIMIZER, STATEFUL or VALUE.
         state: The nested state that the names are those of.
-        is_leaf: As given to names.walk().
+        is_leaf: As given to names.walk_leaves().
         more: What else is to be known, where there is something.
     """
     found: dict[str, Any] = {"is": kind, **{key: each for key, each in more.items() if each}}
