@@ -1,4 +1,4 @@
-"""Under which address other nodes reach this one."""
+"""Find the address under which other nodes reach this one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _ANYBODY = ("192.0.2.1", "2001:db8::1")
 
 
 def find_host_address() -> str:
-    """The pod's, else the one that packets to rank 0 leave from: to anybody, where it is not known who that is."""
+    """Return the pod's address, else the one that packets to rank 0 leave from.
+
+    Where rank 0's address is not known, that is the one that packets to any other host leave from.
+    """
     given = os.environ.get("EVERSTEP_POD_IP")
     if given:
         return given

@@ -60,7 +60,7 @@ class Pace:
         self.calls = 1  # from one boundary to the next
 
     def tick(self, step: int, now: float) -> None:
-        """A step was made."""
+        """Note that a step was made."""
         if self._last is not None and step > self._last[0]:
             self._strides.append(step - self._last[0])
             took = now - self._last[1]
@@ -118,8 +118,11 @@ class Agreement:
         return self._rank == 0
 
     def restart(self) -> SaveDecision | None:
-        """All ranks, between the same two steps: the next step is a boundary, and may be any. What rank 0 had decided
-        about another one, which is void."""
+        """Make the next step a boundary, which may be any step. All ranks call it, between the same two steps.
+
+        Returns:
+            What rank 0 had decided about another boundary, which is void; else None.
+        """
         made, self._made = self._made, None
         self.boundary = 0
         self._pass()  # by a number that may be taken
@@ -165,7 +168,7 @@ class Agreement:
         return decided
 
     def end(self) -> None:
-        """Rank 0 takes part in nothing more: whoever waits for a decision need not."""
+        """Take no more part in decisions, on rank 0: whoever waits for a decision need not."""
         if self.leads:
             self._board.leave(_ENDED, True)
 
@@ -223,12 +226,12 @@ class Agreement:
             self._decisions.leave(self._number, asdict(self._made))
 
     def _pass(self) -> None:
-        """This decision is over for this rank."""
+        """Note that this decision is over for this rank."""
         self._decisions.mark_read(self._number)
         self._number += 1
 
     def busy(self) -> None:
-        """Rank 0, now and then while it waits for a store: it lives, and the others' patience begins anew."""
+        """Show, on rank 0, now and then while it waits for a store, that it lives: the others' patience begins anew."""
         self._board.count("busy", 1)
 
     def _await(self, name: str, waiting: Waiting) -> Any:

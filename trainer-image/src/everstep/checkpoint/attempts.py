@@ -99,7 +99,7 @@ def claim_next_attempt(store: Store) -> Attempt:
 
 
 def check_not_superseded(store: Store, attempt: Attempt) -> None:
-    """Superseded if something greater than `attempt`, which was given to this run, is in the store already."""
+    """Raise Superseded if something greater than `attempt`, which was given to this run, is in the store already."""
     greatest = _find_greatest_attempt(store)
     if greatest is not None and greatest > attempt:
         raise Superseded(

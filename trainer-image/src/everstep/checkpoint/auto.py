@@ -68,7 +68,11 @@ class Trigger:
     def parse(
         cls, every: str | float | Literal["auto"] | None, every_steps: int | None, between_failures: float | None
     ) -> Trigger:
-        """From what a script says. ValueError."""
+        """Return the trigger that a script's arguments describe.
+
+        Raises:
+            ValueError: An argument is not valid.
+        """
         if every_steps is not None and every_steps < 1:
             raise ValueError(f"every_steps is at least 1, not {every_steps}")
         mean = PRIOR if between_failures is None else between_failures
@@ -87,7 +91,7 @@ class Trigger:
         return max(compute_optimal_interval(self.cost, self.between_failures), 1.5 * self.duration, 1.0)
 
     def start(self, step: int, now: float) -> None:
-        """Counting begins: training does, or a save was just begun."""
+        """Begin to count: training begins, or a save was just begun."""
         self._since = now
         self._steps_since = step
 

@@ -45,7 +45,7 @@ class KVStore(Protocol):
         ...
 
     def remove(self, name: str) -> None:
-        """Nobody will read this message any more, if it was ever left, or this counter."""
+        """Remove this message, if it was ever left, or this counter: nobody will read it any more."""
         ...
 
     def count(self, name: str, more: int = 0) -> int:

@@ -99,8 +99,10 @@ def read_chunk(store: Readable, manifest: Manifest, chunk: Chunk, into: memoryvi
 
 
 def read_run(store: Readable, manifest: Manifest, chunks: Sequence[Chunk], into: memoryview) -> None:
-    """The same for chunks of one part that lie one after the other, in one call of the store: `into` is for all from
-    the first to the last, what lies between them along. Missing, Damaged."""
+    """Read and check chunks of one part that lie one after the other, in one call of the store.
+
+    `into` is for all from the first to the last, with what lies between them. Raises Missing, Damaged.
+    """
     first = chunks[0]
     name = manifest.parts[first.part].name
     store.read_into(name, first.offset, into)
@@ -110,7 +112,7 @@ def read_run(store: Readable, manifest: Manifest, chunks: Sequence[Chunk], into:
 
 
 def check_chunk(manifest: Manifest, chunk: Chunk, data: memoryview) -> None:
-    """Damaged unless these are the bytes of the chunk."""
+    """Raise Damaged unless these are the bytes of the chunk."""
     if compute_checksum(manifest.checksum, data) != chunk.sum:
         name = manifest.parts[chunk.part].name
         raise Damaged(name, f"bytes {chunk.offset} to {chunk.offset + chunk.length} are not those that were written")
@@ -147,7 +149,9 @@ def verify_node(
     threads: int = 4,
     on_bytes: OnBytes = lambda count: None,
 ) -> Manifest:
-    """Read back what one node of a checkpoint wrote; the same as verify() for its share alone. Raises Missing, Damaged.
+    """Read back what one node of a checkpoint wrote; the same as verify_checkpoint() for its share alone.
+
+    Raises Missing, Damaged.
 
     The index may be what that node announced: then `node` is 0, whatever its number.
     """

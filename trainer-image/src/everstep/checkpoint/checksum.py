@@ -78,7 +78,9 @@ def compute_checksum(algorithm: str, data: Buffer) -> str:
 
 
 def begin_checksum(algorithm: str) -> RunningChecksum:
-    """The checksum of nothing yet: after update() with all pieces its hexdigest() is what digest() gives for the whole.
+    """Return the checksum of nothing yet.
+
+    After update() with all pieces its hexdigest() is what compute_checksum() gives for the whole.
 
     Raises:
         KeyError: There is no such algorithm in ALGORITHMS.

@@ -47,7 +47,7 @@ def broadcast_from_first(mine: T, group: dist.ProcessGroup | None) -> T:
 def gather_bytes(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes] | None:
     """Returns on rank 0 what each rank gave, in their order, and None on all others.
 
-    Unlike gather(), no rank but rank 0 holds what others gave, and nothing is padded. Rank 0 answers with
+    Unlike gather_objects(), no rank but rank 0 holds what others gave, and nothing is padded. Rank 0 answers with
     scatter_bytes(); where a rank is lost, it tells all others there.
 
     Raises:

@@ -80,8 +80,8 @@ def commit_checkpoint(
     """Wait at most `timeout` seconds for all nodes, then commit `key`; its index.
 
     `fenced` says why this attempt may not publish, or None; it is asked last. `on_wait` is called while nodes are
-    waited for and may raise. Errors: Abandoned, Fenced, StoreError; MissingRanks, Incomplete or Conflict when the nodes
-    do not make a whole; UnknownFormat when one of them runs another version of everstep.
+    waited for and may raise. Errors: Abandoned, Fenced, StoreError; MissingRanks, Incomplete or WriterConflict when the
+    nodes do not make a whole; UnknownFormat when one of them runs another version of everstep.
     """
     merged = _gather_announcements(store, key, nodes, timeout, on_wait).merged()
     why = fenced()

@@ -17,7 +17,7 @@ Region = tuple[tuple[int, int], ...]  # (start, stop) for each dimension
 
 
 def check_world(key: Key, world: int, ranks: Sequence[int]) -> None:
-    """Raise MissingRanks or Conflict unless these are the ranks of the world, each once."""
+    """Raise MissingRanks or WriterConflict unless these are the ranks of the world, each once."""
     missing = sorted(set(range(world)) - set(ranks))
     if missing:
         raise MissingRanks(str(key), world, missing)
@@ -28,7 +28,7 @@ def check_world(key: Key, world: int, ranks: Sequence[int]) -> None:
 
 
 def check_cover(name: str, shape: tuple[int, ...], boxes: Iterable[FlatBox]) -> None:
-    """Raise Incomplete or Conflict unless every element of the tensor is in exactly one box."""
+    """Raise Incomplete or WriterConflict unless every element of the tensor is in exactly one box."""
     if 0 in shape:
         return
     count = len(shape)

@@ -25,7 +25,7 @@ _NUMPY = {
 
 @dataclass(frozen=True)
 class Difference:
-    """`what` differs about the tensor or value `name`."""
+    """A difference between two checkpoints: `what` differs about the tensor or value `name`."""
 
     name: str
     what: str
@@ -37,9 +37,9 @@ def iterate_differences(
     *,
     on_bytes: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Difference]:
-    """In the order of names. Bytes are read, and verified, only where checksums do not tell. Damaged, Missing.
+    """Yield the differences in the order of names. Bytes are read, and verified, only where checksums do not tell.
 
-    Takes a few times the memory of the largest tensor that is read.
+    Takes a few times the memory of the largest tensor that is read. Raises Damaged, Missing.
     """
     (store, manifest), (other_store, other) = ours, theirs
     for name in sorted(manifest.tensors.keys() | other.tensors.keys()):

@@ -17,7 +17,14 @@ EVENTS = ("saved", "restored", "fell_back", "stalled", "failed", "uncopied", "sk
 
 @dataclass(frozen=True)
 class CheckpointEvent:
-    """`key`: the checkpoint it is about, if any. `why`: words for a person. `details` by kind of event, in SI units."""
+    """An event in the life of a checkpoint.
+
+    Attributes:
+        name: One of EVENTS.
+        key: The checkpoint that it is about, if any.
+        why: Words for a person.
+        details: By kind of event, in SI units.
+    """
 
     name: str
     key: Key | None = None
@@ -49,7 +56,7 @@ class Metrics:
     saved_at: float | None = None  # seconds since 1970
 
     def stalled(self, seconds: float) -> None:
-        """One more save held up this rank so long."""
+        """Count one more save that held up this rank so long."""
         if self.first_stall is None:
             self.first_stall = seconds
         else:
@@ -87,7 +94,7 @@ class Events:
         self._callbacks[name].append(callback)
 
     def emit(self, event: CheckpointEvent) -> None:
-        """Tells everybody."""
+        """Log the event and call its callbacks."""
         level = logging.INFO if event.name in ("saved", "restored") else logging.WARNING
         _log.log(level, "%s", event)
         for callback in self._callbacks[event.name]:

@@ -37,7 +37,7 @@ class Filling(Generic[C]):
         self._saves[key].ranks[local] = connection
 
     def check(self, key: Key) -> None:
-        """CheckpointError: this save was given up."""
+        """Raise CheckpointError if this save was given up."""
         if key in self._void:
             raise CheckpointError(f"{key} was given up: {self._void[key]}")
 
@@ -57,12 +57,16 @@ class Filling(Generic[C]):
         return True
 
     def give_up(self, key: Key, why: str) -> bool:
-        """It will not be complete, and whoever comes later does not begin it. Whether anybody had."""
+        """Give up this save: it will not be complete, and whoever comes later does not begin it.
+
+        Returns:
+            Whether anybody had begun it.
+        """
         self._void[key] = why
         return self._saves.pop(key, None) is not None
 
     def forget(self, key: Key) -> None:
-        """All ranks are done with this save, whether they could say so or not."""
+        """Forget this save: all ranks are done with it, whether they could say so or not."""
         self._saves.pop(key, None)
 
     def join(self, local: int, connection: C, before: C | None, *, is_new_process: bool) -> None:

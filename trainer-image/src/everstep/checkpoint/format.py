@@ -160,7 +160,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes, name: str) -> Manifest:
-    """Return the manifest that encode() gave `data`; arguments and errors as lines.unseal() has them."""
+    """Return the manifest that encode_manifest() gave `data`; arguments and errors as lines.unseal_lines() has them."""
     fields = lines.unseal_lines(data, name)
     # From here on it is what somebody wrote; an error is a writer's mistake.
     try:

@@ -38,7 +38,7 @@ class IdleVerifier:
             self._task = asyncio.create_task(self._verify(self._stopped))
 
     def stop(self) -> None:
-        """Somebody is there: no mark is left after this."""
+        """Stop, because somebody is there: no mark is left after this."""
         self._stopped.set()
 
     async def _verify(self, stopped: threading.Event) -> None:

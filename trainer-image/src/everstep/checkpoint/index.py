@@ -176,8 +176,13 @@ class IndexMerger:
 
 
 def check_complete(index: CheckpointIndex) -> None:
-    """Raise MissingRanks, Incomplete or Conflict unless each rank of the world has one part, and every element of every
-    tensor is held by exactly one node, once."""
+    """Raise unless each rank of the world has one part, and every element of every tensor is held by one node, once.
+
+    Raises:
+        MissingRanks: A rank has no part.
+        Incomplete: No node holds an element of a tensor.
+        WriterConflict: A part or an element is there more than once, or a part belongs to no rank.
+    """
     check_world(index.key, index.world, [rank for node in index.nodes for rank in node.ranks])
     for name, tensor in index.tensors.items():
         check_cover(name, tensor.shape, (box[1:] for box in tensor.boxes))

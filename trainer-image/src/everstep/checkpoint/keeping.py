@@ -130,7 +130,7 @@ class Keeper:
         await _while_it_goes_on(self._pruning, progress, save.config.commit_timeout)
 
     def _wait_for_marks(self, save: Save, progress: SaveProgress, *, patience: float) -> None:
-        """Until all nodes have verified what they stored, a newer save is there, or one of them seems to have died."""
+        """Wait until all nodes have verified what they stored, a newer save is there, or a node seems to have died."""
         store = self._at(save.config)
         index = read_index(store, save.claim.key)
         deadline, poll = time.monotonic() + patience, _FIRST_POLL

@@ -29,7 +29,7 @@ def seal_lines(fields: dict[str, Any], checksum: str) -> bytes:
 
 
 def unseal_lines(data: bytes, name: str) -> dict[str, Any]:
-    """Return the fields that seal() was given.
+    """Return the fields that seal_lines() was given.
 
     Args:
         data: The bytes of the object.

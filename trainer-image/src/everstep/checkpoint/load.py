@@ -1,4 +1,4 @@
-"""`everstep.load` and `everstep.load_into`: a checkpoint is read by anybody, beside any run, and nothing is claimed.
+"""Define `everstep.load` and `everstep.load_into`: anybody reads a checkpoint, beside any run, and claims nothing.
 
 No writer, no attempt, and no process group except for what is sharded; the store is only read (a lease is left where it
 may be written). So a script that evaluates may run in the environment of a live job, on its machine or on another.

@@ -1,4 +1,4 @@
-"""There is one writer in a slots' directory."""
+"""Ensure that there is one writer in a slots' directory."""
 
 from __future__ import annotations
 

@@ -83,14 +83,14 @@ class Membership:
             del self._coming[connection]
 
     def take_over(self, config: WriterConfig) -> None:
-        """This run has the node from here on; whoever still speaks on a connection of the earlier one is told."""
+        """Give the node to this run; whoever still speaks on a connection of the earlier one is told."""
         self.config = config
         self.known.clear()
         self.gone.clear()
         self._processes.clear()
 
     def join(self, connection: asyncio.StreamWriter, local: int, config: WriterConfig) -> None:
-        """This rank takes part in the run."""
+        """Note that this rank takes part in the run."""
         process = self._processes[local] = identify_process(connection)
         self.connected[connection] = Member(local, process, identify_run(config))
         self.known.add(local)

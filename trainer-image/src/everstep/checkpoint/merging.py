@@ -14,10 +14,13 @@ from everstep.checkpoint.lines import as_text, shorten_value
 
 
 def merge_node_manifests(node_manifests: Sequence[Manifest]) -> Manifest:
-    """The manifest of a whole checkpoint from those of all its nodes, at least one.
+    """Return the manifest of a whole checkpoint from those of all its nodes, at least one.
 
-    MissingRanks: a rank's part is missing. Incomplete: an element of a tensor is in no shard. Conflict: one is in two,
-    or the nodes disagree about a tensor, a plain value or what they saved.
+    Raises:
+        MissingRanks: A rank's part is missing.
+        Incomplete: An element of a tensor is in no shard.
+        WriterConflict: An element is in two shards, or the nodes disagree about a tensor, a plain value or what they
+            saved.
     """
     merged = replace(join_manifests(node_manifests), nodes=len(node_manifests))
     check_whole(merged)
@@ -25,15 +28,24 @@ def merge_node_manifests(node_manifests: Sequence[Manifest]) -> Manifest:
 
 
 def check_whole(manifest: Manifest) -> None:
-    """MissingRanks, Incomplete or Conflict unless each rank of its world has a part, nobody else has one, and every
-    element of every tensor is in exactly one shard."""
+    """Raise unless each rank of the world has a part, nobody else has one, and each element is in exactly one shard.
+
+    Raises:
+        MissingRanks: A rank has no part.
+        Incomplete: An element of a tensor is in no shard.
+        WriterConflict: Somebody else has a part, a rank has two, or an element is in two shards.
+    """
     check_world(manifest.key, manifest.world, [manifest.key.rank_of(part.name) for part in manifest.parts])
     for name, tensor in manifest.tensors.items():
         check_cover(name, tensor.shape, ((*shard.offsets, *shard.sizes) for shard in tensor.shards))
 
 
 def join_manifests(manifests: Sequence[Manifest]) -> Manifest:
-    """One manifest with all parts, shards and values of these (a node's from its ranks'), complete or not. Conflict."""
+    """Return one manifest with all parts, shards and values of these (a node's from its ranks'), complete or not.
+
+    Raises:
+        WriterConflict: The manifests disagree.
+    """
     first = manifests[0]
     parts: list[CheckpointPart] = []
     tensors: dict[str, StoredTensor] = {}

@@ -84,7 +84,7 @@ class NodeCache:
         return (self._folder / name).read_bytes() if self._shared else self._messages[name]
 
     def check_room(self, need: int) -> None:
-        """room.InsufficientMemory unless the node has so many bytes of memory; asked before it is taken."""
+        """Raise room.InsufficientMemory unless the node has so many bytes of memory; called before it is taken."""
         if self._shared:
             room.check_memory(self._folder, need, copies=1)
 

@@ -43,12 +43,12 @@ class Copier:
             return self._sending or self._next is not None
 
     def aim(self, address: Address | None, secret: str) -> None:
-        """Copies go there from now on; with None nowhere."""
+        """Send copies there from now on; with None nowhere."""
         with self._changed:
             self._aim = None if address is None else (address, secret)
 
     def offer(self, slot: Slot, claim: Claim, manifest: Manifest) -> None:
-        """This slot is whole: it is sent next, instead of an older one that still waits."""
+        """Send this slot next, which is whole, instead of an older one that still waits."""
         with self._changed:
             if self._aim is None:
                 return

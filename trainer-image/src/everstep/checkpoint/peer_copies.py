@@ -71,9 +71,14 @@ class Copies:
         self._slots.clear_removed()
 
     def take(self, link: PeerLink, claim: Claim, data: bytes, count: int) -> None:
-        """Receives the parts of a node manifest (`data`) and verifies them; Refused before, Damaged and PeerLost later.
+        """Receive the parts of a node manifest (`data`) and verify them.
 
         A copy of an older checkpoint that still comes makes way; one of a newer checkpoint is never given up for this.
+
+        Raises:
+            CopyRejected: Before anything is received.
+            Damaged: A part is not what the manifest says.
+            PeerLost: The connection ends.
         """
         manifest = decode_manifest(data, f"the node manifest of {claim.key}")
         if manifest.key != claim.key or claim.locals != len(manifest.parts):

@@ -1,4 +1,4 @@
-"""At a run's start: where each node's writer listens, and which node keeps the copy of which."""
+"""Exchange, at a run's start, where each node's writer listens, and which node keeps the copy of which."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def serve_reads(
         directory: This node's slots, there or not.
         topology: Where this rank is.
         group: All ranks that restore.
-        run: See peer_server.held().
+        run: See peer_server.iterate_held_slots().
         wanted: Whether the nodes are to read from each other at all; the same on all ranks.
 
     Yields:

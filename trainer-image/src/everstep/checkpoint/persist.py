@@ -1,4 +1,4 @@
-"""From a filled slot to bytes that are durable in a store: sum every chunk, then put parts and node manifest."""
+"""Make the bytes of a filled slot durable in a store: sum every chunk, then put parts and node manifest."""
 
 from __future__ import annotations
 
@@ -79,7 +79,11 @@ class Mappings:
 
 
 def sum_slot(slots: Slots, slot: Slot, mappings: Mappings, pool: Executor, progress: SaveProgress) -> Manifest:
-    """Sums what the ranks have filled in and makes the slot whole; its node manifest. Conflict: its ranks disagree."""
+    """Sum what the ranks have filled in, make the slot whole, and return its node manifest.
+
+    Raises:
+        WriterConflict: Its ranks disagree.
+    """
     records = slot.records()
     if records is None:
         raise CheckpointError(f"slot {slot.path} is not filled")
@@ -111,7 +115,7 @@ def store_slot(
 def store_again(
     store: Store, slot: Slot, node: int, manifest: Manifest, mappings: Mappings, pool: Executor, progress: SaveProgress
 ) -> None:
-    """Like store_slot, for a slot that a writer which has died since may have begun to store. Conflict."""
+    """Like store_slot, for a slot that a writer which has died since may have begun to store. WriterConflict."""
     if is_node_announced(store, node, manifest):
         return
     # Maybe torn, and nobody else has heard of them; a name in a store is written once.

@@ -175,7 +175,7 @@ class Publisher:
         return manifest
 
     def _save(self, path: Path, contents: Contents) -> Manifest:
-        """Commit the folder, where steps are counted as the first one that is free. Conflict: its step is not."""
+        """Commit the folder, where steps are counted as the first one that is free. WriterConflict: its step is not."""
         while True:
             key = self._key(path)
             fenced = partial(may_not_publish, self.store, key)

@@ -120,7 +120,7 @@ class Restorer:
     ) -> None:
         """`memory`: the folder of this node's slots. `peers`: where those of other nodes are. `attempt`: this run's, as
         far as it is known; `claimed`: the one whose slots are this session's own. `run`: what the store is called, on
-        the first rank of each node (see peer_server.held)."""
+        the first rank of each node (see peer_server.iterate_held_slots)."""
         self._objects = objects
         self._store = store
         self._topology = topology

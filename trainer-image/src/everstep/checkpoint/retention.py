@@ -69,7 +69,10 @@ def plan_known(
     keep_last: int,
     keep_every: int | None = None,
 ) -> list[Key]:
-    """Return what plan() gives without what another version of everstep wrote: only that one can tell what may go."""
+    """Return what plan_retention() gives, without what another version of everstep wrote.
+
+    Only that version can tell what may go.
+    """
     return [key for key in plan_retention(keys, leased, verified, keep_last, keep_every) if not _is_unknown(store, key)]
 
 
@@ -81,7 +84,7 @@ def find_kept(
     keep_every: int | None = None,
     on_bytes: OnBytes = lambda count: None,
 ) -> list[Key]:
-    """Return the verified checkpoints for whose sake others may go, the greatest first: what plan() needs to know.
+    """Return the verified checkpoints for whose sake others may go, the greatest first, for plan_retention().
 
     These are the `keep_last` newest; and of a multiple of `keep_every` that several attempts have saved, the greatest.
     """
@@ -107,7 +110,7 @@ def prune_store(
     sweep_after: float = SWEEP_AFTER,
     clock: Callable[[], float] | None = None,
 ) -> Pruned:
-    """Remove what plan() gives, and what is older than `sweep_after` seconds and belongs to no checkpoint.
+    """Remove what plan_retention() gives, and what is older than `sweep_after` seconds and belongs to no checkpoint.
 
     The manifest goes before its data, so that what is half removed is not found. What a killed call leaves, the next
     one removes. `keep`: stays in any case. `clock`: of the store, which is asked by default; ages are told by no other.

@@ -163,7 +163,7 @@ def check_start(
     Args:
         objects: What is to be saved.
         topology: Where this rank is.
-        group: See planning.make().
+        group: See planning.make_save_plan().
         how: How it is to be saved.
         directory: Where the slots will be, there or not.
         slots: How many there will be.

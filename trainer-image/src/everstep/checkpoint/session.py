@@ -385,7 +385,7 @@ class Checkpointer:
             self._pilot.go_on(self._saver(self._pilot.node), step)
 
     def _claimed(self) -> SaveCoordinator:
-        """The pilot; the first call of all ranks claims the store and the slots for them. Collective then."""
+        """The coordinator; the first call of all ranks claims the store and the slots for them. Collective then."""
         if self._pilot is not None:
             return self._pilot
         if self._objects is None:

@@ -55,9 +55,9 @@ def find_place(topology: Topology, memory: Path, group: dist.ProcessGroup | None
     its slots under the same name again. Collective over `group`.
 
     Args:
-        topology: What find() gave.
+        topology: What find_topology() gave.
         memory: The folder in which the slots are, there or not.
-        group: See find().
+        group: See find_topology().
     """
     mine = _identify_machine(memory)
     leaders = gather_objects((topology.node, mine) if topology.local == 0 else None, group)

@@ -122,7 +122,11 @@ def _rough_size(packed: object) -> int:
 
 
 def unpack_value(packed: Any, path: str = "", *, allow_pickle: bool = False) -> Any:
-    """The value that pack() was given. Refused for a tag that is unknown, damaged, or a pickle that is not allowed."""
+    """Return the value that pack_value() was given.
+
+    Raises:
+        UnsupportedValue: A tag is unknown or damaged, or a pickle is not allowed.
+    """
     if packed is None or isinstance(packed, bool | str | int | float):
         return packed
     if isinstance(packed, list):

@@ -58,7 +58,10 @@ def mark_all(store: Store, key: Key) -> None:
 def verify_and_mark(
     store: Store, key: Key, *, mark: bool = True, threads: int = 4, on_bytes: OnBytes = lambda count: None
 ) -> None:
-    """Verify the shares of a checkpoint that have no mark yet, and mark them if asked. Raises as verify() does."""
+    """Verify the shares of a checkpoint that have no mark yet, and mark them if asked.
+
+    Raises as verify_checkpoint() does.
+    """
     index = read_index(store, key)
     for node in list_unverified_nodes(store, index):
         verify_node(store, index, node, threads=threads, on_bytes=on_bytes)
