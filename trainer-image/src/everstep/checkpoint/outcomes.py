@@ -67,12 +67,14 @@ class SaveOutcomes:
 
     @property
     def in_the_way(self) -> list[Key]:
-        """Saves that a new one has to wait for: those that are being stored. One that waits for a store that is
-        unavailable would hold up all others with it; the newer one takes its place."""
+        """Return the saves that a new one has to wait for: those that are being stored.
+
+        One that waits for a store that is unavailable would hold up all others with it; the newer one takes its place.
+        """
         return [key for number, key in self.pending.items() if number not in self._retrying]
 
     def begin(self, key: Key) -> int:
-        """One more save; its number, which is the same on all ranks."""
+        """Begin one more save, and return its number, which is the same on all ranks."""
         self.number += 1
         self._before_last, self.last = self.last, key
         self.pending[self.number] = key
@@ -101,13 +103,13 @@ class SaveOutcomes:
             self._hear(report)
 
     def learn(self) -> None:
-        """Other ranks than 0: hear from rank 0 how saves ended, and what our own writer has to complain about."""
+        """Learn, on other ranks than 0, how saves ended from rank 0, and what our own writer has to complain about."""
         for number in list(self.pending):
             self.end(number, self._results.read(number))
         self.poll(0.0)
 
     def follow(self, timeout_seconds: float) -> None:
-        """Another rank than 0 waits for its oldest save. When rank 0 is gone, the store knows how that ended."""
+        """Wait, on another rank than 0, for its oldest save. When rank 0 is gone, the store knows how that ended."""
         number, key = next(iter(self.pending.items()))
         # A writer that was lost is started anew here: nobody else waits for what this node has filled.
         self.poll(0.0)
@@ -120,7 +122,7 @@ class SaveOutcomes:
             self._tell_saved_at_last(key)
 
     def hear_note(self, note: dict[str, Any]) -> None:
-        """Rank 0: hear what another rank, or its writer, says about a save: it is void, or is tried again."""
+        """Hear, on rank 0, what another rank, or its writer, says about a save: it is void, or is tried again."""
         number = note["number"]
         if note["kind"] == "retrying":
             self._retrying.add(number)

@@ -83,7 +83,7 @@ class PartFiles:
             raise Damaged(str(slot.path), "was removed from this node's memory while it was held") from error
 
     def leave_out(self, names: set[str]) -> None:
-        """Parts of these names are read from elsewhere, unless they are in the node's memory."""
+        """Leave out the parts of these names, which are read from elsewhere, unless they are in the node's memory."""
         self._elsewhere = names
 
     def __contains__(self, number: int) -> bool:
@@ -100,7 +100,7 @@ class PartFiles:
         return number in self._marked
 
     def distrust(self) -> None:
-        """Something in memory was not as its mark says: who restores next verifies all of it."""
+        """Note that something in memory was not as its mark says: who restores next verifies all of it."""
         for number in self._marked:
             slot_marks.remove_mark(self._slots[number][0])
 

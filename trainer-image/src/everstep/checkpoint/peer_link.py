@@ -47,7 +47,11 @@ class PeerLink:
 
     @classmethod
     def connect(cls, address: Address, secret: str) -> Self:
-        """Raises PeerLost when nobody is there or who is there does not know the secret."""
+        """Connect to a peer that knows the secret.
+
+        Raises:
+            PeerLost: Nobody is there, or who is there does not know the secret.
+        """
         name = f"the writer at {address[0]}:{address[1]}"
         try:
             peer = socket.create_connection(address, CONNECT_TIMEOUT)
@@ -75,7 +79,7 @@ class PeerLink:
 
     @classmethod
     def accept(cls, peer: socket.socket, secret: Callable[[], str]) -> Self | None:
-        """The other end of connect(); None, and closed, when whoever called does not know the secret."""
+        """Return the other end of connect(); None, and closed, when whoever called does not know the secret."""
         link = cls(peer, "a peer")
         try:
             link._limit(CONNECT_TIMEOUT)
@@ -96,7 +100,7 @@ class PeerLink:
         self._peer.close()
 
     def abort(self) -> None:
-        """From another thread: whoever waits in a call of this link gets PeerLost."""
+        """Abort the link from another thread: a call of this link that waits raises PeerLost."""
         with contextlib.suppress(OSError):
             self._peer.shutdown(socket.SHUT_RDWR)
 
@@ -137,13 +141,13 @@ class PeerLink:
         return said
 
     def get(self, count: int) -> bytes:
-        """Exactly so many raw bytes."""
+        """Return exactly `count` raw bytes."""
         data = bytearray(count)
         self.fill(memoryview(data))
         return bytes(data)
 
     def fill(self, into: memoryview) -> None:
-        """Raw bytes until `into` is full."""
+        """Receive raw bytes until `into` is full."""
         while into:
             try:
                 count = self._peer.recv_into(into, len(into), socket.MSG_WAITALL)
@@ -160,7 +164,10 @@ class PeerLink:
             raise self._lost(error) from error
 
     def put_file(self, descriptor: int, offset: int, count: int) -> None:
-        """`count` raw bytes of a file, which are not copied on their way: who changes them meanwhile spoils them."""
+        """Send `count` raw bytes of a file.
+
+        They are not copied on their way: who changes them meanwhile spoils them.
+        """
         while count:
             try:
                 sent = os.sendfile(self._peer.fileno(), descriptor, offset, count)

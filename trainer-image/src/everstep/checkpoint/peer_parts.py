@@ -33,7 +33,7 @@ class Share:
         self._numbers = {part.name: i for i, part in enumerate(self.manifest.parts)}
 
     def read_into(self, name: str, offset: int, into: memoryview) -> None:
-        """Like a store's. PeerLost."""
+        """Read as Store.read_into does. Raises PeerLost."""
         if name not in self._numbers:
             raise PeerLost(f"has no {name}", self._link.name)
         self._link.call("read", part=self._numbers[name], offset=offset, length=len(into))
@@ -61,7 +61,11 @@ class PeerParts:
         return name in self._names
 
     def read_into(self, name: str, offset: int, into: memoryview) -> None:
-        """Like a store's, from the first node that gives the bytes. PeerLost when none does."""
+        """Read as Store.read_into does, from the first node that gives the bytes.
+
+        Raises:
+            PeerLost: No node does.
+        """
         number = self._names[name]
         shares: dict[int, Share] = self._own.__dict__.setdefault("shares", {})
         try:

@@ -56,8 +56,15 @@ class PeerServer:
         self._places = threading.BoundedSemaphore(MOST_CONNECTIONS)
 
     def trust(self, secret: str, count: int) -> int | None:
-        """From now on who knows this secret is heard, and with an empty one nobody; `count`: copies to keep. The port,
-        None where there never was a secret."""
+        """Accept from now on peers that know this secret; with an empty one, none.
+
+        Args:
+            secret: The secret of the run.
+            count: The number of copies to keep.
+
+        Returns:
+            The port, None where there never was a secret.
+        """
         self._secret, self._count = secret, count
         if self._listener is None:
             if not secret:
@@ -67,7 +74,7 @@ class PeerServer:
         return int(self._listener.getsockname()[1])
 
     def _listen(self) -> socket.socket:
-        """At the port of the writer before us, where it is free: others were told that one."""
+        """Listen at the port of the writer before us, where it is free: others were told that one."""
         if self._only_reads:
             return _bind_listener(0)
         file = self._directory / PORT
@@ -197,10 +204,12 @@ class _Visit:
 
 
 def iterate_held_slots(directory: Path, run: str | None = None) -> Iterator[tuple[Slot, Manifest]]:
-    """The whole slots of a node and the whole copies that it keeps.
+    """Yield the whole slots of a node and the whole copies that it keeps.
 
-    `run`: what the store is called now, empty when it has no name, None when that is not known. Slots of another name
-    are left of a store that was deleted, and count for nothing. So do those of another user.
+    Args:
+        directory: The slots' directory.
+        run: The name that the store has now, empty when it has none, None when that is not known. Slots of another name
+            are left of a store that was deleted, and count for nothing. So do those of another user.
     """
     if not is_own(directory):
         return

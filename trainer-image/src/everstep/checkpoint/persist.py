@@ -41,12 +41,12 @@ class SaveProgress:
         self.given_up: str | None = None
 
     def check(self) -> None:
-        """GivenUp when nobody wants the save any more."""
+        """Raise GivenUp when nobody wants the save any more."""
         if self.given_up is not None:
             raise GivenUp(self.given_up)
 
     def step(self) -> None:
-        """Something was done. GivenUp."""
+        """Note that something was done. Raises GivenUp."""
         self.check()
         self.at = time.monotonic()
 

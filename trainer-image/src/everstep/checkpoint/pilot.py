@@ -230,14 +230,14 @@ class SaveCoordinator:
             self._dropped = f"the save that was asked for cannot be stored in the {max(0.0, left):.3g} s left{needs}"
 
     def _hear_dropped(self, why: str) -> None:
-        """All ranks: what one of them had asked for is not begun."""
+        """Note, on all ranks, that what one of them had asked for is not begun."""
         if self._wish is None:  # else it has asked again, and is not told of that one yet
             self._requested = None
         self._outcomes.alarm(why)
 
     @property
     def _seconds(self) -> float | None:
-        """Until a save that began now would be in the store, from what was measured."""
+        """Return how many seconds a save that began now would take to be in the store, as measured; None if unknown."""
         if not self.metrics.bandwidth:
             return None
         # What is being stored comes first.

@@ -82,8 +82,11 @@ def _unregister_memory(memory: torch.Tensor, device: torch.device) -> int:
 
 
 def _clear_cuda_error(code: int, device: torch.device) -> int:
-    """The same code. CUDA keeps the last error until somebody asks, and torch asks after each kernel that it starts:
-    training's next kernel would fail for it. So one that nobody needs does."""
+    """Clear CUDA's last error, and return the same code.
+
+    CUDA keeps the last error until somebody asks, and torch asks after each kernel that it starts: training's next
+    kernel would fail for it. So a kernel that nobody needs fails instead.
+    """
     if code != 0:
         with contextlib.suppress(RuntimeError):
             torch.full((1,), 1.0, device=device)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 
 def choose_copy_keepers(domains: Sequence[str]) -> tuple[int | None, ...]:
-    """For each node, in their order, the node that keeps a copy of its slots; None for the only node of a run.
+    """Return, for each node in their order, the node that keeps a copy of its slots; None for the only node of a run.
 
     `domains`: what each node fails together with (a rack, a zone, a machine), under any names. Every node keeps exactly
     one copy and none its own; as many copies as can be are in another domain than their node.

@@ -56,7 +56,7 @@ class RankMessages:
 
     @staticmethod
     def failure(why: str) -> bytes:
-        """The first or the last message instead: this rank cannot go on."""
+        """Return the first or the last message of a rank that cannot go on."""
         return pickle.dumps(why)
 
     def details(self, wanted: bytes) -> bytes:
@@ -78,7 +78,7 @@ class RankMessages:
 
     @staticmethod
     def check(verdict: bytes) -> None:
-        """CheckpointError when ranks hold different things under one name."""
+        """Raise CheckpointError when ranks hold different things under one name."""
         if verdict:
             raise CheckpointError(verdict.decode())
 
@@ -186,7 +186,7 @@ def fingerprint_model(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
 
 
 def _check_values(heads: Sequence[Sequence[bytes]], blobs: Mapping[bytes, bytes]) -> None:
-    """CheckpointError when two ranks have different plain values under one name."""
+    """Raise CheckpointError when two ranks have different plain values under one name."""
     first: dict[str, tuple[str, int]] = {}
     seen: set[bytes] = set()
     for rank, (_, _, digest) in enumerate(heads):

@@ -107,7 +107,7 @@ class Proposal:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> Proposal:
-        """From what JSON has made of asdict()."""
+        """Return the proposal that asdict() and JSON made `fields` of."""
         shares = tuple((tuple(ranks), tuple(nodes)) for ranks, nodes in fields["shares"])
         return cls(**{**fields, "shares": shares, "steps": tuple(fields["steps"])})
 
@@ -168,7 +168,7 @@ class Proposals:
         return asdict(Proposal(str(key), tier, shares, alone, told, newest=seen))
 
     def reject(self, why: str) -> None:
-        """The last proposal is bad. Only rank 0's list counts, but every rank may say so."""
+        """Note that the last proposal is bad. Only rank 0's list counts, but every rank may say so."""
         if self._last is not None:
             self._rejected[self._last] = why
 

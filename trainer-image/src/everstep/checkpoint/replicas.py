@@ -12,7 +12,7 @@ PIECE = 32 << 20  # bytes; of a tensor on a device this many are in main memory 
 
 
 def checksum_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
-    """Returns 64 bits for each tensor, of its elements in row-major order.
+    """Return 64 bits for each tensor, of its elements in row-major order.
 
     NaN is equal to NaN of the same bits. A tensor on another device than the processor comes through one buffer in main
     memory; the call returns when everything is read.

@@ -184,7 +184,11 @@ class Restorer:
         return {"offer": offer, "failure": None}
 
     def _agree_on_proposal(self, offer: dict[str, Any]) -> Proposal:
-        """CheckpointError on all ranks where they were given different options, or one cannot read its slots."""
+        """Agree with all ranks on what is tried next.
+
+        Raises:
+            CheckpointError: On all ranks, where they were given different options, or one cannot read its slots.
+        """
 
         def propose(messages: list[Any]) -> dict[str, Any]:
             why = find_difference([message["options"] for message in messages])
@@ -276,7 +280,7 @@ class Restorer:
         self._proposals.renew()
 
     def _wait(self, seconds: float) -> None:
-        """Before a store is asked again."""
+        """Wait before a store is asked again."""
         self._alive()
         time.sleep(seconds)
 

@@ -20,7 +20,7 @@ class UndefinedObjects(Exception):
 
 
 def run_on_all_ranks(vote: RestoreConsensus, rank: int, work: Callable[[], T], *, is_local: bool) -> Any:
-    """Every rank works, and fails where one of them does.
+    """Run the work of every rank, and fail where one of them does.
 
     Args:
         vote: Of this restore.

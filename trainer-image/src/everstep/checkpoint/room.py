@@ -23,7 +23,7 @@ class InsufficientMemory(CheckpointError):
 
 
 def check_memory(directory: Path, need: int, copies: int, kept: int = 0) -> None:
-    """Raises InsufficientMemory unless `need` more bytes fit into the file system, our cgroups and the memory.
+    """Raise InsufficientMemory unless `need` more bytes fit into the file system, our cgroups and the memory.
 
     `copies` and `kept`, for the message: slots of this node, and copies of another's.
     """

@@ -293,7 +293,7 @@ class Saver:
         return True
 
     def drop(self, key: Key, why: str) -> None:
-        """This save is not to be completed; another one that is being copied is."""
+        """Drop this save, which is not to be completed; another one that is being copied is."""
         if self._copying is None or self._copying[1].key == key:
             self._copying = None
             # The slot may be filled anew after this: nothing may still be on its way there, also after half a copy.
@@ -314,11 +314,11 @@ class Saver:
         self._snapshots = self._begun = self._copying = None
 
     def _noted(self, step: int) -> dict[str, object]:
-        """Rank 0's word is the checkpoint's: what is measured differs from rank to rank."""
+        """Return the metadata on rank 0, whose word is the checkpoint's: what is measured differs from rank to rank."""
         return pack_metadata(self.note(step)) if self._topology.rank == 0 else {}
 
     def _optimizers(self) -> list[torch.optim.Optimizer]:
-        """Those whose state may be copied beside training."""
+        """Return the optimizers whose state may be copied beside training."""
         every = [unwrap_marked(each) for each in self._objects.values()]
         return [each for each in every if isinstance(each, torch.optim.Optimizer) and has_hooked_steps(each)]
 

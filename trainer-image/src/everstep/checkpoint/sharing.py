@@ -186,7 +186,7 @@ def _compute_volumes(tensor: Ints, first: Ints, last: Ints, extents: Ints) -> In
 
 
 def _check_cover(table: _Table, boxes: _Boxes, groups: Sequence[LayoutGroup]) -> None:
-    """CheckpointError unless the boxes of each tensor cover it exactly once."""
+    """Raise CheckpointError unless the boxes of each tensor cover it exactly once."""
     seen: set[tuple[tuple[int, ...], bytes]] = set()  # most layers of a model are cut alike
     for number, name in enumerate(table.names):
         low, high = boxes.of_tensor[number], boxes.of_tensor[number + 1]
@@ -300,7 +300,7 @@ def _spread_boxes(classes: list[tuple[Ints, Ints]], size: Ints, owners: Ints, lo
 
 
 def _iterate_replicas(boxes: _Boxes, groups: Sequence[LayoutGroup]) -> Iterator[tuple[Ints, Ints]]:
-    """For each group, places and boxes of what several ranks hold, in the order of places."""
+    """Yield, for each group, places and boxes of what several ranks hold, in the order of places."""
     ranks = np.array([len(group.ranks) for group in groups])
     holders = np.add.reduceat(ranks[boxes.group], boxes.start) if len(boxes.start) else np.empty(0, int)
     several = np.flatnonzero(holders[boxes.box] > 1)

@@ -1,4 +1,4 @@
-"""Slots: a node's shared memory that holds what its ranks last saved, whatever happens to the ranks.
+"""Keep what a node's ranks last saved in slots of its shared memory, whatever happens to the ranks.
 
     <directory>/                 0700, by default /dev/shm/everstep-<hash of the store>-<place>
       control                    the writer's socket
@@ -81,8 +81,10 @@ class Box:
 
 @dataclass(frozen=True)
 class Claim:
-    """Whose slot it is: this node's share of a checkpoint of `nodes` nodes, filled by `locals` ranks. `run`: what its
-    store is called, empty where that could not be asked."""
+    """The checkpoint that a slot is claimed for: this node's share of one of `nodes` nodes, filled by `locals` ranks.
+
+    `run`: what its store is called, empty where that could not be asked.
+    """
 
     key: Key
     locals: int
@@ -135,9 +137,10 @@ class Slot:
         return self.path / f"{local}.part"
 
     def claim(self, claim: Claim) -> None:
-        """From here on the slot is this checkpoint's; what was in it is gone, with the parts of ranks that it lacks.
+        """Give the slot to this checkpoint; what was in it is gone, with the parts of ranks that it lacks.
 
-        NoSlot while somebody reads it: who holds reading() and finds it whole may rely on its bytes.
+        Raises:
+            NoSlot: Somebody reads it: who holds reading() and finds it whole may rely on its bytes.
         """
         with ExitStack() as stack:
             if not self.lock_out_readers(stack):
@@ -150,17 +153,17 @@ class Slot:
             replace_file(self.path / "claim.json", {**vars(claim), "key": str(claim.key)})
 
     def release(self) -> None:
-        """Nothing in the slot means anything any more."""
+        """Declare the slot free: nothing in it means anything any more."""
         (self.path / VERIFIED).unlink(missing_ok=True)
         (self.path / "claim.json").unlink(missing_ok=True)
 
     def claimed(self) -> Claim | None:
-        """Whose slot it is; None when it is nobody's."""
+        """Return the claim on the slot; None when it is nobody's."""
         fields = read_json(self.path / "claim.json")
         return None if fields is None else Claim(**{**fields, "key": Key.parse(str(fields["key"]))})
 
     def record(self, local: int, record: PartRecord) -> None:
-        """This local rank is done."""
+        """Record that this local rank is done."""
         replace_file(self.path / f"{local}.json", {**vars(record), "key": str(record.key)})
 
     def has_record(self, local: int, key: Key) -> bool:
@@ -169,7 +172,7 @@ class Slot:
         return fields is not None and fields["key"] == str(key)
 
     def records(self) -> list[PartRecord] | None:
-        """Those of all local ranks in order; None when one is not done."""
+        """Return the records of all local ranks in order; None when one is not done."""
         claim = self.claimed()
         if claim is None:
             return None
@@ -182,7 +185,7 @@ class Slot:
         return found
 
     def complete(self, manifest: Manifest) -> None:
-        """The slot is whole."""
+        """Mark the slot as whole."""
         replace_file(self.path / "slot.json", encode_manifest(manifest))
         replace_file(self.path / "whole", str(manifest.key).encode())
 
@@ -200,7 +203,7 @@ class Slot:
         return (self.path / "slot.json").read_bytes()
 
     def store(self, key: Key) -> None:
-        """This checkpoint is durable elsewhere."""
+        """Note that this checkpoint is durable elsewhere."""
         replace_file(self.path / "stored", str(key).encode())
 
     @property
@@ -216,7 +219,7 @@ class Slot:
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """While this is held the slot is neither filled anew nor removed; ends with the process too.
+        """Hold the slot for reading: meanwhile it is neither filled anew nor removed; ends with the process too.
 
         Raises:
             Missing: The slot has been removed, as the writer of a run that has ended does.
@@ -315,7 +318,7 @@ class Slots:
         return sum(max(0, size - find_size(slot.part(local))) for slot in every for local, size in enumerate(sizes))
 
     def check(self, sizes: Sequence[int], count: int) -> None:
-        """room.InsufficientMemory when so many slots with parts of these sizes do not fit into the memory."""
+        """Raise room.InsufficientMemory when so many slots with parts of these sizes do not fit into the memory."""
         room.check_memory(self.directory, self.need(sizes, count), copies=count)
 
     def reserve(self, sizes: Sequence[int], count: int) -> None:

@@ -225,7 +225,7 @@ class Published:
     def _publish(
         self, training: _Training, path: Path, step: int, needed: Path | None, *, needed_step: int | None
     ) -> None:
-        """In the thread beside training."""
+        """Publish the folder, in the thread beside training."""
         if needed is not None and needed_step is not None and needed_step not in training.keys:
             # Of a training before this one, or given way to a later one.
             same = _find_same(self.store, needed, needed_step)
@@ -279,7 +279,7 @@ class Published:
                 training.attempt = None
 
     def _all(self) -> dist.ProcessGroup | None:
-        """All ranks, on the CPU; None for one process. Collective."""
+        """Return the group of all ranks, on the CPU; None for one process. Collective."""
         if self._group is None:
             self._group = open_host_group(_COLLECTIVE_SECONDS)
         return self._group
