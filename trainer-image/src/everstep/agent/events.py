@@ -119,7 +119,8 @@ class DaemonExited:
 
 @dataclass(frozen=True)
 class PodUnusable:
-    """What keeps ranks from running is the pod's or its node's, so another pod has to take this one's place."""
+    """An event that says that the pod or its node keeps the ranks from running, so another pod has to take its
+    place."""
 
     message: str
 

@@ -1,4 +1,7 @@
-"""What a pod or its node lacks, and what to do about it: never a mistake of the application, nor charged to it."""
+"""Recognize what a pod or its node lacks, and say what to do about it.
+
+Such a fault is never a mistake of the application, and is not charged to it.
+"""
 
 from __future__ import annotations
 

@@ -209,7 +209,11 @@ class _Agent:
 
 
 def _handle_loop_error(node: NodeAgent, context: dict[str, Any]) -> None:
-    """What the event loop could not deliver to anybody. A callback that failed may have lost the exit of a rank."""
+    """Handle an error that the event loop could not deliver to any caller.
+
+    A callback of the agent that failed may have lost the exit of a rank, so the agent crashes. Any other error is
+    logged.
+    """
     error = context.get("exception")
     if isinstance(error, Exception) and "handle" in context and _is_ours(error):
         node.crash(error)

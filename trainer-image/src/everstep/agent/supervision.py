@@ -1,4 +1,4 @@
-"""What a node needs of its supervisor, whatever stands behind it."""
+"""Define what a node agent needs of its supervisor, independent of the implementation."""
 
 from __future__ import annotations
 
