@@ -45,7 +45,10 @@ MAX_OBSTACLES = 5  # in one reconcile
 
 @dataclass
 class _Memory:
-    """What this process knows of one job besides what is stored. It ends with the job: names are used again."""
+    """The state of one job that this process keeps in memory beside what is stored.
+
+    It ends with the job, because names are used again.
+    """
 
     uid: str
     status_written_at: float | None = None  # by us, for what may wait for the next write

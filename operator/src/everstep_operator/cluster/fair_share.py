@@ -39,7 +39,10 @@ class WorkerSlot:
 
 @dataclass
 class FairShare:
-    """Who holds how many slots. `limit` of them may be held at once, slow ones aside; `clock` is in seconds."""
+    """A count of the worker slots that each namespace holds, which tells whether a namespace may have one more.
+
+    At most `limit` slots may be held at once, not counting slow ones; `clock` returns seconds.
+    """
 
     limit: int
     clock: Callable[[], float] = time.monotonic

@@ -31,7 +31,7 @@ class CandidateNode:
 
 @dataclass(frozen=True, slots=True)
 class PlacementRule:
-    """How many pods of the set nodes could hold under one rule."""
+    """A rule with a `count` function that returns how many pods of the set the given nodes could hold under it."""
 
     count: Callable[[Sequence[CandidateNode]], int]
     only_grows: bool = True  # more nodes are never fewer places

@@ -1,7 +1,8 @@
-"""Which taints of a node pass: those of nodes that are started, serviced or removed.
+"""Tell temporary taints from lasting ones: the temporary ones mark nodes that are started, serviced or removed.
 
-By the first two the node takes pods again within minutes; a node that is removed is replaced by one like it, or is not
-in the cluster much longer. All others say what a node is for, and keep pods that do not tolerate them away for good.
+A node that is started or serviced takes pods again within minutes; a node that is removed is replaced by one like it,
+or is not in the cluster much longer. All other taints say what a node is for, and keep pods that do not tolerate them
+away for good.
 """
 
 from __future__ import annotations

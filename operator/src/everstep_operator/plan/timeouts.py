@@ -123,7 +123,11 @@ def _describe_obstacle(s: PlanContext) -> str:
 
 
 def _describe_unschedulable(s: PlanContext) -> str:
-    """What the scheduler says of a pod without a node, or whoever rejects the pods."""
+    """Return the message of the scheduler about a pod without a node, or the reason for which the pods are rejected.
+
+    The text begins with ": ". It is empty without such a message, or in a phase that is neither a forming one nor
+    Restarting.
+    """
     text = next((p.unschedulable for p in s.live if not p.scheduled and p.unschedulable), "")
     if blocked_by(s.job) is not None and s.status.conditions:
         text = s.status.conditions[0].message
