@@ -28,7 +28,7 @@ class Disagreement(Everywhere):
 
 @dataclass(frozen=True)
 class Reads:
-    """What this rank needs of a batch: arguments of the model by name, and whether the targets."""
+    """The parts of a batch that this rank needs: arguments of the model by name, and whether it needs the targets."""
 
     inputs: frozenset[str]
     targets: bool
@@ -36,7 +36,8 @@ class Reads:
 
 @dataclass(frozen=True)
 class Word:
-    """What a rank that reads tells: of which step, samples of which number and shapes, or what is wrong with them."""
+    """The message of a rank that reads a batch: its step, the number and shapes of its samples, or what is wrong with
+    them."""
 
     step: tuple[int, int, str]  # optimizer steps, batches since, and what for
     samples: int | None
@@ -45,7 +46,15 @@ class Word:
 
 
 def inspect_batch(reads: Reads, step: tuple[int, int, str], batch: Any, targets: Any, whole: frozenset[str]) -> Word:
-    """What this rank tells of its batch; of an error in its place, what is wrong."""
+    """Return the message of this rank about its batch, or about the error that stands in its place.
+
+    Args:
+        reads: The parts of the batch that this rank needs.
+        step: The number of optimizer steps, the number of batches since the last one, and the purpose.
+        batch: The batch, or the `PipelineError` that was raised in its place.
+        targets: The targets of the loss; None if there are none.
+        whole: Names of the arguments that go to each micro-batch as they are.
+    """
     try:
         if isinstance(batch, PipelineError):
             raise batch

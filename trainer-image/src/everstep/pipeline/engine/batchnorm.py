@@ -19,8 +19,10 @@ _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class RunningStatistics:
-    """Of all layers of this rank in `modules`. A layer is used as the engine calls it between `begin` and `end`, and as
-    anywhere else outside."""
+    """The running statistics of all batch normalization layers of this rank in `modules`.
+
+    Between `begin` and `end`, a layer behaves as the engine calls it; outside, it behaves as it does anywhere else.
+    """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._layers = [

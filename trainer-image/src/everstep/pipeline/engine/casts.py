@@ -52,9 +52,10 @@ def forget_stale_casts(weights: Iterable[torch.Tensor], known: int | None) -> in
 
 @cache
 def _learn_after_no_grad() -> bool:
-    """Whether a copy that was made without gradients is not taken where they are wanted.
+    """Tell whether a copy that was made without gradients is not reused where gradients are wanted.
 
-    Some versions of torch do that, and a recomputation, whose first forward has no gradients, would then learn nothing.
+    Some versions of torch reuse it, and a recomputation, whose first forward has no gradients, would then learn
+    nothing.
     """
     weight, given = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):

@@ -46,11 +46,15 @@ from everstep.pipeline.transport.base import Transport, TransportError
 
 @dataclass(frozen=True)
 class StepResult:
-    """Of a step: `loss` is the mean over `count`, all that counts on all micro-batches and replicas, on all ranks.
+    """The result of one step, or of one evaluation.
 
-    `metrics`: sums that the loss gave, over the same count, on ranks of the last stage only. `norm` of all gradients
-    before clipping, if that or fp16 was asked for. `skipped`: there are no gradients, and the step changes nothing.
-    `outputs`: of an evaluation, what the model returned for each micro-batch, on ranks of the last stage only.
+    Attributes:
+        loss: The mean over `count`, the same on all ranks.
+        count: All that counts on all micro-batches and replicas.
+        metrics: Sums that the loss gave, over the same count, on ranks of the last stage only.
+        norm: The norm of all gradients before clipping, if clipping or fp16 was asked for.
+        skipped: Whether there are no gradients, so that the step changes nothing.
+        outputs: After an evaluation, what the model returned for each micro-batch, on ranks of the last stage only.
     """
 
     loss: float
@@ -149,7 +153,7 @@ class Engine:
         return StepResult(scaled.loss, scaled.count, self._metrics(scaled), outputs=outputs)
 
     def state_dict(self) -> dict[str, Any]:
-        """What a run that goes on has to know, beside weights and optimizer; the same on all ranks."""
+        """Return the state that a resumed run needs beside weights and optimizer; it is the same on all ranks."""
         return {"steps": self.steps, "loss_scale": self.loss_scale.value, "good": self.loss_scale.good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -298,7 +302,7 @@ class Engine:
             )
 
     def _frozen(self, purpose: str) -> str:
-        """What replicas must agree on, of the parameters that do not learn."""
+        """Return what replicas must agree on about the parameters that do not learn."""
         return self.parameters.frozen if purpose != EVALUATE and self.transport.replicas > 1 else ""
 
     def _sum(self, tensor: Any) -> None:

@@ -1,10 +1,10 @@
-"""Which rank fell silent, known on all ranks, beside the tensors.
+"""Detect a rank that fell silent, and report it to all ranks, beside the tensors.
 
-Each process has a thread that tells its successor in a ring that it is alive, and listens to its predecessor. The one
-that hears nothing for `timeout` seconds, or sees the connection end without a word, names its predecessor to all. A
-thread of its own answers also while its process computes for long or waits: slow is not silent. A rank that fails says
-so itself, with its reason; one that leaves says after how many steps. What is said has a code by a key that all ranks
-were given: anybody may come to an open port, and nobody else is believed. Needs no torch.
+Each process has a thread that tells its successor in a ring that it is alive, and listens to its predecessor. A rank
+that hears nothing for `timeout` seconds, or sees the connection end without a message, names its predecessor to all. A
+separate thread answers also while its process computes for long or waits: slow is not silent. A rank that fails says so
+itself, with its reason; one that leaves says after how many steps. Each message has a code by a key that all ranks were
+given: anybody may connect to an open port, and nobody without the key is believed. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Heartbeat:
 
     @property
     def address(self) -> Address:
-        """Where this rank listens."""
+        """Return the address at which this rank listens."""
         host, port = self._server.getsockname()[:2]
         return host, port
 
@@ -99,11 +99,11 @@ class Heartbeat:
                 raise lost
 
     def follow(self, progress: Callable[[], int], passes: Callable[[], int]) -> None:
-        """What this rank does from now on."""
+        """Set the functions that return this rank's progress and its number of passes from now on."""
         self._progress, self._passes = progress, passes
 
     def lost(self, wait: float = 0.0) -> PipelineRankLost | None:
-        """Who is lost, as far as that is known within `wait` seconds."""
+        """Return the rank that is lost, as far as that is known within `wait` seconds, else None."""
         self._known.wait(wait)
         return self._lost
 
@@ -158,7 +158,7 @@ class Heartbeat:
                 self._tell_next(_encode_lost_rank(self._lost))
 
     def _alone(self) -> bool:
-        """Whether there is nobody to be watched."""
+        """Tell whether there is no rank to watch."""
         return self._left is not None or len(self._ring) < 2
 
     def _look(self, now: float) -> None:
@@ -210,7 +210,10 @@ class Heartbeat:
         peer.connection.close()
 
     def _make_room(self) -> None:
-        """Who says nothing does not keep others away."""
+        """Close the oldest connection that has not identified itself, if there are too many of these.
+
+        So a client that says nothing does not keep ranks away.
+        """
         peers = [key.data for key in self._selector.get_map().values() if key.data is not None]
         strangers = [peer for peer in peers if not peer.is_known]
         if len(strangers) >= _STRANGERS:
@@ -236,7 +239,7 @@ class Heartbeat:
         return True
 
     def _code(self, to: int, text: bytes) -> bytes:
-        """What shows that a rank of this job has said this to that rank."""
+        """Return the code that shows that a rank of this job has sent this text to that rank."""
         return hmac.new(self._key, b"%d " % to + text, hashlib.sha256).hexdigest().encode()
 
     def _line(self, to: int, word: dict[str, Any]) -> bytes:

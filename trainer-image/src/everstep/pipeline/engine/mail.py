@@ -32,8 +32,14 @@ class _PostedReceive:
 
 
 class P2PMessenger:
-    """Of one rank. `placement`: the rank of each stage. `ahead`: receives that may be posted before their turn;
-    `dynamic`: values whose layout is told each time."""
+    """A messenger that sends values and gradients from one rank to others, and receives theirs.
+
+    Args:
+        transport: The transport between the ranks.
+        placement: The rank of each stage.
+        ahead: The number of receives that may be posted before their turn.
+        dynamic: Names of values whose layout is sent each time.
+    """
 
     def __init__(self, transport: Transport, placement: Sequence[int], ahead: int, dynamic: frozenset[str]) -> None:
         self._transport, self._placement, self._ahead, self._dynamic = transport, placement, ahead, dynamic
@@ -117,7 +123,7 @@ class P2PMessenger:
         return StageValue(coming.layout, [arrival.wait() for arrival in coming.arrivals])
 
     def gradients(self, name: str, microbatch: int) -> list[Gradients]:
-        """What other ranks give of the gradient of a value, waited for."""
+        """Wait for what other ranks contribute to the gradient of a value, and return it."""
         return [
             _unflatten_gradients(coming.layout, [arrival.wait() for arrival in coming.arrivals])
             for coming in self._coming.pop((name, microbatch, True), ())

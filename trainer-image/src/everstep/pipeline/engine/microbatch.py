@@ -44,7 +44,10 @@ def batch_size(batch: Any, whole: frozenset[str] = frozenset()) -> int | None:
 
 
 def compute_bounds(size: int, microbatches: int) -> list[tuple[int, int]]:
-    """Where each micro-batch begins and ends: as equal as can be, larger ones first, and none that is empty."""
+    """Return where each micro-batch begins and ends, as (start, stop) in samples.
+
+    The micro-batches are as equal as can be, larger ones first, and none is empty.
+    """
     count = min(size, microbatches)
     each, more = divmod(size, count) if count else (0, 0)
     found, start = [], 0

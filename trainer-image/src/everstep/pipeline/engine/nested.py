@@ -20,7 +20,8 @@ class TensorPlaceholder:
 
 
 class ValueLayout(NamedTuple):
-    """What a value is without its numbers: its structure with a Place for each tensor, and their specs in order."""
+    """The layout of a value without its numbers: its structure with a Place for each tensor, and their specs in
+    order."""
 
     structure: Any
     specs: tuple[Spec, ...]

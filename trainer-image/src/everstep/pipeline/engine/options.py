@@ -1,4 +1,4 @@
-"""What can be chosen of a run; the same on all ranks."""
+"""Define the options of a run, which are the same on all ranks."""
 
 from __future__ import annotations
 

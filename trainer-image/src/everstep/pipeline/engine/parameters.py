@@ -24,8 +24,13 @@ from everstep.pipeline.transport.base import Transport
 
 
 class Parameters:
-    """Of the stages of this rank. `named`: by their names in the whole model; `own`: each once; `counted`: those that
-    this rank counts for all."""
+    """The parameters of the stages of this rank.
+
+    Attributes:
+        named: The parameters by their names in the whole model.
+        own: Each parameter once.
+        counted: The parameters that this rank counts for all ranks.
+    """
 
     def __init__(
         self,
@@ -95,7 +100,10 @@ class Parameters:
 
     @property
     def frozen(self) -> str:
-        """How many parameters of this rank do not learn, and which, in a few letters; and so who keeps which."""
+        """Return how many parameters of this rank do not learn, with a short digest of which they are.
+
+        With a `ShardedOptimizer`, the text also has a digest of which replica keeps which parameter.
+        """
         flags = bytes(parameter.requires_grad for parameter in self.own)
         count = flags.count(0)
         found = (
@@ -170,7 +178,10 @@ class Parameters:
         tensor.copy_(sent.to(tensor.dtype))
 
     def _group(self, name: str) -> Any:
-        """Who sums a shared parameter; None for this process alone. Made by all ranks, owners or not."""
+        """Return the process group that sums a shared parameter; None if that is this process alone.
+
+        All ranks make the group, owners or not.
+        """
         ranks = sorted({self._placement[stage] for stage in self._owners[name]})
         group = self._transport.group(ranks, replicas=True)
         return None if len(ranks) * self._transport.replicas == 1 else group

@@ -34,7 +34,7 @@ class _Bucket:
     before: Sequence[Any] = ()  # parameters of buckets that began before: it says of which more has come since
 
     def done(self) -> bool:
-        """Whether waiting for it is known to take no time."""
+        """Tell whether waiting for the bucket is known to take no time."""
         return self.buffer is None and self.work.done()  # type: ignore[union-attr]
 
     def take(self) -> tuple[dict[Any, Any], list[Any]]:
@@ -60,9 +60,19 @@ class _Bucket:
 
 
 class Reduction:
-    """Of one rank. `own`: the parameters of each stage that no other stage has, in the order of their use; `shared`:
-    those that several have, by name; `groups`: of those, what they are summed over, None where that is this process
-    alone. `keepers`: the replica of each parameter that has its sum alone; others have theirs on all."""
+    """The reduction of the gradients of one rank.
+
+    Args:
+        transport: The transport between the replicas.
+        data: The process group of the replicas of this rank.
+        own: For each stage, the parameters that no other stage has, in the order of their use.
+        shared: The parameters that several stages have, by name.
+        groups: For each shared parameter, the group over which it is summed; None where that is this process alone.
+        bucket: The size of a bucket in bytes.
+
+    Attributes:
+        keepers: For each parameter whose sum only one replica has, that replica; all replicas have the other sums.
+    """
 
     def __init__(
         self,

@@ -42,9 +42,11 @@ def seed_of(seed: int, step: int, microbatch: int, name: str, call: int = 0) -> 
 
 @dataclass
 class _Log:
-    """Of the calls of one forward. Each entry and each end of a call is an event, after which the generator begins with
-    a seed of its own. So whoever puts an earlier state back, as activation checkpoints do, tells by it which calls are
-    done once more."""
+    """The log of the calls of one forward.
+
+    Each entry and each end of a call is an event, after which the generator begins with a seed of its own. Code that
+    restores an earlier state, such as an activation checkpoint, thereby shows which calls are repeated.
+    """
 
     entered: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # of each name, the events
     seeds: dict[int, int] = field(default_factory=dict)  # of events
@@ -208,7 +210,8 @@ class Random:
             self._quiet = self._log.left[frame.event]
 
     def _has_drawn(self) -> bool:
-        """Whether something has since it was seeded last, outside of all calls. Seeds it anew."""
+        """Tell whether any code outside of all calls has drawn since the generator was seeded last; then seed it
+        anew."""
         now = self._generator.get_state()
         self._generator.manual_seed(self._quiet)
         return not self._generator.stands_at(now)

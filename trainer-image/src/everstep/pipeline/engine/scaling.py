@@ -1,4 +1,4 @@
-"""What is done to all gradients once a step: one scale by the global count, clipping, a check for overflow."""
+"""Process all gradients once a step: scale them by the global count, clip them, and check them for overflow."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ _GROWS_AFTER = 2000  # steps without overflow
 
 @dataclass
 class LossScale:
-    """What losses are multiplied by under fp16, so that small gradients do not vanish; fixed at 1 otherwise."""
+    """The factor by which losses are multiplied under fp16, so that small gradients do not vanish; otherwise fixed at
+    1."""
 
     value: float = 1.0
     moves: bool = False

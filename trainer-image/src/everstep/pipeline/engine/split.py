@@ -34,7 +34,7 @@ class _Branch:
     came: Gradients
 
     def gradients(self) -> Gradients:
-        """Of the edges; None for one without."""
+        """Return the gradients of the edges; None for an edge without one."""
         known = [
             (GradientEdge(self.node, index), gradient)
             for index, gradient in enumerate(self.came)
@@ -46,7 +46,7 @@ class _Branch:
 
 @dataclass
 class Deferred:
-    """What is left of a backward: run it once, then drop it, since it keeps the graph of the forward alive."""
+    """The rest of a backward: run it once, then drop it, since it keeps the graph of the forward alive."""
 
     roots: list[Any] = field(default_factory=list)  # edges whose gradient is known, and which lead to parameters only
     gradients: Gradients = field(default_factory=list)

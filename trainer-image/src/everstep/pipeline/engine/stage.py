@@ -24,11 +24,12 @@ INPUT = "input:"  # before the name of an argument of the model
 
 
 class RunnableStage(Protocol):
-    """What the front end makes of a part of the model.
+    """A part of the model, as the front end makes it.
 
-    `inputs`: names of values of earlier stages, and `input:<argument>` of the model's own; `outputs`: names of values
-    for later stages, and of the last stage also `output`, what the model returns. `module` holds the original
-    parameters under their original names.
+    Attributes:
+        inputs: Names of values of earlier stages, and `input:<argument>` for the model's own arguments.
+        outputs: Names of values for later stages, and on the last stage also `output`, what the model returns.
+        module: The module that holds the original parameters under their original names.
     """
 
     inputs: tuple[str, ...]
@@ -41,7 +42,7 @@ class RunnableStage(Protocol):
 
 @dataclass
 class Ran:
-    """What a forward gave: the values of the edges, and on the last stage the loss or the model's output."""
+    """The result of a forward: the values of the edges, and on the last stage the loss or the model's output."""
 
     values: dict[str, StageValue]
     loss: LossPart | None = None
@@ -50,7 +51,7 @@ class Ran:
 
 @dataclass
 class _SavedForward:
-    """Of one micro-batch between its forward and its backward."""
+    """The tensors of one micro-batch that are kept between its forward and its backward."""
 
     leaves: dict[str, list[Any]] = field(default_factory=dict)  # of each input: its tensors, or None without gradient
     results: dict[str, list[Any]] = field(default_factory=dict)  # of each output: its tensors with their graph
@@ -139,7 +140,7 @@ class StageRunner:
         return {name: [None if leaf is None else next(rest) for leaf in each] for name, each in saved.leaves.items()}
 
     def weight_grad(self, microbatch: int, listen: Listen | None = None) -> None:
-        """What `input_grad` left of the backward of this micro-batch."""
+        """Run what `input_grad` left of the backward of this micro-batch."""
         deferred = self._saved.pop(microbatch).deferred
         assert deferred is not None
         with _listen_to_backward(listen, deferred.nodes):
@@ -269,10 +270,10 @@ def _listen_to_backward(listen: Listen | None, nodes: Iterable[Any]) -> contextl
 
 
 def why_not_split(module: RunnableStage) -> str | None:
-    """Why a stage must do its backward at once; None if it can be split.
+    """Return the reason why a stage must run its backward at once; None if it can be split.
 
-    A split backward asks parts of the graph twice, each for other gradients: hooks would see both, compiled code and
-    recomputation would run twice.
+    A split backward asks parts of the graph twice, each time for other gradients: hooks would see both, and compiled
+    code and recomputation would run twice.
     """
     if listens := getattr(module, "listens", ""):
         return f"{listens} has a hook on a tensor"

@@ -13,8 +13,10 @@ Gradients = list[Any]  # of each tensor of a value; None where there is none
 
 
 class Values:
-    """Of one step on one rank. A value is dropped when the last stage here has used it and it is on its way to all
-    other ranks that use it."""
+    """The values and gradients of one step on one rank.
+
+    A value is dropped when the last stage here has used it and it is on its way to all other ranks that use it.
+    """
 
     def __init__(self, flow: Flow, rank: int) -> None:
         self._flow, self._rank = flow, rank
@@ -55,7 +57,7 @@ class Values:
         return self._gradients.pop((name, microbatch), None) or [None] * len(layout.specs)
 
     def empty(self) -> bool:
-        """Whether all that came has been used."""
+        """Tell whether all values and gradients that arrived have been used."""
         return not self._held and not self._gradients
 
 

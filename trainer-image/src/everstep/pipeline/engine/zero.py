@@ -96,7 +96,14 @@ def _copy_from_bucket(shares_of_it: Sequence[list[Any]], work: Exchange, mine: i
 
 
 def assign_owners(sizes: Mapping[str, int], replicas: int) -> dict[str, int]:
-    """Which replica keeps what, so that each keeps about as much: the largest first, to who has least."""
+    """Return the replica that keeps each parameter, so that each replica keeps about as much.
+
+    The largest parameter comes first, and goes to the replica that has least.
+
+    Args:
+        sizes: The size of each parameter by name.
+        replicas: The number of replicas.
+    """
     kept = [0] * replicas
     found = {}
     for name in sorted(sizes, key=lambda name: (-sizes[name], name)):
