@@ -1,4 +1,4 @@
-"""Which nodes of a traced model do the same work, as those of equal layers: it needs to be measured only once."""
+"""Group the nodes of a traced model that do the same work, such as those of equal layers: it is measured only once."""
 
 from __future__ import annotations
 

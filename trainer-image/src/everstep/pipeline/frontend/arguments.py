@@ -1,4 +1,4 @@
-"""What a model is called with, by the names of the arguments of its forward."""
+"""Name what a model is called with by the arguments of its forward."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 class Arguments:
-    """Of one module. An example or a batch is a tensor, a tuple of positional arguments, or a mapping by names."""
+    """The arguments of one module. An example or a batch is a tensor, a tuple of positional arguments, or a mapping by
+    names."""
 
     def __init__(self, module: Any) -> None:
         self._traced: dict[str, Any] | None = None
@@ -27,8 +28,12 @@ class Arguments:
         self._rest = kinds.get(inspect.Parameter.VAR_KEYWORD)
 
     def name(self, given: Any) -> dict[str, Any]:
-        """What was given by names, without what was left out. Untraceable if it does not fit, PipelineError for tensors
-        in objects that nobody looks into."""
+        """Return what was given by argument names, without what was left out.
+
+        Raises:
+            Untraceable: It does not fit the arguments of forward.
+            PipelineError: There are tensors in objects that the pipeline does not look into.
+        """
         args = () if isinstance(given, Mapping) else given if isinstance(given, tuple) else (given,)
         return self.of_call(args, given if isinstance(given, Mapping) else {})
 
@@ -91,7 +96,7 @@ class Arguments:
                 )
 
     def fits(self, named: Mapping[str, Any]) -> bool:
-        """Whether the module can be called with these names."""
+        """Tell whether the module can be called with these names."""
         try:
             self._signature.bind(**named)
         except TypeError:
@@ -107,7 +112,7 @@ class Arguments:
 
 
 def _describe_difference(known: Any, given: Any) -> str | None:
-    """What is another thing in `given`, apart from the tensors' numbers and shapes."""
+    """Describe what differs in `given`, apart from the tensors' numbers and shapes; None if nothing does."""
     (before, shape), (now, form) = pytree.tree_flatten(known), pytree.tree_flatten(given)
     if len(before) != len(now) or shape != form:
         return "is built otherwise than in the example"
@@ -122,7 +127,7 @@ def _describe_difference(known: Any, given: Any) -> str | None:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two objects without tensors say the same, as far as can be known."""
+    """Tell whether two objects without tensors are equal, as far as can be known."""
     if one is other or type(one) is not type(other):
         return one is other
     if (

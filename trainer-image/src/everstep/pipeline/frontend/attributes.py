@@ -135,7 +135,7 @@ _PLAIN = (*_SCALARS, list, tuple, set, frozenset, dict)
 
 
 def _of_class(kind: type, name: str) -> Any:
-    """What a class says of an attribute that the module itself does not hold; a property is its own code."""
+    """Return what a class says about an attribute that the module itself does not hold; a property is its own code."""
     return next((vars(each)[name] for each in kind.__mro__ if name in vars(each)), _ABSENT)
 
 

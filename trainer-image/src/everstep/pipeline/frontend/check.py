@@ -1,4 +1,5 @@
-"""Whether stages are the model they were cut from: one micro-batch through both, before anything is trained."""
+"""Check that stages compute what the model they were cut from computes: one micro-batch through both, before
+training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What listens to the gradients of parameters, taken off where gradients are not those of a step."""
+"""Take the hooks off the gradients of parameters where these gradients are not those of a step."""
 
 from __future__ import annotations
 

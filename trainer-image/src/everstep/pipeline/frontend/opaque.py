@@ -1,4 +1,5 @@
-"""What an opaque module gives, found by running a copy of it on random numbers, with two batches of different sizes."""
+"""Infer the outputs of an opaque module by running a copy of it on random numbers, with two batches of different
+sizes."""
 
 from __future__ import annotations
 
@@ -59,7 +60,7 @@ def infer_outputs(
 
 
 def _have_changed(original: torch.Tensor, copied: torch.Tensor) -> bool:
-    """Whether a copy was changed; writes through `.data` have no version."""
+    """Tell whether a copy was changed, by its values, because writes through `.data` have no version."""
     return original.device.type != "meta" and not torch.equal(original, copied)
 
 

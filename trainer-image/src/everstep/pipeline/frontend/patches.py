@@ -1,4 +1,4 @@
-"""What torch does not tell a tracer by itself: calls of modules and of custom functions, and autocast."""
+"""Patch torch to report what it does not tell a tracer: calls of modules and of custom functions, and autocast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the user wants modules to be: `with pipeline.stage(1):`, and prefixes of names."""
+"""Place modules in the stages that the user names: by `with pipeline.stage(1):`, and by prefixes of names."""
 
 from __future__ import annotations
 
@@ -17,9 +17,16 @@ _built: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 @contextlib.contextmanager
 def stage(index: int) -> Iterator[None]:
-    """What is built inside, or called inside while a model is traced, is in this stage; the innermost counts.
+    """Place what is built inside, or called inside while a model is traced, in this stage; the innermost context
+    counts.
 
     Around construction it holds for the modules whose `__init__` begins inside, in `forward` for every call inside.
+
+    Args:
+        index: The stage, counted from 0.
+
+    Raises:
+        PipelineError: The index is negative.
     """
     from torch import nn
 
@@ -59,7 +66,8 @@ def place(module: Any, index: int) -> None:
 
 
 def is_inside(name: str, prefix: str) -> bool:
-    """Whether a node is that module, one of its calls, or inside it: `h.1` has `h.1.mlp` and `h.1:add`, not `h.10`."""
+    """Tell whether a node is that module, one of its calls, or inside it: `h.1` has `h.1.mlp` and `h.1:add`, not
+    `h.10`."""
     return name.startswith(prefix) and (not prefix or name[len(prefix) : len(prefix) + 1] in ("", ".", ":", "@", "["))
 
 

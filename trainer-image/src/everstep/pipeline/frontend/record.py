@@ -1,4 +1,4 @@
-"""What a model did with one example: a tree of module calls, and the operations between them."""
+"""Define the record of what a model did with one example: a tree of module calls, and the operations between them."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def iterate_made_values(item: Op | Call) -> Iterator[int]:
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What is known of a tensor; `shape` holds sizes that are expressions."""
+    """The known properties of a tensor; `shape` holds sizes that are expressions."""
 
     shape: Shape
     dtype: Any
@@ -115,8 +115,14 @@ class TensorInfo:
 
 @dataclass(eq=False)
 class ForwardRecord:
-    """Of one forward. `weights`, `constants`: the tensors that were there before; `arguments`: of each argument of the
-    model, the tensors in it by their paths; `device`: that of the example."""
+    """The record of one forward.
+
+    Attributes:
+        device: The device of the example.
+        weights: The weights that were there before, by name.
+        constants: The other tensors that were there before.
+        arguments: For each argument of the model, the tensors in it by their paths.
+    """
 
     root: Call
     sizes: Sizes

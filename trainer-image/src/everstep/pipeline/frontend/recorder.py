@@ -73,8 +73,15 @@ class BatchFixed(BaseException):
 
 
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where types are checked
-    """Of one forward of `model`. `unseen`: modules that are known to be opaque, and why; `whole`: arguments without
-    samples."""
+    """A recorder of one forward of `model`.
+
+    Args:
+        model: The model to record.
+        sizes: The symbols that stand for sizes.
+        device: The device of the example.
+        unseen: The modules that are known to be opaque, by path, with the reason.
+        whole: The arguments without samples.
+    """
 
     def __init__(
         self,
@@ -290,7 +297,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self._stack[-1].conditions += found
 
     def _is_other(self, held: Any, before: Any) -> bool:
-        """Whether what is in the place of a buffer is another tensor, and not the same one changed in place."""
+        """Tell whether another tensor is in the place of a buffer, and not the same one changed in place."""
         if held is before or held is None:
             return held is not before
         ref = self._refs.get(id(before))
@@ -303,7 +310,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         self._made.append(tensor)
 
     def _refer(self, leaf: Any) -> Any:
-        """What stands for a leaf in a template; CannotFollow for a tensor that came from nowhere."""
+        """Return the reference that stands for a leaf in a template; raise CannotFollow for a tensor of unknown
+        origin."""
         if isinstance(leaf, torch.Tensor):
             if id(leaf) not in self._refs:
                 if isinstance(leaf, FakeTensor):
@@ -322,7 +330,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         return leaf
 
     def _handed(self, structure: Any) -> Template:
-        """What a module was given or gave; None if there is something in it that cannot be made again."""
+        """Return the template of what a module was given or gave; None if there is something in it that cannot be made
+        again."""
         try:
             found = make_template(structure, self._refer)
         except CannotFollow:
@@ -373,14 +382,14 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
 
 
 def _holds_more(leaf: Any) -> bool:
-    """Whether there may be tensors in it that nobody sees."""
+    """Tell whether a leaf may hold tensors that the recorder does not see."""
     if isinstance(leaf, (torch.Tensor, *_PLAIN, slice, torch.Size, *(kind for kind, _ in _KINDS))):
         return False
     return not callable(leaf) and not isinstance(leaf, enum.Enum) and hasattr(leaf, "__dict__")
 
 
 def _describe_odd_result(result: Any) -> str:
-    """What in a model's result is no tensor and no structure of them, and where."""
+    """Describe what in a model's result is no tensor and no structure of tensors, and where it is."""
     found = [(path, leaf) for path, leaf in pytree.tree_flatten_with_path(result)[0] if _holds_more(leaf)]
     return (
         f"a {type(found[0][1]).__name__} (in result{pytree.keystr(found[0][0])})"
@@ -401,7 +410,10 @@ def _name_operation(func: Any) -> str:
 
 
 def _explain_hooks(module: nn.Module) -> str:
-    """Why a module runs as one: hooks see all that it is given, and parts of what is compiled would run uncompiled."""
+    """Return the reason why a module runs as one, or an empty string.
+
+    Hooks see all that a module is given, and parts of a compiled module would run uncompiled.
+    """
     if is_compiled(module):
         return COMPILED
     found = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")

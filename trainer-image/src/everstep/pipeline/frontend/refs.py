@@ -1,4 +1,5 @@
-"""What a recorded call was given, as data: structures in which a reference stands for each tensor, size and device."""
+"""Represent the inputs of a recorded call as data: structures in which a reference stands for each tensor, size and
+device."""
 
 from __future__ import annotations
 
@@ -74,7 +75,7 @@ Template = Any  # a structure with references for leaves
 
 @dataclass(slots=True)
 class Frame:
-    """What references stand for while one micro-batch is in a stage."""
+    """The values for which references stand while one micro-batch is in a stage."""
 
     values: dict[int, Any]
     arguments: dict[str, Any]
@@ -138,7 +139,7 @@ def compile_maker(found: Template, bind: Callable[[Ref], Maker]) -> Maker:
 
 
 def _is_immutable(found: Any) -> bool:
-    """Whether nobody can change it, and it needs not be made anew each time."""
+    """Tell whether a value cannot be changed, and so needs not be made anew each time."""
     try:
         hash(found)
     except TypeError:

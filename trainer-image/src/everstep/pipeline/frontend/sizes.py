@@ -18,7 +18,8 @@ Shape = tuple[Any, ...]  # of ints and sympy expressions
 
 @dataclass(frozen=True)
 class SymbolSource:
-    """Where a stage finds a symbol: in dimension `dim` of a tensor, where the size is `factor` · symbol + `offset`."""
+    """The place where a stage finds a symbol: dimension `dim` of a tensor, whose size is `factor` · symbol +
+    `offset`."""
 
     symbol: Any
     tensor: Any
@@ -73,7 +74,7 @@ class Sizes:
         )
 
     def new_conditions(self) -> list[Any]:
-        """What had to be assumed since this was last asked."""
+        """Return the conditions that had to be assumed since the last call."""
         found = [guard.expr for guard in self.env.guards[self._seen :]]
         self._seen = len(self.env.guards)
         return found
@@ -82,7 +83,7 @@ class Sizes:
         return isinstance(self.simplify(self.batch), int)
 
     def hints(self, samples: int) -> dict[Any, int]:
-        """What the symbols are in the example, if it had so many samples."""
+        """Return the values of the symbols in the example, if it had `samples` samples."""
         values = {symbol: int(value) for symbol, value in self._backed().items()}
         values[self.batch] = samples
         return values
@@ -107,7 +108,7 @@ def symbols_of(exprs: Iterable[Any]) -> set[Any]:
 
 
 def find_places(wanted: Iterable[Any], tensors: Mapping[Any, Shape]) -> list[SymbolSource]:
-    """Where each symbol can be read off; PipelineError if one cannot."""
+    """Find a place where each symbol can be read off; raise PipelineError if one cannot."""
     found = []
     for symbol in sorted(wanted, key=str):
         place = _find_place(symbol, tensors)
@@ -121,7 +122,7 @@ def find_places(wanted: Iterable[Any], tensors: Mapping[Any, Shape]) -> list[Sym
 
 
 def are_sizes_visible(symbols: Iterable[Any], tensors: Mapping[Any, Shape]) -> bool:
-    """Whether all of them can be read off these tensors."""
+    """Tell whether all symbols can be read off these tensors."""
     return all(_find_place(symbol, tensors) is not None for symbol in symbols)
 
 

@@ -1,4 +1,4 @@
-"""What is left of a model in one stage: its original modules and parameters under their original names, no others."""
+"""Keep the part of a model that is in one stage: its original modules and parameters under their original names."""
 
 from __future__ import annotations
 
@@ -132,7 +132,8 @@ def follow_modes(parts: Sequence[nn.Module], whole: nn.Module) -> None:
 
 
 def weight_holder(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where a weight is, so that whoever replaces it there replaces it for everybody."""
+    """Return the dictionary that holds a weight, and its name there, so that a replacement there holds for every
+    user."""
     path, _, last = name.rpartition(".")
     holder = module.get_submodule(path)
     return (holder._parameters if last in holder._parameters else holder._buffers), last

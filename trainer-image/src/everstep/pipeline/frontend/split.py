@@ -180,7 +180,7 @@ class _Cut:
         )
 
     def _as_it_was(self, call: Call) -> bool:
-        """Whether the original module can run: all that is inside is here, and all that it is given."""
+        """Tell whether the original module can run: all that is inside is here, and all that it is given."""
         if call not in self.units.repeatable or any(unit not in self.mine for unit in self._units(call)):
             return False
         given = {ref.index for ref in iterate_references(call.inputs) if isinstance(ref, ValueRef)}
@@ -346,7 +346,10 @@ def _bind_tensor_hook(func: Any, tensor: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _make_context(item: Item) -> Callable[[], contextlib.AbstractContextManager[Any]] | None:
-    """What was around the operation or the call, beside what is around the model."""
+    """Return a function that restores what was around the operation or the call, beside what is around the model.
+
+    None if there was nothing.
+    """
     if item.grad and item.autocast is None:
         return None
 

@@ -124,7 +124,7 @@ class StageModule:
 
     @property
     def calls(self) -> tuple[str, ...]:
-        """What it runs, in this order: paths of modules, and names of operations, which have a colon."""
+        """Return what the stage runs, in this order: paths of modules, and names of operations, which have a colon."""
         return tuple(step.name for step in self._steps)
 
     def _device(self, frame: Frame) -> Any:

@@ -85,7 +85,7 @@ def trace_model(
     flags = {module: module.training for module in model.modules()}
 
     def record_as(mode: bool) -> ForwardRecord:
-        """Of the model as it is, or with all of it in the other mode."""
+        """Record the model as it is, or with all of it in the other mode."""
         if mode != flags[model]:
             # By their flags: a `train` of a model's own may do more, as to merge adapters, which nothing would undo.
             for module in flags:
@@ -163,8 +163,10 @@ def _refuse_changes(model: nn.Module, recorder: Recorder, again: Callable[[], Fo
 
 @contextlib.contextmanager
 def attributes_kept(model: nn.Module) -> Iterator[None]:
-    """What modules keep in attributes, as a table made at the first call or the last result, is afterwards what it was:
-    else it would be tensors without data."""
+    """Restore at the end what modules keep in attributes, such as a table made at the first call, or the last result.
+
+    They would else be tensors without data.
+    """
     kept: list[tuple[Any, Any]] = []
     for module in model.modules():
         kept.append((module.__dict__, dict(module.__dict__)))

@@ -63,7 +63,7 @@ class Tree:
         return {name: stage for name, stage in built.items() if stage is not None}
 
     def split(self, stage_of: Mapping[str, int]) -> list[StageModule]:
-        """As `split`; what is not placed follows the block before it."""
+        """Return the stages, as `split_model` does; what is not placed follows the block before it."""
         chosen = placement.complete_placement(self.graph, stage_of or self.manual)
         return [
             self._stage(stage, [at for at, name in enumerate(self.blocks) if chosen[name] == stage])
@@ -100,7 +100,7 @@ class Tree:
         return StageModule(index, module, inputs, outputs, steps, result, (), (), (), True, {}, changed, writes)
 
     def _weights(self, block: str) -> set[str]:
-        """By their first names in the model, so that ties keep them."""
+        """Return the weights of a block by their first names in the model, so that ties keep them."""
         first = {id(each): name for name, each in (*self.model.named_parameters(), *self.model.named_buffers())}
         module = self.model.get_submodule(block)
         return {first[id(each)] for each in (*module.parameters(), *module.buffers())}

@@ -69,7 +69,8 @@ def find_units(record: ForwardRecord) -> Units:
 
 
 class _View:
-    """Who makes and who uses each value, and which calls can be made as they were."""
+    """A view of a record that shows the maker and the users of each value, and the calls that can be made as they
+    were."""
 
     def __init__(self, record: ForwardRecord) -> None:
         self.makers: dict[int, Item] = {}
@@ -84,7 +85,7 @@ class _View:
                     self.readers[ref.index].append(part)
 
     def repeatable(self, call: Call) -> bool:
-        """Whether all that flows in and out does so by arguments and results."""
+        """Tell whether all that flows in and out of a call does so by arguments and results."""
         if call not in self._repeatable:
             self._repeatable[call] = self._closed(call)
         return self._repeatable[call]
@@ -106,7 +107,7 @@ class _View:
         return all(ValueRef(index) in gives for index in outside)
 
     def settle(self, call: Call) -> None:
-        """What cannot run as it was, though it must, makes the call around it one that must."""
+        """Mark the call around a call that must run as it was, but cannot, as one that must run as it was."""
         for inside in call.calls():
             self.settle(inside)
             if any(isinstance(item, Op) and item.draws for item in inside.body):
@@ -278,8 +279,11 @@ def _iterate_neighbours(
 
 
 def _is_numbered_draw(call: Call) -> bool:
-    """Whether what it draws follows from which call of its module it is: one of torch's own that keeps nothing, as the
-    dropout that a model uses at both ends of its layers."""
+    """Tell whether what a call draws follows from which call of its module it is.
+
+    It does for a module of torch's own that keeps nothing, such as the dropout that a model uses at both ends of its
+    layers.
+    """
     module = call.module
     kept = (*module.children(), *module.parameters(), *module.buffers())
     return not call.opaque and not kept and type(module).__module__.startswith("torch.nn.modules")
