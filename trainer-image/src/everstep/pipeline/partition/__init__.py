@@ -1,5 +1,5 @@
-"""Which node goes to which stage: near-optimal for time, memory and links together, with a proof of how near.
+"""Choose the stage of each node: near-optimal for time, memory and links together, with a proof of how near.
 
-Here belong the search and its certificate: no torch. numpy is imported by the modules that search; scipy only where a
+The search and its certificate belong here: no torch. numpy is imported by the modules that search; scipy only where a
 mixed-integer programme is asked for.
 """

@@ -1,4 +1,4 @@
-"""What no split can be below: a bound without search, and one by a mixed-integer programme."""
+"""Bound the objective of every split from below: without search, and by a mixed-integer programme."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from everstep.pipeline.partition.problem import PartitionProblem
 
 
 def compute_bound(problem: PartitionProblem) -> float:
-    """What the objective of every split is at least, without a search.
+    """Return a lower bound on the objective of every split, without a search.
 
     The dearest stage has at least the heaviest block and, work being divided freely, its device's share of all. Links
     between k stages of a connected graph carry k - 1 values or more.
@@ -64,7 +64,7 @@ def _is_connected(problem: PartitionProblem) -> bool:
 
 
 def bound_memory(problem: PartitionProblem) -> float:
-    """What the fullest rank has at least, in bytes: work is divided freely, but a block is whole."""
+    """Return the bytes that the fullest rank has at least: work is divided freely, but a block is whole."""
     blocks, kept = problem.blocks.blocks, min(problem.in_flight)
     words = 1 + problem.words
     shared = problem.blocks.shared
@@ -170,7 +170,7 @@ class _Model:
                 self._atmost(memory, limit / problem.memory_scale)
 
     def after(self, block: int, stage: int) -> int:
-        """Whether a block is in this stage or a later one."""
+        """Return the variable that tells whether a block is in this stage or a later one."""
         return self._after[block][stage]
 
     def rows(self) -> tuple[Any, list[float], list[float]]:

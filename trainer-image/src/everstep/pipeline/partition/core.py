@@ -46,7 +46,10 @@ class Core:
         return Blocks(tuple(self.whole.blocks[index] for index in self.kept), tuple(values), self.whole.shared)
 
     def stages(self, space: Space, cuts: Sequence[int]) -> tuple[int, ...] | None:
-        """Of all blocks; a loose one is where the last of what it uses is. None if a stage is empty."""
+        """Return the stage of each block; None if a stage is empty.
+
+        A loose block is where the last of the blocks that it uses is.
+        """
         stage = dict(zip(self.kept, space.stages(cuts), strict=True))
         for index, before in enumerate(self.whole.before):
             if index in self.loose:
@@ -56,7 +59,7 @@ class Core:
 
 
 def _count_incomparable(blocks: Blocks) -> list[int]:
-    """Of each block, how many others are neither before nor after it."""
+    """Return for each block how many others are neither before nor after it."""
     count = len(blocks.blocks)
     above, below = [0] * count, [0] * count
     for index, before in enumerate(blocks.before):

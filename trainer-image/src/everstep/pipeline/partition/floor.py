@@ -1,9 +1,9 @@
-"""What a step takes at least if a stage is what is between two downsets.
+"""Bound the time of a step from below, given that a stage is what is between two downsets.
 
 Before its first forward one micro-batch has come to it, and after its last backward a gradient goes on to the first
-node; between the two are all of its work, the time in which it must stand still because no more micro-batches may be
-in flight (until the first gradient is back, and from the last forward on), and what its links carry. Messages cost
-ranks no time here, as in the simulator and in the engine.
+node; between the two are all of its work, the time in which it must stand still because no more micro-batches may be in
+flight (until the first gradient is back, and from the last forward on), and what its links carry. Messages cost ranks
+no time here, as in the simulator and in the engine.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from everstep.pipeline.partition.way import CriticalPath
 
 
 class StageBound:
-    """Of pairs of downsets, `index` into those of the space; `at` picks some of these.
+    """The lower bounds on a step of pairs of downsets: `index` selects them from those of the space, `at` picks some of
+    these.
 
-    Work in seconds on a device of speed 1; `head`: seconds before the first forward, `tail`: after the last backward,
-    `around`: from the end of a micro-batch's forward to the start of its backward.
+    Work is in seconds on a device of speed 1; `head`: seconds before the first forward, `tail`: after the last
+    backward, `around`: from the end of a micro-batch's forward to the start of its backward.
     """
 
     def __init__(self, problem: PartitionProblem, space: Space, index: Indices) -> None:
@@ -64,7 +65,7 @@ class StageBound:
             )
 
     def bytes(self, stage: int, at: Indices) -> Floats:
-        """Of the stage's parameters and what comes with them, and of the micro-batches in flight."""
+        """Return the bytes of the stage's parameters and what comes with them, and of the micro-batches in flight."""
         problem = self._problem
         found: Floats = self._parameters[at] * (1 + problem.words)
         return found + self._activation[at] * problem.in_flight[stage]

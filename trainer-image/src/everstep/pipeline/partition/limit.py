@@ -1,9 +1,9 @@
-"""What the simulator says of every split at least, and the splits that come nearest to it.
+"""Bound from below what the simulator says of every split, and find the splits that come nearest to the bound.
 
 A step is not shorter than what each of its stages says (`floor`): the least of the largest over all splits is a
 bottleneck path over the downsets. Where links are slow, the splits near it are not those that the search by formula
-finds. If the splits below a level are few, they may all be simulated: the bound is then that of all others.
-Blocks that make the downsets too many are taken out of the graph, and their work is given to whom it hurts least.
+finds. If the splits below a level are few, they may all be simulated: the bound is then that of all others. Blocks that
+make the downsets too many are taken out of the graph, and their work is given to the stage that it hurts least.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _bound_freely(problem: PartitionProblem) -> float:
 
 
 def _bound_time_and_memory(problem: PartitionProblem, paths: _Paths) -> tuple[float, Cuts]:
-    """Of time and memory: by branch and bound over the bytes that a stage may have."""
+    """Bound time and memory together, by branch and bound over the bytes that a stage may have."""
     second, byte = problem.rates
 
     def ask(cap: float) -> Found[Cuts] | None:
@@ -84,8 +84,11 @@ def _bound_time_and_memory(problem: PartitionProblem, paths: _Paths) -> tuple[fl
 
 @dataclass(frozen=True)
 class _StageArcs:
-    """What can be one stage: pairs of downsets, ordered by the larger one, and what each says of the step as this
-    stage; `plain` as in Floor."""
+    """The pairs of downsets that can be one stage, ordered by the larger one, and what each says of the step as this
+    stage.
+
+    The values in `plain` are those of `StageBound.plain`.
+    """
 
     lower: Indices
     upper: Indices
@@ -185,7 +188,7 @@ class _Paths:
         return found, beyond
 
     def _ways(self, stages: Sequence[_StageArcs], level: float) -> float:
-        """How many splits have no stage above a level."""
+        """Return the number of splits that have no stage above a level."""
         ways: NDArray[Any] = np.zeros(self.space.size)
         ways[0] = 1.0
         for arcs in stages:

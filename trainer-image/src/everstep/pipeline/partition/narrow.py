@@ -1,4 +1,4 @@
-"""Where to look, once a split is known."""
+"""Narrow the search once a split is known."""
 
 from __future__ import annotations
 
@@ -44,7 +44,13 @@ def cuts_of(split: Sequence[int]) -> set[int]:
 
 
 def find_near_downsets(problem: PartitionProblem, lines: Sequence[Sequence[int]], split: Sequence[int]) -> set[int]:
-    """Of growing downsets, those of about as much work as what is before a cut of a split."""
+    """Return the downsets of about as much work as what is before a cut of a split.
+
+    Args:
+        problem: The partition problem.
+        lines: Sequences of growing downsets, each with one block or more than the one before.
+        split: The stage of each block.
+    """
     import numpy as np
 
     each = np.array([block.work for block in problem.blocks.blocks])

@@ -6,7 +6,8 @@ from everstep.pipeline.partition.blocks import Blocks, sort_topologically
 
 
 def list_orders(blocks: Blocks) -> list[list[int]]:
-    """As it was given, each block as late as it may be, and the one that keeps the fewest bytes open."""
+    """Return different orders: as given, each block as late as it may be, and the one that keeps the fewest bytes
+    open."""
     count = len(blocks.blocks)
     flipped = {count - 1 - index: {count - 1 - each for each in after} for index, after in enumerate(blocks.after)}
     late = [count - 1 - index for index in reversed(sort_topologically(flipped))]

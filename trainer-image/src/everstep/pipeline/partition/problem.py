@@ -1,4 +1,4 @@
-"""What a partition is judged by: the surrogate, its memory, and the words for a request.
+"""Judge partitions: define the surrogate of a step's time, its memory, and the words for a request.
 
 The surrogate of the time of a step is `sum_i t_i + (m - 1) · max_r T_r`: t_i is the time of stage i per micro-batch,
 T_r that of all stages of rank r (with one stage on each rank this is Alpa's objective, arXiv 2201.12023). t_i is the
@@ -22,7 +22,7 @@ OPTIMIZER_WORDS = 3.0  # the gradient, and Adam's two moments
 
 @dataclass(frozen=True)
 class Hop:
-    """What a value costs between two neighbouring stages: a link for it, one for its gradient; None on one rank."""
+    """The cost of a value between two neighbouring stages: a link for it, one for its gradient; None on one rank."""
 
     there: Link | None
     back: Link | None
@@ -91,7 +91,7 @@ class PartitionProblem:
 
     @cached_property
     def rates(self) -> tuple[float, float]:
-        """What a second of the step, and a byte of the fullest rank, add to the objective."""
+        """Return what a second of the step, and a byte of the fullest rank, add to the objective."""
         if not self.memory_weight:
             return 1.0, 0.0
         return (1 - self.memory_weight) / self.time_scale, self.memory_weight / self.memory_scale
@@ -100,7 +100,7 @@ class PartitionProblem:
         return self.rates[0] * seconds + self.rates[1] * peak
 
     def judge(self, stages: Sequence[int]) -> Judged:
-        """What a split is worth; `stages`: of each block."""
+        """Judge a split by the surrogate; `stages` is the stage of each block."""
         import numpy as np
 
         at, arrays, count = np.array(stages), self._arrays, self.stages

@@ -40,7 +40,7 @@ class Referee:
 
     @property
     def tired(self) -> bool:
-        """Whether enough was simulated."""
+        """Tell whether enough splits were simulated."""
         fewest, most = SIGHTS
         return len(self._seen) >= most or (self._left <= 0 and len(self._seen) >= fewest)
 

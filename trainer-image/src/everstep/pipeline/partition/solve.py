@@ -204,7 +204,7 @@ def _iterate_variants(problem: PartitionProblem) -> Iterable[PartitionProblem]:
 
 
 def _describe_misfit(problem: PartitionProblem, referee: Referee) -> str:
-    """Why nothing fits, in numbers: those of the rank that lacks most in the split that comes nearest."""
+    """Describe why nothing fits, with the numbers of the rank that lacks most in the split that comes nearest."""
     free = replace(problem, memory=(None,) * problem.stages, memory_weight=1.0)
     splits, _ = search_splits(free)
     rank, held, most = referee.lacking(min(splits[: referee.sights], key=referee.order))

@@ -1,4 +1,4 @@
-"""Where a split may be cut: downsets (ideals) of the graph of blocks, and what lies between any two of them.
+"""List the places where a split may be cut: downsets (ideals) of the graph of blocks, and what lies between any two.
 
 A split into stages is a chain of downsets: what is done before each cut. All downsets together hold every split
 (Tarnawski et al., NeurIPS 2020); the prefixes of one topological order hold those that are contiguous in it.
@@ -28,7 +28,8 @@ TILE = 256  # larger downsets whose pairs are found at once: with neighbours in 
 
 @dataclass(frozen=True)
 class Joined(Generic[P]):
-    """What `join` makes of all that `weight` gives; `empty` where there is nothing."""
+    """A quantity of all values of a pair: `join` combines what `weight` returns for each; `empty` stands where there is
+    none."""
 
     weight: Callable[P, float]
     join: np.ufunc = np.add
@@ -93,7 +94,7 @@ class Space:
         return len(self.downsets)
 
     def kept(self, key: Hashable, make: Callable[[], Floats]) -> Floats:
-        """What `make` gives, made once for each key."""
+        """Return the result of `make`, which is called once for each key."""
         if key not in self._kept:
             self._kept[key] = make()
         return self._kept[key]
@@ -118,7 +119,7 @@ class Space:
         return self.received([Joined(weight)])[0]
 
     def received(self, wanted: Sequence[Joined[[BlockValue]]]) -> list[Floats]:
-        """What is wanted, of the values that each pair receives from the smaller downset."""
+        """Return each wanted quantity of the values that each pair receives from the smaller downset."""
         uses = [
             (value, upper, lower)
             for value in self.blocks.values
@@ -165,7 +166,8 @@ class Space:
         return np.concatenate(found)
 
     def onward(self, wanted: Sequence[Joined[[BlockValue, int]]]) -> list[Floats]:
-        """What is wanted, of the values that each pair gives and the blocks outside of it that use them."""
+        """Return each wanted quantity of the values that each pair gives, and the blocks outside of it that use
+        them."""
         found = [np.full((self.size, self.size), each.empty) for each in wanted]
         for value in self.blocks.values:
             here = self._holders[value.producer]
@@ -209,7 +211,7 @@ class Space:
 
 
 def _find_true_cell(rows: Mask, columns: Mask) -> Place | None:
-    """Where both are true in a table."""
+    """Return the index of the cells of a table where both the row and the column are true; None if there are none."""
     first, second = np.flatnonzero(rows), np.flatnonzero(columns)
     if not len(first) or not len(second):
         return None

@@ -1,4 +1,4 @@
-"""How long one micro-batch is at least on its way through the graph, whatever the stages are."""
+"""Bound from below the time of one micro-batch on its way through the graph, whatever the stages are."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _list_edges(blocks: Blocks, *, gradient: bool) -> list[set[int]]:
 
 
 def _list_ancestors(before: Sequence[set[int]]) -> list[int]:
-    """What the last block comes from, and itself, ascending."""
+    """Return the blocks from which the last block comes, and itself, ascending."""
     found = {len(before) - 1} if before else set[int]()
     for index in reversed(range(len(before))):
         if index in found:
