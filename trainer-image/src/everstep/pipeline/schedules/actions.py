@@ -18,7 +18,7 @@ from everstep.pipeline.errors import PipelineError
 
 
 class ActionKind(StrEnum):
-    """What an action does. BACKWARD is INPUT_GRAD and WEIGHT_GRAD at once; TIE and REDUCE have no micro-batch."""
+    """The kind of an action. BACKWARD is INPUT_GRAD and WEIGHT_GRAD at once; TIE and REDUCE have no micro-batch."""
 
     FORWARD = "F"
     BACKWARD = "B"
@@ -36,8 +36,11 @@ MESSAGES = frozenset({ActionKind.SEND, ActionKind.RECEIVE})
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """Of SEND and RECEIVE: `peer` is the other stage, `value` the name of what travels, or its gradient. Of TIE:
-    `value` is the shared parameter, `stage` the lowest that owns it on this rank."""
+    """One action of a rank: a computation, a message, a reduction or a tie.
+
+    With SEND and RECEIVE, `peer` is the other stage, and `value` the name of what travels, itself or its gradient. With
+    TIE, `value` is the shared parameter, and `stage` the lowest that owns it on this rank.
+    """
 
     kind: ActionKind
     stage: int
@@ -69,7 +72,7 @@ class Schedule:
 
     @property
     def lowered(self) -> bool:
-        """Whether it says what is sent, reduced and tied, not only what is computed."""
+        """Tell whether the schedule says what is sent, reduced and tied, not only what is computed."""
         return any(action.kind not in COMPUTE for actions in self.ranks for action in actions)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

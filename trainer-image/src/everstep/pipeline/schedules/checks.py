@@ -1,4 +1,4 @@
-"""What can be wrong with the computations of a schedule, seen from each rank's list alone."""
+"""Check the computations of a schedule, as seen from each rank's list alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from everstep.pipeline.schedules.flow import GRADIENTS, Done, Flow
 
 @dataclass(frozen=True)
 class ScheduleViolation:
-    """Why a schedule must not run: where, as far as it is at one place; `cycle`: who waits for whom, of a deadlock."""
+    """The reason why a schedule must not run.
+
+    `rank` and `position` say where, if it is at one place; `cycle` says which action of a deadlock waits for which.
+    """
 
     reason: str
     rank: int = -1

@@ -1,4 +1,4 @@
-"""Whether all ranks come to their end, found by going as far as any of them can.
+"""Tell whether all ranks come to their end, by going as far as any of them can.
 
 Which receive a send meets is fixed by their order, and nothing that a rank does takes from another what it waits for.
 So the order of trying does not matter: where no rank can go on, no order of events would have helped.

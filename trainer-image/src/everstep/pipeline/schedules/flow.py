@@ -1,7 +1,7 @@
-"""What each computation needs and gives, once it is known which stage is on which rank.
+"""List what each computation needs and gives, once it is known which stage is on which rank.
 
-A value that stages of another rank use goes there once; its gradient comes back from there once, when the last of
-them has given its share. What stays on a rank is not sent.
+A value that stages of another rank use goes there once; its gradient comes back from there once, when the last of them
+has given its share. What stays on a rank is not sent.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Flow:
 
     @cached_property
     def users(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        """Of each value: the stages that use it, by their rank."""
+        """Return for each value the stages that use it, by their rank."""
         found: dict[str, dict[int, tuple[int, ...]]] = {}
         for edge in self.graph.edges:
             ranks = found.setdefault(edge.value, {})
@@ -97,11 +97,11 @@ class Flow:
 
     @property
     def crosses(self) -> bool:
-        """Whether any value changes its rank."""
+        """Tell whether any value moves from one rank to another."""
         return any(self.users[edge.value].keys() != {self.placement[edge.source]} for edge in self.graph.edges)
 
     def message(self, action: Action) -> Message:
-        """What a SEND or a RECEIVE is about."""
+        """Return the message that a SEND or a RECEIVE is about."""
         here, there = self.placement[action.stage], self.placement[action.peer]
         source, target = (here, there) if action.kind is ActionKind.SEND else (there, here)
         return Message(action.value, action.microbatch, action.gradient, source, target)
@@ -112,7 +112,8 @@ class Flow:
 
     @cached_property
     def _backward(self) -> list[list[tuple[str, int, tuple[int, ...]]]]:
-        """Of each stage, whose gradients it needs: the value, the rank, and its stages."""
+        """Return for each stage the gradients that it needs: the value, the rank that gives it, and that rank's stages
+        that use it."""
         return [
             [(e.value, at, users) for e in outputs if e.gradient for at, users in self.users[e.value].items()]
             for outputs in self.outputs
@@ -120,7 +121,7 @@ class Flow:
 
     @cached_property
     def _sent(self) -> list[list[tuple[str, int]]]:
-        """Of each stage, the values that other ranks get of it, and which."""
+        """Return for each stage the values that it sends to other ranks, and the rank of each."""
         return [
             [(e.value, at) for e in outputs for at in self.users[e.value] if at != self.placement[stage]]
             for stage, outputs in enumerate(self.outputs)
@@ -128,7 +129,8 @@ class Flow:
 
     @cached_property
     def _returned(self) -> list[list[tuple[str, int, tuple[int, ...]]]]:
-        """Of each stage, the values whose gradients go to another rank, which, and all stages here that use them."""
+        """Return for each stage the values whose gradients go to another rank: the value, the rank, and all stages here
+        that use it."""
         return [
             [
                 (e.value, self.placement[e.source], self.users[e.value][self.placement[stage]])
@@ -139,7 +141,7 @@ class Flow:
         ]
 
     def needs(self, action: Action) -> list[Done | Message]:
-        """What must be there before a computation starts."""
+        """Return what must be there before a computation starts."""
         stage, microbatch = action.stage, action.microbatch
         rank = self.placement[stage]
         if action.kind is ActionKind.FORWARD:
@@ -158,7 +160,8 @@ class Flow:
         return needed
 
     def gives(self, action: Action, done: Container[Done | Message]) -> list[Message]:
-        """What may be sent once a computation is done; `done`: what this rank has computed, with this."""
+        """Return the messages that may be sent once a computation is done; `done` is what this rank has computed, with
+        this."""
         stage, microbatch = action.stage, action.microbatch
         rank = self.placement[stage]
         if action.kind is ActionKind.FORWARD:

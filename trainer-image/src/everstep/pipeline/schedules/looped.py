@@ -15,7 +15,7 @@ from everstep.pipeline.schedules.actions import Action, ActionKind
 
 
 def generate_looped(rank: int, ranks: int, chunks: int, microbatches: int, *, zero_bubble: bool) -> Iterator[Action]:
-    """What `rank` computes, backward split everywhere if `zero_bubble`, else nowhere."""
+    """Yield the computations of `rank`; the backward is split everywhere if `zero_bubble`, else nowhere."""
     rounds = _list_rounds(microbatches, ranks)
     forwards = [
         Action(ActionKind.FORWARD, chunk * ranks + rank, microbatch)

@@ -47,8 +47,11 @@ def lower_schedule(schedule: Schedule, graph: StageGraph, *, reduce: bool = True
 def _order_messages(
     schedule: Schedule, flow: Flow, events: Sequence[SimulatedAction], reduce: bool
 ) -> Iterator[tuple[float, int, tuple[Action, ...]]]:
-    """What happens together, when, and what comes first of what happens at one time: messages, reductions, ties,
-    computations. Sorting keeps the order of equal ones, which is the same on all ranks."""
+    """Yield the actions that happen together, with their time and their place among those of one time.
+
+    At one time, messages come first, then reductions, ties and computations. Sorting keeps the order of equal ones,
+    which is the same on all ranks.
+    """
     place = {event.action: number for number, event in enumerate(events)}  # comparable within a rank
     done: set[Done] = set()
     last: dict[int, float] = {}

@@ -1,4 +1,4 @@
-"""Whether a schedule sends what is needed, once, in time, and whether both ends of each pair of ranks say the same."""
+"""Check that a schedule sends what is needed, once, in time, and that both ends of each pair of ranks say the same."""
 
 from __future__ import annotations
 

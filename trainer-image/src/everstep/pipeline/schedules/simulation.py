@@ -1,4 +1,5 @@
-"""When everything happens, and what is held meanwhile: one discrete-event simulator for plans, orders and pictures.
+"""Compute the time of each action, and what is held meanwhile: one discrete-event simulator for plans, orders and
+pictures.
 
 A rank does its actions in order, each as soon as what it needs is there. A directed pair of ranks is a link that
 carries one message at a time, in the order in which they were sent. Overlapped messages cost a rank that computes the
@@ -222,7 +223,7 @@ class _SimulationRun:
 
 
 def trace_memory(result: Result, graph: StageGraph, rank: int) -> tuple[tuple[float, int], ...]:
-    """When the activations that `rank` keeps change, and to how many bytes."""
+    """Return the changes of the bytes of activations that `rank` keeps, as (seconds, bytes after the change)."""
     held, changes = 0, [(0.0, 0)]
     for event in result.timeline:
         if event.rank == rank and event.action.kind in COMPUTE:
@@ -233,7 +234,7 @@ def trace_memory(result: Result, graph: StageGraph, rank: int) -> tuple[tuple[fl
 
 
 def compute_peak_memory(schedule: Schedule, graph: StageGraph) -> tuple[int, ...]:
-    """Of each rank, the most bytes of activations that it keeps for backward: its order alone decides that.
+    """Return for each rank the most bytes of activations that it keeps for backward: its order alone decides that.
 
     What a stage keeps of a micro-batch it keeps until the weight gradient, or the full backward, is done.
     """

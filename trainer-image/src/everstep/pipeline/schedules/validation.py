@@ -43,7 +43,7 @@ def validate_schedule(
 
 
 def in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Of each stage, the most micro-batches between their forward and the end of their backward."""
+    """Return for each stage the most micro-batches between their forward and the end of their backward."""
     most, now = [0] * schedule.stages, [0] * schedule.stages
     for actions in schedule.ranks:
         for action in actions:

@@ -13,7 +13,7 @@ from everstep.pipeline.schedules.actions import Action, ActionKind
 
 
 def generate_vshape(rank: int, ranks: int, microbatches: int) -> Iterator[Action]:
-    """What `rank` computes, backward split everywhere."""
+    """Yield the computations of `rank`, with the backward split everywhere."""
     # The pattern is complete from 2p - 1 micro-batches on; of fewer, it is what is left without the others.
     return (
         action
