@@ -1,4 +1,4 @@
-"""What the engine asks of a transport.
+"""Define what the engine asks of a transport.
 
 Tensors of a directed pair of ranks arrive in the order in which they were sent: the k-th send meets the k-th receive,
 and may not complete before that is posted.
@@ -21,7 +21,7 @@ class Deadlock(TransportError):
 
 
 class Tag(NamedTuple):
-    """Which message this is: both sides must say the same. `part` counts the tensors of a nested value."""
+    """The identity of a message, on which both sides must agree. `part` counts the tensors of a nested value."""
 
     value: str
     microbatch: int
@@ -56,13 +56,14 @@ class Arrival(Protocol):
 
 
 class Exchange(Protocol):
-    """What replicas have for each other, on its way."""
+    """An exchange between replicas that is on its way."""
 
     def done(self) -> bool:
-        """Whether `wait` returns at once. TransportError."""
+        """Tell whether `wait` returns at once; raise TransportError if the exchange failed."""
 
     def wait(self) -> list[torch.Tensor]:
-        """What each replica had for this one, in their order, on this rank's device. TransportError."""
+        """Return what each replica had for this one, in their order, on this rank's device; raise TransportError if it
+        failed."""
 
 
 class Transport(Protocol):
@@ -94,8 +95,10 @@ class Transport(Protocol):
         """The next message that `from_` told this rank; waits for it."""
 
     def alike(self, message: bytes) -> list[bytes]:
-        """What this rank of each replica says, in their order, each cut to 508 bytes; all replicas call it. Beside the
-        tensors, as `tell`."""
+        """Return what this rank of each replica says, in their order, each cut to 508 bytes.
+
+        All replicas call it. It goes beside the tensors, as `tell` does.
+        """
 
     def group(self, ranks: Sequence[int], *, replicas: bool) -> Any:
         """These ranks of this pipeline, or with `replicas` of all pipelines. All ranks call it, in the same order."""

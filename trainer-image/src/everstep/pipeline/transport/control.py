@@ -1,4 +1,4 @@
-"""What all processes of a job tell each other beside a pipeline: before it is made, and where groups are.
+"""Let all processes of a job communicate beside a pipeline: before it is made, and where groups are.
 
 Every wait here ends when another thread says so, whoever the others are and whatever they do.
 """
@@ -43,7 +43,7 @@ class Control:
 
     @property
     def address(self) -> str | None:
-        """Of this process, as others reach it; None if there are no others, or it cannot be seen."""
+        """Return the address of this process, as others reach it; None if there are no others, or it cannot be seen."""
         return self._sockets.address()
 
     def barrier(self) -> None:
@@ -53,7 +53,7 @@ class Control:
             dist.barrier(group=self.group)
 
     def any(self, flag: bool) -> bool:
-        """Whether one process says so, when all have come here."""
+        """Tell whether one process says so, when all have come here."""
         found = torch.tensor(int(flag))
         with self.explained():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
@@ -67,7 +67,7 @@ class Control:
         return every
 
     def first(self, work: Callable[[], str]) -> str:
-        """What the first process makes, on all. Everywhere if it fails."""
+        """Return on all processes what the first process makes; raise Everywhere on all if it fails."""
         told: list[Any] = [None]
         failure: Exception | None = None
         if dist.get_rank(self.group) == 0:
@@ -83,8 +83,11 @@ class Control:
         return str(made)
 
     def all(self, work: Callable[[], T]) -> T:
-        """What this process makes, when all others have made theirs; nothing of `work` is collective. Everywhere if one
-        fails, with its number unless all say the same."""
+        """Return what this process makes, when all others have made theirs; nothing of `work` is collective.
+
+        Raises:
+            Everywhere: One process failed; the error has its number unless all say the same.
+        """
         made, failure = None, None
         try:
             made = work()

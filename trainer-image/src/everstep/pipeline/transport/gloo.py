@@ -188,7 +188,7 @@ class ProcessGroups:
         return bytes(tensor.numpy().tobytes())
 
     def _column(self) -> Any:
-        """What the replicas of this rank tell each other in words; by gloo in any case."""
+        """Return the group in which the replicas of this rank exchange small messages; it uses gloo in any case."""
         columns = [[pipeline[rank] for pipeline in self.grid.processes] for rank in range(self.size)]
         with self._sockets.watch_more():
             found = [self._group(column, "gloo") for column in columns][self.rank]

@@ -1,4 +1,4 @@
-"""Which process is which rank of which replica. Needs no torch."""
+"""Map processes to ranks and replicas. Needs no torch."""
 
 from __future__ import annotations
 

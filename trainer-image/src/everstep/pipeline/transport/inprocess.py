@@ -48,7 +48,7 @@ class _Trade:
 
 
 class Fabric:
-    """What connects `replicas` pipelines of `ranks` ranks each.
+    """A fabric that connects `replicas` pipelines of `ranks` ranks each.
 
     `blocking`: a send stands still until its receive is posted, the strictest reading of rendezvous semantics; without,
     only waiting for it does.
@@ -71,9 +71,9 @@ class Fabric:
         self._errors: dict[int, BaseException] = {}
 
     def run(self, work: Callable[[InProcess], T]) -> list[T]:
-        """What `work` gives on each rank, in the order of replicas, then ranks; the first error of any of them.
+        """Run `work` on each rank, and return the results in the order of replicas, then ranks.
 
-        Deadlock if all that have not ended wait for each other.
+        Raises the first error of any rank, or Deadlock if all that have not ended wait for each other.
         """
         results: dict[int, T] = {}
         threads = torch.get_num_threads()

@@ -56,7 +56,7 @@ class Sockets:
         self._unsettled.clear()
 
     def address(self) -> str | None:
-        """Of this process, as the other ends of these connections see it; None if there is none."""
+        """Return the address of this process, as the other ends of these connections see it; None if there is none."""
         now = _list_sockets()
         for name, number in self._found.items():
             if now.get(name) == number:
