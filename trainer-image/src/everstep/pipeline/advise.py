@@ -1,5 +1,8 @@
-"""Which schedule, how many micro-batches and how many stages on each rank: everything that is named is simulated, what
-does not fit the memory is put aside, the fastest of the rest is taken, and the choice is told in words."""
+"""Choose the schedule, the number of micro-batches and the number of stages on each rank.
+
+Every named combination is simulated, those that do not fit the memory are put aside, the fastest of the rest is taken,
+and the choice is explained in words.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +130,7 @@ def _simulate_alternative(
 
 
 def _find_excess(memory: Sequence[int], devices: Sequence[Device] | None) -> tuple[int, int]:
-    """By how many bytes the rank that lacks most is over its limit, and which it is."""
+    """Return by how many bytes the rank that lacks most is over its limit, and that rank."""
     return max(
         (-1 if limit is None else own - limit, rank)
         for rank, (own, limit) in enumerate(zip(memory, _list_memory_limits(devices, len(memory)), strict=True))

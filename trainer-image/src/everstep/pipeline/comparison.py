@@ -208,8 +208,10 @@ class _Difference:
 def _find_difference(
     run: Callable[[Mapping[str, Any], int], Ran], some: Mapping[str, Any], count: int, whole: frozenset[str]
 ) -> _Difference | None:
-    """What the loss of halves, or of single samples, differs by; None if random numbers are drawn, by which they differ
-    anyway."""
+    """Find how the loss of halves, or of single samples, differs from that of all samples at once.
+
+    None if random numbers are drawn, which make it differ anyway.
+    """
     torch.manual_seed(0)
     output, at_once = run(some, count)
     torch.manual_seed(1)
@@ -236,7 +238,7 @@ def _take_samples(given: Any, samples: int, count: int) -> Any:
 
 
 def _are_rows(output: Any, halves: Sequence[Any], count: int) -> bool:
-    """Whether what the model made of the halves is what it made of the samples at once."""
+    """Tell whether what the model made of the halves is what it made of the samples at once."""
     ones, others = tensors_of(output), [tensors_of(half) for half in halves]
     if any(len(each) != len(ones) for each in others):
         return False

@@ -1,4 +1,4 @@
-"""What is refused, and why."""
+"""Define the errors that say what is rejected, and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planning parts know of a model and of the machines: pure data, to and from JSON.
+"""Describe the model and the machines to the planning parts: pure data, to and from JSON.
 
 Times are seconds per micro-batch on a device of speed 1, sizes are bytes.
 """
@@ -184,8 +184,16 @@ def find_worst_link(links: Sequence[Link]) -> Link:
 
 @dataclass(frozen=True)
 class Profile:
-    """What was measured: a graph, and what it runs on. `samples` of each micro-batch; `spread`: of each node's times,
-    the half width of the middle half over the median; `links` as in `Links`."""
+    """The result of a measurement: a graph, and what it runs on.
+
+    Attributes:
+        graph: The graph with its measured costs.
+        devices: The devices of the ranks.
+        links: The links of all pairs of ranks, as in `Links`.
+        samples: The number of samples of each micro-batch.
+        spread: For each node, the half width of the middle half of its times over the median.
+        device: The device that was measured.
+    """
 
     graph: Graph
     devices: tuple[Device, ...] = ()
@@ -284,10 +292,17 @@ def make_chain_graph(stages: Sequence[Stage], size: int = 0) -> StageGraph:
 
 
 def stage_graph(graph: Graph, stage_of: Mapping[str, int]) -> StageGraph:
-    """What `graph` is once each node is in its stage, 0 to the highest that `stage_of` names. The backward of a stage
-    that gets no value with a gradient is all in its weight gradient.
+    """Return the graph of stages that `graph` becomes once each node is in its stage.
 
-    PipelineError if a node has no stage, a stage has no node, a value would flow downwards, colocated nodes are apart.
+    The backward of a stage that gets no value with a gradient is all in its weight gradient.
+
+    Args:
+        graph: The graph of nodes.
+        stage_of: The stage of each node, from 0 to the highest.
+
+    Raises:
+        PipelineError: A node has no stage, a stage has no node, a value would flow downwards, or colocated nodes are
+            apart.
     """
     stages, words = len(set(stage_of.values())), dict[str, tuple[str, int]]()
     totals = [

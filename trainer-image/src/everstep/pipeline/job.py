@@ -1,4 +1,4 @@
-"""What a TrainingJob says of its pipeline (`distribution.pipeline`), for what the script leaves open."""
+"""Read what a TrainingJob says of its pipeline (`distribution.pipeline`), for what the script leaves open."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ class PipelineJob:
 
 
 def read_job() -> PipelineJob:
-    """That of this process; fields that are not known here belong to a later version, and are left out."""
+    """Return the pipeline section of this process's job.
+
+    Fields that are not known here belong to a later version, and are left out.
+    """
     given = json.loads(os.environ.get(VARIABLE) or "{}")
     names = {
         "stages": "stages",

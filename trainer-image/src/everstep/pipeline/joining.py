@@ -100,7 +100,19 @@ def find_place(
     data_parallel: int | None,
     placement: str,
 ) -> ProcessPosition:
-    """Where this process is, without a word with the others. PipelineError."""
+    """Find the position of this process, without communication with the others.
+
+    Args:
+        control: The group of all processes.
+        named: The example, by argument names.
+        device: The device of this process; None for that of the example.
+        stages: The number of stages; None if it is not given.
+        data_parallel: The number of replicas; None to derive it from the number of stages.
+        placement: `cluster`, `spread`, or an order of the letters D, P and T; see `make_grid`.
+
+    Raises:
+        PipelineError: The processes cannot be divided into so many replicas, or the placement is unknown.
+    """
     world = dist.get_world_size()
     if data_parallel is None:
         data_parallel = world // stages if stages is not None and stages < world else 1
@@ -116,7 +128,8 @@ def find_place(
 
 
 def by_nccl(here: ProcessPosition) -> bool:
-    """Whether tensors go by NCCL: if the script's group has it, and each process a GPU of its own. Collective."""
+    """Tell whether tensors go by NCCL: the script's group must have it, and each process a GPU of its own.
+    Collective."""
     mine = None
     if here.device.type == "cuda" and "nccl" in dist.get_backend_config():
         mine = str(torch.cuda.get_device_properties(here.device).uuid)

@@ -33,10 +33,15 @@ WORDS = 3.0  # bytes of a gradient and of Adam's two moments for each byte of pa
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of one step: `seconds`; `bubble`, relative to the work of the busiest rank; `memory`, bytes of each rank.
+    """The prediction of one step.
 
-    `bound`: what the objective, as simulated, is at least for every split into so many stages, `gap`: how far this plan
-    is above it; None where the split was given by hand.
+    Attributes:
+        seconds: The time of the step.
+        bubble: The time by which the step is longer than the work of the busiest rank, relative to that work.
+        memory: The bytes of each rank.
+        bound: What the objective, as simulated, is at least for every split into so many stages; None where the split
+            was given by hand.
+        gap: How far this plan is above `bound`; None where the split was given by hand.
     """
 
     seconds: float = 0.0
@@ -100,7 +105,8 @@ class Plan:
         return self.actions.name
 
     def prove(self) -> Schedule:
-        """What each rank does, with what is sent, reduced and tied. PipelineError if it cannot be proven."""
+        """Return what each rank does, with what is sent, reduced and tied; raise PipelineError if it cannot be
+        proven."""
         lowered = self.actions if self.actions.lowered else lower_schedule(self.actions, self.stages)
         if (wrong := validate_schedule(lowered, self.stages)) is not None:
             raise PipelineError(f"schedule: {wrong}")
@@ -148,7 +154,12 @@ class Plan:
         return replace(plan, prediction=plan.predict())
 
     def predict(self, bound: float | None = None, gap: float | None = None) -> Prediction:
-        """What the simulator says of a step."""
+        """Simulate a step, and return the prediction.
+
+        Args:
+            bound: The lower bound on the objective to put into the prediction.
+            gap: How far the plan is above the bound.
+        """
         result = self.simulate()
         memory = [kept + waiting for kept, waiting in zip(result.peak, result.waiting, strict=True)]
         weighed = stage_graph(self.profile.graph.weigh_parameters(self.words), self.stage_of)
@@ -243,6 +254,6 @@ def graph_hash(graph: Graph) -> str:
 
 
 def fingerprint_parameters(parameters: Iterable[tuple[str, Sequence[int], str]]) -> str:
-    """Of a model: the names, shapes and types of its parameters, in any order."""
+    """Return a digest of the names, shapes and types of a model's parameters, in any order."""
     lines = sorted(f"{name} {list(shape)} {dtype}" for name, shape, dtype in parameters)
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

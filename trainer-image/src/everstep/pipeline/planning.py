@@ -21,14 +21,20 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked of a plan.
+    """The request for a plan.
 
-    `ranks` of the pipeline; `stages`: None for as many as are best (one or two on each rank). `microbatches`: those to
-    choose from, none for some multiples of the ranks; `batch`: samples of a step of one replica, None to take
-    micro-batches of as many samples as the profile has. `schedule`: a name, `auto`, or one that was read from a file.
-    `memory`: bytes of each device, `link`: of all pairs of ranks, in the place of what the profile says. `words`: bytes
-    of gradients and optimizer for each byte of parameters that are not frozen. `split`: stages that may split their
-    backward, None for all.
+    Attributes:
+        ranks: The number of ranks of the pipeline.
+        stages: The number of stages; None for as many as are best (one or two on each rank).
+        microbatches: The numbers of micro-batches to choose from; none for some multiples of the ranks.
+        batch: The samples of a step of one replica; None to take micro-batches of as many samples as the profile has.
+        schedule: A name, `auto`, or a schedule that was read from a file.
+        objective: What the plan is best for: `speed` or `memory`.
+        memory_weight: The weight of memory in the objective; None for that of `objective`.
+        memory: The bytes of each device, in the place of what the profile says.
+        link: The link of all pairs of ranks, in the place of what the profile says.
+        words: The bytes of gradients and optimizer for each byte of parameters that are not frozen.
+        split: The stages that may split their backward; None for all.
     """
 
     ranks: int
@@ -142,7 +148,7 @@ class _Solver:
         return self._graph(microbatches).weigh_parameters(self.wish.words)
 
     def _samples(self, microbatches: int) -> int:
-        """Of the largest micro-batch."""
+        """Return the number of samples of the largest micro-batch."""
         return self.profile.samples if self.wish.batch is None else -(-self.wish.batch // microbatches)
 
     def _partition(self, stages: int, microbatches: int, schedule: str | Schedule) -> list[SplitCandidate]:

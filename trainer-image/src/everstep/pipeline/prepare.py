@@ -43,7 +43,7 @@ _MESSAGE = 1 << 16, 8 << 20  # bytes: links are measured with messages as large 
 
 @dataclass(frozen=True)
 class ProcessPosition:
-    """Where this process is; `nccl` whether tensors go by it."""
+    """The position of this process in the grid; `nccl` tells whether tensors go by NCCL."""
 
     grid: Grid
     control: Control
@@ -59,8 +59,18 @@ def look_into(
     *,
     autocast: torch.dtype | None = None,
 ) -> Traced | Tree:
-    """What can be cut: the traced model, or the chain of `blocks`. `whole`: arguments without samples; `autocast`: the
-    type to which steps cast. PipelineError with the reasons if neither can be."""
+    """Return what can be cut: the traced model, or the chain of `blocks`.
+
+    Args:
+        model: The model to cut.
+        example: An example batch, by argument names.
+        blocks: The blocks of a chain, by name or as modules; None to trace the model.
+        whole: The arguments without samples.
+        autocast: The type to which steps cast.
+
+    Raises:
+        PipelineError: The model can neither be traced nor is it a chain of blocks; it has the reasons.
+    """
     if blocks is not None:
         return build_tree(model, blocks)
     try:
@@ -243,7 +253,7 @@ def _reuse_or_solve(
 
 
 def _fits_memory(kept: Plan, wish: Wish) -> bool:
-    """Whether the plan was made for as much memory as there is now, if that is said."""
+    """Tell whether the plan was made for as much memory as there is now; true if the request names no memory."""
     return wish.memory is None or {each.memory for each in kept.devices} == {wish.memory}
 
 

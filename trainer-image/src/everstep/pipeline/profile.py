@@ -1,4 +1,4 @@
-"""What each node of a model costs: measured on the device that will run it, or counted where nothing can run.
+"""Measure the cost of each node of a model on the device that will run it, or count it where nothing can run.
 
 Nodes run one after the other, forwards first and then backwards, as in a stage: what a node needs was just made, and
 its weights were not just used. They get the values that the nodes before gave for a real batch. Statistics of the model

@@ -1,4 +1,4 @@
-"""What each node would cost, counted on tensors without data: for models that no device here can hold.
+"""Count what each node would cost, on tensors without data: for models that no device here can hold.
 
 Each operation takes as long as its arithmetic or its memory traffic, whichever is longer, at the rates of a device that
 is only named by them: the sums are good for comparing nodes, not for predicting seconds.

@@ -1,4 +1,4 @@
-"""What messages between ranks take, measured over a process group as training will use it."""
+"""Measure the time of messages between ranks, over a process group as training will use it."""
 
 from __future__ import annotations
 
@@ -21,11 +21,20 @@ BESIDE = 6  # times as long as a message a rank computes, to see what that costs
 def measure_links(
     group: Any = None, *, device: Any = "cpu", repeats: int = 9, large: int = LARGE
 ) -> tuple[tuple[Link, ...], ...]:
-    """Of every pair of the group's ranks, there and back: `links[i][j]`, the same on all ranks. Collective.
+    """Measure the link of every pair of the group's ranks, there and back. Collective.
 
     Pairs that have no rank in common are measured at the same time, as they will be used. Latency is half of the median
     round trip of a small message; bandwidth is what a large one adds; and by how much computing takes longer beside a
     large one, says for how long it holds its ends.
+
+    Args:
+        group: The process group; None for the default group.
+        device: The device of the messages.
+        repeats: The number of round trips of each size.
+        large: The bytes of a large message.
+
+    Returns:
+        The links as `links[i][j]`, the same on all ranks.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     found: dict[tuple[int, int], Link] = {}
@@ -76,7 +85,7 @@ def combine_on_all_ranks(profile: Profile, links: Sequence[Sequence[Link]], grou
 
 
 def combine_profiles(profiles: Sequence[Profile], links: Sequence[Sequence[Link]] = ()) -> Profile:
-    """As `together`, of profiles that are here."""
+    """Combine profiles as `combine_on_all_ranks` does, but of profiles that are here."""
     first = profiles[0]
     names = [node.name for node in first.graph.nodes]
     if any([node.name for node in each.graph.nodes] != names for each in profiles):
@@ -119,7 +128,7 @@ def _measure_held_share(peer: int, size: int, link: Link, group: Any, device: An
 
 
 def _time_products(matrix: Any, products: int, messages: Sequence[Any]) -> float:
-    """Of so many products, begun beside messages, and until all is done."""
+    """Return the seconds that so many products take, begun beside messages, until all is done."""
     start = time.perf_counter()
     passing = dist.batch_isend_irecv(list(messages)) if messages else []
     for _ in range(products):

@@ -85,7 +85,7 @@ def run_microbatches(
 
 
 def _run_backward(runs: list[_NodeRun]) -> None:
-    """Of one micro-batch; nothing of it is left."""
+    """Run the backward of one micro-batch; nothing of it is left."""
     for each in reversed(runs):
         each.begin()
     while runs:
@@ -156,7 +156,7 @@ class _Nothing:
 
 
 def of_nothing(device: Any, timer: Timer, repeats: int = 50) -> Cost:
-    """What it takes to begin and to time a node."""
+    """Return the cost of beginning and timing a node that does nothing."""
     cost, value = Cost(), torch.zeros(1, device=device, requires_grad=True)
     run_microbatches({"": _Nothing()}, {"value": value}, {"": cost}, timer, repeats=repeats, warmup=5)
     return cost

@@ -343,7 +343,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         raise PipelineError("a pipeline is not called: use run.step(batch, targets) or run.evaluate(batch, targets)")
 
     def get_extra_state(self) -> dict[str, Any]:
-        """How many steps are done, which random numbers follow from, and the loss scale."""
+        """Return the number of steps that are done, from which random numbers follow, and the loss scale."""
         return self.engine.state_dict()
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
@@ -351,7 +351,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         self.engine.load_state_dict(state)
 
     def extra_repr(self) -> str:
-        """Where it is."""
+        """Describe the position of this process in the pipeline."""
         own = ", ".join(map(str, self._stages))
         return (
             f"stages {own} of {len(self.plan.placement)}, rank {self.engine.rank} of {self.grid.ranks}, replica "
@@ -414,5 +414,6 @@ def _resolve_module(model: nn.Module, block: str | nn.Module) -> nn.Module:
 
 
 def _in_order(error: BaseException) -> bool:
-    """What all have refused alike, and an end without an exit code, are no failures of this process."""
+    """Tell whether an error is no failure of this process: an error that all have raised alike, or an exit with code 0
+    or none."""
     return isinstance(error, Everywhere) or (isinstance(error, SystemExit) and not error.code)

@@ -60,7 +60,7 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 
 def _why_not(module: nn.Module) -> str | None:
-    """Why a module cannot be a part of a stage; None if it can."""
+    """Return the reason why a module cannot be a part of a stage; None if it can."""
     kind = type(module).__name__
     if isinstance(module, nn.SyncBatchNorm):
         return (
