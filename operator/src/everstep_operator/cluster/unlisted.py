@@ -54,7 +54,7 @@ class UnlistedPods:
             Whether one of them is there: the cache has it now.
 
         Raises:
-            Leftover: A pod of a former job has the name, or one that is going.
+            StaleObject: A pod of a former job has the name, or one that is going.
             NotOurs: A pod of somebody else has the name.
         """
         found = await _run_limited([self._find(job, (job.namespace, pod_name(job.name, index))) for index in indices])

@@ -67,13 +67,25 @@ def advise(
     optimizer_words: float = 3.0,
     split: Callable[[int, int], Collection[int] | None] = lambda stages, microbatches: None,
 ) -> Advice:
-    """The fastest step that fits the devices' memory.
+    """Return the schedule of the fastest step that fits the devices' memory.
 
-    `stage_graph(stages, microbatches)`: the model in so many stages, its times and sizes those of one micro-batch when
-    there are so many; it may refuse with a PipelineError. `chunks`: stages on each rank to try. `optimizer_words`:
-    gradients and optimizer states, in parameters' sizes. `split(stages, microbatches)`: as in `make`.
-    Of those within 0.5 % of the fastest, the one of least memory, then of fewest stages, is taken. PipelineError if
-    nothing fits, with what comes nearest.
+    Of those within 0.5 % of the fastest, the one of least memory, then of fewest stages, is taken.
+
+    Args:
+        stage_graph: A function of (stages, microbatches) that returns the model in so many stages, with the times and
+            sizes of one micro-batch when there are so many; it may reject them with a PipelineError.
+        ranks: The number of ranks.
+        microbatches: The numbers of micro-batches to try.
+        devices: The devices of the ranks.
+        links: The links of all pairs of ranks.
+        chunks: The numbers of stages on each rank to try.
+        schedules: The names of the schedules to try.
+        optimizer_words: The bytes of gradients and optimizer states for each byte of parameters.
+        split: A function of (stages, microbatches) that returns the stages that may split their backward, as in
+            `make_schedule`.
+
+    Raises:
+        PipelineError: Nothing fits; it has what comes nearest.
     """
     found = [
         _simulate_alternative(name, stages, m, ranks, stage_graph, devices, links, optimizer_words, split)

@@ -53,11 +53,17 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Plan:
-    """`stage_of` each node; `placement`: the rank of each stage; `schedule`: its name, or its text if it has none;
-    `split`: stages that may split their backward, None for all. `profile`: what was planned with; `samples` in a
-    micro-batch; `words` as in `partition`; `model`: the fingerprint of the parameters, "" if it is not known.
+    """A plan of a pipeline. PipelineError if the parts do not fit each other.
 
-    PipelineError if the parts do not fit each other.
+    Attributes:
+        profile: The profile that the plan was made with.
+        stage_of: The stage of each node.
+        placement: The rank of each stage.
+        schedule: The name of the schedule, or its text if it has none.
+        split: The stages that may split their backward; None for all.
+        samples: The number of samples in a micro-batch.
+        words: The bytes of gradients and optimizer for each byte of parameters, as in `partition_graph`.
+        model: The fingerprint of the parameters; "" if it is not known.
     """
 
     profile: Profile

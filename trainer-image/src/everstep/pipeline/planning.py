@@ -51,14 +51,17 @@ class Wish:
 
 
 def solve_plan(profile: Profile, wish: Wish, *, model: str = "") -> Plan:
-    """The best plan that was found. PipelineError names the wish that cannot be, and what could be."""
+    """Return the best plan that was found; the PipelineError names the part of the request that cannot be, and what
+    could be."""
     return _Solver(fit_devices(profile, wish), wish, model).plan()
 
 
 def solve_again(plan: Plan, wish: Wish) -> Plan:
-    """A plan for the same model and the same batch on other ranks or stages, from what the first one was made of.
+    """Return a plan for the same model and the same batch on other ranks or stages, from what the first one was made
+    of.
 
-    As many micro-batches as before, unless the wish says others. PipelineError as `solve`.
+    It has as many micro-batches as before, unless the request says others. It raises PipelineError as `solve_plan`
+    does.
     """
     batch = wish.batch or plan.profile.samples * plan.microbatches
     wish = replace(wish, batch=batch, microbatches=wish.microbatches or (plan.microbatches,))

@@ -49,7 +49,8 @@ def measure_graph(
         nodes: Each node as a stage; those of the graph that are missing cost nothing.
         inputs: Of a micro-batch, by the names of the model's arguments.
         device: Where they run.
-        groups: Nodes that do the same work, as `alike` finds them. Of each, `EACH` are timed, and stand for all.
+        groups: Nodes that do the same work, as `group_alike_nodes` finds them. Of each, `EACH` are timed, and stand
+            for all.
         repeats: Times of each, of which the medians count.
         warmup: Runs before them, which do not.
         seconds: For repeats of nodes that are measured together; some are made however long it takes.

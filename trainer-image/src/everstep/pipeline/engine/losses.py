@@ -24,7 +24,7 @@ class LossPart:
 
 @dataclass
 class Total:
-    """Over micro-batches, without graphs; on the device until `values` is asked for."""
+    """The sums over micro-batches, without graphs; they stay on the device until `values` is asked for."""
 
     sum: Any = 0.0
     count: Any = 0.0

@@ -20,8 +20,8 @@ class TensorPlaceholder:
 
 
 class ValueLayout(NamedTuple):
-    """The layout of a value without its numbers: its structure with a Place for each tensor, and their specs in
-    order."""
+    """The layout of a value without its numbers: its structure with a TensorPlaceholder for each tensor, and their
+    specs in order."""
 
     structure: Any
     specs: tuple[Spec, ...]
@@ -58,7 +58,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 
 
 def flatten_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
-    """The structure and the tensors of a value."""
+    """Return the structure and the tensors of a value; `unflatten_tensors` puts them together again."""
     found: list[torch.Tensor] = []
 
     def take(tensor: torch.Tensor) -> TensorPlaceholder:
@@ -71,7 +71,7 @@ def flatten_tensors(value: Any) -> tuple[Any, list[torch.Tensor]]:
 
 
 def unflatten_tensors(structure: Any, tensors: list[torch.Tensor]) -> Any:
-    """The value of which `flatten` gave these."""
+    """Return the value that `flatten_tensors` took apart."""
     if isinstance(structure, TensorPlaceholder):
         return tensors[structure.index]
     if isinstance(structure, tuple):

@@ -101,7 +101,10 @@ class Seeded:
         return first
 
     def _initialised(self, path: str, module: nn.Module, *, is_second: bool) -> dict[str, Any]:
-        """The tensors of a module after initialisation; elements that nothing has set are as `_fill` made them."""
+        """Return the tensors of a module after initialisation.
+
+        Elements that nothing has set are as `_fill_with_sentinel` made them.
+        """
         kept = dict(module._parameters), dict(module._buffers)
         seed = hashlib.blake2b(f"{self.seed}/{path}".encode(), digest_size=8).digest()
         try:

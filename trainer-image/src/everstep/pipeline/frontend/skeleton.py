@@ -124,7 +124,7 @@ def _join_into(made: nn.Module, part: nn.Module) -> None:
 
 
 def follow_modes(parts: Sequence[nn.Module], whole: nn.Module) -> None:
-    """Give the skeletons in `parts` the modes of those in `whole`, which is `joined(parts)`; modules are in both."""
+    """Give the skeletons in `parts` the modes of those in `whole`, their `join_skeletons`; modules are in both."""
     for part in parts if len(parts) > 1 else ():
         for name, each in part.named_modules():
             if isinstance(each, Skeleton):

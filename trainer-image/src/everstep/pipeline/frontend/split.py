@@ -38,10 +38,15 @@ from everstep.pipeline.frontend.units import OUTPUT, Item, Unit
 
 
 def split_model(model: Traced | Tree, stage_of: Mapping[str, int] | None = None) -> list[StageModule]:
-    """The stages, in order. `stage_of` names nodes, or modules with all that is in them; the rest follows, as
-    `placement.complete` says. None: what `with pipeline.stage(i)` has placed.
+    """Split a model into stages, and return them in order. They share their modules with the model.
 
-    They share their modules with the model. PipelineError if the placement cannot be.
+    Args:
+        model: The traced model, or its chain of blocks.
+        stage_of: The stage of nodes, or of modules with all that is in them; the rest follows, as
+            `placement.complete_placement` says. None for what `with pipeline.stage(i)` has placed.
+
+    Raises:
+        PipelineError: The placement cannot be.
     """
     if isinstance(model, Tree):
         return model.split(stage_of or {})

@@ -61,12 +61,18 @@ class Traced:
 def trace_model(
     model: nn.Module, example: Any, whole: Collection[str] = (), *, autocast: torch.dtype | None = None
 ) -> Traced:
-    """Runs the model without data. `example`: a batch, whose tensors have the samples as their first dimension, but for
-    the arguments in `whole`: a tensor, a tuple of positional arguments, or a dictionary of arguments by name. Sizes may
-    differ later. `autocast`: the type to which steps cast, since what the code reads of types is a part of the trace.
+    """Trace a model by running it without data. Nothing of the model changes, and it may be on the meta device.
 
-    The model may be on the meta device. Nothing of it changes. Untraceable if nothing can be said of its edges; `tree`
-    may still cut it. PipelineError if it does something else each time, by a plain attribute that it changes.
+    Args:
+        model: The model to trace.
+        example: A batch: a tensor, a tuple of positional arguments, or a dictionary of arguments by name. Its tensors
+            have the samples as their first dimension, but for the arguments in `whole`. Sizes may differ later.
+        whole: The arguments without samples.
+        autocast: The type to which steps cast, since what the code reads of types is a part of the trace.
+
+    Raises:
+        Untraceable: Nothing can be said of the model's edges; `build_tree` may still cut it.
+        PipelineError: The model does something else each time, by a plain attribute that it changes.
     """
     signature = Arguments(model)
     arguments, call = signature.name(example), partial(signature.call, model)

@@ -59,7 +59,12 @@ class Action:
 
 @dataclass(frozen=True)
 class Schedule:
-    """`placement`: the rank of each stage; `ranks`: what each rank does, in order. Not proven yet: see `validate`."""
+    """The list of actions of each rank. It is not proven yet: see `validate_schedule`.
+
+    Attributes:
+        placement: The rank of each stage.
+        ranks: The actions of each rank, in order.
+    """
 
     name: str
     placement: tuple[int, ...]
@@ -87,7 +92,7 @@ _TOKEN = re.compile(
 
 
 def dump_schedule(schedule: Schedule) -> str:
-    """The text of a schedule; `parse` reads it back."""
+    """Return the text of a schedule; `parse_schedule` reads it back."""
     lines = (" ".join(map(str, actions)) or "-" for actions in schedule.ranks)
     return "\n".join((f"# {schedule.name}", *lines, ""))
 

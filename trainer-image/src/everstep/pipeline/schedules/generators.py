@@ -16,10 +16,18 @@ NAMES = ("simple", "1f1b", "interleaved", "zb-h1", "zb-interleaved", "zb-v")
 def make_schedule(
     name: str, stages: int, ranks: int, microbatches: int, split: Collection[int] | None = None
 ) -> Schedule:
-    """The computations of schedule `name` (one of NAMES or ALIASES); `lower` adds what is sent.
+    """Return the computations of a schedule; `lower_schedule` adds what is sent.
 
-    `split`: the stages whose backward may be split, None for all; the others have full backward where the input
-    gradient would be. PipelineError says which numbers of stages the schedule is for.
+    Args:
+        name: One of NAMES or ALIASES.
+        stages: The number of stages.
+        ranks: The number of ranks.
+        microbatches: The number of micro-batches.
+        split: The stages whose backward may be split, None for all; the others have full backward where the input
+            gradient would be.
+
+    Raises:
+        PipelineError: The schedule is not for so many stages; the message says for which it is.
     """
     name = ALIASES.get(name, name)
     chunks = _count_chunks(name, stages, ranks, microbatches)

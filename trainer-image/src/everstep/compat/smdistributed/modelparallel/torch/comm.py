@@ -91,7 +91,7 @@ def pack_object(obj: Any) -> Any:
 
 
 def unpack_object(obj: Any) -> Any:
-    """Return what was `packed`, with those tensors on this process's GPU."""
+    """Return what `pack_object` packed, with those tensors on this process's GPU."""
     return pytree.tree_map(lambda leaf: leaf.tensor.cuda() if isinstance(leaf, _CopiedTensor) else leaf, obj)
 
 
