@@ -41,6 +41,19 @@ def test_a_public_class_name_means_one_thing() -> None:
     assert {name: where for name, where in found.items() if len(where) > 1 and not name.startswith("_")} == {}
 
 
+def test_docstrings_begin_with_their_verb_or_subject() -> None:
+    """ "Of …" and "What …" say neither what a function does nor what a class is."""
+    wrong = []
+    for source in (ROOT / "operator" / "src", ROOT / "trainer-image" / "src", ROOT / "benchmarks", ROOT / "e2e"):
+        for file in source.rglob("*.py"):
+            for node in ast.walk(ast.parse(file.read_text())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                    first = (ast.get_docstring(node) or "").partition(" ")[0]
+                    if first in {"What", "Of", "How", "Whether", "Which", "Who", "When", "Where"}:
+                        wrong.append(f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}")
+    assert wrong == []
+
+
 def test_the_library_imports_without_its_extras() -> None:
     """A rank imports `everstep` for one call: it must cost next to nothing and need nothing."""
     heavy = "{'torch', 'pydantic', 'kubernetes', 'typer'}"
