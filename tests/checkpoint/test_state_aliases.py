@@ -18,6 +18,7 @@ import everstep
 from everstep.checkpoint.descriptions import KIND
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.exchange.importing import import_torch
+from everstep.checkpoint.state import aliases
 from everstep.checkpoint.state.flat import Flat, flatten_objects
 from everstep.checkpoint.state.kinds import StateMismatch
 from everstep.checkpoint.state.memory import get_local_tensor
@@ -333,3 +334,23 @@ def test_a_checkpoint_that_does_not_say_what_was_shared_is_restored(
         for own, was in zip(each.state.values(), saved.state.values(), strict=True):
             assert own["average"].tolist() == was["average"].tolist()
             assert own["nested"]["same"][0].tolist() == was["average"].tolist()
+
+
+def test_tensors_that_are_apart_are_not_compared_whatever_their_strides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each save asks, in the training thread."""
+    compared = 0
+    of = aliases._Span.of
+
+    def counting(*args: Any) -> Any:
+        nonlocal compared
+        compared += 1
+        return of(*args)
+
+    monkeypatch.setattr(aliases._Span, "of", counting)
+    model = nn.Sequential(*(nn.Conv2d(4, 4, 3) for _ in range(4))).to(memory_format=torch.channels_last)
+    assert not model[0].weight.is_contiguous()
+    assert aliases.find_aliases(dict(model.named_parameters())).groups == []
+    assert compared == 0
+    rows = torch.zeros(4, 4).t()
+    assert len(aliases.find_aliases({"a": rows, "b": rows, "c": rows[1:]}).groups) == 1
+    assert compared == 3

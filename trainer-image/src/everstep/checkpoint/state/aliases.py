@@ -147,14 +147,20 @@ class _Span(NamedTuple):
             start = here.data_ptr()
         except (RuntimeError, NotImplementedError):
             return None
-        size = here.nbytes if start else 0
+        size = _measure_reach(here) if start else 0
         if not size:
             return None
         device = "" if here.is_cpu else str(here.device)
-        if not here.is_contiguous():
-            reach = 1 + sum(stride * (size - 1) for stride, size in zip(here.stride(), here.shape, strict=True))
-            size = reach * here.element_size()
         return cls(device, start, start + size, place)
+
+
+def _measure_reach(here: torch.Tensor) -> int:
+    """Return the bytes from the first element's begin to the last one's end; 0 for a tensor without elements."""
+    size = here.nbytes
+    if not size or here.is_contiguous():
+        return size
+    reach = 1 + sum(stride * (length - 1) for stride, length in zip(here.stride(), here.shape, strict=True))
+    return reach * here.element_size()
 
 
 def _may_meet(tensors: Sequence[torch.Tensor]) -> bool:
@@ -168,9 +174,7 @@ def _may_meet(tensors: Sequence[torch.Tensor]) -> bool:
                 start = here.data_ptr()
             except (RuntimeError, NotImplementedError):
                 continue
-            if start and (size := here.nbytes):
-                if not here.is_contiguous():
-                    return True
+            if start and (size := _measure_reach(here)):
                 starts.append(start)
                 stops.append(start + size)
     starts.sort()
