@@ -30,7 +30,7 @@ FORGET_ABOVE = 10_000  # namespaces
 
 @dataclass(eq=False, slots=True)
 class WorkerSlot:
-    """One that is held, or was."""
+    """A slot that a namespace holds, or held."""
 
     namespace: str
     since: float

@@ -1,4 +1,4 @@
-"""After the end: stragglers are removed, logs stay, and the job goes when its time to live has passed."""
+"""Clean up after the end: stragglers are removed, logs stay, and the job goes when its time to live has passed."""
 
 from __future__ import annotations
 

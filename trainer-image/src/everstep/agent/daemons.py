@@ -91,7 +91,7 @@ class Daemons:
         self._start(name, argv, env, output, lambda code: self._emit(DaemonExited(name, code)))
 
     def run(self, name: str, argv: list[str], env: Mapping[str, str], output: OutputCallback) -> asyncio.Future[int]:
-        """For this node's own launcher; the result is the exit code."""
+        """Run a daemon for this node's own launcher, and return a future of its exit code."""
         code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
         def ended(value: int) -> None:

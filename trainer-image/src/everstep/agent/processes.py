@@ -269,7 +269,11 @@ class ChildProcesses:
         return found
 
     def _die_with_parent(self) -> Callable[[], object] | None:
-        """In a pod the kernel ends everybody with PID 1. Elsewhere a killed agent must not leave ranks behind."""
+        """Return a function for the child that lets the kernel end it with the agent; None where that is not needed or
+        possible.
+
+        In a pod the kernel ends every process with PID 1. Elsewhere a killed agent must not leave ranks behind.
+        """
         prctl, agent = self._prctl, os.getpid()
         if prctl is None:
             return None

@@ -1,4 +1,4 @@
-"""From the wrapped module to an engine, at the first step: traced, split, scheduled; the same on all processes."""
+"""Build an engine from the wrapped module at the first step: traced, split, scheduled; the same on all processes."""
 
 from __future__ import annotations
 
