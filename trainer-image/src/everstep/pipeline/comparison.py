@@ -1,4 +1,4 @@
-"""Before anything is trained: are the stages the model, and is the loss of a batch that of its samples?"""
+"""Check before training that the stages are the model, and that the loss of a batch is that of its samples."""
 
 from __future__ import annotations
 

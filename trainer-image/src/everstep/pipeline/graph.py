@@ -50,7 +50,7 @@ class GraphNode:
 
     @property
     def backward(self) -> float:
-        """At once; never longer than its parts."""
+        """Return the seconds of a backward at once, which never takes longer than its parts."""
         return _at_once(self)
 
 
@@ -153,9 +153,14 @@ class Device:
 
 @dataclass(frozen=True)
 class Link:
-    """From one rank to another: bytes per second, and seconds until the first byte is there. `held`: for which share of
-    the time that the bytes take neither end computes, 0 where messages are wholly overlapped, 1 where a processor that
-    computes has to copy them."""
+    """The connection from one rank to another.
+
+    Attributes:
+        bandwidth: Bytes per second.
+        latency: Seconds until the first byte is there.
+        held: The share of the time that the bytes take in which neither end computes: 0 where messages are wholly
+            overlapped, 1 where a processor that computes has to copy them.
+    """
 
     bandwidth: float = inf
     latency: float = 0.0
@@ -235,7 +240,7 @@ class Stage:
 
     @property
     def backward(self) -> float:
-        """At once; never longer than its parts."""
+        """Return the seconds of a backward at once, which never takes longer than its parts."""
         return _at_once(self)
 
     @property

@@ -1,4 +1,4 @@
-"""From a profile to a plan: the schedule, the micro-batches and the split together, also when the ranks change."""
+"""Make a plan from a profile: the schedule, the micro-batches and the split together, also when the ranks change."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def _describe_counts(stages: int, ranks: int) -> str:
 
 
 def fit_devices(profile: Profile, wish: Wish) -> Profile:
-    """With devices and links for as many ranks as are wished.
+    """Return the profile with devices and links for as many ranks as are asked for.
 
     Those of another number of ranks are not known one by one: the worst that was measured stands for all.
     """

@@ -1,4 +1,4 @@
-"""From a model to a plan that all ranks share: what there is to cut, what it costs on these devices, what is best."""
+"""Make from a model a plan that all ranks share: what there is to cut, what it costs on these devices, what is best."""
 
 from __future__ import annotations
 
@@ -188,7 +188,7 @@ def require_file(path: Path | None) -> str:
 
 
 def with_full_backwards(made: Plan, parts: Sequence[Part]) -> Plan:
-    """With a full backward for stages that cannot split theirs."""
+    """Return the plan with a full backward for stages that cannot split theirs."""
     whole = {part.index: why for part in parts if (why := why_not_split(part)) is not None}
     asked = {a.stage for actions in made.actions.ranks for a in actions if a.kind is ActionKind.INPUT_GRAD}
     if not asked & whole.keys():

@@ -224,7 +224,7 @@ class _SavedTensorCounter(torch.autograd.graph.saved_tensors_hooks):  # type: ig
 
 @contextlib.contextmanager
 def lend_weights(module: nn.Module, device: Any) -> Iterator[None]:
-    """While inside, all weights are on the device; those without data are random numbers there."""
+    """Keep all weights on the device while inside; those without data are random numbers there."""
     before: list[tuple[dict[str, Any], str, Any]] = []
     copies: dict[int, Any] = {}
     for each in module.modules():

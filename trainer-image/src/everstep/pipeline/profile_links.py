@@ -57,7 +57,7 @@ def measure_links(
 
 
 def fit_link(small: float, large: float, small_bytes: int, large_bytes: int) -> Link:
-    """From two round trips in seconds."""
+    """Return the link that two round trips, in seconds, show."""
     # On a busy machine the small one may take longer; a large message is never all latency.
     per_byte = max(large - small, large / 4) / 2 / (large_bytes - small_bytes)
     return Link(1 / per_byte, max(small / 2 - small_bytes * per_byte, 0.0))
@@ -74,10 +74,13 @@ def pair_ranks(world: int) -> Iterator[list[tuple[int, int]]]:
 
 
 def combine_on_all_ranks(profile: Profile, links: Sequence[Sequence[Link]], group: Any = None) -> Profile:
-    """One profile from those that all ranks have made of the same graph, the same on all. Collective.
+    """Combine the profiles that all ranks have made of the same graph into one, the same on all ranks. Collective.
 
     The times are the medians over ranks, spreads the largest; a rank's speed is the median of all ranks' sums over its
-    own. PipelineError if the ranks have measured different graphs.
+    own.
+
+    Raises:
+        PipelineError: The ranks have measured different graphs.
     """
     every: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(every, profile.to_json(), group=group)

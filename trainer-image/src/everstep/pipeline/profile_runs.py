@@ -43,7 +43,7 @@ class Cost:
             self.weight_grad += other.weight_grad
 
     def less(self, nothing: Cost) -> None:
-        """Without what a node takes that does nothing: in a stage, nodes are not begun and timed one by one."""
+        """Subtract the time of a node that does nothing: in a stage, nodes are not begun and timed one by one."""
         for own, other in (
             (self.forward, nothing.forward),
             (self.backward, nothing.backward),
@@ -195,8 +195,10 @@ class _End(torch.autograd.Function):  # type: ignore[misc]
 
 
 def copy_of(value: Any, end: Any = None) -> Any:
-    """With memory of its own, and no leaf where there is a gradient: the node may change it in place. Gradients go to
-    `end`, which becomes zero."""
+    """Copy a value into memory of its own, as no leaf where there is a gradient: the node may change it in place.
+
+    Gradients go to `end`, which becomes zero.
+    """
 
     def copy(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):

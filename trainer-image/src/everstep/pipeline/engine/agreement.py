@@ -23,7 +23,7 @@ TRAIN, ACCUMULATE, EVALUATE = "a step", "a batch of a step", "an evaluation"
 
 
 class Disagreement(Everywhere):
-    """On a step."""
+    """The ranks do not agree on a step."""
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,12 @@ class RunningStatistics:
             self._hooks.append(layer.register_forward_hook(torch.compiler.disable(self._leave, reason=_REASON)))
 
     def begin(self, *, count: bool) -> None:
-        """Before the forward of a micro-batch in training; without `count` it is a recomputation."""
+        """Begin the forward of a micro-batch in training; without `count` it is a recomputation."""
         self._inside, self._counting = self._inside + 1, count
         self._calls.clear()
 
     def end(self) -> None:
-        """After it, also if it failed."""
+        """End the forward that `begin` began, also if it failed."""
         self._inside -= 1
         for layer in list(self._own):
             self._give_back(layer)

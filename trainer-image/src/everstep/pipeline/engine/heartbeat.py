@@ -108,7 +108,8 @@ class Heartbeat:
         return self._lost
 
     def explain(self) -> PipelineRankLost | None:
-        """After something went wrong between ranks: who is lost, or None if all have been heard since."""
+        """Return the rank that is lost after something went wrong between ranks, or None if all have been heard
+        since."""
         return self.lost(self.timeout + 1.0)
 
     def fail(self, error: BaseException) -> None:

@@ -72,7 +72,7 @@ class Parameters:
 
     @property
     def buffers(self) -> dict[str, Any]:
-        """Those of this rank's stages, by their names in the whole model."""
+        """Return the buffers of this rank's stages, by their names in the whole model."""
         return {name: buffer for stage in self._stages.values() for name, buffer in stage.module.named_buffers()}
 
     @property
@@ -84,13 +84,15 @@ class Parameters:
 
     @property
     def counted_here(self) -> list[Any]:
-        """Those that this rank counts on this replica: of all replicas, each parameter once."""
+        """Return the parameters that this rank counts on this replica: of all replicas, each parameter once."""
         keepers, here = self.reduction.keepers, self._transport.replica
         return [parameter for parameter in self.counted if keepers.get(parameter, 0) == here]
 
     def keep(self, keepers: Mapping[Any, int], optimizer: Any = None) -> None:
-        """From now on, gradients of these parameters are summed for one replica each, and are None on the others; in
-        the steps that begin after the `optimizer` is gone, all replicas have them again."""
+        """Sum the gradients of these parameters for one replica each from now on; they are None on the others.
+
+        In the steps that begin after the `optimizer` is gone, all replicas have them again.
+        """
         self._kept.append((weakref.ref(optimizer) if optimizer is not None else lambda: True, keepers))
         self._find_keepers()
 
@@ -115,7 +117,7 @@ class Parameters:
         return found
 
     def check_frozen(self, *, first: bool) -> None:
-        """Before a batch, of which the first of a step decides what learns in it.
+        """Check before a batch that the same parameters learn as in the first batch of the step, which decides that.
 
         Raises:
             PipelineError: If a parameter was frozen or unfrozen since the step's first batch, or is not known here.

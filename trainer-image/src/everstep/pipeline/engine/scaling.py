@@ -25,7 +25,8 @@ class LossScale:
     good: int = 0
 
     def update(self, overflow: bool) -> None:
-        """After each step."""
+        """Adapt the factor after a step, if it moves: halve it after an overflow, and double it after enough steps
+        without."""
         if not self.moves:
             return
         self.good = 0 if overflow else self.good + 1
@@ -37,8 +38,10 @@ class LossScale:
 
 @dataclass(frozen=True)
 class Scaled:
-    """Over all micro-batches, ranks and replicas. `norm` of the gradients before clipping, None if nobody asked;
-    `metrics`: how many the loss gives."""
+    """The result over all micro-batches, ranks and replicas.
+
+    `norm` is that of the gradients before clipping, None if it was not asked for; `metrics` is how many the loss gives.
+    """
 
     loss: float
     count: float

@@ -54,7 +54,7 @@ class Deferred:
 
     @property
     def nodes(self) -> Iterator[Any]:
-        """Those at which it begins to go to parameters."""
+        """Return the nodes at which the backward begins to go to parameters."""
         branches = (branch.edges for together in self.branches for branch in together)
         return (edge.node for edges in (self.roots, *branches) for edge in edges)
 

@@ -59,8 +59,10 @@ class ShardedOptimizer:
         return {p: self.owner[name] for (name, p), flag in zip(named.items(), flags.tolist(), strict=True) if flag}
 
     def step(self) -> None:
-        """One step on this replica's share, whose new values go to all replicas. Errors as those of `Engine.step`, and
-        PipelineError if a parameter learns that did not when this was made."""
+        """Take one step on this replica's share, whose new values go to all replicas.
+
+        It raises the errors of `Engine.step`, and PipelineError if a parameter learns that did not when this was made.
+        """
         if unknown := sorted(_collect_first_names(self._engine).keys() - self.owner.keys()):
             raise PipelineError(
                 f"parameter {unknown[0]!r} was unfrozen after the ShardedOptimizer was made, and no replica steps it: "

@@ -56,7 +56,7 @@ class Arguments:
         return found
 
     def traced_with(self, named: Mapping[str, Any]) -> None:
-        """From here on `check` compares with these arguments."""
+        """Let `check` compare with these arguments from here on."""
         empty = torch.empty(0)
         self._traced = {
             name: pytree.tree_map(lambda leaf: empty if isinstance(leaf, torch.Tensor) else leaf, value)

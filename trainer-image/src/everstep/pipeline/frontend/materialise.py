@@ -135,7 +135,8 @@ class Seeded:
             module._buffers.update(kept[1])
 
     def _initialisers(self, path: str) -> Iterator[Callable[[], object]]:
-        """In the order in which construction calls them: the module's, then those of the modules around it."""
+        """Yield the initialisers in the order in which construction calls them: the module's, then those of the modules
+        around it."""
         module = self.model.get_submodule(path)
         parts = path.split(".") if path else []
         around = [self.model.get_submodule(".".join(parts[:count])) for count in range(len(parts), -1, -1)]

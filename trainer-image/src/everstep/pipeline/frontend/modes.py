@@ -1,4 +1,4 @@
-"""One record for training and evaluation: what differs only in a number is chosen when it runs."""
+"""Merge the records of training and evaluation: what differs only in a number is chosen when it runs."""
 
 from __future__ import annotations
 

@@ -26,8 +26,10 @@ class RecordingListener(Protocol):
 
 @contextlib.contextmanager
 def listen_to_model(listener: RecordingListener) -> Iterator[None]:
-    """While inside, the listener hears of every module call, attribute of a module that is read, custom function and
-    autocast of this process."""
+    """Report to the listener, while inside, what this process does.
+
+    It hears of every module call, attribute of a module that is read, custom function and autocast.
+    """
     with (
         _patch_module_calls(listener),
         _patch_attribute_reads(listener),

@@ -339,7 +339,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         return None if any(map(_holds_more, pytree.tree_leaves(structure))) else found
 
     def _stand_in(self, leaf: Any) -> Any:
-        """For a tensor with data, one without."""
+        """Return a tensor without data for one with data."""
         if not isinstance(leaf, torch.Tensor) or isinstance(leaf, FakeTensor):
             return leaf
         ref = self._refs[id(leaf)] if id(leaf) in self._refs else self._refer(leaf)

@@ -64,7 +64,7 @@ class Sizes:
         return self.env.create_symintnode(made, hint=hint, source=source)
 
     def simplify(self, expr: Any) -> Any:
-        """With what was found out since: sizes that turned out equal, or fixed."""
+        """Simplify an expression by what was found out since: sizes that turned out equal, or fixed."""
         found = self.env.simplify(expr)
         return int(found) if getattr(found, "is_Integer", False) else found
 

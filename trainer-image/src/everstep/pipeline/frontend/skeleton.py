@@ -93,7 +93,7 @@ def _fill_skeleton(
 
 
 def join_skeletons(parts: Sequence[nn.Module]) -> nn.Module:
-    """One module with all that is in the skeletons of several stages, under the same names."""
+    """Join the skeletons of several stages: return one module with all that is in them, under the same names."""
     if len(parts) == 1:
         return parts[0]
     made = Skeleton(parts[0])

@@ -118,7 +118,8 @@ class _Cut:
         )
 
     def _uses(self) -> list[str]:
-        """Its weights in the order in which its forward first uses them, of one module as they were registered."""
+        """Return the stage's weights in the order in which its forward first uses them, those of one module as
+        registered."""
         place = {name: number for number, name in enumerate(self.record.weights)}
         return list(dict.fromkeys(name for unit in self.own for name in sorted(unit.weights, key=place.__getitem__)))
 
@@ -202,7 +203,7 @@ class _Cut:
         )
 
     def _with_free(self, items: list[Item]) -> list[Item]:
-        """With the operations on sizes and constants that these need, wherever else they are done too."""
+        """Add the operations on sizes and constants that these items need, wherever else they are done too."""
         chosen = dict.fromkeys(items)
         inside = {op for item in items if isinstance(item, Call) for op in item.ops()}
         waiting: list[Template] = [item.inputs for item in items]
@@ -303,7 +304,7 @@ class _Cut:
         return bind
 
     def _size(self, size: Size) -> Any:
-        """With what was found out later; a number if it is one."""
+        """Simplify a size by what was found out later; return a number if it is one."""
         found = self.record.sizes.simplify(size.expr)
         return Size(found, size.kind) if symbols_of([found]) else size.kind(found)
 

@@ -31,7 +31,7 @@ class Tree:
 
     @cached_property
     def graph(self) -> Graph:
-        """Without times and activations, which only a measurement gives."""
+        """Return the graph without times and activations, which only a measurement gives."""
         names = [name for name, parameter in self.model.named_parameters()]
         first = {id(parameter): name for name, parameter in self.model.named_parameters()}
         sizes = {

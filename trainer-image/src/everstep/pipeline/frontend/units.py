@@ -1,4 +1,4 @@
-"""From a record to nodes: what is one node, which nodes must stay together, what flows between them."""
+"""Turn a record into nodes: what is one node, which nodes must stay together, what flows between them."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def _is_constant(ref: Ref, found: dict[int, Op], record: ForwardRecord) -> bool:
 
 
 def _keep_alive_units(found: list[Unit], output: Unit, view: _View, record: ForwardRecord) -> list[Unit]:
-    """Without those that neither the output nor lasting memory depends on."""
+    """Return the units without those that neither the output nor lasting memory depends on."""
     needed = set(output.reads)
     alive = []
     changed: set[int] = set(record.lasting)

@@ -116,7 +116,8 @@ def _iterate_neighbours(referee: Referee, split: Split) -> Iterator[Split]:
 
 
 def _iterate_moves(problem: PartitionProblem, split: Split) -> Iterator[Split]:
-    """Over each border, either way: one block that may go, or the nearest 2, 4, 8 … in order."""
+    """Yield the splits that move, over each border and either way, one block that may go, or the nearest 2, 4, 8 … in
+    order."""
     before, after = problem.blocks.before, problem.blocks.after
     for border in range(1, problem.stages):
         for source, target, held in ((border - 1, border, after), (border, border - 1, before)):

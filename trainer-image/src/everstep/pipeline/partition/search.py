@@ -188,7 +188,7 @@ class _Arcs:
         return np.unique(self.upper, return_index=True)
 
     def below(self, cost: Callable[[int], Floats], cap: float) -> _Arcs:
-        """Those whose cost is no more than the cap."""
+        """Return the arcs whose cost is no more than the cap."""
         keep: list[NDArray[np.bool_]] = []
         for stage in range(self.stages):
             fits = cost(stage)[self.index] <= cap
@@ -227,7 +227,7 @@ class _Arcs:
         return found
 
     def through(self, cost: Callable[[int], Floats], count: int) -> list[Cuts]:
-        """For each cut the best split that has it; the best `count` of these."""
+        """Find for each cut the best split that has it, and return the best `count` of these."""
         forward = self._forward(cost, np.add)
         backward = np.full(self.space.size, inf)
         backward[-1] = 0.0

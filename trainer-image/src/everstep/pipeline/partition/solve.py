@@ -1,4 +1,4 @@
-"""From a graph to the best splits that were found, and how far from the best possible they are."""
+"""Find the best splits of a graph, and how far from the best possible they are."""
 
 from __future__ import annotations
 

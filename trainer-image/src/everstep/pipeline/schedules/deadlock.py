@@ -32,7 +32,10 @@ Semantics = Buffered | Rendezvous
 
 
 def find_deadlock(schedule: Schedule, flow: Flow, semantics: Semantics) -> ScheduleViolation | None:
-    """For a schedule whose messages are right: the k-th send of a directed pair of ranks meets the k-th receive."""
+    """Find the deadlock of a schedule whose messages are right; None if there is none.
+
+    Right messages: the k-th send of a directed pair of ranks meets the k-th receive.
+    """
     return _Ranks(schedule, flow, semantics).run()
 
 

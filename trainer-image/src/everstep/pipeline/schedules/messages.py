@@ -13,7 +13,7 @@ Ends = Mapping[tuple[int, int], Sequence[tuple[int, int, Action]]]  # by directe
 
 
 def check_messages(schedule: Schedule, flow: Flow) -> ScheduleViolation | None:
-    """For a schedule whose computations are right."""
+    """Check the messages of a schedule whose computations are right; None if they are right too."""
     for rank in range(len(schedule.ranks)):
         wrong = _Rank(schedule, flow, rank).check()
         if wrong is not None:

@@ -65,10 +65,18 @@ def simulate_schedule(
     *,
     blocking: bool = False,
 ) -> Result:
-    """One step of `schedule`. `devices`: one for each rank, None for speed 1; `links`: None if they cost nothing.
+    """Simulate one step of a schedule.
 
-    A schedule that was not lowered sends everything as soon as it is there; with `blocking` it must be lowered.
-    PipelineError if it comes to a stand, with what each rank waits for, or if there are too few devices or links.
+    Args:
+        schedule: The schedule. If it was not lowered, it sends everything as soon as it is there.
+        graph: The graph of stages.
+        devices: One for each rank; None for speed 1.
+        links: The links of all pairs of ranks; None if they cost nothing.
+        blocking: Whether messages hold both ranks until the last byte is there; the schedule must then be lowered.
+
+    Raises:
+        PipelineError: The schedule comes to a stand (the message has what each rank waits for), or there are too few
+            devices or links.
     """
     return _SimulationRun(schedule, Flow(graph, schedule.placement), devices, links, blocking).result()
 

@@ -25,11 +25,17 @@ class Limits:
 def validate_schedule(
     schedule: Schedule, graph: StageGraph, semantics: Semantics | None = None, limits: Limits | None = None
 ) -> ScheduleViolation | None:
-    """None if `schedule` is proven, else what is wrong with it, and where.
+    """Return None if `schedule` is proven, else what is wrong with it, and where.
 
-    `semantics`: of messages; None proves it for buffered ones and for a rendezvous with no receive posted ahead.
-    What holds for `Rendezvous(a)` holds for a greater `a`; the memory that posted receives take is counted.
-    PipelineError if the schedule is of another number of stages than `graph`.
+    Args:
+        schedule: The schedule, with its messages.
+        graph: The graph of stages.
+        semantics: The semantics of messages; None proves it for buffered ones and for a rendezvous with no receive
+            posted ahead. What holds for `Rendezvous(a)` holds for a greater `a`.
+        limits: The limits of memory; the memory that posted receives take is counted.
+
+    Raises:
+        PipelineError: The schedule is of another number of stages than `graph`.
     """
     flow = Flow(graph, schedule.placement)
     wrong = check_computations(schedule, flow) or check_messages(schedule, flow)

@@ -101,7 +101,10 @@ class Transport(Protocol):
         """
 
     def group(self, ranks: Sequence[int], *, replicas: bool) -> Any:
-        """These ranks of this pipeline, or with `replicas` of all pipelines. All ranks call it, in the same order."""
+        """Return the group of these ranks of this pipeline, or with `replicas` of all pipelines.
+
+        All ranks call it, in the same order.
+        """
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> Work:
         """Sums contiguous `tensor` in place over the group, to the same bits on all of its members."""

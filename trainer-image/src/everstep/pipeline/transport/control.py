@@ -60,7 +60,7 @@ class Control:
         return bool(found)
 
     def gather(self, item: Any) -> list[Any]:
-        """Those of all processes."""
+        """Return the items of all processes, in their order."""
         every: list[Any] = [None] * dist.get_world_size(self.group)
         with self.explained():
             dist.all_gather_object(every, item, group=self.group)
@@ -102,8 +102,11 @@ class Control:
         return made  # type: ignore[return-value]  # it did not fail
 
     def retire(self) -> None:
-        """Nothing is sent here any more. The groups are ended when all processes have come to the next Control: until
-        then others may still read what was sent to them."""
+        """Retire the groups: nothing is sent here any more.
+
+        They are ended when all processes have come to the next Control: until then others may still read what was sent
+        to them.
+        """
         _retired.extend(self.groups)
         self.groups.clear()
 

@@ -196,7 +196,7 @@ class ProcessGroups:
         return found
 
     def _group(self, processes: list[int], backend: str = "") -> Any:
-        """None for a process that is not in it."""
+        """Return the group of these processes; None for a process that is not in it."""
         key = backend or ("nccl" if self._nccl else "gloo"), tuple(sorted(processes))
         if key in self._made:
             return self._groups.get(key)

@@ -78,7 +78,7 @@ class Sockets:
 
 
 def _describe_ends(number: int) -> str:
-    """Both ends of a connection, the same for whoever is at either; empty for anything else."""
+    """Describe both ends of a connection, in the same way at either end; empty for anything else."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(number)) as connection:
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             ends = (connection.getsockname(), connection.getpeername())
