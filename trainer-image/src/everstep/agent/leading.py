@@ -303,7 +303,7 @@ class LeaderServer:
         self._links.close()
 
     def keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        """Runs `work` until `close`; a mistake in it ends the agent."""
+        """Run `work` until `close`; an error in it ends the agent."""
         return self._tasks.start(work)
 
 

@@ -328,7 +328,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         return self.engine.clip_gradients(max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
     def train(self, mode: bool = True) -> Self:
-        """Sets the mode of all modules here, as the model's own `train` would; all processes do the same."""
+        """Set the mode of all modules here, as the model's own `train` would; all processes do the same."""
         self._part[0].train(mode)
         self._follow_modes()  # and before each step, as a script may set the mode of any module that it finds here
         return self
@@ -347,7 +347,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         return self.engine.state_dict()
 
     def set_extra_state(self, state: Mapping[str, Any]) -> None:
-        """Goes on there."""
+        """Continue where `get_extra_state` was called."""
         self.engine.load_state_dict(state)
 
     def extra_repr(self) -> str:
@@ -359,7 +359,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         )
 
     def close(self) -> None:
-        """Takes leave of the others: that this process ends is no loss, unless they begin another step. The modules are
+        """Take leave of the others: that this process ends is no loss, unless they begin another step. The modules are
         the model's again."""
         self.engine.close()
         if self.engine.watch is not None:

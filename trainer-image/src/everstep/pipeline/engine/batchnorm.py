@@ -54,7 +54,7 @@ class RunningStatistics:
             self._give_back(layer)
 
     def close(self) -> None:
-        """Leaves the layers as if it had never been."""
+        """Leave the layers as if this object had never been."""
         for hook in self._hooks:
             hook.remove()
 

@@ -157,12 +157,12 @@ class Engine:
         return {"steps": self.steps, "loss_scale": self.loss_scale.value, "good": self.loss_scale.good}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on where `state_dict` was taken."""
+        """Continue where `state_dict` was taken."""
         self.steps = self._random.step = state["steps"]
         self.loss_scale.value, self.loss_scale.good = state["loss_scale"], state["good"]
 
     def close(self) -> None:
-        """Takes its hooks off the modules, of which another engine may then be made."""
+        """Take the engine's hooks off the modules, of which another engine may then be made."""
         self._closed = True
         self.parameters.narrow_gradients()
         self._random.close()

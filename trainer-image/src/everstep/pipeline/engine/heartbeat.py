@@ -86,14 +86,20 @@ class Heartbeat:
         return host, port
 
     def start(self, addresses: Sequence[Address], key: bytes) -> None:
-        """Begins to tell and to listen; `addresses` of all ranks, in their order; `key`: the same on all, a secret."""
+        """Begin to send heartbeats and to listen.
+
+        Args:
+            addresses: The addresses of all ranks, in their order.
+            key: A secret, the same on all ranks.
+        """
         self._key = key
         self._ring = [(host, port) for host, port in addresses]
         self._before = (time.monotonic(), 0)
         self._thread.start()
 
     def joined(self) -> None:
-        """Returns when this rank is heard by its successor and hears its predecessor. PipelineRankLost."""
+        """Wait until this rank is heard by its successor and hears its predecessor; raise PipelineRankLost if a rank is
+        lost."""
         while not self._joined.wait(0.02):
             if (lost := self.lost()) is not None:
                 raise lost
@@ -113,7 +119,7 @@ class Heartbeat:
         return self.lost(self.timeout + 1.0)
 
     def fail(self, error: BaseException) -> None:
-        """Tells all others that this rank cannot go on, and why; nothing if somebody was lost before."""
+        """Tell all others that this rank cannot go on, and why; do nothing if a rank was lost before."""
         if self._lost is None and self._thread.is_alive():
             first = (str(error).splitlines() or [""])[0][:300]
             lost = PipelineRankLost(self.rank, f"failed: {type(error).__name__}{': ' if first else ''}{first}")
@@ -124,7 +130,7 @@ class Heartbeat:
         self.stop()
 
     def stop(self) -> None:
-        """Takes leave of the others: the end of this process is no loss, as long as nobody begins another step. Its
+        """Take leave of the others: the end of this process is no loss, as long as nobody begins another step. Its
         predecessor is watched until it has left too, at the end of the program for no longer than the timeout."""
         self._ending.set()
         if self._thread.is_alive() and self._thread is not threading.current_thread():

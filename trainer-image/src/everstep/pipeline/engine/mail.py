@@ -63,7 +63,7 @@ class P2PMessenger:
         self._coming.clear()
 
     def end(self) -> None:
-        """Waits until all that was sent has gone."""
+        """Wait until all that was sent has gone."""
         for sent in self._sent:
             while sent:
                 sent.popleft()[0].wait()
@@ -101,7 +101,7 @@ class P2PMessenger:
             sent.popleft()[0].wait()
 
     def post_ahead(self) -> None:
-        """Posts what is next to be received, as far as that is known and allowed."""
+        """Post the next receives, as far as they are known and allowed."""
         while self._receives and self._due < self._ahead:
             action = self._receives[0]
             if self._told or action.value in self._dynamic:

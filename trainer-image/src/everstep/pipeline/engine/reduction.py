@@ -104,17 +104,17 @@ class Reduction:
         return self._queues[stage].listen(nodes)
 
     def reduce(self, stage: int) -> None:
-        """Starts to sum the gradients of a stage over the replicas, those that are not under way yet."""
+        """Start to sum the gradients of a stage over the replicas, those that are not under way yet."""
         if self._transport.replicas > 1:
             (self._queues.pop(stage, None) or self._queue(stage)).start_rest()
 
     def tie(self, name: str) -> None:
-        """Starts to sum the gradients of a shared parameter over its owners and their replicas."""
+        """Start to sum the gradients of a shared parameter over its owners and their replicas."""
         if self._groups[name] is not None:
             self._sum([self._shared[name]], self._groups[name], tie=name)
 
     def finish(self) -> None:
-        """Waits, and gives the parameters their sums."""
+        """Wait, and give the parameters their sums."""
         sums, late = self._finished()
         for bucket in self._buckets(late):
             self._start(bucket)

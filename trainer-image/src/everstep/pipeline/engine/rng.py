@@ -139,7 +139,7 @@ class Random:
             self._generator.set_state(before)
 
     def close(self) -> None:
-        """Leaves the modules as if it had never been."""
+        """Leave the modules as if this object had never been."""
         for hook in self._hooks:
             hook.remove()
         for module, call in self._compiled:

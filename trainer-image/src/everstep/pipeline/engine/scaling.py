@@ -61,7 +61,7 @@ def scale_to_mean_loss(
     hooks: Callable[[], None] | None = None,
     narrow: Callable[[], None] = lambda: None,
 ) -> Scaled:
-    """Makes sums of gradients those of the mean loss. Of `parameters`, this rank's, those in `counted` are in the norm
+    """Make sums of gradients those of the mean loss. Of `parameters`, this rank's, those in `counted` are in the norm
     for all; `reduce` sums a tensor in place over all ranks and replicas.
 
     A step without anything that counts, and under fp16 one with an overflow, leaves no gradients: an optimizer that is

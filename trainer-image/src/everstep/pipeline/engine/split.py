@@ -59,7 +59,7 @@ class Deferred:
         return (edge.node for edges in (self.roots, *branches) for edge in edges)
 
     def weight_grad(self) -> None:
-        """Adds the gradients of the parameters to theirs."""
+        """Add the gradients of the parameters to theirs."""
         # One after the other, so that a gradient's memory is there again for the next one; what else leads to
         # parameters may have nodes in common with all of them.
         apart = not self.roots

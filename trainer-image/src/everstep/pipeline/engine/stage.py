@@ -147,7 +147,7 @@ class StageRunner:
             deferred.weight_grad()
 
     def clear(self) -> None:
-        """Forgets what a step that failed has left."""
+        """Forget what a step that failed has left."""
         self._saved.clear()
 
     def _take(self, microbatch: int) -> _SavedForward:

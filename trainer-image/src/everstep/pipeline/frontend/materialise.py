@@ -41,7 +41,7 @@ def without_weights() -> Iterator[None]:
 
 
 def materialise_stages(stages: Iterable[StageModule], source: Source, *, device: Any = "cpu") -> None:
-    """Gives what these stages have on the meta device its data, by its names in the whole model, on `device`.
+    """Give what these stages have on the meta device its data, by its names in the whole model, on `device`.
 
     `source`: a state dictionary, a function that reads the tensor of a name, or `Seeded`. A tied parameter is read
     once, and is one tensor in all these stages. PipelineError if something is missing or of another shape.
@@ -161,7 +161,7 @@ def _can_be_nan(tensor: Any) -> bool:
 
 
 def _fill_with_sentinel(tensor: Any, *, is_second: bool) -> None:
-    """Fills memory with what no initialiser leaves there: NaN, or where there is none, another value each time."""
+    """Fill memory with what no initialiser leaves there: NaN, or where there is none, another value each time."""
     if _can_be_nan(tensor):
         tensor.fill_(math.nan)
     else:

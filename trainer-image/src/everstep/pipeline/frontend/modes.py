@@ -17,7 +17,7 @@ class _Differ(Exception):
 
 
 def merge_records(one: ForwardRecord, other: ForwardRecord) -> bool:
-    """Gives the operations of `one` the inputs that they have in `other`, recorded with all training flags the other
+    """Give the operations of `one` the inputs that they have in `other`, recorded with all training flags the other
     way. Calls that differ in more are never cut; False if the model itself does."""
     try:
         _Merge(one.constants, other.constants).call(one.root, other.root)

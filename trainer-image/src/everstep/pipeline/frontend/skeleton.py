@@ -140,7 +140,7 @@ def weight_holder(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
 
 
 def replace_tensor(module: nn.Module, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Puts `new` wherever in `module` the tensor `old` is."""
+    """Put `new` wherever in `module` the tensor `old` is."""
     for each in module.modules():
         for held in (each._parameters, each._buffers):
             for name, tensor in held.items():

@@ -207,7 +207,7 @@ def sort_topologically(before: dict[int, set[int]]) -> list[int]:
 
 
 def _merge_free(blocks: Blocks, graph: Graph, merged: _Union) -> bool:
-    """Joins free blocks to a neighbour; true if there was one.
+    """Join free blocks to a neighbour, and tell whether there was one.
 
     With one value in and one out, of which the smaller is cut wherever either could be: moving the block to the side of
     the larger one takes the larger one's place by the smaller one's, in every stage that sends or receives it.

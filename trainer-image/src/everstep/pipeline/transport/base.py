@@ -45,7 +45,7 @@ class Work(Protocol):
     """Something that goes on beside the computation."""
 
     def wait(self) -> None:
-        """Returns when it is done and its tensors may be used again. TransportError."""
+        """Wait until it is done and its tensors may be used again; raise TransportError if it failed."""
 
 
 class Arrival(Protocol):
@@ -107,7 +107,7 @@ class Transport(Protocol):
         """
 
     def all_reduce(self, tensor: torch.Tensor, group: Any) -> Work:
-        """Sums contiguous `tensor` in place over the group, to the same bits on all of its members."""
+        """Sum contiguous `tensor` in place over the group, to the same bits on all of its members."""
 
     def exchange(self, parts: Sequence[torch.Tensor], sizes: Sequence[int], group: Any) -> Exchange:
         """Begin to give each replica its part, and to get theirs.
@@ -119,7 +119,7 @@ class Transport(Protocol):
         """
 
     def settle(self) -> None:
-        """Waits until all that was told has been heard. Called where every rank comes."""
+        """Wait until all that was told has been heard. Called where every rank comes."""
 
     def abort(self, reason: str) -> None:
-        """Ends what waits on this transport, here, with TransportError(reason); any thread may call it."""
+        """End what waits on this transport, here, with TransportError(reason); any thread may call it."""

@@ -115,7 +115,7 @@ class Control:
         self._ends.append(end)
 
     def abort(self, reason: str) -> None:
-        """Ends what waits here, and is to wait, with TransportError(reason)."""
+        """End what waits here, and is to wait, with TransportError(reason)."""
         self.reason = self.reason or reason
         self._sockets.shut()
         for end in self._ends:

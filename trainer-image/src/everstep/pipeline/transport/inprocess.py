@@ -105,7 +105,7 @@ class Fabric:
         return [results[me] for me in range(self.world)]
 
     def until(self, me: int, ready: Callable[[], bool], what: str) -> None:
-        """Lets others run until `ready()`; `what` names it in a deadlock."""
+        """Let others run until `ready()`; `what` names it in a deadlock."""
         self._check()
         if ready() and self.draw is None:
             return
@@ -123,7 +123,7 @@ class Fabric:
                 turn.release()
 
     def match(self, pair: tuple[int, int]) -> None:
-        """Lets the first send of a directed pair meet its first receive, as long as there are both."""
+        """Let the first send of a directed pair meet its first receive, as long as there are both."""
         sends, receives = self.sends[pair], self.receives[pair]
         while sends and receives:
             sent, taken = sends.popleft(), receives.popleft()

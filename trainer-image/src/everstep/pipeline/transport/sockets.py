@@ -34,7 +34,7 @@ class Sockets:
 
     @contextlib.contextmanager
     def watch_more(self) -> Iterator[None]:
-        """Adds those that are opened meanwhile."""
+        """Add the sockets that are opened meanwhile."""
         before = _list_sockets()
         yield
         opened = {name: number for name, number in _list_sockets().items() if name not in before}
@@ -67,7 +67,7 @@ class Sockets:
         return None
 
     def shut(self) -> None:
-        """Ends the connections; whoever waits for one of them, on either side, gets an error."""
+        """End the connections; every process that waits for one of them, on either side, gets an error."""
         now = _list_sockets()
         for name, number in self._found.items():
             if now.get(name) == number:
