@@ -198,7 +198,7 @@ def test_what_is_wrong_is_named_with_its_place(rank: int, old: str, new: str, to
 
 
 def test_a_schedule_that_was_not_lowered_is_told_so() -> None:
-    assert "lower() adds what is sent" in why(make_schedule("1f1b", 2, 2, 2), make_chain_graph([Stage()] * 2))
+    assert "lower_schedule() adds what is sent" in why(make_schedule("1f1b", 2, 2, 2), make_chain_graph([Stage()] * 2))
 
 
 def test_a_received_value_that_nobody_uses_is_told() -> None:

@@ -115,7 +115,7 @@ class _Rank:
         for need in self.flow.needs(action):
             if isinstance(need, Message):
                 if need not in self.received:
-                    hint = "" if self.schedule.lowered else " (lower() adds what is sent)"
+                    hint = "" if self.schedule.lowered else " (lower_schedule() adds what is sent)"
                     return f"uses the {need}, which was not received{hint}"
                 self.used.add(need)
         if action.kind is not ActionKind.WEIGHT_GRAD:
