@@ -95,7 +95,7 @@ class EverstepCallback(TrainerCallback):  # type: ignore[misc]  # transformers i
         return self._folder / f"{PREFIX_CHECKPOINT_DIR}-{step}"
 
     def _best_step(self, path: Path) -> int | None:
-        """The step of the best folder that a folder names, where the Trainer is to load that at the end."""
+        """Return the step of the best folder that a folder names, where the Trainer is to load that at the end."""
         named = _read_state(path).get("best_model_checkpoint")
         if named is None or not self._loads_best:
             return None
@@ -127,6 +127,6 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 def _step_of(path: object) -> int | None:
-    """The step of a folder as the Trainer names it, wherever it is; None for none, and for any other name."""
+    """Return the step of a folder as the Trainer names it, wherever it is; None for none, and for any other name."""
     found = _NAMED.search(str(path))
     return int(found[1]) if found else None

@@ -69,7 +69,7 @@ class EverstepCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightnin
         return str(self._token) if list_candidates(self._published.store) else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Writes the file as Lightning does, then has it published beside training."""
+        """Write the file as Lightning does, then have it published beside training."""
         super().save_checkpoint(checkpoint, path, storage_options)
         outgoing = self._folder / ".everstep-outgoing"
         shutil.rmtree(outgoing, ignore_errors=True)
@@ -85,7 +85,10 @@ class EverstepCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightnin
             shutil.rmtree(outgoing, ignore_errors=True)
 
     def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:
-        """The checkpoint that path() stands for, on all ranks alike; any other path is a file. NoGoodCheckpoint."""
+        """Return the checkpoint that path() stands for, on all ranks alike; any other path is a file.
+
+        NoGoodCheckpoint.
+        """
         if Path(path) != self._token:
             return dict(super().load_checkpoint(path, map_location, weights_only))
         fetched = self._published.newest(lambda key: self._token.parent)

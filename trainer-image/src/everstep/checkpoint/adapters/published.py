@@ -306,7 +306,10 @@ def _find_next(store: Store, bad: dict[str, str]) -> Key | None:
 
 
 def _find_needed(store: Store, key: Key, step: int) -> list[Key]:
-    """The checkpoint of a step that one says it needs; of one that does not say, all that may be, later ones first."""
+    """Return the checkpoints that one may need, later ones first.
+
+    That is the checkpoint of the step that it says it needs; of one that does not say, all that may be.
+    """
     found = [other for other in list_candidates(store) if other.step == step and other.attempt <= key.attempt]
     named: list[Key] = []
     with suppress(Missing, Damaged):
@@ -315,7 +318,7 @@ def _find_needed(store: Store, key: Key, step: int) -> list[Key]:
 
 
 def _find_same(store: Store, path: Path, step: int) -> Key | None:
-    """The checkpoint of this step that has exactly what lies there, if there is one."""
+    """Return the checkpoint of this step that has exactly what lies there, if there is one."""
     contents = folder.Contents.of(path)
     for key in list_candidates(store):
         if key.step == step:
