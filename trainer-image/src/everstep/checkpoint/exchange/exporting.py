@@ -167,7 +167,7 @@ def _plan_files(
 
 
 def _find_kept(called: Mapping[str, str], descriptions: Mapping[str, Any], name: str) -> dict[str, str]:
-    """The new names of tied tensors that are not written, each with the one that is."""
+    """Return the new names of tied tensors that are not written, each with the one that is."""
     new_names = {_join_full_name(name, old): new for new, old in called.items()}
     kept = find_kept_names(descriptions, new_names)
     return {new_names[alias]: new_names[first] for alias, first in kept.items() if new_names[alias] != FORMAT_KEY}
@@ -310,7 +310,10 @@ def parse_size(text: str) -> int:
 
 
 def _collect_tensors(loaded: LoadedCheckpoint, name: str, arrays: Collection[str] = ()) -> dict[str, torch.Tensor]:
-    """The tensors of an object by their names; `arrays`: full names of those that are the bytes of something else."""
+    """Return the tensors of an object by their names.
+
+    `arrays`: full names of those that are the bytes of something else.
+    """
     state = loaded[name]
     if isinstance(state, torch.Tensor) and name not in arrays:
         return {name: state}
@@ -340,7 +343,7 @@ def _join_full_name(name: str, key: str) -> str:
 
 
 def _split_by_size(sizes: Mapping[str, int], limit: int) -> list[list[str]]:
-    """Names file by file, each of at most `limit` bytes or one tensor."""
+    """Return the names file by file, each of at most `limit` bytes or one tensor."""
     files: list[list[str]] = [[]]
     size = 0
     for name, own in sizes.items():

@@ -194,7 +194,7 @@ def _import_leaves(
 
 
 def _make_whole_tensor(name: str, tensor: torch.Tensor | _Lazy) -> WholeTensor:
-    """A tensor as it is written. CheckpointError when a checkpoint cannot hold it."""
+    """Return a tensor as it is written. CheckpointError when a checkpoint cannot hold it."""
     dtype, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
     if isinstance(tensor, torch.Tensor) and (tensor.layout is not torch.strided or tensor.is_quantized):
         kind = "quantized" if tensor.is_quantized else str(tensor.layout).removeprefix("torch.")

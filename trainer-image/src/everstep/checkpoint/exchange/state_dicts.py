@@ -164,14 +164,14 @@ def _iterate_optimizer_leaves(
 
 
 def _to_parameter_key(param: Any, called: Collection[Any]) -> Any:
-    """A key of a state as its groups have it: torch.distributed.checkpoint makes text of numbers."""
+    """Return a key of a state as its groups have it: torch.distributed.checkpoint makes text of numbers."""
     return int(param) if param not in called and isinstance(param, str) and param.isdecimal() else param
 
 
 def _param_names(
     prefix: str, state: Mapping[str, Any], models: Sequence[Mapping[str, Any]], order: Sequence[str] | None
 ) -> dict[Any, str]:
-    """Names of an optimizer's parameters by what its state calls them.
+    """Return the names of an optimizer's parameters by what its state calls them.
 
     torch numbers parameters in the order in which the optimizer was given them. That is the model's own order for an
     optimizer of model.parameters(), and for one of several groups (with and without weight decay) hardly ever.
