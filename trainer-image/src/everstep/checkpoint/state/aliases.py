@@ -210,7 +210,7 @@ def _compare_memory(tensors: Sequence[tuple[Path, torch.Tensor]]) -> tuple[list[
 
 
 def _iterate_clusters(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
-    """Runs of at least two spans, each of which begins before the others before it end."""
+    """Yield runs of at least two spans, each of which begins before the others before it end."""
     run: list[_Span] = []
     stop = 0
     for span in spans:
@@ -236,8 +236,10 @@ def _get_strides(here: torch.Tensor) -> tuple[int, ...]:
 
 
 def _find_overlaps(several: Sequence[tuple[_Span, torch.Tensor]]) -> list[tuple[int, int]]:
-    """Places of those that have elements in common with an earlier one: views of one storage may lie between each
-    other without."""
+    """Return the places of those that have elements in common with an earlier one.
+
+    Views of one storage may lie between each other without.
+    """
     if len(several) < 2:
         return []
     found: list[tuple[int, int]] = []

@@ -19,7 +19,10 @@ def name_classes(inner: object) -> list[str]:
 
 
 def kind_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Names of an optimizer's class and of those that it is derived from; of what is within, where it wraps another."""
+    """Return the names of an optimizer's class and of those that it is derived from.
+
+    Where it wraps another optimizer, they are those of what is within.
+    """
     return name_classes(_unwrap_class(optimizer, torch.optim.Optimizer, _WRAPPED_OPTIMIZERS))
 
 

@@ -120,7 +120,7 @@ def flatten_objects(
 
 
 def _leaves_of(kind: ObjectKind) -> Iterator[tuple[str, Any]]:
-    """The leaves of an object; what its own code raises is told with its name."""
+    """Yield the leaves of an object; what its own code raises is told with its name."""
     try:
         yield from kind.leaves()
     except CheckpointError:
@@ -139,7 +139,7 @@ def predict_optimizer_tensors(objects: Mapping[str, object], *, rank: int) -> di
 
 
 def of_optimizers(objects: Mapping[str, object], *, rank: int) -> frozenset[str]:
-    """Names of the tensors that only an optimizer's step changes: its state, and the parameters that it was given.
+    """Return the names of the tensors that only an optimizer's step changes: its state, and its parameters.
 
     Nobody says so of others: a forward pass may change a buffer, and whatever trains them a parameter. Nor of an
     optimizer whose steps do not call torch's hooks first.
@@ -202,7 +202,10 @@ def _make_prefix(name: str, each: object, rank: int) -> str:
 
 
 def _name_parameters_apart(optimizer: torch.optim.Optimizer, known: Mapping[int, tuple[str, str]]) -> dict[int, str]:
-    """Names of an optimizer's parameters; with their module's own where two modules have some of the same name."""
+    """Return the names of an optimizer's parameters.
+
+    They have their module's own where two modules have some of the same name.
+    """
     own = {id(each) for group in optimizer.param_groups for each in group["params"]} & known.keys()
     owners: dict[str, set[str]] = {}
     for prefix, name in (known[each] for each in own):

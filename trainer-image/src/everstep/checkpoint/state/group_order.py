@@ -42,7 +42,10 @@ def find_order_problems(restored: Sequence[tuple[ObjectKind, Saved]]) -> list[st
 
 
 def _find_moved_group(kind: OptimizerObject, saved: Saved) -> tuple[str, int] | None:
-    """A group that had another place, in words, and how many there were; None too where a checkpoint does not say."""
+    """Return a group that had another place, in words, and how many there were.
+
+    None where no group had another place, and where a checkpoint does not say.
+    """
     places: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for name in saved.values:
         if name.startswith(f"{PLACES}."):
@@ -78,7 +81,7 @@ def _counts_on_order(inner: object, saved: Saved, params: set[int], count: int) 
 
 
 def _iterate_attributes(outer: object) -> Iterator[Any]:
-    """The object, what its attributes hold, and what schedulers among these hold."""
+    """Yield the object, what its attributes hold, and what schedulers among these hold."""
     waiting: list[Any] = [outer]
     seen: set[int] = set()
     while waiting:

@@ -81,7 +81,7 @@ class FromRank:
 
 
 def unwrap_marked(each: object) -> object:
-    """The object itself, without what says whose state is saved."""
+    """Return the object itself, without what says whose state is saved."""
     return each.inner if isinstance(each, PerRank | FromRank) else each
 
 
@@ -117,7 +117,7 @@ class Saved:
         return cls("", manifest.tensors, manifest.values, allow_pickle, casts)
 
     def below(self, name: str) -> Saved:
-        """The part of it below a name."""
+        """Return the part of it below a name."""
         return Saved(
             names.join_segments(self.prefix, name),
             _select_below(self.tensors, name),
@@ -128,23 +128,25 @@ class Saved:
         )
 
     def at(self, full: str) -> Saved:
-        """The part of the checkpoint below a full name, as that under which one rank saves what is its own."""
+        """Return the part of the checkpoint below a full name, as that under which one rank saves what is its own."""
         return (self.everything or self).below(full)
 
     def full(self, name: str) -> str:
         return names.join_segments(self.prefix, name)
 
     def value(self, name: str) -> Any:
-        """The value of this name, unpacked. UnsupportedValue when it cannot be."""
+        """Return the value of this name, unpacked. UnsupportedValue when it cannot be."""
         return unpack_value(self.values[name], self.full(name), allow_pickle=self.allow_pickle)
 
     def value_or(self, name: str, default: Any) -> Any:
-        """The same, or the default where there is none."""
+        """Return the same, or the default where there is none."""
         return self.value(name) if name in self.values else default
 
     def nested(self, tensors: Mapping[str, torch.Tensor], description: Mapping[str, Any] | None = None) -> Any:
-        """The nested state: values from here, and `tensors` by their full names. `description`: of how it is built,
-        where another object's says that."""
+        """Return the nested state: values from here, and `tensors` by their full names.
+
+        `description`: of how it is built, where another object's says that.
+        """
         leaves: dict[str, Any] = {name: self.value(name) for name in self.values if name != KIND}
         for name in self.tensors:
             leaves[name] = with_bytes(leaves.get(name), tensors[self.full(name)])
@@ -176,7 +178,7 @@ class ObjectKind(Protocol):
     exclusive: bool  # what the checkpoint has below the prefix must be wanted by some rank
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
-        """Full names with tensors (detached, sharing the object's storage) and plain values."""
+        """Yield full names with tensors (detached, sharing the object's storage) and plain values."""
         ...
 
     def targets(self, saved: Saved, problems: list[str]) -> dict[str, torch.Tensor]:
@@ -191,7 +193,7 @@ class ObjectKind(Protocol):
         ...
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes in the values, and the targets that are filled by now."""
+        """Take in the values, and the targets that are filled by now."""
         ...
 
 
@@ -208,7 +210,7 @@ def is_tensor(value: object) -> bool:
 
 
 def detach_leaf(leaf: Any) -> Any:
-    """A tensor without its history; anything else as it is."""
+    """Return a tensor without its history; anything else as it is."""
     return leaf.detach() if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf
 
 
@@ -228,7 +230,10 @@ def describe_misfit(saved: StoredTensor, tensor: torch.Tensor, casts: Casts = NO
 
 
 def filled_later(tensor: torch.Tensor) -> torch.Tensor:
-    """The target for a tensor of ours: itself, or another where its elements share memory (see fill_overlapping)."""
+    """Return the target for a tensor of ours: itself, or another where its elements share memory.
+
+    See fill_overlapping.
+    """
     return torch.empty_like(tensor, memory_format=torch.contiguous_format) if overlaps_itself(tensor) else tensor
 
 

@@ -39,8 +39,10 @@ def undo_casts(live: Any, loaded: Any, taken: dict[int, Any], key: str = "") -> 
 
 
 def leave_out_others(state: Any) -> Any:
-    """A state with None for what load_state_dict would take apart, as it does text, arrays and all that it can iterate
-    over: _undo_casts() puts it there."""
+    """Return a state with None for what load_state_dict would take apart.
+
+    It takes apart text, arrays and all that it can iterate over: _undo_casts() puts these there.
+    """
     if isinstance(state, dict):
         return {key: leave_out_others(each) for key, each in state.items()}
     if type(state) in (list, tuple):

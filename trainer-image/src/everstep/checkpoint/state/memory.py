@@ -16,7 +16,10 @@ _DTYPES = frozenset(getattr(torch, name) for name in DTYPES if hasattr(torch, na
 
 
 def get_local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of this rank behind a tensor. A DTensor has none of its own, even where the whole of it is here."""
+    """Return the memory of this rank behind a tensor.
+
+    A DTensor has none of its own, even where the whole of it is here.
+    """
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
@@ -61,8 +64,11 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def fill_overlapping(live: torch.Tensor, loaded: torch.Tensor, name: str) -> None:
-    """Gives a tensor whose elements share memory its values. CheckpointError, with nothing touched, when elements that
-    share a place here have different values in the checkpoint."""
+    """Give a tensor whose elements share memory its values.
+
+    CheckpointError, with nothing touched, when elements that share a place here have different values in the
+    checkpoint.
+    """
     live, small = live.detach(), loaded.to(live.device)
     for dim, stride in enumerate(live.stride()):
         if stride == 0:  # expanded: without it, an index for each element could be many times the memory

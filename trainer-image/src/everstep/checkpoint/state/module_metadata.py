@@ -105,7 +105,7 @@ def _keep_versions(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _list_module_paths(keys: Iterable[object]) -> Collection[str]:
-    """The paths of the modules that keys of a state dictionary belong to, and of those around them."""
+    """Return the paths of the modules that keys of a state dictionary belong to, and of those around them."""
     found = {"": None}
     for key in keys:
         path = str(key)

@@ -66,7 +66,7 @@ class Modules:
                     each.reshard()  # type: ignore[operator,unused-ignore]
 
     def parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Names below the prefix and parameters; one that is tied has its first name."""
+        """Yield the names below the prefix and parameters; one that is tied has its first name."""
         for module in self._modules:
             plain = make_unwrapping(module)
             for name, parameter in module.named_parameters():
@@ -103,7 +103,10 @@ class Modules:
                     yield names.join_segments(full, KIND), described
 
     def broadcast_from_others(self) -> Iterator[str]:
-        """Full names of the buffers that the next forward pass of a DDP gets from another rank, whatever is here."""
+        """Yield the full names of the buffers that the next forward pass of a DDP gets from another rank.
+
+        They are overwritten, whatever is here.
+        """
         for module in self._modules:
             wrapped = [(path, each) for path, each in module.named_modules() if isinstance(each, DDP)]
             plain = make_unwrapping(module) if wrapped else str
@@ -186,7 +189,7 @@ def _list_tied(module: nn.Module, plain: Callable[[str], str]) -> dict[str, list
 
 
 def _received_buffers(ddp: DDP) -> Iterator[str]:
-    """Names of the buffers that this rank gets from another one before the next forward pass."""
+    """Yield the names of the buffers that this rank gets from another one before the next forward pass."""
     # A hook may do anything else with them, as take their mean: then none of them is the truth.
     ignores = getattr(ddp, "_use_python_reducer", False) or getattr(ddp, "_delay_all_reduce_all_params", False)
     if not ddp.broadcast_buffers or hasattr(ddp, "buffer_hook") or ignores:
@@ -224,7 +227,7 @@ def make_unwrapping(module: nn.Module) -> Callable[[str], str]:
 
 
 def _find_wrapped_attribute(module: nn.Module) -> str | None:
-    """The attribute under which a wrapper holds what it wraps."""
+    """Return the attribute under which a wrapper holds what it wraps."""
     if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
         return "module"
     if is_instance(module, "torch._dynamo.eval_frame", "OptimizedModule"):

@@ -30,7 +30,7 @@ _PLAIN = frozenset({int, float, bool, str, bytes, type(None)})
 
 @functools.lru_cache(maxsize=4096)  # a state has few keys, and each of them many times
 def escape_segment(key: str) -> str:
-    """A key that is text, as a segment of a name."""
+    """Return a key that is text, as a segment of a name."""
     return _ESCAPED.sub(lambda found: f"%{ord(found[0]):02X}", key) or "%"
 
 
@@ -40,7 +40,7 @@ def join_segments(*segments: str) -> str:
 
 
 def of_module(name: str) -> str:
-    """The fully qualified name of a module's parameter: it is a path already, each piece a key."""
+    """Return the fully qualified name of a module's parameter: it is a path already, each piece a key."""
     return ".".join(map(escape_segment, name.split("."))) if _PATH.search(name) else name
 
 
@@ -50,7 +50,7 @@ def to_module(name: str) -> str:
 
 
 def walk_leaves(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a nested state with their names.
+    """Yield the leaves of a nested state with their names.
 
     A dictionary is entered when all its keys are text, or when a leaf for which `is_leaf` holds is somewhere in it and
     its keys are plain values; a list, a tuple or another kind of dictionary (an OrderedDict) when such a leaf is in it.
@@ -108,7 +108,7 @@ def _holds_leaf(value: Any, is_leaf: Callable[[Any], bool]) -> bool:
 
 
 def nest_leaves(leaves: Mapping[str, Any], build: Build | None = None, name: str = "") -> Any:
-    """The nested state whose leaves walk_leaves() gave these names; ValueError when they fit no state.
+    """Return the nested state whose leaves walk_leaves() gave these names; ValueError when they fit no state.
 
     Args:
         leaves: By their names.

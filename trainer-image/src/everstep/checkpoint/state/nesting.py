@@ -44,7 +44,7 @@ def check_nesting(state: Any, name: str) -> None:
 
 
 def _list_containers(container: Any) -> Iterator[tuple[str, Any]]:
-    """The containers in one, and the names of their places."""
+    """Yield the containers in one, and the names of their places."""
     if isinstance(container, dict):
         for key, child in container.items():
             if isinstance(key, tuple | frozenset):

@@ -144,7 +144,7 @@ class OptimizerObject:
             yield from self._leaves(names.join_segments("more", names.escape_segment(key)), value)
 
     def coming(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """A stand-in for each tensor of state that the first step will make."""
+        """Yield a stand-in for each tensor of state that the first step will make."""
         known = {id(each): name for each, name in zip(self.params, self._names, strict=True)}
         for group in self._optimizer.param_groups:
             for param in group["params"]:
@@ -194,7 +194,7 @@ class OptimizerObject:
             ) from error
 
     def _structures(self, states: Mapping[str, Any], keeping: Collection[int]) -> Iterator[tuple[str, Any]]:
-        """Values that say how states are built, and what they share."""
+        """Yield values that say how states are built, and what they share."""
         own_ones = {self._names[place] for place in keeping}
         said: set[str] = set()
         for param, name, value in describe_states(states):
@@ -211,7 +211,7 @@ class OptimizerObject:
     def _layouts(
         self, layouts: Mapping[int, dict[str, Any]], keeping: Collection[int], held: Collection[int]
     ) -> Iterator[tuple[str, Any]]:
-        """Values by which a fresh process knows how the state lies."""
+        """Yield values by which a fresh process knows how the state lies."""
         for place, layout in layouts.items():
             yield names.join_segments(self.prefix, _LAYOUT, self._names[place]), layout
         for place, param in enumerate(self.params):
@@ -366,7 +366,7 @@ class OptimizerObject:
         self._undo_casts(state)
 
     def _states_of_others(self, saved: Saved) -> dict[int, Any]:
-        """The states of parameters that are here and not in the checkpoint: load_state_dict would drop them."""
+        """Return the states of parameters that are here and not in the checkpoint: load_state_dict would drop them."""
         absent = {i for i, name in enumerate(self._names) if names.join_segments(_GROUPS, name) not in saved.values}
         held = self._optimizer.state_dict()["state"] if absent else {}
         return {place: held[place] for place in held if place in absent}
@@ -384,7 +384,7 @@ class OptimizerObject:
         return {**loaded, "params": places}
 
     def _taken(self, place: int, below: str, tensor: torch.Tensor, layout: Mapping[str, Any]) -> torch.Tensor:
-        """The tensor that the optimizer is to have, from the one that was filled."""
+        """Return the tensor that the optimizer is to have, from the one that was filled."""
         param, said = self.params[place], layout.get(below)
         if self._key(place, below) in self._as_shards:
             return get_local_tensor(tensor)

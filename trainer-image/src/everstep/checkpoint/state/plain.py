@@ -248,7 +248,7 @@ def _fill_tensor(live: torch.Tensor, loaded: torch.Tensor) -> torch.Tensor:
 
 
 def _fill_array(live: Any, loaded: Any) -> Any:
-    """The same for arrays of NumPy, which this module does not import."""
+    """Return the same for arrays of NumPy, which this module does not import."""
     fits = type(live) is type(loaded) and type(live).__module__ == "numpy" and hasattr(live, "flags")
     if fits and live.flags.writeable and (live.shape, live.dtype) == (loaded.shape, loaded.dtype):
         live[...] = loaded

@@ -158,7 +158,7 @@ def _name_placements(placements: Sequence[Placement]) -> list[list[Any]]:
 
 
 def _show_placement(placement: Any) -> str:
-    """The same text in all versions of torch, which show placements in several ways."""
+    """Return the same text in all versions of torch, which show placements in several ways."""
     if _is_placement(placement, "_StridedShard"):
         return f"_S({placement.dim}, {placement.split_factor})"
     if _is_placement(placement, "Partial"):

@@ -26,11 +26,11 @@ class OptimizerSteps:
         self._callbacks: list[Callable[[], None]] = []
 
     def call_before_each(self, callback: Callable[[], None]) -> None:
-        """Calls back before each step, on the thread and the stream of the step."""
+        """Call back before each step, on the thread and the stream of the step."""
         self._callbacks.append(callback)
 
     def stop_calling(self, callback: Callable[[], None]) -> None:
-        """Ends what call_before_each began; nothing where that has ended."""
+        """End what call_before_each began; nothing where that has ended."""
         self._callbacks = [each for each in self._callbacks if each != callback]
 
     def are_announced(self, optimizers: Iterable[torch.optim.Optimizer]) -> bool:
@@ -41,7 +41,7 @@ class OptimizerSteps:
         return not self.unannounced and all(has_hooked_steps(each) and each in self._seen for each in optimizers)
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Takes notice of a step that is about to run, or to be captured."""
+        """Take notice of a step that is about to run, or to be captured."""
         if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             self.unannounced = "a step of an optimizer was captured into a CUDA graph"
             return
@@ -50,16 +50,16 @@ class OptimizerSteps:
         self._call_back()
 
     def note_compilation(self) -> None:
-        """Takes notice of a step that torch.compile traces: it will run without hooks, for the first time soon."""
+        """Take notice of a step that torch.compile traces: it will run without hooks, for the first time soon."""
         self.unannounced = "a step of an optimizer was compiled"
         self._call_back()
 
     def note_capture(self) -> None:
-        """Takes notice of a change that is being captured into a CUDA graph."""
+        """Take notice of a change that is being captured into a CUDA graph."""
         self.unannounced = "a change of the state was captured into a CUDA graph"
 
     def forget_callbacks(self) -> None:
-        """Drops all callbacks: a forked child has no copies of its parent's GPUs to wait for."""
+        """Drop all callbacks: a forked child has no copies of its parent's GPUs to wait for."""
         self._callbacks = []
 
     def _call_back(self) -> None:

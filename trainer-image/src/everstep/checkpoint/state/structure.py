@@ -111,7 +111,7 @@ def _describe_containers(value: Any, is_leaf: Callable[[Any], bool], name: str, 
 
 
 def _build_dictionary(described: Mapping[str, Any], children: Mapping[str, tuple[Any, Any]]) -> Any:
-    """The dictionary of these children: by the piece of their names, keys and values."""
+    """Return the dictionary of these children: by the piece of their names, keys and values."""
     ordered = [piece for piece in described.get("order", ()) if piece in children]
     built: Any = unpack_value(described["empty"]) if "empty" in described else {}
     for piece in (*ordered, *sorted(children.keys() - set(ordered))):
