@@ -73,7 +73,7 @@ class Store(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """A small object. Missing."""
+        """Return a small object. Missing."""
         ...
 
     def read_into(self, name: str, offset: int, into: memoryview) -> None:
@@ -81,7 +81,7 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[StoredObject]:
-        """The objects whose names begin with `prefix`, at any depth, in no order."""
+        """Yield the objects whose names begin with `prefix`, at any depth, in no order."""
         ...
 
     def delete(self, names: Iterable[str]) -> None:
@@ -134,7 +134,7 @@ def check_name(name: str) -> str:
 
 
 def open_store(url: str | os.PathLike[str], **options: Any) -> Store:
-    """The store at a folder's path or at a URL. ValueError for a URL that no store serves.
+    """Return the store at a folder's path or at a URL. ValueError for a URL that no store serves.
 
     `options` go to the store of that kind. Only the module that serves `url` is imported.
     """

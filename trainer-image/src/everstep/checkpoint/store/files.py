@@ -17,11 +17,11 @@ class Files:
         path.mkdir()
 
     def create(self, path: Path) -> int:
-        """A descriptor of a file that did not exist."""
+        """Create a file that did not exist, and return its descriptor."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
 
     def write(self, descriptor: int, data: bytes | memoryview) -> int:
-        """Bytes written, maybe not all."""
+        """Write data, and return how many bytes were written, maybe not all."""
         return os.write(descriptor, data)
 
     def sync(self, descriptor: int) -> None:

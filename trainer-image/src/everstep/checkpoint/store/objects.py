@@ -199,7 +199,10 @@ def _translate_errors(what: str, url: str, name: str = "") -> Iterator[None]:
 
 
 def _get_modified_time(details: dict[str, Any]) -> float:
-    """Seconds since 1970. A store that does not tell has objects without age: nothing of it is swept by age."""
+    """Return the time of the last change in seconds since 1970.
+
+    A store that does not tell has objects without age: nothing of it is swept by age.
+    """
     found = next((value for key in _MODIFIED if (value := details.get(key)) is not None), None)
     match found:
         case datetime():

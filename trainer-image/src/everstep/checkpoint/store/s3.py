@@ -177,7 +177,7 @@ class S3Store:
         return decides is not False or self._writer(name) == writer
 
     def _first(self, name: str, data: bytes, writer: str) -> bool | None:
-        """Writes the object and tells whether the server decides who is first; None if that could not be found out."""
+        """Write the object and tell whether the server decides who is first; None if that could not be found out."""
         try:
             self._put(name, data, writer, IfNoneMatch="*")
         except Unknown:
@@ -292,7 +292,7 @@ def _is_data(name: str) -> bool:
 
 
 def _fill_from_body(into: memoryview, body: Any) -> int:
-    """Bytes read from `body`: all that fit, or all there are."""
+    """Return the number of bytes read from `body`: all that fit, or all there are."""
     came = 0
     while came < len(into):
         piece = body.read(min(_PIECE, len(into) - came))

@@ -96,7 +96,7 @@ class S3Location:
         return f"s3://{self.bucket}/{self.prefix}".rstrip("/") + query
 
     def client(self, *, connections: int, connect_timeout: float, read_timeout: float) -> Any:
-        """A boto3 client, safe to use from threads. Seconds without an answer after which a call has failed."""
+        """Return a boto3 client, safe to use from threads. Seconds without an answer after which a call has failed."""
         config = Config(
             connect_timeout=connect_timeout,
             read_timeout=read_timeout,
@@ -117,7 +117,7 @@ class S3Location:
 
 @contextmanager
 def translate_errors(what: str, where: str) -> Iterator[None]:
-    """Turns what boto3 raises into a StoreError, or what of it is known better."""
+    """Turn what boto3 raises into a StoreError, or what of it is known better."""
     try:
         yield
     except botocore.exceptions.ClientError as error:

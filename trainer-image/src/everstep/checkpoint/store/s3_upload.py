@@ -28,7 +28,7 @@ def part_size_for(size: int, part_size: int) -> int:
 
 
 def split_parts(data: Iterable[bytes | memoryview], size: int, part_size: int) -> Iterator[bytearray]:
-    """The same bytes in parts of `part_size`, the last one shorter; one empty part for no bytes.
+    """Yield the same bytes in parts of `part_size`, the last one shorter; one empty part for no bytes.
 
     ValueError if there are not `size` of them, before the last part is given away.
     """
