@@ -19,7 +19,7 @@ _ROUNDS = 8  # small sizes need more than the four that suffice in theory
 
 
 def shuffle_positions(positions: Numbers, size: int, seed: int, epoch: int) -> Numbers:
-    """The sample at each position (below `size`) of an epoch; a permutation for each (seed, epoch).
+    """Return the sample at each position (below `size`) of an epoch; a permutation for each (seed, epoch).
 
     What it is never changes: runs resume with later versions.
     """
@@ -45,7 +45,7 @@ def _derive_keys(seed: int, epoch: int) -> tuple[np.uint64, ...]:
 
 
 def _mix_bits(numbers: Numbers) -> Numbers:
-    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014), modulo 2^64."""
+    """Apply the finalizer of SplitMix64 (Steele, Lea and Flood, 2014), modulo 2^64."""
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return numbers ^ (numbers >> np.uint64(31))

@@ -69,7 +69,7 @@ class Sampler:
         return max(0, self.stop - self.step)
 
     def batch(self, step: int) -> list[int]:
-        """The indices of this rank's samples of a step."""
+        """Return the indices of this rank's samples of a step."""
         share = self.global_batch // self.world
         first = self._samples(step) + self.rank * share
         positions = np.arange(first, first + share, dtype=np.uint64)
@@ -81,11 +81,11 @@ class Sampler:
         return [int(place) for place in places]
 
     def epoch(self, step: int) -> int:
-        """The epoch of the first sample of a step."""
+        """Return the epoch of the first sample of a step."""
         return self._samples(step) // self.size
 
     def state_at(self, step: int) -> dict[str, Any]:
-        """The state when `step` steps are trained, however far a loader has read ahead."""
+        """Return the state when `step` steps are trained, however far a loader has read ahead."""
         if self._given is not None and step > self._given and not self._has_warned:
             self._has_warned = True
             _log.warning(
@@ -101,7 +101,7 @@ class Sampler:
         return self.state_at(self.step)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on where the state was taken, with another global batch too. ValueError for another order or dataset."""
+        """Go on where the state was taken, with another global batch too. ValueError for another order or dataset."""
         for what, mine in (("size", self.size), ("seed", self.seed)):
             if state[what] != mine:
                 raise ValueError(
