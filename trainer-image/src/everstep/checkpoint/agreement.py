@@ -70,7 +70,7 @@ class Pace:
 
     @property
     def stride(self) -> int:
-        """Steps from one call to the next: the shortest of the last few.
+        """Return the steps from one call to the next: the shortest of the last few.
 
         A script that skips steps once, at the end of an epoch, is asked again after as many calls as before, not after
         as many jumps.
@@ -129,7 +129,7 @@ class Agreement:
         return made
 
     def arrive(self, step: int, choose: Choose, waiting: Waiting) -> SaveDecision | None:
-        """The decision of a boundary that this step has reached; None between boundaries.
+        """Return the decision of a boundary that this step has reached; None between boundaries.
 
         Rank 0 decides through `choose(step, steps ahead)`, here if it could not before. Others call `waiting(seconds)`
         now and then while they wait for it, and again after as many seconds as it returns. AgreementLost.

@@ -54,7 +54,10 @@ class RunIdentity:
 
 
 def identify_machine() -> str:
-    """The machine since its boot, alike in all of its containers; the host's name where the kernel does not say."""
+    """Return the identity of the machine since its boot, alike in all of its containers.
+
+    That is the host's name where the kernel does not say.
+    """
     with suppress(OSError):
         return _BOOT.read_text().strip()
     return socket.gethostname()
@@ -90,7 +93,10 @@ def read_identity(store: Store, attempt: Attempt) -> RunIdentity | None:
 
 
 def claim_next_attempt(store: Store) -> Attempt:
-    """An attempt greater than every other that has claimed, saved or committed in this store; nobody else gets it."""
+    """Return an attempt greater than every other that has claimed, saved or committed in this store.
+
+    Nobody else gets it.
+    """
     greatest = _find_greatest_attempt(store)
     attempt = Attempt(greatest.epoch, greatest.generation + 1) if greatest else Attempt(0, 1)
     while not store.put_if_absent(f"{ATTEMPTS}{attempt}", b""):
@@ -109,7 +115,7 @@ def check_not_superseded(store: Store, attempt: Attempt) -> None:
 
 
 def run_of(store: Store) -> str:
-    """The random name that all attempts of a store share; one without any gets it."""
+    """Return the random name that all attempts of a store share; one without any gets it."""
     try:
         return store.read(RUN).decode()
     except Missing:

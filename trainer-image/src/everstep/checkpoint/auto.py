@@ -18,7 +18,7 @@ PRIOR = 86400.0
 
 
 def parse_duration(text: str | float) -> float:
-    """Seconds of "90s", "10m", "1h30m" or a number. ValueError."""
+    """Return the seconds of "90s", "10m", "1h30m" or a number. ValueError."""
     if isinstance(text, int | float):
         seconds = float(text)
     else:
@@ -32,7 +32,7 @@ def parse_duration(text: str | float) -> float:
 
 
 def compute_optimal_interval(cost: float, between_failures: float) -> float:
-    """The interval at which the work lost by failures and the cost of saves are least together.
+    """Return the interval at which the work lost by failures and the cost of saves are least together.
 
     `cost`: what one save takes from training; `between_failures`: the mean time. Daly, "A higher order estimate of the
     optimum checkpoint interval for restart dumps", FGCS 22 (2006), equation 37; its first term is Young's (1974).
@@ -44,7 +44,7 @@ def compute_optimal_interval(cost: float, between_failures: float) -> float:
 
 
 def estimate_mean_time_between_failures(failures: int, observed: float, prior: float = PRIOR) -> float:
-    """The mean time between failures, after so many in `observed` seconds; the prior counts as one failure."""
+    """Return the mean time between failures, after so many in `observed` seconds; the prior counts as one failure."""
     return (prior + observed) / (1 + failures)
 
 
@@ -82,7 +82,7 @@ class Trigger:
 
     @property
     def interval(self) -> float | None:
-        """Seconds between two saves by time; None when time alone makes none due."""
+        """Return the seconds between two saves by time; None when time alone makes none due."""
         if not self.auto:
             return self.every
         if self.cost is None:
@@ -106,5 +106,5 @@ class Trigger:
         return self.every_steps is not None and step // self.every_steps > self._steps_since // self.every_steps
 
     def limit(self, step: int) -> int | None:
-        """The first step after this one that must not be passed without asking whether a save is due."""
+        """Return the first step after this one that must not be passed without asking whether a save is due."""
         return None if self.every_steps is None else (step // self.every_steps + 1) * self.every_steps

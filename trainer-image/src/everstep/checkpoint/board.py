@@ -37,11 +37,11 @@ class KVStore(Protocol):
         ...
 
     def leave(self, name: str, message: Any) -> None:
-        """Leaves a message (anything that JSON can write, of any size)."""
+        """Leave a message (anything that JSON can write, of any size)."""
         ...
 
     def read(self, name: str, timeout: float = 0.0) -> Any:
-        """The message, waiting for it at most so many seconds; None if there is none by then."""
+        """Return the message, waiting for it at most so many seconds; None if there is none by then."""
         ...
 
     def remove(self, name: str) -> None:
@@ -49,7 +49,7 @@ class KVStore(Protocol):
         ...
 
     def count(self, name: str, more: int = 0) -> int:
-        """Adds to the counter of this name (zero at first) and says what it is then."""
+        """Add to the counter of this name (zero at first), and return what it is then."""
         ...
 
 

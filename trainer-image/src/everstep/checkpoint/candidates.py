@@ -220,7 +220,7 @@ def _check_sizes(store: Store, manifest: Manifest, sizes: Mapping[str, int]) -> 
 
 
 def _all_chunks(manifest: Manifest) -> list[Chunk]:
-    """The headers too, in the order in which they lie in the parts."""
+    """Return all chunks, the headers too, in the order in which they lie in the parts."""
     chunks = [Chunk(number, 0, HEADER, part.header) for number, part in enumerate(manifest.parts)]
     for tensor in manifest.tensors.values():
         for shard in tensor.shards:

@@ -31,7 +31,7 @@ class Casts:
         return self.cast not in (None, False) and self.result(saved) is here
 
     def result(self, saved: torch.dtype) -> torch.dtype:
-        """The type that a saved tensor gets where no object says one.
+        """Return the type that a saved tensor gets where no object says one.
 
         Raises:
             ValueError: `cast` is True, which only an object can answer.

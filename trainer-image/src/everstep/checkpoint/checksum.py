@@ -73,7 +73,11 @@ ALGORITHMS = tuple(_ALGORITHMS)
 
 
 def compute_checksum(algorithm: str, data: Buffer) -> str:
-    """The checksum of `data` (contiguous) in lower-case hex; KeyError for an algorithm that is not in ALGORITHMS."""
+    """Return the checksum of `data` (contiguous) in lower-case hex.
+
+    Raises:
+        KeyError: The algorithm is not in ALGORITHMS.
+    """
     return _ALGORITHMS[algorithm][0](data)
 
 
@@ -89,5 +93,5 @@ def begin_checksum(algorithm: str) -> RunningChecksum:
 
 
 def get_checksum_width(algorithm: str) -> int:
-    """Hex digits of a checksum; KeyError for an algorithm that is not in ALGORITHMS."""
+    """Return the number of hex digits of a checksum; KeyError for an algorithm that is not in ALGORITHMS."""
     return _ALGORITHMS[algorithm][1]

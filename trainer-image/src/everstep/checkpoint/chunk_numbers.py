@@ -16,12 +16,12 @@ class Chunks:
         self._places = [_get_place(chunk) for chunk in self.all]
 
     def of(self, shard: Shard) -> range:
-        """The numbers of a shard's chunks, of which there are some."""
+        """Return the numbers of a shard's chunks, of which there are some."""
         first = bisect_left(self._places, _get_place(shard.chunks[0]))
         return range(first, first + len(shard.chunks))
 
     def within(self, shard: Shard, start: int, stop: int) -> range:
-        """The numbers of the chunks that hold bytes [start, stop) of a shard that has chunks."""
+        """Return the numbers of the chunks that hold bytes [start, stop) of a shard that has chunks."""
         first = self.of(shard).start
         low, high, passed = len(shard.chunks), 0, 0
         for i, chunk in enumerate(shard.chunks):

@@ -42,7 +42,7 @@ class ChunkRead:
 
     @property
     def whole(self) -> Destination | None:
-        """The only destination, when it takes all of the chunk: the bytes are read right into it."""
+        """Return the only destination, when it takes all of the chunk: the bytes are read right into it."""
         if len(self.destinations) != 1:
             return None
         [found] = self.destinations
@@ -187,7 +187,7 @@ def _iterate_runs(reads: Sequence[ChunkRead]) -> Iterator[list[ChunkRead]]:
 
 
 def _find_batch_end(run: Sequence[ChunkRead], at: int) -> int:
-    """The end of those from `at` on that one piece holds together; at least one."""
+    """Return the end of those from `at` on that one piece holds together; at least one."""
     start, end = run[at].chunk.offset, at + 1
     while end < len(run) and run[end].chunk.offset + run[end].chunk.length <= start + PIECE:
         end += 1

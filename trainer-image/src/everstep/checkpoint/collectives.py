@@ -45,7 +45,7 @@ def broadcast_from_first(mine: T, group: dist.ProcessGroup | None) -> T:
 
 
 def gather_bytes(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes] | None:
-    """Returns on rank 0 what each rank gave, in their order, and None on all others.
+    """Return on rank 0 what each rank gave, in their order, and None on all others.
 
     Unlike gather_objects(), no rank but rank 0 holds what others gave, and nothing is padded. Rank 0 answers with
     scatter_bytes(); where a rank is lost, it tells all others there.
@@ -76,7 +76,7 @@ def gather_bytes(mine: bytes, group: dist.ProcessGroup | None) -> list[bytes] | 
 
 
 def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | None) -> bytes:
-    """Returns what rank 0 gave to this rank. `messages`: one for each rank, on rank 0; None on the others.
+    """Return what rank 0 gave to this rank. `messages`: one for each rank, on rank 0; None on the others.
 
     Raises:
         RankLost: Rank 0 is gone, or says that others are.

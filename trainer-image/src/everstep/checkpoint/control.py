@@ -104,7 +104,10 @@ class WriterLink:
 
     @classmethod
     def connect(cls, directory: Path) -> WriterLink:
-        """Raises OSError when no writer listens there, CheckpointError when it is not ours."""
+        """Connect to the writer of a directory.
+
+        Raises OSError when no writer listens there, CheckpointError when it is not ours.
+        """
         peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
             with shorten_socket_path(directory / SOCKET) as name:
@@ -119,17 +122,20 @@ class WriterLink:
         return cls(peer)
 
     def hello(self, config: WriterConfig, local: int, timeout: float = ANSWER_TIMEOUT) -> None:
-        """Says who we are and what the run is like; again when that has changed, on all ranks of the node."""
+        """Say who we are and what the run is like; again when that has changed, on all ranks of the node."""
         said = self.call("hello", timeout, protocol=PROTOCOL, local=local, config=vars(config))
         self.port = said["port"]
 
     @property
     def pid(self) -> int:
-        """The writer's process."""
+        """Return the writer's process."""
         return peer_of(self._peer)[0]
 
     def call(self, verb: str, timeout: float = ANSWER_TIMEOUT, **fields: Any) -> Any:
-        """The writer's answer. CheckpointError: it refused and says why. WriterLost: it is gone or says nothing."""
+        """Return the writer's answer.
+
+        CheckpointError: it refused and says why. WriterLost: it is gone or says nothing.
+        """
         return self.answer(self.tell(verb, **fields), timeout)
 
     def tell(self, verb: str, **fields: Any) -> int:
@@ -174,8 +180,10 @@ class WriterLink:
         self._peer.close()
 
     def _wait(self, event: int, until: float) -> bool:
-        """Waits for an event of the socket; False when there was none. Not by select(), which knows no descriptor above
-        1,023: a training with a few loaders has more of them."""
+        """Wait for an event of the socket; False when there was none.
+
+        Not by select(), which knows no descriptor above 1,023: a training with a few loaders has more of them.
+        """
         poll = select.poll()
         poll.register(self._peer, event)
         return bool(poll.poll(max(0.0, until - time.monotonic()) * 1000))
@@ -213,7 +221,7 @@ class WriterLink:
 
 
 def start_writer(directory: Path, linger: float, patience: float = START_TIMEOUT) -> subprocess.Popen[bytes]:
-    """A writer in a session of its own, without torch, CUDA or any open file of ours.
+    """Start a writer in a session of its own, without torch, CUDA or any open file of ours.
 
     It ends when another writer keeps the directory for `patience` seconds.
 
@@ -255,9 +263,11 @@ def ensure_writer(directory: Path, linger: float, timeout: float = START_TIMEOUT
 def join_writer(
     directory: Path, config: WriterConfig, local: int, linger: float, timeout: float = START_TIMEOUT
 ) -> WriterLink:
-    """Connects this rank to its node's writer. Local rank 0 starts one where none runs, and the others do where it has
-    not, since it may wait for them by then; one that outlived an earlier attempt goes on, so that what it still stores
-    is not disturbed."""
+    """Connect this rank to its node's writer.
+
+    Local rank 0 starts one where none runs, and the others do where it has not, since it may wait for them by then; one
+    that outlived an earlier attempt goes on, so that what it still stores is not disturbed.
+    """
     starter = _Starter(directory, linger, timeout)
     while True:
         link = starter.connect(starts_after=local and _OTHERS_PATIENCE + local)

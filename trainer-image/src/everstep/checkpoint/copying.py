@@ -151,7 +151,7 @@ def _iterate_verified_bytes(
     ahead: int,
     on_bytes: Callable[[int], None],
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of a part in order, zeros where no tensor is; a few chunks are read ahead."""
+    """Yield the bytes of a part in order, zeros where no tensor is; a few chunks are read ahead."""
 
     def read(chunk: Chunk) -> bytearray:
         data = bytearray(chunk.length)

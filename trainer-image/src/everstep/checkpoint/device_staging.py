@@ -161,7 +161,7 @@ class Pairs(NamedTuple):
 
 
 def sort_pairs(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], steady: Sequence[bool] = ()) -> Pairs:
-    """Sorts copies by how they are made; `steady` as in Staging.copy."""
+    """Sort copies by how they are made; `steady` as in Staging.copy."""
     pairs = Pairs([], [], [], [])
     for target, source, is_steady in zip(targets, sources, steady or [False] * len(sources), strict=True):
         if source.is_cuda:

@@ -76,7 +76,7 @@ def _list_piece_sums(tensor: StoredTensor) -> list[tuple[Any, ...]]:
 def _read_tensor(
     store: Store, manifest: Manifest, tensor: StoredTensor, on_bytes: Callable[[int], None]
 ) -> npt.NDArray[np.uint8]:
-    """The bytes of a whole tensor, row-major: its shape, and the bytes of an element."""
+    """Return the bytes of a whole tensor, row-major: its shape, and the bytes of an element."""
     width = get_itemsize(tensor.dtype)
     found = np.zeros((*tensor.shape, width), np.uint8)
     for shard in tensor.shards:

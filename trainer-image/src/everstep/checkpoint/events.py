@@ -63,7 +63,7 @@ class Metrics:
             self.stalls = [*self.stalls[-99:], seconds]
 
     def snapshot(self) -> dict[str, float | int | None]:
-        """Names and figures, in seconds, bytes, bytes per second and counts; None for what is not known yet."""
+        """Return names and figures, in seconds, bytes, bytes per second and counts; None for what is not known yet."""
         return {
             "saved": self.saved,
             "failed": self.failed,
@@ -88,7 +88,7 @@ class Events:
         self._callbacks: dict[str, list[Callback]] = {name: [] for name in EVENTS}
 
     def on(self, name: str, callback: Callback) -> None:
-        """Calls back at every event of this name. ValueError for a name that is none of EVENTS."""
+        """Call back at every event of this name. ValueError for a name that is none of EVENTS."""
         if name not in self._callbacks:
             raise ValueError(f"no such event: {name!r}; there are {', '.join(EVENTS)}")
         self._callbacks[name].append(callback)

@@ -13,7 +13,7 @@ FENCE = Path("/run/everstep/fence.json")
 
 
 def get_given_attempt(environment: Mapping[str, str] = os.environ) -> Attempt | None:
-    """The attempt that EVERSTEP_EPOCH and EVERSTEP_GENERATION name. ValueError."""
+    """Return the attempt that EVERSTEP_EPOCH and EVERSTEP_GENERATION name. ValueError."""
     epoch, generation = environment.get("EVERSTEP_EPOCH"), environment.get("EVERSTEP_GENERATION")
     return Attempt(int(epoch), int(generation)) if epoch and generation else None
 

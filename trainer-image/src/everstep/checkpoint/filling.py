@@ -46,7 +46,10 @@ class Filling(Generic[C]):
         return any(local in save.done for save in self._saves.values())
 
     def fill(self, key: Key, local: int, count: int) -> bool:
-        """A rank is done; whether all `count` are, which ends it here. CheckpointError: it was given up."""
+        """Note that a rank is done; return whether all `count` are, which ends it here.
+
+        CheckpointError: it was given up.
+        """
         save = self._saves.get(key)
         if save is None:
             raise CheckpointError(f"{key} was given up")
@@ -84,6 +87,6 @@ class Filling(Generic[C]):
         return [each for each, save in self._saves.items() if each < key and local not in save.done]
 
     def without(self, local: int, connection: C) -> list[Key]:
-        """The saves that cannot be complete when this connection has ended."""
+        """Return the saves that cannot be complete when this connection has ended."""
         saves = self._saves.items()
         return [k for k, save in saves if local not in save.done and save.ranks.get(local, connection) == connection]

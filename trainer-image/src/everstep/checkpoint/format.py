@@ -115,7 +115,7 @@ class Manifest:
 
 
 def get_itemsize(dtype: str) -> int:
-    """Bytes of one element; ValueError for a dtype that the format does not know."""
+    """Return the bytes of one element; ValueError for a dtype that the format does not know."""
     size = _ITEMSIZE.get(dtype)
     if size is None:
         raise ValueError(f"the format knows no tensors of {dtype}")
@@ -123,7 +123,7 @@ def get_itemsize(dtype: str) -> int:
 
 
 def align_offset(offset: int) -> int:
-    """The first offset at or after this one where a shard may begin."""
+    """Return the first offset at or after this one where a shard may begin."""
     return -(-offset // ALIGN) * ALIGN
 
 
@@ -133,7 +133,10 @@ def chunk_lengths(size: int) -> list[int]:
 
 
 def part_header(key: Key, rank: int, checksum: str = DEFAULT, *, writer: str = "") -> bytes:
-    """The first HEADER bytes of a part: enough to tell what a stray file is, and whose where `writer` says so."""
+    """Return the first HEADER bytes of a part.
+
+    They are enough to tell what a stray file is, and whose where `writer` says so.
+    """
     fields = {
         "format": FORMAT,
         "attempt": str(key.attempt),
@@ -154,7 +157,7 @@ def writer_of(header: bytes) -> str:
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
-    """The bytes of the manifest; ValueError when it contradicts itself."""
+    """Return the bytes of the manifest; ValueError when it contradicts itself."""
     _check_manifest(manifest)
     return lines.seal_lines(_to_plain_manifest(manifest), manifest.checksum)
 

@@ -61,7 +61,7 @@ class CheckpointIndex:
 
     @property
     def bytes(self) -> int:
-        """The bytes of all parts."""
+        """Return the bytes of all parts."""
         return sum(node.bytes for node in self.nodes)
 
     def nodes_of(self, wanted: Mapping[str, Sequence[Region] | None]) -> set[int]:

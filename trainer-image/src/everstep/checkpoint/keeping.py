@@ -85,7 +85,7 @@ class Keeper:
         self._mappings.forget(slot)
 
     async def keep(self, save: Save) -> dict[str, Any]:
-        """Figures of the save once it is durable: `bytes` (on node 0 of all nodes), `seconds`, `at`."""
+        """Return the figures of the save once it is durable: `bytes` (on node 0 of all nodes), `seconds`, `at`."""
         began = time.monotonic()
         loop = asyncio.get_running_loop()
         if save.stored is None:
@@ -160,7 +160,7 @@ class Keeper:
         return any(other >= key for other in list_candidates(self._at(config)) if other.attempt <= key.attempt)
 
     def _commit(self, save: Save) -> int:
-        """Commits the save; the bytes of all nodes."""
+        """Commit the save, and return the bytes of all nodes."""
         path, key, store = save.config.fence, save.claim.key, self._at(save.config)
 
         def fenced() -> str | None:

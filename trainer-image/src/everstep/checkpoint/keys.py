@@ -66,7 +66,7 @@ class Attempt:
 
     @classmethod
     def parse(cls, text: str) -> Attempt:
-        """The attempt that str() gave `text`; ValueError for anything else."""
+        """Return the attempt that str() gave `text`; ValueError for anything else."""
         found = _ATTEMPT.fullmatch(text)
         if not found:
             raise ValueError(f"not an attempt: {text!r}")
@@ -89,7 +89,7 @@ class Key:
 
     @classmethod
     def parse(cls, text: str) -> Key:
-        """The key that str() gave `text`; ValueError for anything else."""
+        """Return the key that str() gave `text`; ValueError for anything else."""
         found = _KEY.fullmatch(text)
         if not found:
             raise ValueError(f"not a checkpoint's key: {text!r}")
@@ -97,14 +97,14 @@ class Key:
 
     @classmethod
     def of_manifest(cls, name: str) -> Key:
-        """The key of a manifest's name in the store; ValueError for any other name."""
+        """Return the key of a manifest's name in the store; ValueError for any other name."""
         if not (name.startswith(MANIFESTS) and name.endswith(".json")):
             raise ValueError(f"not a manifest's name: {name!r}")
         return cls.parse(name[len(MANIFESTS) : -len(".json")])
 
     @classmethod
     def of_data(cls, name: str) -> Key:
-        """The key whose data the file `name` of the store is; ValueError for any other name."""
+        """Return the key whose data the file `name` of the store is; ValueError for any other name."""
         parts = name.split("/")
         if len(parts) != 4 or f"{parts[0]}/" != DATA:
             raise ValueError(f"not the name of data: {name!r}")
@@ -112,7 +112,7 @@ class Key:
 
     @classmethod
     def of_mark(cls, name: str) -> Key:
-        """The key whose share the mark `name` says to be verified; ValueError for any other name."""
+        """Return the key whose share the mark `name` says to be verified; ValueError for any other name."""
         parts = name.split("/")
         if len(parts) != 3 or f"{parts[0]}/" != VERIFIED:
             raise ValueError(f"not the name of a mark: {name!r}")
@@ -131,18 +131,18 @@ class Key:
         return f"{self.data_prefix}{rank:05d}{f'-{writer}' if writer else ''}.part"
 
     def rank_of(self, part_name: str) -> int:
-        """The rank whose part is called so, whoever wrote it; ValueError for any other name."""
+        """Return the rank whose part is called so, whoever wrote it; ValueError for any other name."""
         found = _PART.fullmatch(part_name.removeprefix(self.data_prefix))
         if not (found and part_name.startswith(f"{self.data_prefix}{int(found[1]):05d}")):
             raise ValueError(f"not the name of a part of {self}: {part_name!r}")
         return int(found[1])
 
     def node_name(self, node: int) -> str:
-        """The name of what a node announces to the committer."""
+        """Return the name of what a node announces to the committer."""
         return f"{self.data_prefix}{node:05d}.json"
 
     def node_manifest_name(self, node: int, sum_: str) -> str:
-        """The name of a node manifest: by its content, so that it is written once."""
+        """Return the name of a node manifest: by its content, so that it is written once."""
         return f"{self.data_prefix}{node:05d}-{sum_}.json"
 
     @property

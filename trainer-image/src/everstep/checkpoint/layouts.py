@@ -45,22 +45,22 @@ class LayoutNames:
 
     @cached_property
     def claim_codes(self) -> np.ndarray[Any, np.dtype[np.int8]]:
-        """The claims as numbers."""
+        """Return the claims as numbers."""
         return np.array(self.claims, np.int8)
 
     @cached_property
     def extents(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The shapes as rows, the last dimension first, filled up with ones; no extent is below one."""
+        """Return the shapes as rows, the last dimension first, filled up with ones; no extent is below one."""
         return extents_of(self.shapes)
 
     @cached_property
     def widths(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """Bytes of one element of each tensor."""
+        """Return the bytes of one element of each tensor."""
         return np.array([get_itemsize(dtype) for dtype in self.dtypes], np.int64)
 
     @cached_property
     def encoded(self) -> bytes:
-        """The same as bytes, see decode()."""
+        """Return the same as bytes, see decode()."""
         kinds: dict[tuple[str, tuple[int, ...], int], int] = {}
         each = zip(self.dtypes, self.shapes, self.claims, strict=True)
         numbers = [kinds.setdefault((dtype, shape, int(claim)), len(kinds)) for dtype, shape, claim in each]
@@ -104,7 +104,7 @@ def extents_of(shapes: Sequence[tuple[int, ...]]) -> np.ndarray[Any, np.dtype[np
 
 
 def decode_spans(data: bytes) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The spans of a layout from the second of its blobs."""
+    """Return the spans of a layout from the second of its blobs."""
     return np.frombuffer(zlib.decompress(data), np.int64).reshape(-1, 2)
 
 
@@ -114,7 +114,7 @@ def digest_blob(data: bytes) -> bytes:
 
 
 def span_of_box(shape: Sequence[int], offsets: Sequence[int], sizes: Sequence[int]) -> tuple[int, int]:
-    """The numbers of a box's first and last element; (0, -1) for a box without elements."""
+    """Return the numbers of a box's first and last element; (0, -1) for a box without elements."""
     if not prod(sizes):
         return 0, -1
     first = last = 0

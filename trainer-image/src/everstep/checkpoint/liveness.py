@@ -41,7 +41,7 @@ class ProcessIdentity:
 
 
 def _read_stat(pid: int) -> tuple[str, int] | None:
-    """The state and the start time of a process; None when there is none of this id."""
+    """Return the state and the start time of a process; None when there is none of this id."""
     try:
         # The name of the program, in parentheses, may hold anything.
         fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -312,7 +312,7 @@ def _first_good(
 
 
 def _list_others(store: Store, step: int | Key) -> list[int] | None:
-    """The steps that there are, where none is the wanted one; else None."""
+    """Return the steps that there are, where none is the wanted one; else None."""
     keys = list_candidates(store)
     return None if any(is_meant(key, step) for key in keys) else sorted({key.step for key in keys})
 
@@ -342,7 +342,7 @@ def _list_top_names(manifest: Manifest) -> str:
 
 
 def _select_descriptions(manifest: Manifest, wanted: Iterable[str]) -> dict[str, object]:
-    """The packed descriptions of the objects of which something is wanted, by name."""
+    """Return the packed descriptions of the objects of which something is wanted, by name."""
     objects = set(map(object_of, wanted))
     return {name: each for name, each in manifest.values.items() if is_description(name) and object_of(name) in objects}
 
@@ -355,7 +355,7 @@ def _read_leaf(
     where: str | torch.device | None,
     casts: Casts,
 ) -> Any:
-    """The tensor of this name, where it is wanted; or the value that has its bytes there, which is no tensor."""
+    """Return the tensor of this name, where it is wanted; or the value that has its bytes there, which is no tensor."""
     saved = manifest.tensors[name]
     dtype = getattr(torch, saved.dtype)
     device = torch.device("cpu" if where is None else where)

@@ -23,7 +23,7 @@ class ShardPlace:
     sizes: tuple[int, ...]
 
     def view(self, part: memoryview) -> torch.Tensor:
-        """The shard as a tensor on the bytes of its part."""
+        """Return the shard as a tensor on the bytes of its part."""
         dtype = getattr(torch, self.dtype)
         return torch.frombuffer(part, dtype=dtype, count=self.length // dtype.itemsize, offset=self.offset).view(
             self.sizes
@@ -42,11 +42,11 @@ class LoadItem:
     is_new: bool = False  # the target is nobody's yet: what is read into it too early harms nobody
 
     def box(self, tensor: StoredTensor) -> ShardBox:
-        """The box in the shard as it was saved."""
+        """Return the box in the shard as it was saved."""
         return ShardBox(tensor.shards[self.shard], tensor.dtype, self.offsets, self.lengths)
 
     def reads_into(self, tensor: StoredTensor, target: torch.Tensor) -> list[ChunkRead] | None:
-        """Reads that bring the box right into `target`; None where that cannot be."""
+        """Return the reads that bring the box right into `target`; None where that cannot be."""
         shard = tensor.shards[self.shard]
         if self.lengths == shard.sizes:  # most of them
             return read_whole(shard, tensor.dtype, target)

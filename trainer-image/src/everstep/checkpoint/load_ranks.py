@@ -122,6 +122,6 @@ def _tensors_of(kind: ObjectKind) -> Iterable[Any]:
 
 
 def _find_root_mesh(mesh: Any) -> Any:
-    """The mesh that this one was cut out of, where torch tells."""
+    """Return the mesh that this one was cut out of, where torch tells."""
     find = getattr(mesh, "_get_root_mesh", None)
     return mesh if find is None else find()

@@ -94,7 +94,7 @@ class Loading:
         self._items: list[LoadItem] = [] if self.problems else self._plan(manifest)
 
     def needs(self, manifest: Manifest, chunks: Chunks, in_file: Callable[[int], bool]) -> set[int]:
-        """Numbers of the chunks that the node verifies for this rank before apply() reads them.
+        """Return the numbers of the chunks that the node verifies for this rank before apply() reads them.
 
         `in_file(i)`: part i is in a file that is read twice. All others are brought into the node's memory first.
         """
@@ -112,7 +112,10 @@ class Loading:
         return found
 
     def first_reads(self, manifest: Manifest, in_file: Callable[[int], bool]) -> list[ChunkRead]:
-        """Reads of what goes into new memory: no object has it yet, so one pass verifies the bytes and loads them."""
+        """Return the reads of what goes into new memory.
+
+        No object has it yet, so one pass verifies the bytes and loads them.
+        """
         items = [
             item
             for item in self._items
@@ -157,7 +160,7 @@ class Loading:
         read: Callable[[Sequence[ChunkRead]], None],
         gives: Callable[[int], bool] = lambda part: False,
     ) -> dict[str, Any]:
-        """Brings the bytes into the objects and gives them their values; plain values that were given, by name.
+        """Bring the bytes into the objects and give them their values; return plain values that were given, by name.
 
         Args:
             manifest: Of the checkpoint.
@@ -248,7 +251,7 @@ class Loading:
         host.close()
 
     def _box(self, item: LoadItem, part: Callable[[int], memoryview]) -> torch.Tensor:
-        """The saved bytes of one item, as a tensor."""
+        """Return the saved bytes of one item, as a tensor."""
         source = self._sources[item.name, item.shard]
         saved = source.view(part(source.part))
         if item.lengths != source.sizes:
@@ -273,7 +276,7 @@ class Loading:
         self._cast.clear()
 
     def exclusive(self) -> list[str]:
-        """Prefixes below which every tensor of the checkpoint must be wanted by some rank."""
+        """Return the prefixes below which every tensor of the checkpoint must be wanted by some rank."""
         return [kind.prefix for kind, _ in self._saved if kind.exclusive and not kind.prefix.startswith(f"{RANK}.")]
 
     def _plan(self, manifest: Manifest) -> list[LoadItem]:
@@ -309,7 +312,7 @@ class Loading:
 
 
 def _allocate_target(target: torch.Tensor) -> torch.Tensor:
-    """The target, with memory of its own if it had none."""
+    """Return the target, with memory of its own if it had none."""
     if not target.is_meta:
         return target
     if target.is_contiguous():  # twenty times as fast as empty_like, which asks torch's Python for the strides

@@ -100,7 +100,7 @@ def parse_node(index: CheckpointIndex, node: int, data: bytes) -> Manifest:
 
 
 def _list_part_ranks(manifest: Manifest) -> list[int] | None:
-    """The ranks whose parts these are, in order; None where one has another name."""
+    """Return the ranks whose parts these are, in order; None where one has another name."""
     try:
         return sorted(manifest.key.rank_of(part.name) for part in manifest.parts)
     except ValueError:

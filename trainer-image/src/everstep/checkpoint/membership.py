@@ -101,13 +101,13 @@ class Membership:
         return self._processes.get(local) != identify_process(connection)
 
     def find_earlier_connection(self, connection: asyncio.StreamWriter, local: int) -> asyncio.StreamWriter | None:
-        """The connection that the same process had before this one."""
+        """Return the connection that the same process had before this one."""
         process = identify_process(connection)
         old = [each for each, its in self.connected.items() if (its.local, its.process) == (local, process)]
         return old[-1] if old else None
 
     def list_pids(self, beside: asyncio.StreamWriter) -> list[int]:
-        """The processes of ranks that are alive, but the one at the other end of this connection."""
+        """Return the processes of ranks that are alive, but the one at the other end of this connection."""
         return sorted({member.process.pid for member in self._list_alive(beside)})
 
     def _list_occupants(self, connection: asyncio.StreamWriter, config: WriterConfig, local: int) -> list[Member]:
@@ -125,10 +125,10 @@ class Membership:
 
 
 def identify_run(config: WriterConfig) -> WriterConfig:
-    """The run that a config is of: what is known only after its nodes have met makes no other one of it."""
+    """Return the run that a config is of: what is known only after its nodes have met makes no other one of it."""
     return replace(config, keeper=None)
 
 
 def identify_process(connection: asyncio.StreamWriter) -> ProcessIdentity:
-    """The process at the other end."""
+    """Return the process at the other end."""
     return ProcessIdentity.of_peer(connection.get_extra_info("socket"))

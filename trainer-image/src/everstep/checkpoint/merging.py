@@ -96,7 +96,7 @@ def _check_same(first: Manifest, other: Manifest) -> None:
 
 
 def _move_shard(shard: Shard, by: int) -> Shard:
-    """The same shard where its manifest's parts come after `by` others."""
+    """Return the same shard where its manifest's parts come after `by` others."""
     if not by:
         return shard
     return Shard(shard.offsets, shard.sizes, tuple(Chunk(c.part + by, c.offset, c.length, c.sum) for c in shard.chunks))

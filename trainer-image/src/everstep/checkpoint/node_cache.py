@@ -89,7 +89,7 @@ class NodeCache:
             room.check_memory(self._folder, need, copies=1)
 
     def part(self, number: int, manifest: Manifest) -> memoryview:
-        """The bytes of a part, as far as somebody has put them there."""
+        """Return the bytes of a part, as far as somebody has put them there."""
         if number not in self._parts:
             size = manifest.parts[number].size
             self._parts[number] = memoryview(self._open(number, size) if self._shared else _map_private_memory(size))
@@ -115,7 +115,7 @@ class NodeCache:
                 at = offset + length
 
     def reserve(self, units: Sequence[Chunk], manifest: Manifest) -> None:
-        """Takes the memory of these bytes. OSError when there is none: writing into a hole would end in SIGBUS."""
+        """Take the memory of these bytes. OSError when there is none: writing into a hole would end in SIGBUS."""
         for unit in units if self._shared else ():
             self.part(unit.part, manifest)
             descriptor = os.open(self._file(unit.part), os.O_RDWR | os.O_CLOEXEC)
@@ -138,14 +138,20 @@ class NodeCache:
 
 
 def _get_neighbour_path(memory: Path, name: str) -> Path:
-    """A path in the same memory as the folder `memory`, there or not: its neighbour, or in it where it is a mount."""
+    """Return a path in the same memory as the folder `memory`, there or not.
+
+    It is the folder's neighbour, or in it where it is a mount.
+    """
     if os.path.ismount(memory):  # Path.is_mount() raises where a writer that ends removes it meanwhile
         return memory / name
     return memory.with_name(f".{memory.name}.{name}")
 
 
 def _try_lock(path: Path, flags: int = 0) -> int | None:
-    """The descriptor that holds this file's lock; None when another process holds it, or it is not ours to lock."""
+    """Return the descriptor that holds this file's lock.
+
+    None when another process holds it, or it is not ours to lock.
+    """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     except OSError:
@@ -200,7 +206,7 @@ def iterate_runs(units: Sequence[Chunk]) -> Iterator[list[Chunk]]:
 
 
 def take_share(every: Sequence[Chunk], which: int, of: int) -> list[Chunk]:
-    """The share of one of a node's ranks: about as many bytes for each, one after the other in the files."""
+    """Return the share of one of a node's ranks: about as many bytes for each, one after the other in the files."""
     total = sum(unit.length for unit in every)
     mine, passed = [], 0
     for unit in every:
@@ -212,7 +218,7 @@ def take_share(every: Sequence[Chunk], which: int, of: int) -> list[Chunk]:
 
 
 def pack_numbers(numbers: set[int], count: int) -> bytes:
-    """A set of numbers below `count` as bits."""
+    """Return a set of numbers below `count` as bits."""
     bits = bytearray(-(-count // 8))
     for number in numbers:
         bits[number // 8] |= 1 << number % 8

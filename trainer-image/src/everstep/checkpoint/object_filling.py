@@ -92,7 +92,7 @@ class ObjectFilling:
                 yield _Box(item.name, item.shard, item.offsets, item.lengths, item.target)
 
     def chunks(self, reader: TensorReader) -> Iterator[list[Any]]:
-        """The chunks that fill() reads, tensor by tensor."""
+        """Yield the chunks that fill() reads, tensor by tensor."""
         for box in self._boxes:
             yield list(reader.chunks_of(box.name, box.shard, box.offsets, box.sizes))
 

@@ -173,7 +173,7 @@ class SaveOutcomes:
         self.end(number, {"failed": why})
 
     def end(self, number: int, result: dict[str, Any] | None) -> None:
-        """It is known how a save ended; rank 0 tells the others. None: it is not."""
+        """Note how a save ended, which rank 0 tells the others; do nothing where that is not known (None)."""
         if result is None or number not in self.pending:
             return
         key = self.pending.pop(number)

@@ -105,7 +105,7 @@ class PartFiles:
             slot_marks.remove_mark(self._slots[number][0])
 
     def name(self, number: int) -> str:
-        """The name of the part in messages."""
+        """Return the name of the part in messages."""
         name = self._manifest.parts[number].name
         return f"{name} in this node's memory" if number in self._slots else name
 

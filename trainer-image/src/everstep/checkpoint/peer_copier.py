@@ -78,7 +78,10 @@ class Copier:
 
 
 def send_slot(address: Address, secret: str, slot: Slot, claim: Claim, manifest: Manifest) -> None:
-    """Returns when the other node has verified and keeps the copy. PeerLost; OSError when the slot is gone."""
+    """Send the slot, and return when the other node has verified and keeps the copy.
+
+    Raises PeerLost; OSError when the slot is gone.
+    """
     data = encode_manifest(manifest)
     with contextlib.closing(PeerLink.connect(address, secret)) as link:
         link.tell(

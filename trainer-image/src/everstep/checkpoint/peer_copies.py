@@ -30,7 +30,7 @@ class CopyRejected(CheckpointError):
 
 
 def open_peer_copies(directory: Path) -> Slots:
-    """The copies that the node with this slots' directory keeps, there or not."""
+    """Return the copies that the node with this slots' directory keeps, there or not."""
     return Slots(directory / COPIES)
 
 
@@ -44,11 +44,11 @@ class Copies:
         self._present: tuple[Key, PeerLink] | None = None
 
     def need(self, sizes: Sequence[int], count: int) -> int:
-        """Bytes of memory that `count` copies with parts of these sizes would take beyond what is there."""
+        """Return the bytes of memory that `count` copies with parts of these sizes would take beyond what is there."""
         return self._slots.need(sizes, count)
 
     def reserve(self, sizes: Sequence[int], count: int) -> None:
-        """Allocates them. InsufficientMemory."""
+        """Allocate the copies. Raises InsufficientMemory."""
         Slots.create(self._slots.directory, 0)
         self._slots.reserve(sizes, count)
 

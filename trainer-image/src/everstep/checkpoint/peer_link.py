@@ -105,7 +105,7 @@ class PeerLink:
             self._peer.shutdown(socket.SHUT_RDWR)
 
     def call(self, verb: str, **fields: Any) -> Any:
-        """Sends a message and returns the answer. PeerLost with the other end's words when it refuses."""
+        """Send a message and return the answer. PeerLost with the other end's words when it refuses."""
         self.tell({"verb": verb, **fields})
         return self.answer()
 
@@ -125,7 +125,7 @@ class PeerLink:
         self.put(_LENGTH.pack(len(data)) + data)
 
     def hear(self) -> dict[str, Any] | None:
-        """The next message; None when the other end has closed the connection between two messages."""
+        """Return the next message; None when the other end has closed the connection between two messages."""
         first = self._some(_LENGTH.size)
         if not first:
             return None

@@ -81,13 +81,13 @@ class PeerParts:
             shares[number].read_into(name, offset, into)
 
     def manifest(self, number: int) -> Manifest:
-        """The node manifest of a share. PeerLost, Damaged."""
+        """Return the node manifest of a share. PeerLost, Damaged."""
         found = self._connect(number)
         found.close()
         return found.manifest
 
     def close(self) -> None:
-        """Gives all slots free."""
+        """Release all slots."""
         for share in self._all:
             share.close()
 

@@ -59,7 +59,7 @@ class Mappings:
         self._lock = threading.Lock()
 
     def view(self, path: Path, size: int) -> memoryview:
-        """The first `size` bytes of a part."""
+        """Return the first `size` bytes of a part."""
         with self._lock:
             found, pages = self._pages.get(path, (None, b""))
             # The slot may have been removed and made anew: what is mapped would be stored as what was saved since.
@@ -101,7 +101,7 @@ def sum_slot(slots: Slots, slot: Slot, mappings: Mappings, pool: Executor, progr
 def store_slot(
     store: Store, slot: Slot, node: int, manifest: Manifest, mappings: Mappings, pool: Executor, progress: SaveProgress
 ) -> None:
-    """Puts the parts and then the node manifest: durable on return. See store_again for what was begun before."""
+    """Put the parts and then the node manifest: durable on return. See store_again for what was begun before."""
 
     def put(local: int) -> None:
         part = manifest.parts[local]

@@ -169,9 +169,12 @@ class SaveCoordinator:
     # ---- rank 0's choices
 
     def _choose_early(self, step: int, ahead: int) -> SaveDecision | None:
-        """The choice about the next step, one step before. None where a save is due and an earlier one is still being
-        stored: it may be done when that step is made, and training goes on until then. Nor is anything waited for here:
-        a rank that trains meanwhile would wait for this one, and could not say that its GPU has copied its part."""
+        """Return the choice about the next step, one step before.
+
+        None where a save is due and an earlier one is still being stored: it may be done when that step is made, and
+        training goes on until then. Nor is anything waited for here: a rank that trains meanwhile would wait for this
+        one, and could not say that its GPU has copied its part.
+        """
         self._outcomes.poll(0.0)
         self._read_notes()
         if self._outcomes.in_the_way and (self.trigger.due(step, time.monotonic()) or self._asked or self._replan):
@@ -278,7 +281,7 @@ class SaveCoordinator:
         return told
 
     def _finish_pending(self, timeout: float | None = None, at_most: int = 0) -> None:
-        """Waits until no more than `at_most` saves are being stored."""
+        """Wait until no more than `at_most` saves are being stored."""
         until = time.monotonic() + (self.commit_timeout if timeout is None else timeout)
         while len(self._outcomes.in_the_way) > at_most and (left := until - time.monotonic()) > 0:
             self.agreement.busy()  # others wait for a decision meanwhile, and a store may take its time
@@ -393,7 +396,9 @@ class SaveCoordinator:
         return _POLL
 
     def _finish_copy(self, timeout_seconds: float = 0.0) -> float | None:
-        """Announces what a GPU has copied by now; how long to wait until the next look, None when nothing is copied.
+        """Announce what a GPU has copied by now.
+
+        Return how long to wait until the next look, None when nothing is copied.
 
         A copy that fails makes its save void; training goes on.
         """

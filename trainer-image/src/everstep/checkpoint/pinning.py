@@ -25,7 +25,7 @@ class PinnedMemory:
         self._registered: list[tuple[torch.Tensor, torch.device]] = []
 
     def register(self, memory: torch.Tensor, device: torch.device) -> None:
-        """Registers the bytes of a tensor, once.
+        """Register the bytes of a tensor, once.
 
         Args:
             memory: One dimension of bytes, over a mapping of its own.
@@ -58,7 +58,7 @@ class PinnedMemory:
         )
 
     def release(self, *, is_idle: bool) -> None:
-        """Unregisters everything, which must happen before it is unmapped.
+        """Unregister everything, which must happen before it is unmapped.
 
         Args:
             is_idle: No GPU writes there any more. Otherwise all of it is kept, mapped, until the process ends.

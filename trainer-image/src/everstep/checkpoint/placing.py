@@ -37,7 +37,7 @@ class ShardBox:
         return self.stop - self.start == prod(self.lengths) * self._size
 
     def chunks(self) -> list[tuple[Chunk, int]]:
-        """The chunks that hold bytes of the box, each with the place of its first byte in the shard."""
+        """Return the chunks that hold bytes of the box, each with the place of its first byte in the shard."""
         found, passed = [], 0
         for chunk in self._shard.chunks:
             if passed < self.stop and passed + chunk.length > self.start:
@@ -46,7 +46,7 @@ class ShardBox:
         return found
 
     def reads_into(self, target: torch.Tensor) -> list[ChunkRead] | None:
-        """Reads that bring the box right into `target`; None where its memory is not the box's bytes in order."""
+        """Return reads that bring the box right into `target`; None if its memory is not the box's bytes in order."""
         address = host_address(target)
         if not address or target.dtype is not self.dtype or not self.in_one_piece:
             return None
@@ -66,11 +66,11 @@ class ShardBox:
 
     @property
     def room(self) -> int:
-        """Bytes of memory that reads_through() takes."""
+        """Return the bytes of memory that reads_through() takes."""
         return sum(chunk.length for chunk, _ in self.chunks()) + 2 * self._size
 
     def reads_through(self, memory: Memory, offset: int) -> tuple[list[ChunkRead], torch.Tensor]:
-        """Reads that bring the box's chunks into `memory` from `offset` on, and the box as a tensor in it."""
+        """Return reads that bring the box's chunks into `memory` from `offset` on, and the box as a tensor in it."""
         chunks = self.chunks()
         begin = chunks[0][1]
         lead = begin % self._size  # a chunk may begin within an element
@@ -127,7 +127,7 @@ def has_plain_memory(tensor: torch.Tensor) -> bool:
 
 
 def _compute_linear_index(position: Sequence[int], sizes: Sequence[int]) -> int:
-    """The row-major number of an element."""
+    """Return the row-major number of an element."""
     number = 0
     for at, extent in zip(position, sizes, strict=True):
         number = number * extent + at

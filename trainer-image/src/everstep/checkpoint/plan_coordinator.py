@@ -51,7 +51,7 @@ class RankMessages:
         self._blobs = (*layout.blobs, packed)
 
     def head(self) -> bytes:
-        """The first message: digests of what it could send."""
+        """Return the first message: digests of what it could send."""
         return pickle.dumps([digest_blob(blob) for blob in self._blobs])
 
     @staticmethod
@@ -60,7 +60,7 @@ class RankMessages:
         return pickle.dumps(why)
 
     def details(self, wanted: bytes) -> bytes:
-        """The second message: what rank 0 wants of it."""
+        """Return the second message: what rank 0 wants of it."""
         return pickle.dumps([blob if wants else b"" for blob, wants in zip(self._blobs, wanted, strict=True)])
 
     def share(self, answer: bytes) -> PlanShare:
@@ -73,7 +73,7 @@ class RankMessages:
 
     @staticmethod
     def sums(sums: Sequence[int]) -> bytes:
-        """The third message: checksums (64 bits) of what was to be compared, in order."""
+        """Return the third message: checksums (64 bits) of what was to be compared, in order."""
         return pickle.dumps(np.array(sums, np.uint64).tobytes())
 
     @staticmethod
@@ -180,7 +180,7 @@ class PlanCoordinator:
 
 
 def fingerprint_model(kinds: Mapping[str, tuple[str, tuple[int, ...]]]) -> str:
-    """A hash of what a model is: names, dtypes and whole shapes of its tensors, in any order."""
+    """Return a hash of what a model is: names, dtypes and whole shapes of its tensors, in any order."""
     lines = sorted(f"{name} {dtype} {list(shape)}" for name, (dtype, shape) in kinds.items())
     return hashlib.sha256("\n".join(lines).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 

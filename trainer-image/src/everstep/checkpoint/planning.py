@@ -42,12 +42,15 @@ class WritePlan:
     signature: Signature
 
     def sources(self, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """The local tensors to be copied, in the order of `boxes`; for a state whose signature is the plan's."""
+        """Return the local tensors to be copied, in the order of `boxes`; for a state whose signature is the plan's."""
         return [get_local_tensor(tensors[box.tensor]) for box in self.boxes]
 
 
 def compute_signature(tensors: Mapping[str, torch.Tensor], elsewhere: Collection[str] = ()) -> Signature:
-    """The properties that a plan depends on: a state with other ones needs another plan. `elsewhere`: see Flat."""
+    """Return the properties that a plan depends on: a state with other ones needs another plan.
+
+    `elsewhere`: see Flat.
+    """
     return {
         name: (tensor.dtype, tensor.shape, tensor._spec if is_dtensor(tensor) else None, name in elsewhere)
         for name, tensor in tensors.items()
@@ -57,7 +60,7 @@ def compute_signature(tensors: Mapping[str, torch.Tensor], elsewhere: Collection
 def make_save_plan(
     state: Callable[[], Flat], rank: int, group: dist.ProcessGroup | None, *, compare: bool = False
 ) -> WritePlan:
-    """Returns this rank's plan. Collective over `group` (gloo; None for one process), whatever fails on a rank.
+    """Return this rank's plan. Collective over `group` (gloo; None for one process), whatever fails on a rank.
 
     Args:
         state: Makes the state that is to be saved.

@@ -136,7 +136,7 @@ class Proposals:
         self._lease: CheckpointLease | None = None
 
     def next(self, offers: Sequence[dict[str, Any] | None]) -> dict[str, Any]:
-        """The next proposal as all ranks hear it (see Proposal).
+        """Return the next proposal as all ranks hear it (see Proposal).
 
         StoreError when the store cannot be listed and the nodes do not hold what must be the newest: no fresh start.
         """
@@ -179,7 +179,7 @@ class Proposals:
                 self._lease.renew()
 
     def close(self) -> None:
-        """Gives the lease back."""
+        """Give the lease back."""
         if self._lease is not None:
             with contextlib.suppress(StoreError):  # it expires by itself
                 self._lease.release()

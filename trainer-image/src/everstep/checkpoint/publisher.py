@@ -30,7 +30,7 @@ _STEP = re.compile(r"(\d+)$", re.ASCII)
 
 
 def step_of(path: Path) -> int | None:
-    """The number at the end of a folder's name: 500 of `checkpoint-500`."""
+    """Return the number at the end of a folder's name: 500 of `checkpoint-500`."""
     found = _STEP.search(path.name)
     return int(found[1]) if found else None
 
@@ -213,7 +213,7 @@ def _read_manifest_if_any(store: Store, key: Key) -> Manifest | None:
 
 
 def _newest_good(store: Store) -> Manifest | None:
-    """The newest checkpoint whose manifest holds: enough to know what this folder was."""
+    """Return the newest checkpoint whose manifest holds: enough to know what this folder was."""
     for key in each_candidate(store):
         if (found := _read_manifest_if_any(store, key)) is not None:
             return found

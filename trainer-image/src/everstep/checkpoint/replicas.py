@@ -34,7 +34,7 @@ def checksum_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
 
 
 def _iterate_pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Contiguous pieces of at most PIECE bytes, whose elements one after the other are those of the tensor."""
+    """Yield contiguous pieces of at most PIECE bytes, whose elements one after the other are those of the tensor."""
     if not tensor.numel():
         return
     if tensor.is_contiguous():

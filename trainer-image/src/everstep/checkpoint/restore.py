@@ -137,7 +137,7 @@ class Restorer:
         self.newest_seen: Key | None = None  # see Proposal.newest
 
     def restore(self) -> Restored:
-        """Loads the newest checkpoint that is good on all ranks, of those that the options mean.
+        """Load the newest checkpoint that is good on all ranks, of those that the options mean.
 
         NoSuchStep, NoGoodCheckpoint, StateMismatch, RankLost, StoreError when the store cannot even be listed; the
         objects are untouched by then. An error while they take in their state is raised on all ranks; they are
@@ -235,7 +235,7 @@ class Restorer:
         )
 
     def _reached(self, key: Key, proposal: Proposal) -> PeerParts:
-        """The shares of the checkpoint that other nodes hold."""
+        """Return the shares of the checkpoint that other nodes hold."""
         if self._peers is None:
             return PeerParts(key, [], {}, "")
         places: list[list[Address]] = []
@@ -287,7 +287,7 @@ class Restorer:
     def _manifest_of(
         self, key: Key, proposal: Proposal, name: str, cache: NodeCache, stack: contextlib.ExitStack
     ) -> Manifest:
-        """The manifest of the checkpoint: all of it where the nodes hold it, else what this node needs of it."""
+        """Return the manifest of the checkpoint: all of it where the nodes hold it, else what this node needs of it."""
         nodes = NodeManifests(key, cache, self._topology, lambda each: self._retry(lambda: self._store.read(each)))
 
         def fetch() -> None:
@@ -375,7 +375,7 @@ class Restorer:
         cache: NodeCache,
         peers: PeerParts,
     ) -> str:
-        """Verifies this rank's share of what the node needs, and what this rank alone takes. The tier it was in.
+        """Verify this rank's share of what the node needs, and what this rank alone takes; return the tier it was in.
 
         What comes from afar is brought into the node's memory; what goes into new tensors, into these.
         """
@@ -400,7 +400,7 @@ class Restorer:
         return take_share(every, self._topology.local, len(self._topology.ranks))
 
     def _bring(self, mine: Sequence[Chunk], manifest: Manifest, cache: NodeCache, peers: PeerParts) -> None:
-        """Reads these chunks into the node's memory and verifies them there."""
+        """Read these chunks into the node's memory and verify them there."""
         cache.reserve(mine, manifest)
         # Mapped before the threads begin, which then share the mappings.
         parts = {unit.part: cache.part(unit.part, manifest) for unit in mine}
@@ -423,7 +423,7 @@ class Restorer:
     def _apply(
         self, manifest: Manifest, loading: Loading, files: PartFiles, reader: ChunkReader, cache: NodeCache
     ) -> dict[str, Any]:
-        """The objects take in what was verified. UndefinedObjects when it is not what it was any more."""
+        """Have the objects take in what was verified. UndefinedObjects when it is not what it was any more."""
 
         def read(reads: Sequence[ChunkRead]) -> None:
             try:

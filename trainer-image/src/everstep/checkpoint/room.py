@@ -70,7 +70,7 @@ def check_files(directory: Path, largest: int, count: int) -> None:
 
 
 def get_available_memory() -> int:
-    """Bytes of memory that can be had: the least of what the machine and each cgroup above us has left."""
+    """Return the bytes of memory that can be had: the least of what the machine and each cgroup above us has left."""
     return min([_get_machine_memory(), *(left for left, _ in iterate_cgroup_limits())])
 
 

@@ -58,7 +58,7 @@ class WriterConnection:
         return None if self._link is None else self._link.port
 
     def settle(self, config: WriterConfig, kept: tuple[int, ...]) -> None:
-        """Tells the writer what is known only after all nodes have met; all ranks of the node do."""
+        """Tell the writer what is known only after all nodes have met; all ranks of the node do."""
         self.config, self.kept = config, kept
         link = self._found()
         try:
@@ -215,7 +215,7 @@ class Saver:
         return self._topology.world
 
     def prepare(self) -> None:
-        """Plans and reserves memory, so that what cannot be saved is known before hours were trained. Collective."""
+        """Plan and reserve memory, so that what cannot be saved is known before hours were trained. Collective."""
         # Not compared: a script may make its replicas equal after this, and before its first step.
         self._make_plan(self._after_a_step, step=None)
 
@@ -269,11 +269,14 @@ class Saver:
 
     @property
     def copying(self) -> Key | None:
-        """The save that a GPU still copies, so that finish_copy() is to be called again: the writer waits for it."""
+        """Return the save that a GPU still copies; None if there is none.
+
+        For it finish_copy() is to be called again: the writer waits for it.
+        """
         return None if self._copying is None else self._copying[1].key
 
     def finish_copy(self, timeout_seconds: float = 0.0) -> bool:
-        """Tells the writer that this rank's part is filled as soon as it is, within this time.
+        """Tell the writer that this rank's part is filled as soon as it is, within this time.
 
         Returns:
             Whether nothing is being copied any more.
@@ -370,7 +373,7 @@ class Saver:
         return found[0]
 
     def _absent(self) -> list[int]:
-        """The ranks of this node that their writer sees no more; none when it was one of another node."""
+        """Return the ranks of this node that their writer sees no more; none when it was one of another node."""
         ranks = self._topology.ranks
         until = time.monotonic() + _SEEN
         with contextlib.suppress(CheckpointError):  # who has left is only a better message

@@ -193,7 +193,7 @@ def _find_moved_params(
 
 
 def _renamed_description(name: str, rename: Callable[[str], str | None], new_object: str | None) -> str | None:
-    """The new name of what describes an object, or a part of one; None where it is left out."""
+    """Return the new name of what describes an object, or a part of one; None where it is left out."""
     described = name.removesuffix(f".{KIND}")
     if new_object is None or described == object_of(name):
         return None if new_object is None else f"{new_object}.{KIND}"

@@ -163,7 +163,7 @@ class Checkpointer:
         cast: Cast = None,
         **objects: object,
     ) -> Restored:
-        """Loads the newest checkpoint that is good, the same on all ranks, and names what is saved from here on.
+        """Load the newest checkpoint that is good, the same on all ranks, and name what is saved from here on.
 
         With `step` exactly that one, of the greatest attempt that has it and is good; or a key, as everstep.best()
         returns. Checkpoints of other steps stay: what this run saves is of a later attempt, and therefore newer.
@@ -259,7 +259,7 @@ class Checkpointer:
 
     @one_at_a_time
     def step(self, step: int) -> None:
-        """Says that `step` steps are trained; saves when it is time. Costs next to nothing otherwise.
+        """Note that `step` steps are trained; save when it is time. Costs next to nothing otherwise.
 
         The first call, or the first save(), claims the store and the slots for this run. Superseded when a later
         attempt has the store; CheckpointError when another live process has the slots, they find no room, or somebody
@@ -298,7 +298,7 @@ class Checkpointer:
             self._pilot.saver.before_change()
 
     def request(self, deadline: float | None = None) -> None:
-        """Asks for a save at the next boundary, for all ranks; any one rank may, also in a signal's handler.
+        """Ask for a save at the next boundary, for all ranks; any one rank may, also in a signal's handler.
 
         A boundary is a step(), about once a second. Where neither a boundary nor a save() comes any more, `failed` is
         told at the end, and close() raises SaveFailed unless the deadline is over by then.
@@ -310,7 +310,7 @@ class Checkpointer:
             self._wish = (None if deadline is None else time.monotonic() + deadline,)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Waits until what was saved is in the store. SaveFailed when the last save did not get there."""
+        """Wait until what was saved is in the store. SaveFailed when the last save did not get there."""
         check_process(self._process, "wait()")
         if self._pilot is not None:
             self._pilot.wait(timeout)
@@ -321,12 +321,14 @@ class Checkpointer:
         self._events.on(event, callback)
 
     def metrics(self) -> dict[str, float | int | None]:
-        """Figures of this rank so far: see events.Metrics."""
+        """Return the figures of this rank so far: see events.Metrics."""
         return self._metrics.snapshot()
 
     def close(self, *, wait: bool = True) -> None:
-        """Ends the session; with `wait` after the last commit, with the slots removed. In a child that was forked from
-        the process of the session it does nothing: the session is its parent's."""
+        """End the session; with `wait` after the last commit, with the slots removed.
+
+        In a child that was forked from the process of the session it does nothing: the session is its parent's.
+        """
         if os.getpid() != self._process:
             return
         self._is_closed = True
@@ -385,7 +387,10 @@ class Checkpointer:
             self._pilot.go_on(self._saver(self._pilot.node), step)
 
     def _claimed(self) -> SaveCoordinator:
-        """The coordinator; the first call of all ranks claims the store and the slots for them. Collective then."""
+        """Return the coordinator; the first call of all ranks claims the store and the slots for them.
+
+        Collective then.
+        """
         if self._pilot is not None:
             return self._pilot
         if self._objects is None:

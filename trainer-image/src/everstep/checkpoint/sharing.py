@@ -52,7 +52,7 @@ class WriteShares:
 
 
 def share_writes(groups: Sequence[LayoutGroup]) -> WriteShares:
-    """Assigns each box to one of the ranks that hold it: to whoever has least, the largest first.
+    """Assign each box to one of the ranks that hold it: to whoever has least, the largest first.
 
     Boxes that few ranks hold are assigned first, those that many hold fill up what is left (longest processing time
     first; Graham, "Bounds on Multiprocessing Timing Anomalies", 1969).
@@ -172,7 +172,7 @@ class _Boxes:
 
 
 def _compute_volumes(tensor: Ints, first: Ints, last: Ints, extents: Ints) -> Ints:
-    """The elements of each box; `extents` of all tensors as LayoutNames has them."""
+    """Return the elements of each box; `extents` of all tensors as LayoutNames has them."""
     volume = np.ones(len(tensor), np.int64)
     for low in range(0, len(tensor), _SLICE):
         part = slice(low, low + _SLICE)
@@ -238,7 +238,7 @@ def _explain_disagreement(
 
 
 def _assign_writers(boxes: _Boxes, groups: Sequence[LayoutGroup], loads: Ints) -> Ints:
-    """The rank that writes each box. `loads`: the bytes of each rank so far."""
+    """Return the rank that writes each box. `loads`: the bytes of each rank so far."""
     owners = np.zeros(len(boxes.tensor), np.int32)
     by_holders: dict[int, list[tuple[Ints, Ints]]] = defaultdict(list)
     for ranks, members in _iterate_classes(boxes, groups):
@@ -264,7 +264,7 @@ def _iterate_classes(boxes: _Boxes, groups: Sequence[LayoutGroup]) -> Iterator[t
 
 
 def _iterate_disjoint_batches(classes: Sequence[tuple[Ints, Ints]], world: int) -> Iterator[list[tuple[Ints, Ints]]]:
-    """The same classes in batches, in which no two share a rank."""
+    """Yield the same classes in batches, in which no two share a rank."""
     batch: list[tuple[Ints, Ints]] = []
     taken = np.zeros(world, bool)
     for ranks, members in classes:
@@ -311,14 +311,14 @@ def _iterate_replicas(boxes: _Boxes, groups: Sequence[LayoutGroup]) -> Iterator[
 
 
 def _bytes_of(group: LayoutGroup) -> Ints:
-    """Bytes of each box of a layout."""
+    """Return the bytes of each box of a layout."""
     tensors, spans = group.tensors, group.spans
     volumes = _compute_volumes(np.arange(len(spans)), spans[:, 0], spans[:, 1], tensors.extents)
     return np.asarray(volumes * tensors.widths)
 
 
 def _part_size(sizes: Ints) -> int:
-    """Bytes of a part with boxes of these bytes, the largest first: each begins at a multiple of ALIGN."""
+    """Return the bytes of a part with boxes of these bytes, the largest first: each begins at a multiple of ALIGN."""
     if not len(sizes):
         return HEADER
     last = int(sizes.min())

@@ -108,7 +108,7 @@ class PartRecord:
 
 
 def default_memory() -> Path:
-    """The node's shared memory: /dev/shm, or what EVERSTEP_CHECKPOINT_MEMORY names."""
+    """Return the node's shared memory: /dev/shm, or what EVERSTEP_CHECKPOINT_MEMORY names."""
     return Path(os.environ.get(MEMORY_VARIABLE) or MEMORY).absolute()
 
 
@@ -133,7 +133,7 @@ class Slot:
         return int(self.path.name)
 
     def part(self, local: int) -> Path:
-        """The file of a local rank's part."""
+        """Return the file of a local rank's part."""
         return self.path / f"{local}.part"
 
     def claim(self, claim: Claim) -> None:
@@ -190,7 +190,7 @@ class Slot:
         replace_file(self.path / "whole", str(manifest.key).encode())
 
     def manifest(self) -> Manifest | None:
-        """The node manifest of a slot that is whole."""
+        """Return the node manifest of a slot that is whole."""
         claim = self.claimed()
         try:
             found = _decode_slot_manifest((self.path / "slot.json").read_bytes(), str(self.path / "slot.json"))
@@ -199,7 +199,7 @@ class Slot:
         return found if claim is not None and found.key == claim.key else None
 
     def told(self) -> bytes:
-        """The same as bytes: encoded by who made the slot whole."""
+        """Return the same as bytes: encoded by who made the slot whole."""
         return (self.path / "slot.json").read_bytes()
 
     def store(self, key: Key) -> None:
@@ -265,7 +265,7 @@ class Slots:
 
     @classmethod
     def create(cls, directory: Path, count: int) -> Slots:
-        """Makes what is missing; CheckpointError when the directory is not ours alone."""
+        """Make what is missing; CheckpointError when the directory is not ours alone."""
         secure_directory(directory)
         (directory / "layouts").mkdir(mode=0o700, exist_ok=True)
         made = cls(directory)
@@ -279,12 +279,15 @@ class Slots:
         return Slot(self.directory / str(number))
 
     def whole(self) -> list[tuple[Slot, Manifest]]:
-        """The slots a checkpoint may be restored from, newest first; hold `reading()` and ask again before you do."""
+        """Return the slots that a checkpoint may be restored from, newest first.
+
+        Hold `reading()` and ask again before you restore from one.
+        """
         found = [(slot, manifest) for slot in self if (manifest := slot.manifest()) is not None]
         return sorted(found, key=lambda pair: pair[1].key, reverse=True)
 
     def newest(self) -> Slot | None:
-        """The slot of the greatest whole checkpoint."""
+        """Return the slot of the greatest whole checkpoint."""
         whole = [
             (claim.key, slot.number)
             for slot in self
@@ -304,16 +307,18 @@ class Slots:
         return max((key for key in keys if key.attempt != without), default=None)
 
     def first(self, count: int) -> list[Slot]:
-        """The slots that a run with so many of them fills; others that are there were an earlier run's."""
+        """Return the slots that a run with so many of them fills; others that are there were an earlier run's."""
         return [slot for slot in self if slot.number < count]
 
     def surplus(self, count: int) -> list[Slot]:
-        """The slots that a run with so many of them does not fill."""
+        """Return the slots that a run with so many of them does not fill."""
         return [slot for slot in self if slot.number >= count]
 
     def need(self, sizes: Sequence[int], count: int) -> int:
-        """Bytes of memory that `count` slots, there or not, would take beyond what is there: `sizes` are those of their
-        parts, one for each local rank."""
+        """Return the bytes of memory that `count` slots, there or not, would take beyond what is there.
+
+        `sizes` are those of their parts, one for each local rank.
+        """
         every = [self[number] for number in range(count)]
         return sum(max(0, size - find_size(slot.part(local))) for slot in every for local, size in enumerate(sizes))
 
@@ -322,7 +327,7 @@ class Slots:
         room.check_memory(self.directory, self.need(sizes, count), copies=count)
 
     def reserve(self, sizes: Sequence[int], count: int) -> None:
-        """Makes so many slots and allocates their parts. Files never shrink. InsufficientMemory: nothing was made."""
+        """Make so many slots and allocate their parts. Files never shrink. InsufficientMemory: nothing was made."""
         self.check(sizes, count)
         self._make_folders(count)
         for slot in self.first(count):
@@ -350,7 +355,7 @@ class Slots:
             (self.directory / str(number)).mkdir(mode=0o700, exist_ok=True)
 
     def save_layout(self, boxes: Sequence[Box]) -> str:
-        """Keeps where a rank's shards lie and names it."""
+        """Keep where a rank's shards lie, and return its name."""
         text = json.dumps([[*vars(box).values()] for box in boxes], separators=(",", ":")).encode()
         name = hashlib.sha256(text).hexdigest()[:32]
         path = self._layout_path(name)
@@ -369,7 +374,7 @@ class Slots:
         return self._layout_path(name).exists()
 
     def layout(self, name: str) -> list[Box]:
-        """The layout that save_layout() named so."""
+        """Return the layout that save_layout() named so."""
         rows = json.loads(self._layout_path(name).read_bytes())
         return [
             Box(tensor, dtype, tuple(shape), tuple(offsets), tuple(sizes), offset, length)

@@ -43,7 +43,7 @@ class Window:
             return False
 
     def head(self, header: bytes) -> None:
-        """Writes the part's header."""
+        """Write the part's header."""
         self._pages[:HEADER] = header
 
 
@@ -77,7 +77,7 @@ class Snapshots:
     def take(
         self, slot: Slot, key: Key, tensors: Mapping[str, torch.Tensor], *, is_beside_training: bool = True
     ) -> None:
-        """Begins to copy the state into our part of the slot; see Staging for when it is there.
+        """Begin to copy the state into our part of the slot; see Staging for when it is there.
 
         `is_beside_training`: what is steady may be copied while training goes on.
         """
@@ -99,7 +99,7 @@ def _view_box(data: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def populate_pages(address: int, size: int) -> None:
-    """Makes this process's page tables, for pages that the slot has already."""
+    """Make this process's page tables, for pages that the slot has already."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size), _MADV_POPULATE_WRITE) == 0:
         return

@@ -16,14 +16,16 @@ class Staging(Protocol):
     """Copies the state of a step. Training may go on once `copy` has returned."""
 
     def adopt(self, memory: torch.Tensor) -> None:
-        """Takes the bytes of a slot that copies will go to, before the first one does."""
+        """Take the bytes of a slot that copies will go to, before the first one does."""
         ...
 
     def copy(
         self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], steady: Sequence[bool] = ()
     ) -> None:
-        """Begins to copy; both are of the same types and shapes. `steady`: which sources nobody changes before the next
-        step of an optimizer; none of them by default."""
+        """Begin to copy; both are of the same types and shapes.
+
+        `steady`: which sources nobody changes before the next step of an optimizer; none of them by default.
+        """
         ...
 
     def before_change(self) -> None:
@@ -35,11 +37,11 @@ class Staging(Protocol):
         ...
 
     def wait_until_copied(self, timeout_seconds: float) -> bool:
-        """Waits for that, this long at most; returns whether they are there."""
+        """Wait for that, this long at most; return whether they are there."""
         ...
 
     def close(self) -> None:
-        """Gives back what it holds, after the last copy; may be called again."""
+        """Give back what it holds, after the last copy; may be called again."""
         ...
 
 
@@ -114,8 +116,11 @@ def _copy_pieces(pieces: Iterable[Sequence[tuple[int, int, int]]]) -> None:
 
 
 def _split_moves(moves: Sequence[tuple[int, int, int]], threads: int) -> list[Moves]:
-    """The same copies in pieces: large ones first, since each takes the interpreter lock, and smaller ones in the end,
-    for which no thread waits long (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987)."""
+    """Return the same copies in pieces.
+
+    Large ones come first, since each takes the interpreter lock, and smaller ones in the end, for which no thread waits
+    long (Polychronopoulos and Kuck, "Guided Self-Scheduling", 1987).
+    """
     left = sum(size for _, _, size in moves)
     pieces: list[Moves] = []
     room = 0

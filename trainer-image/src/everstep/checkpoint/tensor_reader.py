@@ -93,14 +93,14 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             pass
 
     def chunks_of(self, name: str, number: int, offsets: Sequence[int], sizes: Sequence[int]) -> Sequence[Chunk]:
-        """The chunks that read_box() reads."""
+        """Return the chunks that read_box() reads."""
         tensor = self._manifest.tensors[name]
         return self._within(tensor.shards[number], tensor.dtype, offsets, sizes)[0]
 
     def _within(
         self, shard: Shard, dtype: str, offsets: Sequence[int], sizes: Sequence[int]
     ) -> tuple[Sequence[Chunk], int]:
-        """The chunks that hold a box, and at which byte of the shard the first of them begins."""
+        """Return the chunks that hold a box, and at which byte of the shard the first of them begins."""
         size = getattr(torch, dtype).itemsize
         last = [offset + length - 1 for offset, length in zip(offsets, sizes, strict=True)]
         start, stop = (
@@ -140,7 +140,7 @@ def _view_bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _compute_linear_index(position: Iterable[int], sizes: Iterable[int]) -> int:
-    """The row-major number of an element."""
+    """Return the row-major number of an element."""
     number = 0
     for at, extent in zip(position, sizes, strict=True):
         number = number * extent + at

@@ -67,7 +67,7 @@ def find_place(topology: Topology, memory: Path, group: dist.ProcessGroup | None
 
 
 def _identify_machine(memory: Path) -> tuple[str, int, int, str]:
-    """The machine since its boot, and the folder (or, until it is made, the nearest one above it)."""
+    """Return the machine since its boot, and the folder (or, until it is made, the nearest one above it)."""
     with contextlib.suppress(OSError):
         boot = _BOOT.read_text().strip()
         for folder in (memory, *memory.absolute().parents):

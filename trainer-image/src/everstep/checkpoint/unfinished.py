@@ -45,7 +45,7 @@ def make_unfinished_folder(into: Path) -> Iterator[Path]:
 
 
 def clear_unfinished(into: Path, clock: Callable[[], float] = time.time) -> None:
-    """Removes what processes that died have left beside `into`."""
+    """Remove what processes that died have left beside `into`."""
     pattern = re.compile(rf"{re.escape(_PREFIX + into.name)}-(.+)-[0-9a-f]{{8}}")
     here = _identify_mount(into.parent)
     for path in into.parent.iterdir():
@@ -59,7 +59,7 @@ def clear_unfinished(into: Path, clock: Callable[[], float] = time.time) -> None
 
 
 def put_in_place(made: Path, into: Path, *, replace: bool) -> None:
-    """Renames a folder to where it belongs; with `replace` whatever is there goes into `made`'s folder.
+    """Rename a folder to where it belongs; with `replace` whatever is there goes into `made`'s folder.
 
     Where others do the same, each puts a whole folder, and the last one's stays. CheckpointError.
     """
@@ -120,7 +120,10 @@ def _identify_mount(folder: Path) -> str:
 
 
 def _get_newest_change(path: Path) -> float:
-    """The newest change in a tree, in seconds since 1970, by what nobody can set: files get the times they had."""
+    """Return the newest change in a tree, in seconds since 1970, by what nobody can set.
+
+    Files get the times they had.
+    """
     newest = 0.0
     for each in (path, *path.rglob("*")):
         with suppress(FileNotFoundError):

@@ -56,7 +56,7 @@ def read_metadata(values: Mapping[str, object]) -> dict[str, Any]:
 
 
 def _to_json_value(value: Any, name: str, depth: int) -> Any:
-    """A value as JSON has it; a number of NumPy or a tensor of one element as the number that it is."""
+    """Return a value as JSON has it; a number of NumPy or a tensor of one element as the number that it is."""
     if depth > DEEPEST:
         top = name.partition(".")[0].partition("[")[0]
         raise CheckpointError(

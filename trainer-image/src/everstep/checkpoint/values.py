@@ -108,7 +108,7 @@ def check_size(packed: object, name: str) -> None:
 
 
 def _rough_size(packed: object) -> int:
-    """Bytes of a packed value as JSON, about."""
+    """Return about how many bytes a packed value has as JSON."""
     if isinstance(packed, str):
         return len(packed) + 3
     if isinstance(packed, list):
@@ -325,7 +325,7 @@ def describe_array(value: Any) -> InPart:
 
 
 def _from_dtype(dtype: Any) -> Any:
-    """The dtype as NumPy's own files have it: a text, or for records a list of fields."""
+    """Return the dtype as NumPy's own files have it: a text, or for records a list of fields."""
     if dtype.names is None:
         return dtype.str
     import numpy

@@ -198,7 +198,7 @@ class VerifiedCheckpoints:
         self._needs[key] = read_needs(index.values)
 
     def _needed(self, key: Key) -> frozenset[str]:
-        """The names of the marks of a checkpoint; one that nobody has where it cannot be told."""
+        """Return the names of the marks of a checkpoint; one that nobody has where it cannot be told."""
         if key not in self._known:
             try:
                 data = self.store.read(key.manifest_name)

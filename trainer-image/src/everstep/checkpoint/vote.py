@@ -72,7 +72,7 @@ class RestoreConsensus:
             raise self._lost([0], "cannot be reached during the restore") from error
 
     def post(self, name: str, message: Any) -> None:
-        """Leaves something for other ranks to read() after the next round, without giving it to all of them."""
+        """Leave something for other ranks to read() after the next round, without giving it to all of them."""
         self._board.leave(f"vote/post/{name}", message)
 
     def read(self, name: str) -> Any:

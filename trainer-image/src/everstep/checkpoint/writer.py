@@ -200,7 +200,7 @@ class Writer:
             self._keeper.forget(slot)  # parts that the run does without are kept mapped by nobody
 
     async def _disown(self, config: WriterConfig) -> None:
-        """Frees what a run left here whose store was deleted since. Which of the two goes on, the store knows."""
+        """Free what a run left here whose store was deleted since. Which of the two goes on, the store knows."""
 
         def another(run: str) -> bool:
             return bool(run and config.run) and run != config.run
@@ -253,7 +253,7 @@ class Writer:
     # ---- a save
 
     async def _reserve(self, sizes: list[int], kept: list[int]) -> str | None:
-        """Says at once whether there is room; the pages come while training runs, `begin` waits for them.
+        """Say at once whether there is room; the pages come while training runs, `begin` waits for them.
 
         `kept`: the sizes of another node's parts. Why they find no room, where the run does not insist on it.
         """
@@ -304,7 +304,7 @@ class Writer:
             await self._loop.run_in_executor(None, self._slots.clear_removed)
 
     async def _begin(self, key: Key, writer: asyncio.StreamWriter) -> int:
-        """The number of the slot for this save, as soon as one is free."""
+        """Return the number of the slot for this save, as soon as one is free."""
         self._leave_behind(key, self._ranks[writer].local)
         if self._reserving is not None:
             await asyncio.shield(self._reserving)
@@ -332,7 +332,7 @@ class Writer:
                 self._give_up(passed, f"rank {rank} has not taken part in it, and is at step {key.step} by now")
 
     def _find_slot(self, key: Key, writer: asyncio.StreamWriter) -> int:
-        """The slot that another rank has begun this save in, or one that is claimed for it now. NoSlot."""
+        """Return the slot that another rank has begun this save in, or one that is claimed for it now. NoSlot."""
         assert self._config is not None
         rank, ranks = self._ranks[writer], self._config.ranks
         if not self._membership.is_of_run(rank.run):  # while it waited
