@@ -161,7 +161,7 @@ class BackgroundPublisher:
 
 
 def _hold_files(path: Path, held: ExitStack) -> Path:
-    """Return the same files under a name of ours beside the folder, until `held` is closed."""
+    """Link the files under a name of ours beside the folder, and return that path; it stays until `held` is closed."""
     try:
         contents = Contents.of(path)
         place = held.enter_context(unfinished.make_unfinished_folder(path.with_name("outgoing")))

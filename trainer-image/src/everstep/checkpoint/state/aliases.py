@@ -132,7 +132,7 @@ class _Visited:
 
 
 class _Span(NamedTuple):
-    """From where to where a tensor reaches in memory; `place`: in the order in which tensors were met."""
+    """The range of memory that a tensor reaches; `place`: in the order in which tensors were met."""
 
     device: str
     start: int

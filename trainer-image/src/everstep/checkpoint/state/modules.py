@@ -1,4 +1,4 @@
-"""Modules: parameters, buffers and extra state by their fully qualified names, whatever wraps the module.
+"""Save modules: parameters, buffers and extra state by their fully qualified names, whatever wraps the module.
 
 The names are those of `torch.distributed.checkpoint.state_dict`, so that plain, DDP, FSDP2 and compiled modules fit
 each other; not through it, because its checks cost a save milliseconds for each thousand parameters.

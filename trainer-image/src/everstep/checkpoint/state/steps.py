@@ -1,4 +1,4 @@
-"""Knowledge of this process about how optimizers step: whether Python is called before each step changes the state.
+"""Track how optimizers step in this process: whether Python is called before each step changes the state.
 
 A copy beside training relies on it. A step that was captured into a CUDA graph, or compiled, runs later without any
 Python: then nothing may be copied beside training any more. The knowledge is one of the process, as graphs are.

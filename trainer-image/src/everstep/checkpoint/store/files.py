@@ -1,4 +1,4 @@
-"""Every call of the POSIX store that changes the file system: one seam, where tests stop, fail and record.
+"""Define every call of the POSIX store that changes the file system: one seam, where tests stop, fail and record.
 
 No call is repeated: what a failed fsync has left in the page cache is not known (Rebello et al., "Can Applications
 Recover from fsync Failures?", ATC 2020).
