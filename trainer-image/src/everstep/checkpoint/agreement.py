@@ -29,7 +29,7 @@ _ENDED = "ended"  # what rank 0 leaves when it takes part in nothing more
 
 
 class NotAsked(CheckpointError):
-    """Not all ranks have come to a save."""
+    """Raised when not all ranks have come to a save."""
 
 
 @dataclass(frozen=True)

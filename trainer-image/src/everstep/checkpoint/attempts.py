@@ -25,7 +25,7 @@ class Superseded(CheckpointError):
 
 
 class AttemptTaken(CheckpointError):
-    """Another run has claimed the very attempt that was given to this one."""
+    """Raised when another run has claimed the very attempt that was given to this one."""
 
 
 @dataclass(frozen=True)

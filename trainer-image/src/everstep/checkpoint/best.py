@@ -39,7 +39,7 @@ def rank_by_metric(metadata: Iterable[tuple[Key, Mapping[str, Any]]], metric: st
 
 @dataclass
 class KeepBest:
-    """Retention keeps the `count` best by `metric` beside the newest; those without the metric do not count."""
+    """Retention that keeps the `count` best by `metric` beside the newest; those without the metric do not count."""
 
     count: int
     metric: str = "loss"

@@ -30,11 +30,11 @@ _FIRST_POLL, _SLOWEST_POLL = 0.02, 1.0  # seconds
 
 
 class Fenced(CheckpointError):
-    """This attempt may not publish any more."""
+    """Raised when this attempt may not publish any more."""
 
 
 class Abandoned(CheckpointError):
-    """Not all nodes said in time that they have written their parts."""
+    """Raised when not all nodes said in time that they have written their parts."""
 
 
 def announce_node(store: Store, node: int, manifest: Manifest) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 class CheckpointError(Exception):
-    """Anything that everstep.checkpoint refuses or cannot do."""
+    """The base of all errors of everstep.checkpoint: anything that it refuses or cannot do."""
 
 
 class Damaged(CheckpointError):
@@ -19,7 +19,7 @@ class Damaged(CheckpointError):
 
 
 class Incomplete(CheckpointError):
-    """Nobody wrote these elements: `region` is a (start, stop) for each dimension of `tensor`."""
+    """Raised when nobody wrote some elements: `region` is a (start, stop) for each dimension of `tensor`."""
 
     def __init__(self, tensor: str, region: Sequence[tuple[int, int]]) -> None:
         where = ", ".join(f"{start}:{stop}" for start, stop in region)
@@ -40,7 +40,7 @@ class MissingRanks(CheckpointError):
 
 
 class UnknownFormat(CheckpointError):
-    """`name` was written by another version of everstep, in a format that this one cannot read.
+    """Raised when another version of everstep wrote `name`, in a format that this one cannot read.
 
     It may be perfectly good: nobody falls back to something older because of it, and retention leaves it alone.
     """
@@ -55,7 +55,7 @@ class UnknownFormat(CheckpointError):
 
 
 class WriterConflict(CheckpointError):
-    """Two writers of one checkpoint disagree about `name`, or both wrote it."""
+    """Raised when two writers of one checkpoint disagree about `name`, or both wrote it."""
 
     def __init__(self, name: str, why: str) -> None:
         super().__init__(f"{name}: {why}")
@@ -74,7 +74,7 @@ class StoreError(CheckpointError):
 
 
 class Missing(StoreError):
-    """There is no object of this name."""
+    """Raised when there is no object of this name."""
 
     def __init__(self, where: str) -> None:
         super().__init__("there is no such object", where)
@@ -93,14 +93,14 @@ class Denied(StoreError):
 
 
 class Full(StoreError):
-    """No space or quota is left; earlier checkpoints are as they were."""
+    """Raised when no space or quota is left; earlier checkpoints are as they were."""
 
     def __init__(self, where: str, why: str) -> None:
         super().__init__(why, where, may_pass=True)
 
 
 class NoSlot(CheckpointError):
-    """No part of a node's memory can take a save now: it is filled, stored or read."""
+    """Raised when no part of a node's memory can take a save now: it is filled, stored or read."""
 
 
 class RankLost(CheckpointError):

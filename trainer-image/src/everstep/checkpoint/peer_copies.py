@@ -26,7 +26,7 @@ _POLL = 0.02  # seconds
 
 
 class CopyRejected(CheckpointError):
-    """This node does not take the copy; the message says why."""
+    """Raised when this node does not take the copy; the message says why."""
 
 
 def open_peer_copies(directory: Path) -> Slots:

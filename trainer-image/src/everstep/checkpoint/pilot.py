@@ -31,8 +31,11 @@ _MARGIN = 1.2  # a store is not always as fast as it was
 
 @dataclass(frozen=True)
 class Forecast:
-    """`saves`: whether a save was begun. `seconds` until it is (or would be) in the store, None when nothing was
-    measured yet."""
+    """The forecast of a save.
+
+    `saves`: whether a save was begun. `seconds` until it is (or would be) in the store, None when nothing was measured
+    yet.
+    """
 
     saves: bool
     seconds: float | None

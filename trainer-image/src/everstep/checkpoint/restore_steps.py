@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class BadCheckpoint(Exception):
-    """This checkpoint is bad on some rank."""
+    """Raised when this checkpoint is bad on some rank."""
 
 
 class UndefinedObjects(Exception):

@@ -25,7 +25,7 @@ _OF_PARAMS = (
 
 
 class NoSuchStep(CheckpointError):
-    """No checkpoint of the wanted step was committed; `steps` are those that there are, in order."""
+    """Raised when no checkpoint of the wanted step was committed; `steps` are those that there are, in order."""
 
     def __init__(self, where: str, step: int, steps: Iterable[int]) -> None:
         self.steps = sorted(set(steps))

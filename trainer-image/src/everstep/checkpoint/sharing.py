@@ -37,10 +37,15 @@ class LayoutGroup:
 
 @dataclass(frozen=True)
 class WriteShares:
-    """`writes[rank]`: the places in its layout of what that rank writes. `sizes[rank]`: bytes of its part.
+    """The shares of all ranks in a save.
 
-    `replicas[group]`: the places in the layout of a group of ranks of what several ranks hold, and the numbers of these
-    boxes; `names` of the tensors and `tensor_of_box` say what they are called.
+    Attributes:
+        writes: For each rank, the places in its layout of what that rank writes.
+        sizes: For each rank, the bytes of its part.
+        replicas: For each group of ranks, the places in its layout of what several ranks hold, and the numbers of these
+            boxes.
+        names: What the tensors are called.
+        tensor_of_box: The tensor of each of these boxes, by its place in `names`.
     """
 
     writes: tuple[Ints, ...]

@@ -1,4 +1,4 @@
-"""Something that every rank does, and that succeeds or fails on all of them alike."""
+"""Run something on every rank, so that it succeeds or fails on all of them alike."""
 
 from __future__ import annotations
 

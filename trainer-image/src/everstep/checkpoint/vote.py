@@ -157,7 +157,7 @@ class RestoreConsensus:
 
 
 class _Signs:
-    """Since when each rank that is waited for has been silent, by our own clock."""
+    """The time since which each rank that is waited for has been silent, by our own clock."""
 
     def __init__(self, board: KVStore, patience: float) -> None:
         self._board = board
