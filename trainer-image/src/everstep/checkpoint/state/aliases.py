@@ -156,11 +156,11 @@ class _Span(NamedTuple):
 
 def _measure_reach(here: torch.Tensor) -> int:
     """Return the bytes from the first element's begin to the last one's end; 0 for a tensor without elements."""
-    size = here.nbytes
+    size: int = here.nbytes
     if not size or here.is_contiguous():
         return size
-    reach = 1 + sum(stride * (length - 1) for stride, length in zip(here.stride(), here.shape, strict=True))
-    return reach * here.element_size()
+    reach: int = 1 + sum(stride * (length - 1) for stride, length in zip(here.stride(), here.shape, strict=True))
+    return reach * int(here.element_size())
 
 
 def _may_meet(tensors: Sequence[torch.Tensor]) -> bool:
