@@ -1,4 +1,4 @@
-"""What a pod lacks, and mistakes of the agent itself: named, charged to nobody's application, seen by somebody."""
+"""Faults of a pod and mistakes of the agent are named, and never charged to the application."""
 
 from __future__ import annotations
 

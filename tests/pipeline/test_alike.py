@@ -55,7 +55,7 @@ class Net(nn.Module):  # type: ignore[misc]
 
 
 def groups(*layers: nn.Module) -> list[list[str]]:
-    """Which of these layers are alike, by their numbers; there is one before, so that all come after a layer."""
+    """Return the numbers of layers that are alike, in groups; one stands before, so that all come after a layer."""
     found = group_alike_nodes(trace_model(Net(Layer(0), *layers), X))
     names = [[name.removeprefix("layers.") for name in each if name.startswith("layers.")] for each in found]
     return [[name for name in each if name != "0"] for each in names if set(each) - {"0"}]

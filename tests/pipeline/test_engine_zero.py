@@ -220,8 +220,10 @@ def _sent() -> int:
 
 
 def _traffic(rank: int, replicas: int) -> tuple[float, float, float]:
-    """What is sent for the gradients of a step on all replicas, on their keepers, and for new values, over the bytes of
-    the parameters."""
+    """Return the bytes sent in a step, relative to those of the parameters.
+
+    They are sent for gradients on all replicas, for gradients on their keepers, and for new values.
+    """
     model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8)))
     x = torch.ones(4, 256)
     with pipeline(model, x, squares, stages=1, data_parallel=replicas, microbatches=1, **QUICK) as run:

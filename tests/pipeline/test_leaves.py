@@ -1,4 +1,4 @@
-"""What learns is a parameter of a stage: other tensors that require gradients are refused with what to do."""
+"""Tensors that require gradients and are no parameters of a stage are rejected, with what to do."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ CLOSE = 1e-10
 
 
 def heard(engine: Engine, transport: InProcess) -> list[str]:
-    """What comes in which order from now on: `begin` and `end` of a stage's backward, and `reduce`."""
+    """Record the order of events from now on: `begin` and `end` of a stage's backward, and `reduce`."""
     events: list[str] = []
 
     def wrap(stage: Any, name: str) -> None:

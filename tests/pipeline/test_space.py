@@ -1,4 +1,4 @@
-"""What lies between two downsets, by tables for all pairs, is what it is for each pair by itself."""
+"""Tables for all pairs of downsets hold what each pair gives by itself."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ STEPS = 3  # batches that are added up
 
 
 def gradients(setting: Setting, *, sharded: bool = False) -> dict[str, Any]:
-    """Of one step, by name; from whichever replica has them."""
+    """Return the gradients of one step by name, from whichever replica has them."""
 
     def work(transport: Transport) -> dict[str, Any]:
         engine = engine_of(setting, transport)

@@ -1,4 +1,4 @@
-"""How many pods a quota can admit is read from the words of the API server, and from nothing else."""
+"""The number of pods that a quota can admit is read from the API server's message, and from nothing else."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ class Namespace:
         return None
 
     def _message(self, pod: str) -> str:
-        """What the API server says; other admission plugins that enforce quotas do not say how much is allowed."""
+        """Return the API server's message; other admission plugins that enforce quotas do not tell the limit."""
         if not self.tells:
             return "exceeded quota: pods"
         limits = f"requested: pods=1, used: pods={self.used}, limited: pods={self.quota}"
