@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,13 +11,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from everstep.checkpoint.candidates import list_candidates
+from everstep.checkpoint import commit
+from everstep.checkpoint.candidates import list_candidates, verify_checkpoint
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.leases import CheckpointLease, hold_lease, list_leases
 from everstep.checkpoint.retention import plan_retention, prune_store
 from everstep.checkpoint.store.base import Store
 from everstep.checkpoint.store.posix import PosixStore
+from everstep.checkpoint.verification import verify_and_mark
 from tests.checkpoint.builders import Training, is_good, key, load, newer
+from tests.checkpoint.test_model import Died, Mortal
 
 training = Training(rows=2)
 
@@ -112,6 +116,22 @@ def test_a_prune_that_died_is_finished_by_the_next(store: Store) -> None:
     done = prune_store(store, {key(20)}, keep_last=1, sweep_after=10, clock=lambda: time.time() + 100)
     assert done.leftovers == (key(10),)
     assert not list(store.list(key(10).data_prefix))
+
+
+@pytest.mark.parametrize("calls", range(11))
+def test_what_a_prune_that_died_has_left_can_be_saved_again_and_is_whole(calls: int, store: Store) -> None:
+    for step in (10, 20):
+        training.save(store, key(step))
+        verify_and_mark(store, key(step))
+    with suppress(Died):
+        prune_store(Mortal(store, calls, after=True), {key(20)}, keep_last=1)
+    for rank in range(training.world):
+        _, manifest = training.part(key(10), rank)
+        if not commit.is_node_announced(store, rank, manifest):
+            store.delete([key(10).part_name(rank)])
+            training.write(store, key(10), rank)
+    training.commit(store, key(10))
+    verify_checkpoint(store, key(10))
 
 
 def test_leftovers_of_dead_saves_go_when_they_are_old_and_a_greater_one_is_good(store: Store) -> None:

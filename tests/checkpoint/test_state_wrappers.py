@@ -215,9 +215,33 @@ def test_a_masked_tensor_is_refused_since_its_mask_would_be_lost() -> None:
         flatten_objects({"state": {"m": masked}}, rank=0)
 
 
+class Choosy:
+    """Takes no state."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": 1}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise RuntimeError(f"at {state['at']} is nowhere")
+
+
 def test_what_an_object_raises_when_it_is_loaded_names_the_object(tmp_path: Path) -> None:
-    scaler = torch.amp.GradScaler("cpu", enabled=False)
-    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), {"scaler": scaler})
-    with pytest.raises(RuntimeError, match="saved from a disabled instance") as raised:
-        ranks.restore(tmp_path / "store", tmp_path / "memory", {"scaler": torch.amp.GradScaler("cpu")})
-    assert raised.value.__notes__ == [f"raised while scaler took in what {ranks.key(10)} has of it"]
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), {"choosy": Choosy()})
+    with pytest.raises(RuntimeError, match="at 1 is nowhere") as raised:
+        ranks.restore(tmp_path / "store", tmp_path / "memory", {"choosy": Choosy()})
+    assert raised.value.__notes__ == [f"raised while choosy took in what {ranks.key(10)} has of it"]
+
+
+@pytest.mark.parametrize(("before", "now"), [(False, True), (True, False), (False, False)])
+def test_a_scaler_that_is_switched_on_or_off_between_runs_stays_as_the_script_made_it(
+    before: bool, now: bool, tmp_path: Path
+) -> None:
+    weights = {"weights": torch.arange(3.0)}
+    saved = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=before)
+    ranks.save(PosixStore(tmp_path / "store"), ranks.key(10), {"scaler": saved, "state": weights})
+    scaler, state = torch.amp.GradScaler("cpu", init_scale=32.0, enabled=now), {"weights": torch.zeros(3)}
+    expected = scaler.state_dict()
+    restored = ranks.restore(tmp_path / "store", tmp_path / "memory", {"scaler": scaler, "state": state})
+    assert scaler.state_dict() == expected
+    assert restored.kept == (("scaler",) if now else ())
+    assert ranks.same(state, weights)

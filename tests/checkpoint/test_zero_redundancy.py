@@ -106,6 +106,40 @@ def test_an_optimizer_of_all_parameters_takes_what_ranks_have_saved_in_pieces(tm
     assert all(ranks.same(optimizer.state[param], saved[name]) for name, param in model.named_parameters())
 
 
+def train_lists(rank: int, folder: Path, rate: float) -> tuple[int, Any, list[float]]:
+    """Train parameters of no module for three steps; no rank but one has a parameter of the last group."""
+    params = [nn.Parameter(torch.linspace(0.0, 1.0, 4 + number)) for number in range(4)]
+    groups = [{"params": params[:3]}, {"params": params[3:]}]
+    optimizer = ZeroRedundancyOptimizer(groups, optimizer_class=torch.optim.AdamW, lr=rate)
+    with session(folder, every_steps=SAVED) as ckpt:
+        start = ckpt.restore(params=[each.detach() for each in params], optimizer=optimizer)
+        rates = [group["lr"] for group in (*optimizer.param_groups, *optimizer.optim.param_groups)]
+        for step in range(start.step, start.step + SAVED):
+            optimizer.zero_grad()
+            for each in params:
+                each.square().sum().backward()
+            optimizer.step()
+            ckpt.step(step + 1)
+    return start.step, {str(number): each.detach().clone() for number, each in enumerate(params)}, rates
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_parameters_of_no_module_go_on_with_the_options_of_all_groups(world: int, tmp_path: Path) -> None:
+    straight = [torch.linspace(0.0, 1.0, 4 + number, requires_grad=True) for number in range(4)]
+    optimizer = torch.optim.AdamW([{"params": straight[:3]}, {"params": straight[3:]}], lr=0.01)
+    for _ in range(2 * SAVED):
+        optimizer.zero_grad()
+        for each in straight:
+            each.square().sum().backward()
+        optimizer.step()
+    expected = {str(number): each.detach() for number, each in enumerate(straight)}
+    ranks.run(2, train_lists, tmp_path, 0.01)
+    for start, found, rates in ranks.run(world, train_lists, tmp_path, 0.5):
+        assert start == SAVED
+        assert rates == [0.01] * 4
+        assert ranks.same(found, expected)
+
+
 def test_one_that_overlaps_its_steps_with_ddp_is_rejected(tmp_path: Path) -> None:
     ranks.run(2, refuse_overlap, tmp_path)
 

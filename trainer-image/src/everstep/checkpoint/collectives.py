@@ -102,17 +102,17 @@ def scatter_bytes(messages: Sequence[bytes] | None, group: dist.ProcessGroup | N
 
 
 def _send_bytes(data: bytes, length: int, rank: int, group: dist.ProcessGroup) -> None:
-    dist.send(torch.tensor([length]), rank, group=group)
+    dist.send(torch.tensor([length], device="cpu"), rank, group=group)
     if data:
         dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank, group=group)
 
 
 def _receive_bytes(rank: int, group: dist.ProcessGroup) -> tuple[bytes, bool]:
     """Return what that rank sent, and whether it is a list of lost ranks."""
-    length = torch.zeros(1, dtype=torch.int64)
+    length = torch.zeros(1, dtype=torch.int64, device="cpu")
     dist.recv(length, rank, group=group)
     size = int(length)
-    data = torch.empty(size if size >= 0 else _LOST - size, dtype=torch.uint8)
+    data = torch.empty(size if size >= 0 else _LOST - size, dtype=torch.uint8, device="cpu")
     if len(data):
         dist.recv(data, rank, group=group)
     return data.numpy().tobytes(), size < 0

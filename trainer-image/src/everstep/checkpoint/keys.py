@@ -141,6 +141,11 @@ class Key:
         """Return the name of what a node announces to the committer."""
         return f"{self.data_prefix}{node:05d}.json"
 
+    def is_node_name(self, name: str) -> bool:
+        """Tell whether a file of this checkpoint's data is what a node announces, and not a manifest or a part."""
+        node, dot, ending = name.removeprefix(self.data_prefix).partition(".")
+        return node.isdecimal() and dot + ending == ".json"
+
     def node_manifest_name(self, node: int, sum_: str) -> str:
         """Return the name of a node manifest: by its content, so that it is written once."""
         return f"{self.data_prefix}{node:05d}-{sum_}.json"

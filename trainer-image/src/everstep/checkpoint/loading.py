@@ -25,7 +25,7 @@ from everstep.checkpoint.staging import Host
 from everstep.checkpoint.state.flat import RANK, bind_kinds, get_local_tensor
 from everstep.checkpoint.state.group_order import find_order_problems
 from everstep.checkpoint.state.kinds import WHOLE, Absent, ObjectKind, Saved
-from everstep.checkpoint.state.plain import StateValue
+from everstep.checkpoint.state.plain import StatefulObject, StateValue
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -45,7 +45,8 @@ class Loading:
         missing: Names that are here and not in the checkpoint, which are no problems unless the restore is strict.
         left: Names of objects that stay as they are, because they are each rank's own and the number of ranks is
             another.
-        defaults: After apply(), keys of dictionaries that kept their values, because the checkpoint does not have them.
+        defaults: After apply(), keys of dictionaries that kept their values, because the checkpoint does not have them,
+            and scalers that it has no state of.
     """
 
     def __init__(
@@ -189,7 +190,9 @@ class Loading:
                 raise
             alive()
         values = [kind for kind, _ in self._saved if isinstance(kind, StateValue)]
-        self.defaults = [name for kind in values for name in kind.kept]
+        self.defaults = [
+            name for kind, _ in self._saved if isinstance(kind, StateValue | StatefulObject) for name in kind.kept
+        ]
         return {kind.prefix: kind.value for kind in values}
 
     def _read_files(
@@ -316,7 +319,7 @@ def _allocate_target(target: torch.Tensor) -> torch.Tensor:
     if not target.is_meta:
         return target
     if target.is_contiguous():  # twenty times as fast as empty_like, which asks torch's Python for the strides
-        return torch.empty(target.shape, dtype=target.dtype)
+        return torch.empty(target.shape, dtype=target.dtype, device="cpu")
     return torch.empty_like(target, device="cpu")
 
 

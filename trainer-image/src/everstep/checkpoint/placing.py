@@ -101,7 +101,7 @@ class Memory:
         """`pinned`: a GPU copies from it at the speed of the bus."""
         self._pages: object
         if pinned:
-            held = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            held = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             self._pages, self.address = held, held.data_ptr()
             self.view = memoryview((ctypes.c_char * size).from_address(self.address)).cast("B")
             return

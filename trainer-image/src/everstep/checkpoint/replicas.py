@@ -25,8 +25,12 @@ def checksum_tensors(tensors: Sequence[torch.Tensor]) -> list[int]:
             data = piece.reshape(-1).view(torch.uint8)
             if not data.is_cpu:
                 if buffer is None:
-                    buffer = torch.empty(PIECE, dtype=torch.uint8, pin_memory=data.is_cuda)
-                target = buffer[: len(data)] if len(data) <= PIECE else torch.empty(len(data), dtype=torch.uint8)
+                    buffer = torch.empty(PIECE, dtype=torch.uint8, device="cpu", pin_memory=data.is_cuda)
+                target = (
+                    buffer[: len(data)]
+                    if len(data) <= PIECE
+                    else torch.empty(len(data), dtype=torch.uint8, device="cpu")
+                )
                 data = target.copy_(data)
             state.update(memoryview(cast("Any", data.numpy())))
         found.append(state.intdigest())

@@ -78,7 +78,8 @@ class Restored:
         tier: "memory", "peer" (other nodes' memory) or "store", the farthest that bytes came from.
         fell_back: Newer checkpoints that are bad, with the reason.
         left: Names of objects that each rank has its own state of, saved by another number of ranks.
-        kept: Keys of dictionaries that the checkpoint does not have, which keep the values that they had.
+        kept: Keys of dictionaries that the checkpoint does not have, which keep the values that they had; and gradient
+            scalers that were disabled when it was saved, and are not now.
         values: Plain values that were given, by name, as they are now.
         bytes: How many bytes this rank read and verified.
         seconds: How long the whole restore took.

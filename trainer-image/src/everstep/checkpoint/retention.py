@@ -112,8 +112,9 @@ def prune_store(
 ) -> Pruned:
     """Remove what plan_retention() gives, and what is older than `sweep_after` seconds and belongs to no checkpoint.
 
-    The manifest goes before its data, so that what is half removed is not found. What a killed call leaves, the next
-    one removes. `keep`: stays in any case. `clock`: of the store, which is asked by default; ages are told by no other.
+    The manifest goes before its data, so that what is half removed is not found; what nodes have announced goes next,
+    so that what is half removed can be saved again. What a killed call leaves, the next one removes. `keep`: stays in
+    any case. `clock`: of the store, which is asked by default; ages are told by no other.
     """
     # Data is listed before manifests: what is committed in between has its manifest in the second list.
     data = _list_data(store)
@@ -126,7 +127,7 @@ def prune_store(
     for key in removed:
         store.delete([key.manifest_name])
         # Data before marks: what is half removed is nobody's, and the next call finds it by its data or its marks.
-        store.delete([entry.name for entry in (*data.get(key, ()), *marked.get(key, ()))])
+        _remove_files(store, key, [*data.get(key, ()), *marked.get(key, ())])
     newest = max(set(verified) & set(keys), default=None)
     left: dict[Key, list[StoredObject]] = {}
     for found in (data, marked):
@@ -136,7 +137,7 @@ def prune_store(
     old = now - sweep_after
     leftovers = [key for key, entries in left.items() if max(entry.modified for entry in entries) < old]
     for key in leftovers:
-        store.delete([entry.name for entry in left[key]])
+        _remove_files(store, key, left[key])
     dead = [
         entry.name
         for entry in store.list(LEASES)
@@ -169,6 +170,18 @@ def prune_verified(
     verified = find_kept(found, keys, keep_last=keep_last, keep_every=keep_every, on_bytes=on_bytes)
     needed = find_needed(set(keys) - set(plan_retention(keys, best, verified, keep_last, keep_every)), found.needs)
     return prune_store(found.store, verified, keep_last=keep_last, keep_every=keep_every, keep=best | needed)
+
+
+def _remove_files(store: Store, key: Key, entries: Collection[StoredObject]) -> None:
+    """Remove data and marks of what is no checkpoint any more: what nodes have announced goes before all else.
+
+    An announcement says that what it names is there: who saves the same checkpoint again believes it. A store may
+    remove the names of one call in any order.
+    """
+    announced = [entry.name for entry in entries if key.is_node_name(entry.name)]
+    store.delete(announced)
+    gone = set(announced)
+    store.delete([entry.name for entry in entries if entry.name not in gone])
 
 
 def _is_unknown(store: Store, key: Key) -> bool:

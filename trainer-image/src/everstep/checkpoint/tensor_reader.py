@@ -44,7 +44,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
     def read(self, name: str) -> torch.Tensor:
         """Return a whole tensor in main memory. Damaged, Missing, StoreError."""
         tensor = self._manifest.tensors[name]
-        found = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype))
+        found = torch.empty(tensor.shape, dtype=getattr(torch, tensor.dtype), device="cpu")
         self.read_into(name, found)
         return found
 
@@ -70,7 +70,7 @@ class TensorReader(AbstractContextManager["TensorReader"]):
             return
         chunks, begin = self._within(shard, tensor.dtype, offsets, sizes)
         dtype = getattr(torch, tensor.dtype)
-        raw = torch.zeros(prod(shard.sizes), dtype=dtype)  # pages that are not read are never made
+        raw = torch.zeros(prod(shard.sizes), dtype=dtype, device="cpu")  # pages that are not read are never made
         view = _view_bytes(raw)
         self._read_chunks(chunks, view[begin : begin + sum(chunk.length for chunk in chunks)])
         box = raw.view(shard.sizes)

@@ -179,7 +179,7 @@ def _check_types(tensors: Mapping[str, torch.Tensor]) -> None:
 
     def can_hold(dtype: torch.dtype) -> bool:
         try:
-            data = safetensors.torch.save({"x": torch.empty(0, dtype=dtype)})
+            data = safetensors.torch.save({"x": torch.empty(0, dtype=dtype, device="cpu")})
             return safetensors.torch.load(data)["x"].dtype is dtype
         except Exception:  # whatever it says to a type that it does not know
             return False

@@ -256,13 +256,15 @@ def _find_overlaps(several: Sequence[tuple[_Span, torch.Tensor]]) -> list[tuple[
         return found
     low = min(span.start for span, _ in several)
     grain = math.gcd(*(each for span, here in several for each in (span.start - low, here.element_size())))
-    taken = torch.zeros((max(span.stop for span, _ in several) - low) // grain, dtype=torch.int32)
+    taken = torch.zeros((max(span.stop for span, _ in several) - low) // grain, dtype=torch.int32, device="cpu")
     for number, (span, here) in enumerate(several, 1):
         units = here.element_size() // grain
         # Along a stride of 0 is one element, however many there are of it.
         sizes = [size if stride else 1 for stride, size in zip(here.stride(), here.shape, strict=True)]
         strides = [stride * units for stride in here.stride()]
-        places = torch.arange(len(taken)).as_strided((*sizes, units), (*strides, 1), (span.start - low) // grain)
+        places = torch.arange(len(taken), device="cpu").as_strided(
+            (*sizes, units), (*strides, 1), (span.start - low) // grain
+        )
         if other := int(taken[places].max()):
             found.append((several[other - 1][0].place, span.place))
         taken[places] = number

@@ -71,7 +71,7 @@ class Flat:
         tensors = {name: tensor for name, tensor in self.tensors.items() if name not in others}
         for name in gone:
             dtype, shape, *_ = planned[name]
-            tensors[name] = torch.zeros(shape, dtype=dtype)
+            tensors[name] = torch.zeros(shape, dtype=dtype, device="cpu")
         values = {**self.values, **{name: pack_value(self.bulk[name], name) for name in others}}
         kept = {name: each for name, each in self.bulk.items() if name not in others}
         return Flat(tensors, values, kept, self.elsewhere)

@@ -357,7 +357,10 @@ class OptimizerObject:
         state |= self._states_of_others(saved)
         whole: dict[str, Any] = saved.below("more").nested(tensors, saved.description) if saved.below("more") else {}
         filled: dict[int, Any] = {}
-        groups = [self._group(group, saved, filled) for group in self._optimizer.param_groups]
+        groups = [
+            self._group(group, of_group, saved, filled)
+            for group, of_group in zip(self._optimizer.param_groups, self._name_all_of_groups(), strict=True)
+        ]
         known = {place: leave_out_others(own) for place, own in state.items()}
         self._optimizer.load_state_dict({**whole, "state": known, "param_groups": groups})
         # It has made copies of all options; a captured graph, or the script, reads these where they were.
@@ -371,10 +374,16 @@ class OptimizerObject:
         held = self._optimizer.state_dict()["state"] if absent else {}
         return {place: held[place] for place in held if place in absent}
 
-    def _group(self, group: dict[str, Any], saved: Saved, filled: dict[int, Any]) -> dict[str, Any]:
+    def _name_all_of_groups(self) -> list[list[str]]:
+        """Return the names of the parameters whose options each group takes, also of those that other ranks hold."""
+        return self.name_groups()
+
+    def _group(
+        self, group: dict[str, Any], of_group: Collection[str], saved: Saved, filled: dict[int, Any]
+    ) -> dict[str, Any]:
         places = self._places(group)
         loaded = {key: value for key, value in group.items() if key != "params"}
-        digests = (saved.values.get(names.join_segments(_GROUPS, self._names[place])) for place in places)
+        digests = (saved.values.get(names.join_segments(_GROUPS, name)) for name in of_group)
         digest = next((each for each in digests if each is not None), None)
         if digest is not None:
             for key, value in saved.value(names.join_segments(_OPTIONS, str(digest))).items():
@@ -448,7 +457,11 @@ def _find_dtype(param: torch.Tensor, saved: StoredTensor, casts: Casts) -> torch
 
 def _make_fresh(saved: StoredTensor, dtype: torch.dtype) -> torch.Tensor:
     """Return memory for a saved tensor: none yet where it may stay where it is read, as it can in its own type."""
-    return make_fresh_tensor(saved) if dtype is getattr(torch, saved.dtype) else torch.empty(saved.shape, dtype=dtype)
+    return (
+        make_fresh_tensor(saved)
+        if dtype is getattr(torch, saved.dtype)
+        else torch.empty(saved.shape, dtype=dtype, device="cpu")
+    )
 
 
 def _per_parameter(group: Mapping[str, Any]) -> int:

@@ -60,7 +60,7 @@ def unpack_option(packed: Any, live: Any = None, taken: dict[int, Any] | None = 
         fits = is_tensor(live) and (live.dtype, tuple(live.shape)) == (dtype, shape)
         if fits and (taken is None or taken.setdefault(id(live), value) == value):
             return live.fill_(value)
-        device = live.device if is_tensor(live) else None
+        device = live.device if is_tensor(live) else "cpu"
         return torch.full(shape, value, dtype=dtype, device=device)
     if type(packed) in (tuple, list):
         fits = type(live) in (tuple, list) and len(live) == len(packed)

@@ -32,10 +32,15 @@ from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe_
 
 _EPOCHS = "epochs"  # of a loader's samplers
 _TORCHDATA = "torchdata.stateful_dataloader"
+_SCALER = ("torch.amp.grad_scaler", "GradScaler")
 
 
 class StatefulObject:
-    """An object with state_dict and load_state_dict: a scheduler, a scaler, a sampler."""
+    """An object with state_dict and load_state_dict: a scheduler, a scaler, a sampler.
+
+    A gradient scaler that was disabled when it was saved has no state: one that is enabled now stays as the script made
+    it, and `kept` names it.
+    """
 
     exclusive = False  # its state may have other names in the next step, so what is saved decides
 
@@ -44,6 +49,7 @@ class StatefulObject:
         self._inner = inner
         self._step = step
         self._live: Any = {}
+        self.kept: list[str] = []
 
     @property
     def inner(self) -> Stateful:
@@ -74,6 +80,9 @@ class StatefulObject:
         live, self._live = self._live, {}
         # Makes containers anew.
         state = with_types_of(live, saved.nested(tensors), is_ordered=saved.description is not None)
+        if not state and is_instance(self._inner, *_SCALER):
+            self.kept = [self.prefix] if self._inner.state_dict() else []
+            return
         self._inner.load_state_dict(share_objects(state, (saved.description or {}).get("aliases", ())))
         if is_loader(self._inner):
             set_epochs(self._inner, (saved.description or {}).get(_EPOCHS, {}))

@@ -33,12 +33,19 @@ class ZeroRedundancyObject(OptimizerObject):
                 f"{prefix} is a ZeroRedundancyOptimizer with overlap_with_ddp=True, whose state cannot be saved: make "
                 "it without"
             )
-        super().__init__(prefix, inner, known, own)
+        # A parameter of no module is known by its place among those of all ranks; the inner one has this rank's only.
+        every = [each for group in optimizer.param_groups for each in group["params"]]
+        self._known = {id(each): known.get(id(each), f"#{i}") for i, each in enumerate(every)}
+        super().__init__(prefix, inner, self._known, own)
         self._outer = optimizer
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
         _copy_options(self._outer, self._optimizer)
         yield from super().leaves()
+
+    def _name_all_of_groups(self) -> list[list[str]]:
+        # A rank may hold no parameter of a group, and has the options of it like all others.
+        return [[self._known[id(each)] for each in group["params"]] for group in self._outer.param_groups]
 
     def load(self, saved: Saved, tensors: Mapping[str, torch.Tensor]) -> None:
         super().load(saved, tensors)
