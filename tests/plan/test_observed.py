@@ -60,6 +60,29 @@ def test_an_evicted_pod_has_ended_without_an_exit_code() -> None:
     assert (pod.ended.exit_code, pod.ended.reason, pod.ended.message) == (None, "Evicted", "low on memory")
 
 
+def failed_init(**over: Any) -> list[dict[str, Any]]:
+    fetch = {"name": "fetch", "state": {"terminated": {"exitCode": 3, "reason": "Error", "finishedAt": AT, **over}}}
+    return [{"name": "first", "state": {"terminated": {"exitCode": 0}}}, fetch]
+
+
+def test_a_pod_whose_init_container_fails_says_which_and_how() -> None:
+    waiting = {"waiting": {"reason": "PodInitializing"}}
+    pod = parse_pod(raw(state=waiting, phase="Failed", initContainerStatuses=failed_init(message="no such bucket")))
+    assert pod.ended is not None
+    assert (pod.ended.exit_code, pod.ended.reason) == (3, "InitContainerFailed")
+    assert pod.ended.message == "init container fetch failed (Error, exit code 3): no such bucket"
+
+
+def test_a_pod_that_is_evicted_while_it_initializes_is_evicted() -> None:
+    pod = parse_pod(raw(phase="Failed", reason="Evicted", initContainerStatuses=failed_init(exitCode=137)))
+    assert pod.ended is not None
+    assert (pod.ended.exit_code, pod.ended.reason) == (None, "Evicted")
+
+
+def test_an_init_container_that_failed_is_not_the_end_of_a_pod_that_is_still_there() -> None:
+    assert parse_pod(raw(phase="Pending", initContainerStatuses=failed_init())).ended is None
+
+
 def test_a_disruption_is_seen_before_the_pod_is_gone() -> None:
     gone = {"type": "DisruptionTarget", "status": "True", "reason": "PreemptionByScheduler"}
     assert parse_pod(raw(conditions=[gone])).disruption == "PreemptionByScheduler"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from everstep_operator.plan.overlay import merge_overlay
 
 
@@ -38,3 +40,17 @@ def test_the_base_stays_as_it_was() -> None:
     base = {"a": {"x": 1}, "tolerations": [1]}
     merge_overlay(base, {"a": {"x": 2}, "tolerations": [2]})
     assert base == {"a": {"x": 1}, "tolerations": [1]}
+
+
+@pytest.mark.parametrize("path", ["/opt/ml/model/", "/opt//ml/model", "//opt/ml/model", "/opt/ml/./model"])
+def test_a_mount_point_is_one_however_it_is_written(path: str) -> None:
+    base = {"volumeMounts": [{"name": "ours", "mountPath": "/opt/ml/model"}]}
+    assert merge_overlay(base, {"volumeMounts": [{"name": "theirs", "mountPath": path}]}) == {
+        "volumeMounts": [{"name": "theirs", "mountPath": "/opt/ml/model"}]
+    }
+
+
+def test_a_mount_point_that_is_not_ours_stays_as_it_is_written() -> None:
+    for path in ("/data/", "data", ""):
+        over = {"volumeMounts": [{"name": "theirs", "mountPath": path}]}
+        assert merge_overlay({"volumeMounts": []}, over) == over

@@ -7,6 +7,7 @@ import sys
 from types import FrameType
 
 import pytest
+from yarl import URL
 
 from everstep_operator.api.status import ConditionType
 from everstep_operator.plan import JobPlan, make_plan
@@ -114,6 +115,20 @@ def test_the_leader_hears_the_addresses_when_they_are_complete() -> None:
     assert pushed == [PushPeers(1, {0: "10.0.0.0:8470", 1: "10.0.0.1:8470"})]
     world.tick()
     assert not [a for a in world.reconcile().actions if isinstance(a, PushPeers)], "all have joined"
+
+
+def test_pods_that_have_ipv6_addresses_only_are_reached() -> None:
+    world = World(job().nodes(2).build())
+    world.reconcile()
+    world.bind()
+    world.start()
+    world.pods = {name: dataclasses.replace(pod, ip=f"fd00::{pod.index + 1}") for name, pod in world.pods.items()}
+    made = world.reconcile()
+    pushed = [a for a in made.actions if isinstance(a, PushPeers)]
+    assert pushed == [PushPeers(1, {0: "[fd00::1]:8470", 1: "[fd00::2]:8470"})]
+    assert made.poll is not None
+    url = URL(f"http://{made.poll.address}/v1/state")
+    assert (url.host, url.port) == ("fd00::1", 8470)
 
 
 @pytest.mark.parametrize(

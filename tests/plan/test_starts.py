@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import pytest
+
 from everstep_operator.api.status import Cause, ConditionType
 from everstep_operator.plan import starts
 from everstep_operator.plan.actions import CreatePods, DeletePods, JobEvent
-from everstep_operator.plan.observed import TerminationMessage
+from everstep_operator.plan.observed import INIT_FAILED, ContainerEnd, TerminationMessage
 from tests.builders import job
 from tests.plan.world import World
 
@@ -54,6 +58,26 @@ def test_the_status_says_which_pod_where_and_what_its_agent_said() -> None:
     assert (ready.reason, ready.message) == ("StartFailed", said)
     assert JobEvent("Warning", "StartFailed", said) in made.events
     assert not any(e.reason == "StartFailed" for e in world.reconcile().events), "once"
+
+
+@pytest.mark.parametrize("exit_code", [1, 120, 127])
+def test_an_init_container_that_fails_each_time_ends_the_job_with_its_words(exit_code: int) -> None:
+    world = World(job().nodes(2).build())
+    for _ in range(200):
+        world.reconcile()
+        if world.phase == "Failed":
+            break
+        world.bury()
+        world.bind()
+        for name, pod in world.pods.items():
+            if pod.scheduled and pod.live:
+                end = ContainerEnd(exit_code, None, INIT_FAILED, "init container fetch failed: no bucket", world.now)
+                world.pods[name] = dataclasses.replace(pod, ended=end, phase="Failed")
+        world.now += 5
+    assert world.phase == "Failed"
+    assert world.status.transitions[-1].reason == "StartFailed"
+    said = "the pod failed at its start (5 of 5 times in a row): init container fetch failed: no bucket"
+    assert said in world.status.conditions[0].message
 
 
 def test_the_pause_grows_from_attempt_to_attempt() -> None:

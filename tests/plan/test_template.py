@@ -102,6 +102,16 @@ def test_a_read_only_root_gets_a_writable_tmp() -> None:
     assert "/tmp" not in mounts(resolved(job()))
 
 
+def test_a_writable_tmp_of_the_user_is_found_with_a_slash_at_its_end() -> None:
+    trainer = {
+        "name": "trainer",
+        "securityContext": {"readOnlyRootFilesystem": True},
+        "volumeMounts": [{"name": "scratch", "mountPath": "/tmp/"}],
+    }
+    over = {"containers": [trainer], "volumes": [{"name": "scratch", "emptyDir": {}}]}
+    assert "/tmp" not in mounts(resolved(job().pod(**over)))
+
+
 def test_shared_memory_is_half_of_the_memory() -> None:
     frozen = resolved(job().resources(limits={"memory": "8Gi"}))
     (shm,) = [v for v in frozen.pod["spec"]["volumes"] if v["name"] == "everstep-shm"]

@@ -84,7 +84,7 @@ class Reason(StrEnum):
 
     START_FAILED = (
         "StartFailed",
-        "The agent of a pod fails at its start; the message says which pod, and has the agent's own words.",
+        "The agent of a pod, or an init container, fails at its start; the message says which, and has its own words.",
     )
 
     # Failures of the program

@@ -306,7 +306,7 @@ def _push_addresses(s: PlanContext, decision: Decision) -> Decision:
     if len(s.live) < s.wanted or not all(p.ip for p in s.live):
         return decision
     port = s.observed.settings.agent_port
-    return decision.with_actions(PushPeers(s.head.epoch, {p.index: f"{p.ip}:{port}" for p in s.live}))
+    return decision.with_actions(PushPeers(s.head.epoch, {p.index: p.format_address(port) for p in s.live}))
 
 
 def _make_poll(s: PlanContext, account: RestartBudget, decision: Decision) -> LeaderPoll | None:
@@ -318,6 +318,6 @@ def _make_poll(s: PlanContext, account: RestartBudget, decision: Decision) -> Le
         return None  # should it still run somewhere, it shall not go on in our name
     last = account.restarts.last
     allowance = 0 if decision.phase is Phase.STOPPING else restart.count_remaining_restarts(s, account.restarts)
-    address = f"{head.ip}:{s.observed.settings.agent_port}"
+    address = head.format_address(s.observed.settings.agent_port)
     charged = last.id if last else ""
     return LeaderPoll(address, head.uid, head.epoch, head.template, charged, allowance, head.token_secret, s.wanted)

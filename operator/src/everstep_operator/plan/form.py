@@ -217,7 +217,7 @@ def _find_leader_address(s: PlanContext, indices: Iterable[int], epoch: int) -> 
     head = s.head
     if s.plain or head is None or 0 in indices or not head.running or not head.live or head.epoch != epoch:
         return ""
-    return f"{head.ip}:{s.observed.settings.agent_port}" if head.ip else ""
+    return head.format_address(s.observed.settings.agent_port) if head.ip else ""
 
 
 def _agent_config_map(frozen: FrozenTemplate) -> str:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 TRAINER_CONTAINER = "trainer"
 TOKEN_VOLUME = "everstep-token"  # noqa: S105 (a name)
+INIT_FAILED = "InitContainerFailed"  # a ContainerEnd's reason: not the trainer's end, but of what was to prepare it
 _TEMPLATE_VOLUMES = ("everstep-job", "everstep-config")  # of pods with an agent, and in plain mode
 
 MAX_MESSAGE = 1024
@@ -59,7 +60,7 @@ class ContainerEnd:
 
     exit_code: int | None
     signal: int | None
-    reason: str  # Completed, Error, OOMKilled, StartError, Evicted, UnexpectedAdmissionError …
+    reason: str  # Completed, Error, OOMKilled, StartError, Evicted, UnexpectedAdmissionError, INIT_FAILED …
     message: str  # the text of the termination log, or the kubelet's
     finished_at: float | None
     word: TerminationMessage | None = None
@@ -113,6 +114,10 @@ class PodView:
     def live(self) -> bool:
         """Return whether ranks may run in the pod now or later: nobody has asked it to leave, and its node exists."""
         return self.ended is None and not self.deleting and self.gone_since is None
+
+    def format_address(self, port: int) -> str:
+        """Return the address of a port of the pod, as in a URL: an IPv6 address stands in brackets."""
+        return f"[{self.ip}]:{port}" if self.ip and ":" in self.ip else f"{self.ip}:{port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,12 +322,30 @@ def _parse_container_end(over: Mapping[str, Any]) -> ContainerEnd:
 
 
 def _parse_pod_end(status: Mapping[str, Any]) -> ContainerEnd | None:
-    """Return the end of a pod without its container having a say: rejected by the kubelet, evicted, node shut down."""
+    """Return the end of a pod without its container having a say: rejected by the kubelet, evicted, node shut down, or
+    never begun because an init container failed."""
     if status.get("phase") not in ("Failed", "Succeeded"):
         return None
+    if not status.get("reason") and (end := _parse_init_failure(status)) is not None:
+        return end
     return ContainerEnd(
         None, None, clip_text(status.get("reason"), 128) or "PodFailed", clip_text(status.get("message")), None
     )
+
+
+def _parse_init_failure(status: Mapping[str, Any]) -> ContainerEnd | None:
+    """Return how the first init container that failed has ended, or None: the pod never ran its own containers."""
+    for container in status.get("initContainerStatuses") or ():
+        over = (container.get("state") or {}).get("terminated")
+        end = _parse_container_end(over) if over else None
+        if end is None or end.exit_code in (None, 0):
+            continue
+        how = f"{end.reason}, exit code {end.exit_code}" if end.reason else f"exit code {end.exit_code}"
+        message = f"init container {container.get('name')} failed ({how})"
+        if end.message:
+            message = f"{message}: {end.message}"
+        return replace(end, reason=INIT_FAILED, message=clip_text(message), word=None)
+    return None
 
 
 def parse_termination_message(text: str) -> TerminationMessage | None:

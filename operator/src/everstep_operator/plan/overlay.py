@@ -7,6 +7,7 @@ and other plain lists are appended or replaced as in the Kubernetes API's own pa
 
 from __future__ import annotations
 
+import posixpath
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,7 +62,7 @@ def _merge_lists(name: str, base: list[Any], over: list[Any]) -> list[Any]:
         if name in _REPLACED or at not in merged:
             merged[at] = item
         else:
-            merged[at] = merge_overlay(merged[at], item)
+            merged[at] = {**merge_overlay(merged[at], item), key: merged[at][key]}
     return list(merged.values())
 
 
@@ -69,4 +70,18 @@ def _merge_key(item: Any, key: str, number: int) -> Any:
     """Return the key by which an item merges. One without a name stands alone: the API server will say what is wrong
     with it."""
     name = item.get(key) if isinstance(item, Mapping) else None
+    if key == "mountPath" and isinstance(name, str):
+        return normalize_mount_path(name)
     return name if isinstance(name, (str, int)) else ("unnamed", number)
+
+
+def normalize_mount_path(path: str) -> str:
+    """Return one spelling for all paths that a container runtime takes for the same mount point.
+
+    Args:
+        path: A `mountPath`; one that is not absolute is for the API server to reject.
+
+    Returns:
+        The path without a slash at its end, doubled slashes, and steps such as `.`.
+    """
+    return posixpath.normpath("/" + path.lstrip("/")) if path.startswith("/") else path

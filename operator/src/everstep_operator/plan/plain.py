@@ -23,7 +23,7 @@ from everstep.agent.contract import (
     encode_json,
 )
 from everstep_operator.api.reasons import Reason
-from everstep_operator.plan.observed import ContainerEnd, PodView
+from everstep_operator.plan.observed import INIT_FAILED, ContainerEnd, PodView
 
 RESOURCE_CONFIG_ANNOTATION = "everstep.dev/resourceconfig"
 CONFIG_FOLDER = "/opt/ml/input/config"
@@ -50,6 +50,8 @@ def find_agent_obstacle(pods: Iterable[PodView]) -> tuple[Reason, str] | None:
 
 
 def _unusable_reason(end: ContainerEnd) -> Reason | None:
+    if end.reason == INIT_FAILED:
+        return None  # the exit code of another container
     if end.word is not None:
         return Reason.PYTHON_UNSUPPORTED if end.word.result == "unusable" else None
     if end.exit_code == UNUSABLE_EXIT_CODE:

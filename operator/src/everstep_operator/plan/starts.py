@@ -1,5 +1,5 @@
 """Limits how often agents fail at their start: an unreadable configuration, a port in use, a container killed before it
-joins.
+joins, an init container that fails.
 
 No generation has run, so no budget pays; without a limit of its own such a job would make pods until a timeout, and
 say no more than "Starting". Attempts are told apart by the creation times of pods alone (the API server's clock).
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from everstep_operator.api.status import StartFailures
 from everstep_operator.plan import plain
-from everstep_operator.plan.observed import PodView
+from everstep_operator.plan.observed import INIT_FAILED, PodView
 from everstep_operator.plan.situation import FORMING_PHASES, PlanContext, to_utc
 
 MAX_START_FAILURES = 5  # attempts in a row
@@ -42,7 +42,8 @@ class StartRecord:
             return ""
         said = (end.word.message if end.word else end.message) or f"{end.reason}, exit code {end.exit_code}"
         times = f"{self.record.count} of {MAX_START_FAILURES} times in a row"
-        return f"{pod.name} on {pod.node}: the agent failed at its start ({times}): {said}"
+        who = "the pod" if end.reason == INIT_FAILED else "the agent"
+        return f"{pod.name} on {pod.node}: {who} failed at its start ({times}): {said}"
 
 
 def count_start_failures(s: PlanContext) -> StartRecord:
@@ -68,7 +69,8 @@ def next_attempt_at(record: StartFailures | None) -> float:
 
 
 def has_failed_at_start(s: PlanContext, pod: PodView) -> bool:
-    """Return whether the container ended by itself before its agent has joined a generation."""
+    """Return whether the container, or an init container before it, ended by itself before its agent has joined a
+    generation."""
     end = pod.ended
     if end is None or pod.deleting or pod.disruption is not None or end.exit_code in (None, 0, _SIGTERM_EXIT_CODE):
         return False

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
-import posixpath
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ from everstep_operator.plan.observed import (
     PlanSettings,
     token_secret_name,
 )
-from everstep_operator.plan.overlay import merge_overlay
+from everstep_operator.plan.overlay import merge_overlay, normalize_mount_path
 from everstep_operator.plan.pod_security import Profile, confine_containers, list_violations
 from everstep_operator.plan.pods import MANAGED_BY_LABEL, build_owner_reference, template_name
 from everstep_operator.plan.shape import find_misshapen_field
@@ -360,7 +359,7 @@ def _find_violation(
 
 def _owns_shared_memory(spec: Mapping[str, Any], trainer: Mapping[str, Any]) -> bool:
     """Tell whether nobody but this pod sees what is in its /dev/shm, so that its agent may empty it."""
-    mounts = {posixpath.normpath(m.get("mountPath") or "/"): m.get("name") for m in trainer.get("volumeMounts") or ()}
+    mounts = {normalize_mount_path(m.get("mountPath") or "/"): m.get("name") for m in trainer.get("volumeMounts") or ()}
     name = mounts.get(_SHM)
     return any(volume["name"] == name and "emptyDir" in volume for volume in spec.get("volumes") or ())
 
@@ -385,7 +384,7 @@ def _list_containers(spec: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
 
 
 def _has_mount(container: Mapping[str, Any], path: str) -> bool:
-    return any(m.get("mountPath") == path for m in container["volumeMounts"])
+    return any(normalize_mount_path(m.get("mountPath") or "") == path for m in container["volumeMounts"])
 
 
 def _build_mount(name: str, path: str, **more: Any) -> dict[str, Any]:
