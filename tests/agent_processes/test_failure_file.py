@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from pathlib import Path
 
+import pytest
+
 from everstep.agent import report
+
+from .node import Node
 
 
 def test_the_programs_own_words_are_bounded(tmp_path: Path) -> None:
@@ -35,3 +40,36 @@ def test_nobody_waits_for_a_pipe_in_the_place_of_the_file(tmp_path: Path) -> Non
     ended.start()
     ended.join(10)
     assert not ended.is_alive()
+
+
+FOLLOW_UP = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.1]:3021"
+
+
+@pytest.mark.integration
+async def test_a_rank_is_not_quoted_with_what_its_peer_said_about_losing_it(tmp_path: Path) -> None:
+    """All ranks of a node share the one file. The rank that failed first has its own exception on stderr."""
+    script = (
+        "import os, pathlib, sys, time\n"
+        "said = pathlib.Path(os.environ['SM_OUTPUT_FAILURE'])\n"
+        "if os.environ['RANK'] == '0':\n"
+        f"    said.parent.mkdir(parents=True, exist_ok=True); said.write_text({FOLLOW_UP!r}); sys.exit(1)\n"
+        "while not said.exists() or not said.read_text(): time.sleep(0.01)\n"
+        "raise ValueError('boom')\n"
+    )
+    async with Node(tmp_path, [sys.executable, "-c", script], procs=2) as node:
+        await node.start()
+        assert (await node.event("RankExited", rank=0))["message"] == FOLLOW_UP
+        assert (await node.event("RankExited", rank=1))["message"] == "ValueError: boom"
+
+
+@pytest.mark.integration
+async def test_what_a_program_says_about_itself_is_quoted_before_its_exception(tmp_path: Path) -> None:
+    script = (
+        "import os, pathlib\n"
+        "said = pathlib.Path(os.environ['SM_OUTPUT_FAILURE'])\n"
+        "said.parent.mkdir(parents=True, exist_ok=True); said.write_text('the data set is empty')\n"
+        "raise ValueError('boom')\n"
+    )
+    async with Node(tmp_path, [sys.executable, "-c", script]) as node:
+        await node.start()
+        assert (await node.event("RankExited"))["message"] == "the data set is empty"

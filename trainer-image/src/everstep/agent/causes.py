@@ -90,5 +90,10 @@ def is_echo(end: ProcessExit) -> bool:
     # mpirun fails because a rank did; it can name neither its exception nor, always, its rank.
     if end.launcher or end.echo:
         return True
-    text = "\n".join((end.message, *end.log_tail[-5:])).lower()
-    return any(echo in text for echo in _SECONDARY_ERRORS)
+    return names_lost_peer("\n".join((end.message, *end.log_tail[-5:])))
+
+
+def names_lost_peer(text: str) -> bool:
+    """Return whether `text` is what a rank says when it was its peer that vanished."""
+    lowered = text.lower()
+    return any(echo in lowered for echo in _SECONDARY_ERRORS)

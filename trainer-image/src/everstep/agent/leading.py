@@ -221,12 +221,14 @@ class LeaderServer:
         leader.note_sign_of_life(now, index)
         if kind == "beat":
             ranks = [protocol.RankProgress.from_json(r) for r in message["ranks"]]
-            leader.take_heartbeat(now, int(message["epoch"]), int(message["generation"]), ranks)
+            leader.take_heartbeat(now, *protocol.parse_order(message), ranks)
             if "gpus" in message:
                 leader.update_gpus(index, protocol.gpus_from_json(message["gpus"]))
         elif kind == "report":
             leader.take_report(now, index, protocol.GenerationReport.from_json(message))
         elif kind == "hello":
+            if index != 0:  # theirs are read where their links are made, and compared with whom was dialled
+                raise ValueError("a second hello")
             leader.node_joined(now, protocol.Hello.from_json(message))
         elif kind == "leaving":
             log_line(f"node {index} was told to stop")

@@ -134,7 +134,7 @@ class Links:
                 hello = protocol.Hello.from_json(message)
                 if message["type"] == "hello" and hello.index == index and protocol.is_address(hello.address):
                     return link, hello
-            except (LinkClosed, ValueError, asyncio.TimeoutError):
+            except (LinkClosed, ValueError, RecursionError, asyncio.TimeoutError):
                 pass
             except asyncio.CancelledError:
                 link.close()
@@ -153,7 +153,7 @@ class Links:
                     self._listener.arrived(index, message)
         except LinkClosed as error:
             why = str(error)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, TypeError, LookupError, ArithmeticError, RecursionError) as error:
             why = f"its agent sent what nobody understands: {error}"
         finally:
             link.close()

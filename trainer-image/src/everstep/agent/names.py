@@ -8,7 +8,7 @@ import ipaddress
 import socket
 import threading
 
-from .threads import in_thread
+from .threads import ThreadUnavailable, in_thread
 
 _AT_ONCE = 16  # threads that may wait for the name server; each may do so for a minute after its caller has given up
 _PAUSE = 0.01  # seconds between two looks for a free one
@@ -31,11 +31,7 @@ async def addresses_of(address: str) -> list[str]:
     while not _free.acquire(blocking=False):  # noqa: ASYNC110 - threads free it, perhaps those of another loop
         await asyncio.sleep(_PAUSE)
 
-    begun = False
-
     def look_up() -> list[str]:
-        nonlocal begun
-        begun = True
         try:
             return [str(found[4][0]) for found in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
         finally:
@@ -43,8 +39,7 @@ async def addresses_of(address: str) -> list[str]:
 
     try:
         found = await in_thread(look_up, "look-up")
-    except BlockingIOError:  # no thread could be started; or the resolver said the same
-        if not begun:
-            _free.release()
+    except ThreadUnavailable:
+        _free.release()
         raise
     return [f"[{ip}]:{port}" if ":" in ip else f"{ip}:{port}" for ip in found]

@@ -14,6 +14,7 @@ TAIL_CHARS = 400
 MAX_GPUS = 64  # of a node; eight devices cut into seven slices each are 56
 TAILS_PER_REPORT = 8  # a node may have a hundred ranks, and all of them may fail: the first ones tell why
 WORDS_PER_REPORT = 640 * 1024  # bytes of messages and tails, encoded; a frame has room for 2,000 exits beside them
+MAX_INTEGER = 2**53  # JSON readers keep no more
 RANKS_PER_BEAT = 32  # each may have 32 metrics with long names, which together are a third of a frame
 
 # Causes of an ended generation.
@@ -98,7 +99,7 @@ class ProcessExit:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> ProcessExit:
         return cls(
-            rank=_as_optional_integer(data.get("rank")),
+            rank=_as_optional_count(data.get("rank")),
             exit_code=_as_integer(data.get("exitCode")),
             signal=_as_optional_integer(data.get("signal")),
             oom=data.get("oom") is True,
@@ -142,9 +143,9 @@ class GenerationReport:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> GenerationReport:
         return cls(
-            epoch=_as_integer(data.get("epoch")),
-            generation=_as_integer(data.get("generation")),
-            started=_as_integer(data.get("started")),
+            epoch=_as_count(data.get("epoch")),
+            generation=_as_count(data.get("generation")),
+            started=_as_count(data.get("started")),
             exits=tuple(ProcessExit.from_json(e) for e in _as_objects(data.get("exits"))),
             clean=data.get("clean") is True,
             unclean=_as_text(data.get("unclean")),
@@ -209,12 +210,12 @@ class Hello:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Hello:
         return cls(
-            index=_as_integer(data.get("index")),
+            index=_as_count(data.get("index")),
             pod_uid=_as_text(data.get("podUid"))[:64],
             address=canonical_address(_as_text(data.get("address"))[:256]),
             incarnation=_as_text(data.get("incarnation"))[:64],
-            epoch=_as_integer(data.get("epoch")),
-            generation=_as_integer(data.get("generation")),
+            epoch=_as_count(data.get("epoch")),
+            generation=_as_count(data.get("generation")),
             clean=data.get("clean") is True,
             unclean=_as_text(data.get("unclean")),
             gpus=gpus_from_json(data.get("gpus", [])),
@@ -243,9 +244,9 @@ class RankProgress:
         metrics = data.get("metrics")
         items = list(metrics.items())[:32] if isinstance(metrics, dict) else []
         return cls(
-            rank=_as_integer(data.get("rank")),
-            step=_as_optional_integer(data.get("step")),
-            total=_as_optional_integer(data.get("total")),
+            rank=_as_count(data.get("rank")),
+            step=_as_optional_count(data.get("step")),
+            total=_as_optional_count(data.get("total")),
             phase=_as_text(data.get("phase"))[:32],
             metrics={str(k)[:64]: float(v) for k, v in items if isinstance(v, (int, float)) and math.isfinite(v)},
         )
@@ -334,6 +335,15 @@ class Outcome:
         }
 
 
+def parse_order(message: Mapping[str, Any]) -> tuple[int, int]:
+    """Return epoch and generation of a message.
+
+    Raises:
+        ValueError: One of them is missing, or not a number that an epoch or a generation can have.
+    """
+    return _as_count(message.get("epoch")), _as_count(message.get("generation"))
+
+
 def parse_generation_id(text: str) -> tuple[int, int]:
     """Return a ledger id as (epoch, generation); (0, 0), which is before all, for an empty one."""
     if not text:
@@ -383,7 +393,20 @@ def _as_text(value: Any) -> str:
 def _as_integer(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"not an integer: {str(value)[:40]!r}")
+    if abs(value) > MAX_INTEGER:
+        raise ValueError(f"an integer of {value.bit_length()} bits is too large")
     return value
+
+
+def _as_count(value: Any) -> int:
+    number = _as_integer(value)
+    if number < 0:
+        raise ValueError(f"a negative number where none can be: {number}")
+    return number
+
+
+def _as_optional_count(value: Any) -> int | None:
+    return None if value is None else _as_count(value)
 
 
 def _as_optional_integer(value: Any) -> int | None:

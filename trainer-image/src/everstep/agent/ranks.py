@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable
 
-from . import faults, logs, oom, report
+from . import causes, faults, logs, oom, report
 from .events import Event, RankExited, RankProgressed, RankStarted
 from .processes import ChildProcess, ChildProcesses
 from .progress import ProgressReader, ProgressUpdate
@@ -93,7 +93,7 @@ class Rank:
         self._intake.drain()
         tail = self._output.tail()
         signum, code = process.signal, process.exit_code
-        message = _describe_ending(code, signum)
+        message = ending = _describe_ending(code, signum)
         killed = self._out_of_memory(code, signum, tail)
         if killed:
             message = f"{message} (out of memory)"
@@ -102,7 +102,10 @@ class Rank:
             if killed and "out of memory" not in message:
                 message = f"{message} (out of memory)"
         if code != 0:
-            message = report.read_failure_file(self._node.failure_file) or message
+            said = report.read_failure_file(self._node.failure_file)
+            # The node's ranks share the file: who lost a peer may write before the peer's own end is seen.
+            if message == ending or causes.names_lost_peer(message) or not causes.names_lost_peer(said):
+                message = said or message
         self._end(code, signum, message, tail, killed)
 
     def _end(self, code: int, signum: int | None, message: str, tail: tuple[str, ...], killed: bool = False) -> None:

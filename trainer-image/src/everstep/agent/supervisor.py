@@ -39,7 +39,7 @@ from .launch import Launcher, count_ranks_on_node, none, torch
 from .processes import ChildProcesses
 from .ranks import Rank, RankContext
 from .tasks import Tasks
-from .threads import in_thread, in_thread_if_possible
+from .threads import in_thread_if_possible, in_thread_when_possible
 
 if TYPE_CHECKING:
     from .launch import mpi
@@ -236,7 +236,7 @@ class Supervisor:
         if self._clearing is None or self._clearing.done():  # else it is that of a stop that was given up for this one
             shm, owns_ipc = self._place.shm if self._config.owns_shared_memory else None, self._config.owns_ipc
             self._clearing = self._tasks.start(
-                in_thread(lambda: memory.clear_shared_memory(shm, owns_ipc=owns_ipc), "clear-memory")
+                in_thread_when_possible(lambda: memory.clear_shared_memory(shm, owns_ipc=owns_ipc), "clear-memory")
             )
         done, _ = await asyncio.wait([self._clearing], timeout=max(0.0, deadline - time.monotonic()))
         return self._clearing.result() if done else f"{self._place.shm} is still being emptied"

@@ -9,6 +9,11 @@ import threading
 from typing import Callable, TypeVar
 
 _T = TypeVar("_T")
+_RETRY_SECONDS = 0.1
+
+
+class ThreadUnavailable(BlockingIOError):
+    """The pod may start no more threads; the work was not begun."""
 
 
 async def in_thread(work: Callable[[], _T], name: str) -> _T:
@@ -24,7 +29,7 @@ async def in_thread(work: Callable[[], _T], name: str) -> _T:
         Its result.
 
     Raises:
-        BlockingIOError: The pod may start no more threads.
+        ThreadUnavailable: The pod may start no more threads.
         Exception: Whatever `work` raises.
     """
     loop = asyncio.get_running_loop()
@@ -48,7 +53,7 @@ async def in_thread(work: Callable[[], _T], name: str) -> _T:
     try:
         threading.Thread(target=run, name=name, daemon=True).start()
     except RuntimeError as error:
-        raise BlockingIOError(errno.EAGAIN, str(error)) from error
+        raise ThreadUnavailable(errno.EAGAIN, str(error)) from error
     return await answer
 
 
@@ -61,8 +66,31 @@ async def in_thread_if_possible(work: Callable[[], _T], name: str) -> _T:
 
     Returns:
         Its result.
+
+    Raises:
+        Exception: Whatever `work` raises.
     """
     try:
         return await in_thread(work, name)
-    except BlockingIOError:
+    except ThreadUnavailable:
         return work()
+
+
+async def in_thread_when_possible(work: Callable[[], _T], name: str) -> _T:
+    """Run `work` in a thread, as soon as the pod may start one; the loop goes on meanwhile.
+
+    Args:
+        work: A function that may block for long.
+        name: The thread's.
+
+    Returns:
+        Its result.
+
+    Raises:
+        Exception: Whatever `work` raises.
+    """
+    while True:
+        try:
+            return await in_thread(work, name)
+        except ThreadUnavailable:
+            await asyncio.sleep(_RETRY_SECONDS)
