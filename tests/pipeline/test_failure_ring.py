@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 import pytest
 
@@ -135,3 +137,26 @@ def test_ranks_of_a_node_that_is_gone_do_not_delay_the_word_to_others() -> None:
         assert lost.rank == 6
         assert hearts[0].lost(SOON)
     assert time.monotonic() - began < SOON
+
+
+def test_a_heartbeat_is_no_answer_to_another_one() -> None:
+    """Ranks send by the clock: if each sent when it hears one, heartbeats would go round as fast as the machine can."""
+    began, interval = time.monotonic(), TIMEOUT / 10
+    sent, enough = [0, 0], threading.Event()
+
+    def count(rank: int) -> int:
+        sent[rank] += 1
+        if min(sent) >= 6:
+            enough.set()
+        return 0
+
+    with ring(2, []) as hearts:
+        for rank, heart in enumerate(hearts):
+            heart.follow(partial(count, rank), lambda: 0)
+            heart.start([each.address for each in hearts], b"of this job")
+        assert enough.wait(SOON)
+        most = max(sent)
+        seconds = time.monotonic() - began
+        for heart in hearts:
+            heart.stop()
+    assert most <= seconds / interval + 2

@@ -249,8 +249,8 @@ def _put_tensor(tensor: Any, device: Any, parameter: bool) -> Any:
         if data.is_floating_point():
             data.normal_(std=0.02)
     else:
-        # A copy: the statistics of a batch are not to be those of a measurement.
-        data = tensor.detach().to(device, copy=not parameter)
+        # A copy: a forward may write its statistics, and its weights too, which are not to be those of a measurement.
+        data = tensor.detach().to(device, copy=True)
     return nn.Parameter(data, requires_grad=tensor.requires_grad) if parameter else data
 
 

@@ -69,6 +69,8 @@ class Heartbeat:
         self._server = socket.create_server((host, 0), family=_get_address_family(host))
         self._selector = selectors.DefaultSelector()
         self._listen(self._server, None)
+        self._wake, self._woken = socket.socketpair()  # by which `stop` is seen at once
+        self._listen(self._woken, None)
         self._ring: Sequence[Address] = ()
         self._key = b""
         self._next: socket.socket | None = None
@@ -133,22 +135,28 @@ class Heartbeat:
         """Take leave of the others: the end of this process is no loss, as long as nobody begins another step. Its
         predecessor is watched until it has left too, at the end of the program for no longer than the timeout."""
         self._ending.set()
+        with contextlib.suppress(OSError):  # the thread may have ended
+            self._wake.send(b".")
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._told.wait(self.timeout)
             atexit.register(self._thread.join, self.timeout + 1.0)
 
     def _run(self) -> None:
-        looked = time.monotonic()
+        looked = due = time.monotonic()
         with contextlib.ExitStack() as stack:
             stack.callback(self._close)
             stack.callback(self._told.set)
             while self._lost is None and not (self._told.is_set() and self._alone()):
                 if not self._ending.is_set():
-                    self._beat()
+                    # By the clock: an answer to each heartbeat would be answered in turn, all around the ring.
+                    if time.monotonic() >= due:
+                        self._beat()
+                        due = time.monotonic() + self._interval / 2
                 elif not self._told.is_set():
                     self._tell_next({"leaves": self.rank, "passes": self._passes()})
                     self._told.set()
-                events = self._selector.select(self._interval / 2)
+                wait = self._interval / 2 if self._ending.is_set() else due - time.monotonic()
+                events = self._selector.select(max(0.0, wait))
                 now = time.monotonic()
                 if now - looked > 2 * self._interval and self._left is None:
                     # This process itself stood still: what it has not heard says nothing of others.
@@ -193,6 +201,9 @@ class Heartbeat:
         self._tell_next({"alive": self.rank, "progress": self._progress()})
 
     def _hear(self, key: selectors.SelectorKey) -> None:
+        if key.fileobj is self._woken:
+            self._woken.recv(64)
+            return
         if key.data is None:
             # Who came may be gone again, and where there are no more files, this rank still hears its predecessor.
             with contextlib.suppress(OSError):
@@ -318,6 +329,7 @@ class Heartbeat:
             assert isinstance(key.fileobj, socket.socket)
             key.fileobj.close()
         self._selector.close()
+        self._wake.close()
         if self._next is not None:
             self._next.close()
 

@@ -8,6 +8,9 @@ end does not.
 A module that is compiled draws as one, and so must what is inside it: by the same compiled code wherever the model is
 cut, but not as the same modules do uncompiled.
 
+A call that draws nothing leaves no trace: the code around it goes on as if it had not been. So it makes no difference
+whether such modules are left out, and a run that is resumed draws what it would have drawn uninterrupted.
+
 Seeding costs some 10 µs a call. Modules of torch that never draw are left out from the start, others when the first
 step has shown that they do not; should one begin to draw later, all are back.
 """
@@ -49,6 +52,8 @@ class _Log:
     """
 
     entered: dict[str, list[int]] = field(default_factory=lambda: defaultdict(list))  # of each name, the events
+    calls: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # of each name, all of them
+    begun: dict[int, int] = field(default_factory=dict)  # the seed that the call begins with that was entered so
     seeds: dict[int, int] = field(default_factory=dict)  # of events
     left: dict[int, int] = field(default_factory=dict)  # the seed at the end of the call that was entered so
     events: int = 0
@@ -61,12 +66,17 @@ class _Log:
 
 @dataclass
 class _Frame:
-    """A call under way: the seed around it, its own state at first unless it is known to draw, and its event."""
+    """A call under way: the seed and the state around it, its own seed, its event, and whether a call in it drew.
+
+    The state is None if the call is known to draw.
+    """
 
     module: nn.Module
     around: int
-    fresh: Any
+    before: Any
+    seed: int
     event: int
+    drew: bool = False
 
 
 class Random:
@@ -113,7 +123,7 @@ class Random:
             log.next(seed)
             self._quiet = seed
             yield
-            drew = self._asleep and self._has_drawn()
+            drew = self._asleep and self._has_drawn_since(self._quiet)
         if drew:
             self._asleep = False
             warnings.warn(
@@ -182,26 +192,39 @@ class Random:
         if (name not in self._log.entered) if self._again else (self._asleep and name not in self._drew):
             return
         entered, around = self._log.entered[name], self._generator.initial_seed()
-        call = bisect_right(entered, self._log.seeds.get(around, 0)) if self._again else len(entered)
-        if self._again and call == len(entered):
-            return
-        number = self._repeats[name][call] if name in self._repeats else call
-        seed = seed_of(self.seed, self.step, self.microbatch, name, number)
-        if not self._again:
-            entered.append(self._log.next(seed))
-        self._generator.manual_seed(seed)
+        if self._again:
+            call = bisect_right(entered, self._log.seeds.get(around, 0))
+            if call == len(entered):
+                return
+            event = entered[call]
+            seed = self._log.begun[event]
+        else:
+            call = self._log.calls[name]
+            self._log.calls[name] += 1
+            number = self._repeats[name][call] if name in self._repeats else call
+            seed = seed_of(self.seed, self.step, self.microbatch, name, number)
+            event = self._log.next(seed)
+            entered.append(event)
+            self._log.begun[event] = seed
         # A state is 5 kB, and comparing two of them takes as long as all else here.
-        fresh = None if name in self._drew else self._generator.get_state()
-        self._frames.append(_Frame(module, around, fresh, entered[call]))
+        before = None if name in self._drew and _always_draws(module) else self._generator.get_state()
+        self._generator.manual_seed(seed)
+        self._frames.append(_Frame(module, around, before, seed, event))
 
     def _leave(self, module: nn.Module, *_: Any) -> None:
         if torch.compiler.is_compiling():
             return
         if not self._frames or self._frames[-1].module is not module:
             return
-        frame = self._frames.pop()
-        if frame.fresh is not None and not self._generator.stands_at(frame.fresh):
-            self._drew.add(self._names[module])
+        frame, name = self._frames.pop(), self._names[module]
+        if frame.before is not None and not frame.drew and not self._has_drawn_since(frame.seed):
+            self._generator.set_state(frame.before)
+            if not self._again:
+                self._log.entered[name].remove(frame.event)  # when it is repeated, it is not looked for
+            return
+        self._drew.add(name)
+        if self._frames:
+            self._frames[-1].drew = True
         if frame.event not in self._log.left:
             seed = self._log.left[frame.event] = seed_of(frame.around, 0, 0, "/left")
             self._log.next(seed)
@@ -209,12 +232,16 @@ class Random:
         if not self._frames:
             self._quiet = self._log.left[frame.event]
 
-    def _has_drawn(self) -> bool:
-        """Tell whether any code outside of all calls has drawn since the generator was seeded last; then seed it
-        anew."""
+    def _has_drawn_since(self, seed: int) -> bool:
+        """Tell whether any code has drawn since the generator was given this seed; then seed it anew."""
         now = self._generator.get_state()
-        self._generator.manual_seed(self._quiet)
+        self._generator.manual_seed(seed)
         return not self._generator.stands_at(now)
+
+
+def _always_draws(module: nn.Module) -> bool:
+    """Tell whether each call of a module that has drawn once draws; code of users may decide it anew each time."""
+    return type(module).__module__.startswith("torch.nn.modules")
 
 
 def _may_draw(module: nn.Module) -> bool:

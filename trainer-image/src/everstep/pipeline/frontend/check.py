@@ -152,8 +152,9 @@ def _compute_gradients(parameters: Mapping[str, Any], run: Callable[[], Any]) ->
 
 @contextlib.contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
-    """Random numbers and buffers are afterwards what they were; what is compiled runs as it was written."""
+    """Random numbers, parameters and buffers are afterwards what they were; what is compiled runs as it was written."""
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    weights = [(weight, weight.detach().clone()) for weight in model.parameters() if weight.device.type != "meta"]
     devices = {parameter.device.index or 0 for parameter in model.parameters() if parameter.device.type == "cuda"}
     with torch.random.fork_rng(sorted(devices)), disable_compilation(), without_hooks(model.parameters()):
         try:
@@ -162,3 +163,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
             with torch.no_grad():
                 for name, buffer in model.named_buffers():
                     buffer.copy_(kept[name])
+                for weight, before in weights:
+                    # By value: what is written by `.data` leaves no other trace.
+                    if not torch.equal(weight, before):
+                        weight.copy_(before)
