@@ -31,7 +31,13 @@ def test_as_many_as_the_limit_holds_of_what_one_pod_requests(message: str, pods:
     assert admitted_at_most(f"2 of 4 pods fitted in: {HEAD}{message}") == pods
 
 
+@pytest.mark.parametrize("kind", ["services", "secrets", "configmaps"])
+def test_a_limit_of_other_objects_tells_nothing_of_pods(kind: str) -> None:
+    text = f'{kind} "digits" is forbidden: exceeded quota: team, requested: {kind}=1, used: {kind}=1, limited: {kind}=1'
+    assert admitted_at_most(text) is None
+
+
 @given(st.text())
 def test_odd_words_raise_nothing(text: str) -> None:
     assert admitted_at_most(text) is None
-    admitted_at_most(f"exceeded quota: q, requested: {text}, used: a, limited: {text}")
+    admitted_at_most(f"{HEAD}q, requested: {text}, used: a, limited: {text}")

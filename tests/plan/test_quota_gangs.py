@@ -245,7 +245,7 @@ def test_a_job_that_restarts_and_is_rejected_waits_for_no_nodes(kind: str) -> No
 def test_a_job_that_restarts_behind_a_quota_for_ever_ends_and_says_why() -> None:
     world = World(job().nodes(3).build()).run("Running")
     world.vanish(1)
-    words = "exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2"
+    words = 'pods "digits-1" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'
     world.refuse = lambda action: Rejection(action, "Quota", words) if isinstance(action, CreatePods) else None
     for _ in range(1000):
         world.now += 60

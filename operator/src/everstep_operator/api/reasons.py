@@ -43,7 +43,10 @@ class Reason(StrEnum):
         "NameConflict",
         "An object that does not belong to the job has a name that it needs; delete or rename one of them.",
     )
-    QUOTA_EXCEEDED = "QuotaExceeded", "The namespace's quota refuses the pods; the job waits."
+    QUOTA_EXCEEDED = (
+        "QuotaExceeded",
+        "The namespace's quota refuses the pods, or another object of the job; the job waits.",
+    )
     STATUS_REFUSED = (
         "StatusRefused",
         "The API server refuses what the operator reports; it is reported without progress and last failure.",

@@ -11,7 +11,10 @@ from decimal import Decimal
 
 from everstep_operator.plan.room import read_quantity
 
-_EXCEEDED = re.compile(r"exceeded quota: [^,]+, requested: (\S+), used: \S+, limited: (\S+)")
+# A limit of Services or Secrets is none of pods, whatever its number.
+_EXCEEDED = re.compile(
+    r'pods(?: "[^"]*")? is forbidden: exceeded quota: [^,]+, requested: (\S+), used: \S+, limited: (\S+)'
+)
 
 
 def admitted_at_most(message: str) -> int | None:
