@@ -96,8 +96,10 @@ def test_with_the_documented_policies_a_job_runs_as_anywhere(cluster: Cluster, d
     space = denied["documented"]
     done = cluster.wait_phase(space, "usual", "Succeeded", timeout=90)
     assert done["status"]["progress"]["step"] == 1
-    assert condition(done, "Degraded")["status"] == "False"
-    assert condition(done, "Degraded")["reason"] == "AgentReachable"
+    # A job of a second may have ended before the operator first asks: that its agent answers is seen at the other one.
+    assert condition(done, "Degraded").get("status") != "True"
+    reached = cluster.wait_job(space, "guarded", lambda job: condition(job, "Degraded").get("status") == "False", 90)
+    assert condition(reached, "Degraded")["reason"] == "AgentReachable"
     output = cluster.all_logs(space, "usual")
     assert output.count("API SERVER refused") == 2, (
         f"what no policy allows is refused, or this proves nothing: {output}"
