@@ -67,7 +67,7 @@ def failed_init(**over: Any) -> list[dict[str, Any]]:
 
 def test_a_pod_whose_init_container_fails_says_which_and_how() -> None:
     waiting = {"waiting": {"reason": "PodInitializing"}}
-    pod = parse_pod(raw(state=waiting, phase="Failed", initContainerStatuses=failed_init(message="no such bucket")))
+    pod = parse_pod(raw(state=waiting, phase="Failed", initContainerStatuses=failed_init(message="no such bucket\n")))
     assert pod.ended is not None
     assert (pod.ended.exit_code, pod.ended.reason) == (3, "InitContainerFailed")
     assert pod.ended.message == "init container fetch failed (Error, exit code 3): no such bucket"

@@ -310,7 +310,7 @@ def _deleting_since(meta: Mapping[str, Any]) -> float | None:
 
 
 def _parse_container_end(over: Mapping[str, Any]) -> ContainerEnd:
-    message = clip_text(over.get("message"), MAX_TERMINATION_LOG)
+    message = clip_text(over.get("message"), MAX_TERMINATION_LOG).rstrip()  # the end of a log ends with a newline
     code = over.get("exitCode")
     exit_code = _as_int32(code)
     # Container runtimes report a death by signal as 128 + signal and leave the field `signal` empty.
