@@ -7,6 +7,7 @@ them, and `metrics_port: -1` leaves the second out. What acts (the agents' port)
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -50,13 +51,23 @@ class HealthServers:
         runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
         await runner.setup()
         self._runners += (runner,)
-        site = web.TCPSite(runner, bind, port)
+        site = web.SockSite(runner, _open_listener(bind, port))
         await site.start()
         return int(runner.addresses[0][1])
 
     async def _metrics(self, _: web.Request) -> web.Response:
         self.measure()
         return web.Response(body=generate_latest(metrics.registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+def _open_listener(bind: str, port: int) -> socket.socket:
+    """Open a socket on an address; on all of the pod's if it is empty, which may be of IPv4, IPv6 or both."""
+    if not bind:
+        try:
+            return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        except (OSError, ValueError):
+            bind = "0.0.0.0"  # noqa: S104 - a kernel without IPv6; a port that is taken fails here too
+    return socket.create_server((bind, port), family=socket.AF_INET6 if ":" in bind else socket.AF_INET)
 
 
 def _make_handler(check: HealthCheck) -> Callable[[web.Request], Awaitable[web.Response]]:

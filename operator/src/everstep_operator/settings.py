@@ -60,7 +60,8 @@ class OperatorSettings(BaseModel):
     previous_keys_folder: Path = Path("/etc/everstep/previous-keys")
     """One file for each key that was current before, and by which running jobs were started."""
 
-    bind: str = "0.0.0.0"  # noqa: S104 (the kubelet probes from outside of the pod; the chart's NetworkPolicy narrows it)
+    bind: str = ""
+    """Address of the health and metrics ports. Empty: all of the pod's, since the kubelet probes from outside of it."""
     health_port: int = Field(8080, ge=0, le=65535)
     metrics_port: int = Field(9090, ge=-1, le=65535)
     """-1: no metrics."""
