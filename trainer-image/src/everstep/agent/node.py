@@ -343,8 +343,8 @@ class NodeAgent:
             looked = now
             self._look_at_lease()
             channel = self._channel
-            if isinstance(channel, AgentLink) and now - self._heard > self.config.silence:
-                log_line(f"lost the leader: silent for {self.config.silence:g} s")
+            if isinstance(channel, AgentLink) and now - self._heard > self.config.leader_silence:
+                log_line(f"lost the leader: silent for {self.config.leader_silence:g} s")
                 self._channel = None
                 channel.close()
             elif channel is not None and now >= beat_at:
