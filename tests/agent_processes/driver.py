@@ -32,6 +32,14 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             return forget(output)
 
         report.remove_failure_file = slow_forget
+    if setup["hung_failure_file"]:
+
+        def hang(path: Path) -> str:
+            send("Reading")
+            gate.wait()
+            return ""
+
+        report.read_failure_file = hang
     if setup["sandbox"]:
         read_bytes = Path.read_bytes
 

@@ -59,6 +59,7 @@ class Node:
         gpu_timeout: float = 10.0,
         slow_memory: bool = False,
         slow_volume: bool = False,
+        hung_failure_file: bool = False,
         sandbox: bool = False,
     ) -> None:
         self.events: list[Event] = []
@@ -77,6 +78,7 @@ class Node:
             "gpu_timeout": gpu_timeout,
             "slow_memory": slow_memory,
             "slow_volume": slow_volume,
+            "hung_failure_file": hung_failure_file,
             "sandbox": sandbox,
             "ml": str(self.folder / "ml"),
             "environ": {"EVERSTEP_INDEX": str(index), "EVERSTEP_EPOCH": "1"},

@@ -73,3 +73,19 @@ async def test_what_a_program_says_about_itself_is_quoted_before_its_exception(t
     async with Node(tmp_path, [sys.executable, "-c", script]) as node:
         await node.start()
         assert (await node.event("RankExited"))["message"] == "the data set is empty"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_volume_that_hangs_holds_up_neither_the_agent_nor_the_report_of_an_exit(
+    tmp_path: Path, stopped: bool
+) -> None:
+    """`/opt/ml/output` may be a network volume: an agent that waits for one sends no heartbeats."""
+    script = "import os, sys; sys.exit(3 + int(os.environ['RANK']))"
+    async with Node(tmp_path, [sys.executable, "-c", script], procs=2, hung_failure_file=True) as node:
+        await node.start()
+        await node.event("Reading")
+        if stopped:
+            assert await node.stop() is None
+        assert {(e["rank"], e["exit_code"]) for e in await node.exits(2)} == {(0, 3), (1, 4)}
+        assert len(node.all("RankExited")) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import resource
@@ -27,6 +28,7 @@ from .report import log_line
 from .supervision import Supervision
 from .supervisor import Supervisor
 from .tasks import Tasks
+from .threads import in_thread_when_possible
 
 if TYPE_CHECKING:
     from .leading import LeaderServer
@@ -163,7 +165,7 @@ class _Agent:
             tasks.start(watch_gpus(processes.gpus, node.gpus))
         ended = await node.ended
         await node.finish(ended.result)
-        self._write_termination_message(node, leading, ended)
+        await self._leave_last_words(node, leading, ended)
         if leading is not None:
             await leading.linger()
             leading.close()
@@ -175,7 +177,7 @@ class _Agent:
         report.route_log_lines(None)
         await processes.close()
 
-    def _write_termination_message(self, node: NodeAgent, leading: LeaderServer | None, ended: AgentExit) -> None:
+    async def _leave_last_words(self, node: NodeAgent, leading: LeaderServer | None, ended: AgentExit) -> None:
         word: dict[str, Any] = node.termination_message(ended)
         if leading is not None:
             # For an operator that was away: what the job's restarts were, and how far it came, before nobody can be
@@ -193,7 +195,10 @@ class _Agent:
             )
         report.write_termination_message(self._place.termination_log, word)
         if ended.result == FAILED:
-            report.write_failure_file(self._place.ml / "output", str(word["message"]), tuple(word["logTail"]))
+            output, message, tail = self._place.ml / "output", str(word["message"]), tuple(word["logTail"])
+            writing = in_thread_when_possible(lambda: report.write_failure_file(output, message, tail), "failure-file")
+            with contextlib.suppress(asyncio.TimeoutError):  # a volume that hangs must not keep the pod from ending
+                await asyncio.wait_for(writing, report.FAILURE_FILE_SECONDS)
 
     def _handle_stop_signal(self, node: NodeAgent, tasks: Tasks) -> None:
         """The signal of a pod that is deleted, or Ctrl-C; who repeats it on a laptop is in a hurry."""

@@ -119,7 +119,8 @@ class Supervisor:
                 emit=self._emit,
                 memory_counter=self._memory_counter,
                 kills_before=oom.count_oom_kills(self._memory_counter),
-                failure_file=failure_file,
+                failure_file=report.FailureFile(failure_file),
+                start_task=self._tasks.start,
             )
             if config.mpi:
                 from .launch import mpi  # only here: a zipapp's modules are compiled at every start
@@ -163,6 +164,7 @@ class Supervisor:
             deadline = time.monotonic() + CLEAN_TIMEOUT_SECONDS
             left = await self._processes.kill_all(deadline)
             for rank in self._ranks:
+                await rank.reported()
                 rank.close()
             self._ranks = []
             self._daemons.close()
