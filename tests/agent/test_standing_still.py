@@ -24,7 +24,7 @@ async def test_a_leader_that_stands_still_and_goes_on_finds_its_links(
         # As if its process were stopped: nothing is sent, and nothing of what arrives is read.
         ping, arrived, read = leading._ping, leading.arrived, []
         leading._ping = lambda: None  # type: ignore[method-assign]
-        leading.arrived = lambda *message: read.append(message)  # type: ignore[method-assign,assign]
+        leading.arrived = lambda *message: read.append(message)  # type: ignore[method-assign]
         leader.tick = lambda now: None  # type: ignore[method-assign]
         agents[1].processes.exit(0)
         await until(lambda: not node.linked or node._clock() - node._heard > 2.0, "the leader was silent")
