@@ -137,7 +137,9 @@ class Links:
             try:
                 message = await asyncio.wait_for(link.receive(), HELLO_SECONDS)
                 hello = protocol.Hello.from_json(message)
-                if message["type"] == "hello" and hello.index == index and protocol.is_address(hello.address):
+                possible = hello.epoch <= config.epoch and hello.generation <= protocol.MAX_KNOWN_GENERATION
+                fits = message["type"] == "hello" and hello.index == index and protocol.is_address(hello.address)
+                if fits and possible:
                     return link, hello
             except (LinkClosed, ValueError, RecursionError, asyncio.TimeoutError):
                 pass
