@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Callable
 
-from . import causes, faults, logs, oom, report
+from . import causes, faults, logs, oom, report, tracebacks
 from .events import Event, RankExited, RankProgressed, RankStarted
 from .processes import ChildProcess, ChildProcesses
 from .progress import ProgressReader, ProgressUpdate
@@ -106,7 +106,7 @@ class Rank:
         if killed:
             message = f"{message} (out of memory)"
         if code != 0 and not (killed and signum == _KILL):
-            message = logs.find_cause(tail, message)
+            message = tracebacks.explain_exit(tail, message, code, signum, self._output.pause)
             if killed and "out of memory" not in message:
                 message = f"{message} (out of memory)"
         if code == 0:
