@@ -57,7 +57,7 @@ class Driver:
 
 def rank(folder: Path) -> list[str]:
     """A command that tells its PID."""
-    return ["sh", "-c", f"echo $$ > {folder}/pid.new && mv {folder}/pid.new {folder}/pid && exec sleep 600"]
+    return ["sh", "-c", f"echo $$$$ > {folder}/pid.new && mv {folder}/pid.new {folder}/pid && exec sleep 600"]
 
 
 async def pid_of_rank(node: Node, folder: Path) -> int:

@@ -86,6 +86,7 @@ class Supervisor:
         self._processes = ChildProcesses(place.owns_pod)
         self._stdout, self._stderr = logs.LogSink(1), logs.LogSink(2)
         self._base = environment.build_base_environment(os.environ, place.scratch)
+        self._command = tuple(environment.expand_references(word, self._base) for word in config.command)
         self._gpus = gpu.count_gpus(os.environ)
         self._memory_counter = oom.find_oom_counter()
         self._daemons = Daemons(self._processes, emit)
@@ -133,7 +134,7 @@ class Supervisor:
                     layout, self._place.scratch, self._place.agent, self._mpi_hooks()
                 )
                 if layout.node_index == 0:
-                    await session.launch(config.command, config.distribution_options, {**self._base, **self._contract})
+                    await session.launch(self._command, config.distribution_options, {**self._base, **self._contract})
                 return
             launcher: Launcher = none if config.distribution == "none" else torch
             for place in launcher.place_ranks(layout):
@@ -151,7 +152,7 @@ class Supervisor:
                         rank=place.rank,
                         local_rank=place.local_rank,
                         tag=_rank_tag(place.rank, place.world_size),
-                        argv=config.command,
+                        argv=self._command,
                         env=drop_unusable_variables(env),
                         fifo=self._fifo(place.local_rank),
                     )
@@ -302,7 +303,7 @@ class Supervisor:
             num_nodes=layout.nodes,
             node_index=layout.node_index,
             instance_type=config.instance_type,
-            command=config.command,
+            command=self._command,
             num_cpus=environment.count_cpus(),
             num_gpus=self._gpus,
             network_interface=environment.find_interface(address) or "eth0",
