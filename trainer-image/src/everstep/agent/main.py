@@ -35,10 +35,19 @@ if TYPE_CHECKING:
 
 MAX_OPEN_FILES = 65536
 
-# With TERM, those that images name as their STOPSIGNAL (web servers QUIT, systemd RTMIN+3): a pod's deletion sends that
-# one instead, and without a handler process 1 would not even notice it until the KILL.
+# With TERM, those that images name as their STOPSIGNAL, or pods as their stopSignal (web servers QUIT, systemd RTMIN+3,
+# scripts that save on USR1): a pod's deletion sends that one instead, and without a handler process 1 would not even
+# notice it until the KILL. Ranks get TERM, whichever it was: those of other pods hear of no other.
 _RTMIN_3 = 37  # as container runtimes count; signal.SIGRTMIN is one more with musl
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, _RTMIN_3)
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    _RTMIN_3,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,6 +160,8 @@ class _Agent:
         server = HttpServer(self._token, routes, read_boottime)
         await server.start("::" if ":" in config.pod_ip else "0.0.0.0", config.port)  # noqa: S104 - the pod's own
         for signum in STOP_SIGNALS:
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                continue  # a laptop's nohup
             loop.add_signal_handler(signum, self._handle_stop_signal, node, tasks)
         log_line(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
         if leading is not None:
