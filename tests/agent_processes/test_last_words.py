@@ -71,3 +71,19 @@ async def test_a_script_that_went_on_is_quoted_with_its_own_end(tmp_path: Path, 
     async with Node(tmp_path, [sys.executable, "-c", CATCH + end]) as node:
         await node.start()
         assert (await node.event("RankExited"))["message"] == expected
+
+
+@pytest.mark.integration
+async def test_colours_and_other_words_to_a_terminal_reach_no_status(tmp_path: Path) -> None:
+    """Python 3.13 colours tracebacks under FORCE_COLOR, and a script may print what clears the reader's screen."""
+    words = (
+        "\x1b[31mTraceback (most recent call last):\x1b[0m\n"
+        '  File \x1b[35m"t.py"\x1b[0m, line 1\n'
+        "\x1b]0;title\x07\x1b[1;35mValueError\x1b[0m: \x00b\x1b[2Joo\x1bcm\x9b\x08 é\n"
+    )
+    script = f"import sys; sys.stderr.write({words!r}); sys.exit(1)"
+    async with Node(tmp_path, [sys.executable, "-c", script], environ={"PYTHONUTF8": "1"}) as node:
+        await node.start()
+        ended = await node.event("RankExited")
+    assert ended["message"] == "ValueError: boom é"
+    assert ended["log_tail"] == ["Traceback (most recent call last):", '  File "t.py", line 1', "ValueError: boom é"]

@@ -11,6 +11,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import re
 import threading
 from collections import deque
 
@@ -24,6 +25,10 @@ _PIPE = 1024 * 1024
 _TAIL_BYTES = 32 * 1024
 _QUIET = 2.0  # seconds after which an unfinished line (a progress bar) is shown as it stands
 _F_SETPIPE_SZ = 1031  # fcntl.F_SETPIPE_SZ exists since Python 3.10 only
+# ECMA-48: control sequences (colours), operating system commands (titles, links), and what else moves a cursor or rings
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\x00-\x08\x0e-\x1f\x7f\x80-\x9f]"
+)
 
 
 class LogSink:
@@ -118,7 +123,7 @@ class LogStream:
         self._flush_partial()
 
     def tail(self) -> list[str]:
-        lines = (self._tail + self._partial).decode(errors="replace").splitlines()
+        lines = drop_control_codes((self._tail + self._partial).decode(errors="replace")).splitlines()
         return [line[:TAIL_COLUMNS] for line in lines if line.strip()][-TAIL_LINES:]
 
     def close(self) -> None:
@@ -240,6 +245,12 @@ class ProcessOutput:
     def close(self) -> None:
         self.stdout.close()
         self.stderr.close()
+
+
+def drop_control_codes(text: str) -> str:
+    """Return `text` without colours and other words to a terminal: it goes into the job's status, and from there onto
+    anybody's screen."""
+    return _CONTROL.sub("", text)
 
 
 def _wait_writable(fd: int) -> None:

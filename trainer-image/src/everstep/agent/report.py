@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any, Callable
 
+from .logs import drop_control_codes
 from .protocol import bounded_tail
 from .threads import in_thread_when_possible
 
@@ -97,7 +98,8 @@ def read_failure_file(path: Path) -> str:
         if not path.is_file():  # to open a pipe is to wait for a writer
             return ""
         with path.open("rb") as file:
-            return file.read(4 * MAX_FAILURE_CHARS).decode(errors="replace")[:MAX_FAILURE_CHARS].strip()
+            text = drop_control_codes(file.read(4 * MAX_FAILURE_CHARS).decode(errors="replace"))
+            return text[:MAX_FAILURE_CHARS].strip()
     except OSError:
         return ""
 
