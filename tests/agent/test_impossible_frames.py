@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from everstep.agent.link import AgentLink
+from everstep.agent.link import AgentLink, Channel
 from everstep.agent.protocol import GenerationReport, ProcessExit, RankProgress
 
 from .fakes import gang, until
@@ -64,3 +64,44 @@ async def test_words_that_are_no_text_end_no_leader(tmp_path: Path) -> None:
         agents[1].processes.exit(1, "not text: \ud800")
         await asyncio.wait_for(agents[1].node.ended, 10)
         assert agents[0].node.ended.result().result == "failed"
+
+
+@pytest.mark.parametrize("running", [False, True])
+async def test_a_leader_goes_on_after_the_newest_generation_that_a_node_knows(tmp_path: Path, running: bool) -> None:
+    """An operator whose cluster was restored from a backup may give an epoch twice."""
+    async with gang(tmp_path, 2) as agents:
+        leader, leading, node = agents[0].leader, agents[0].leading, agents[1].node
+        assert leader is not None
+        assert leading is not None
+        await until(lambda: leader.phase == "running")
+        leading._links.drop(1)
+        node.order = (1, 9)
+        if not running:
+            node.stop(0.0)
+            await until(lambda: node._clean)
+        leading.lost(1, "it was cut off")
+        await until(lambda: leader.phase == "running" and leader.generation == 10)
+        assert node.order == (1, 10)
+        assert [entry.id for entry in leader.budget.ledger] == ["1.1"]
+
+
+@pytest.mark.parametrize("order", [(2, 1), (1, 10**9), (1, 2**53)])
+async def test_a_hello_of_a_generation_that_cannot_be_makes_no_link(tmp_path: Path, order: tuple[int, int]) -> None:
+    """A leader of a higher epoch would have been obeyed in this one's place, and no id has ten digits."""
+    async with gang(tmp_path, 2) as agents:
+        leader, leading, node = agents[0].leader, agents[0].leading, agents[1].node
+        assert leader is not None
+        assert leading is not None
+        await until(lambda: leader.phase == "running")
+        leading._links.drop(1)
+        attach, hellos = node.attach, []
+
+        def attached(channel: Channel) -> None:
+            hellos.append(channel)
+            attach(channel)
+
+        node.order, node.attach = order, attached  # type: ignore[method-assign]
+        leading.lost(1, "it was cut off")
+        await until(lambda: len(hellos) > 1, "the first hello was rejected")
+        assert leader.state()["missing"] == [1]
+        assert not agents[0].node.ended.done()

@@ -398,3 +398,14 @@ def test_the_ledger_keeps_64_entries() -> None:
         bench.run().fail(0, 0).clean()
     assert len(bench.leader.state()["ledger"]) == 64
     assert bench.leader.state()["ledger"][-1]["id"] == "1.70"
+
+
+def test_a_node_that_obeys_no_start_is_asked_ever_more_rarely() -> None:
+    """It is clean at once, again and again, and no pod is replaced that would take its time."""
+    bench = Bench().join_all().clean()
+    assert (bench.leader.generation, bench.phase) == (2, "starting"), "the first time costs nothing"
+    bench.clean()
+    assert (bench.leader.generation, bench.phase) == (2, "backoff")
+    bench.later(1.0)
+    assert (bench.leader.generation, bench.phase) == (3, "starting")
+    assert {cause for _, cause, _ in bench.ledger} == {"Fenced"}

@@ -63,9 +63,13 @@ def test_the_users_own_failure_file_wins(tmp_path: Path) -> None:
         assert failure.read_text() == "my own words"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGQUIT, 37], ids=["TERM", "QUIT", "RTMIN+3"])
+@pytest.mark.parametrize(
+    "signum",
+    [signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1, signal.SIGHUP, 37],
+    ids=["TERM", "QUIT", "USR1", "HUP", "RTMIN+3"],
+)
 def test_a_pod_that_is_told_to_stop_says_so_and_its_ranks_may_finish(tmp_path: Path, signum: int) -> None:
-    """An image may name another signal than TERM (STOPSIGNAL), and that is what the kubelet has sent then."""
+    """An image (STOPSIGNAL) or a pod (stopSignal) may name another one than TERM; that one is sent then."""
     command = ["sh", "-c", 'trap "echo saved; exit 0" TERM; echo ready; while :; do sleep 0.05; done']
     with Laptop(tmp_path, command) as job:
         job.until(lambda s: s["phase"] == "running")

@@ -32,6 +32,14 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             return forget(output)
 
         report.remove_failure_file = slow_forget
+    if setup["hung_failure_file"]:
+
+        def hang(path: Path) -> str:
+            send("Reading")
+            gate.wait()
+            return ""
+
+        report.read_failure_file = hang
     if setup["sandbox"]:
         read_bytes = Path.read_bytes
 
@@ -50,6 +58,7 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
 
         memory.clear_shared_memory = slow
 
+    module.NOTE_SECONDS = setup["note_interval"]
     module.CLEAN_TIMEOUT_SECONDS, gpu.DRIVER_TIMEOUT_SECONDS = setup["clean_timeout"], setup["gpu_timeout"]
     loop = asyncio.get_running_loop()
     remote: dict[str, asyncio.Future[int]] = {}
@@ -110,6 +119,8 @@ async def main(source: str, setup: dict[str, Any], commands: int, events: int) -
             return supervisor.kill_daemon(values["daemon"])
         if name == "signal":
             return len(await supervisor.signal(values["signum"]))
+        if name == "has_run_here":
+            return supervisor._processes.has_run_here(values["pid"])
         if name == "gpus":
             devices = await supervisor.gpus()
             return None if devices is None else [dataclasses.asdict(d) for d in devices]

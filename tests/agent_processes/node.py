@@ -57,8 +57,10 @@ class Node:
         stdout: int | None = None,
         clean_timeout: float = 30.0,
         gpu_timeout: float = 10.0,
+        note_interval: float = 5.0,
         slow_memory: bool = False,
         slow_volume: bool = False,
+        hung_failure_file: bool = False,
         sandbox: bool = False,
     ) -> None:
         self.events: list[Event] = []
@@ -75,8 +77,10 @@ class Node:
             "shm": str(self.shm) if pod else "",
             "clean_timeout": clean_timeout,
             "gpu_timeout": gpu_timeout,
+            "note_interval": note_interval,
             "slow_memory": slow_memory,
             "slow_volume": slow_volume,
+            "hung_failure_file": hung_failure_file,
             "sandbox": sandbox,
             "ml": str(self.folder / "ml"),
             "environ": {"EVERSTEP_INDEX": str(index), "EVERSTEP_EPOCH": "1"},

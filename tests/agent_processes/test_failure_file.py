@@ -19,6 +19,11 @@ def test_the_programs_own_words_are_bounded(tmp_path: Path) -> None:
     assert report.read_failure_file(tmp_path / "failure") == "x" * report.MAX_FAILURE_CHARS
 
 
+def test_the_programs_own_words_are_text(tmp_path: Path) -> None:
+    (tmp_path / "failure").write_bytes(b"\x1b[31mno data\x1b[0m\x00\n")
+    assert report.read_failure_file(tmp_path / "failure") == "no data"
+
+
 def test_an_earlier_generation_is_not_quoted(tmp_path: Path) -> None:
     (tmp_path / "failure").write_text("old news")
     assert report.read_failure_file(report.remove_failure_file(tmp_path)) == ""
@@ -73,3 +78,20 @@ async def test_what_a_program_says_about_itself_is_quoted_before_its_exception(t
     async with Node(tmp_path, [sys.executable, "-c", script]) as node:
         await node.start()
         assert (await node.event("RankExited"))["message"] == "the data set is empty"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("stopped", [False, True])
+async def test_a_volume_that_hangs_holds_up_neither_the_agent_nor_the_report_of_an_exit(
+    tmp_path: Path, stopped: bool
+) -> None:
+    """`/opt/ml/output` may be a network volume: an agent that waits for one sends no heartbeats."""
+    script = "import os, sys; sys.exit(3 + int(os.environ['RANK']))"
+    async with Node(tmp_path, [sys.executable, "-c", script], procs=2, hung_failure_file=True) as node:
+        await node.start()
+        await node.event("Reading")
+        if stopped:
+            assert await node.stop() is None
+        ends = {e["rank"]: e["exit_code"] for e in await node.exits(2)}
+        assert ends == {0: 3, 1: 4} or (stopped and set(ends) == {0, 1})
+        assert len(node.all("RankExited")) == 2

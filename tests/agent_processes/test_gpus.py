@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import os
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,7 @@ import pytest
 from everstep.agent.gpu import count_gpus
 from tests.agent.laptop import Laptop
 
-from .node import Node
+from .node import DEADLINE, Node
 
 pytestmark = pytest.mark.integration
 
@@ -53,7 +57,7 @@ class Driver:
 
 def rank(folder: Path) -> list[str]:
     """A command that tells its PID."""
-    return ["sh", "-c", f"echo $$ > {folder}/pid.new && mv {folder}/pid.new {folder}/pid && exec sleep 600"]
+    return ["sh", "-c", f"echo $$$$ > {folder}/pid.new && mv {folder}/pid.new {folder}/pid && exec sleep 600"]
 
 
 async def pid_of_rank(node: Node, folder: Path) -> int:
@@ -186,6 +190,35 @@ async def test_other_pods_on_a_shared_gpu_hold_no_job_up(tmp_path: Path, driver:
         killed = await pid_of_rank(node, tmp_path)
         driver.is_now(A, {**B, "pids": [ELSEWHERE, killed]})
         assert await node.stop() == f"GPU still used by processes {killed}"
+
+
+# A launcher, as torchrun: it is the agent's child, what computes is its own, and it reaps that itself.
+LAUNCHER = """
+import os, pathlib, signal, subprocess, sys, threading
+worker = subprocess.Popen(["sleep", "600"])
+signal.signal(signal.SIGTERM, lambda *_: worker.kill())
+folder = pathlib.Path(sys.argv[1])
+(folder / "pid.new").write_text(str(worker.pid))
+os.replace(folder / "pid.new", folder / "pid")
+sys.exit(1 if worker.wait() else 0)
+"""
+
+
+@pytest.mark.parametrize("crashed", [False, True])
+async def test_what_a_launcher_has_reaped_itself_is_waited_for(tmp_path: Path, driver: Driver, crashed: bool) -> None:
+    """The driver may take longer to tear its contexts down than strangers on a shared GPU are waited for."""
+    command = [sys.executable, "-c", LAUNCHER, str(tmp_path)]
+    async with Node(tmp_path, command, environ=driver.environ, clean_timeout=1.0, note_interval=0.01) as node:
+        await node.start()
+        worker = await pid_of_rank(node, tmp_path)
+        driver.is_now(A, {**B, "pids": [worker]})
+        if crashed:
+            async with asyncio.timeout(DEADLINE):
+                while not await node.call("has_run_here", pid=worker):
+                    pass
+            os.kill(worker, signal.SIGKILL)
+            await node.event("RankExited")
+        assert await node.stop(grace=60) == f"GPU still used by processes {worker}"
 
 
 async def test_without_the_library_nothing_is_known_and_nothing_fails(tmp_path: Path, driver: Driver) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from everstep.agent.logs import MAX_LINE_BYTES, find_cause
+from everstep.agent.logs import MAX_LINE_BYTES
 
 from .node import Node
 
@@ -121,20 +121,3 @@ async def test_eight_ranks_of_ten_thousand_lines_a_second_cost_little(tmp_path: 
         f"8 ranks x 10,000 lines/s for {elapsed:.1f} s: {cpu:.2f} s of CPU, worst delay of the loop {1000 * lag:.0f} ms"
     )
     assert lag < elapsed  # a loop that waits for a reader of its log stands still all the time
-
-
-HEAD, FRAME = "Traceback (most recent call last):", '  File "t.py", line 9, in f'
-
-
-@pytest.mark.parametrize(
-    ("tail", "expected"),
-    [
-        ([HEAD, FRAME, "    boom()", "ValueError: boom"], "ValueError: boom"),
-        ([HEAD, FRAME, "KeyError: 1", "", HEAD, FRAME, "RuntimeError: last"], "RuntimeError: last"),
-        ([FRAME, "    f()", "RecursionError: too deep"], "RecursionError: too deep"),
-        (["all is well"], "exited with code 1"),
-        ([], "exited with code 1"),
-    ],
-)
-def test_the_cause_is_the_last_exception(tail: list[str], expected: str) -> None:
-    assert find_cause(tuple(tail), "exited with code 1") == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import shlex
 import signal
 import subprocess
@@ -48,6 +49,29 @@ async def test_a_rank_knows_who_it_is_and_nothing_of_the_agent(tmp_path: Path, p
         name for name in env if name.startswith("EVERSTEP_POD") or name in ("EVERSTEP_NODE_NAME", "EVERSTEP_INDEX")
     ]
     assert env["EVERSTEP_PROGRESS"].endswith("/progress/1")
+
+
+@pytest.mark.parametrize("distribution", ["torch", "none"])
+async def test_references_in_a_command_are_expanded_as_kubernetes_does(tmp_path: Path, distribution: str) -> None:
+    words = ["$(KEPT)", "a-$(KEPT)-$(KEPT)", "$(NONE)", "$$(KEPT)", "$$$(KEPT)", "$KEPT", "$(KEPT", "x$", "$()", "$$"]
+    expected = [
+        "yes $(X)",
+        "a-yes $(X)-yes $(X)",
+        "$(NONE)",
+        "$(KEPT)",
+        "$yes $(X)",
+        "$KEPT",
+        "$(KEPT",
+        "x$",
+        "$()",
+        "$",
+    ]
+    command = [sys.executable, "-c", "import json, sys; print(json.dumps(sys.argv[1:]), end='|')", *words]
+    async with Node(tmp_path, command, distribution=distribution, environ={"KEPT": "yes $(X)"}) as node:
+        await node.start()
+        await node.exits(1)
+        await node.stop()
+        assert json.loads(node.logged().partition("|")[0]) == expected
 
 
 async def test_none_runs_the_command_once_per_node_with_torchruns_variables(tmp_path: Path) -> None:
@@ -255,7 +279,7 @@ def test_a_rank_that_was_forked_by_an_agent_that_is_gone_does_not_run() -> None:
 async def test_the_ranks_die_with_a_killed_agent(tmp_path: Path) -> None:
     """Laptop mode; in a pod the kernel does it."""
     pids = tmp_path / "pid"
-    command = ["sh", "-c", f"echo $$ > {pids}; exec sleep 600"]
+    command = ["sh", "-c", f"echo $$$$ > {pids}; exec sleep 600"]
     node = Node(tmp_path, command)
     async with node:
         await node.start()

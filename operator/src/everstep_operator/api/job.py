@@ -245,7 +245,8 @@ class TrainingJobSpec(ApiModel):
     """The program of one rank. Absent: plain mode, the image's entrypoint with the argument `train`, on 500 nodes at
     most."""
     args: list[Argument] = Field(default_factory=list, max_length=1024)
-    """Arguments of the command; without a command, of the image's entrypoint in place of `train`."""
+    """Arguments of the command; without a command, of the image's entrypoint in place of `train`. In both, `$(NAME)` is
+    replaced by a variable of the container, and `$$` is one `$`, as in any pod."""
     env: Annotated[list[EnvVar], Field(max_length=256), ListMap("name", lambda env: env.name)] = Field(
         default_factory=list
     )

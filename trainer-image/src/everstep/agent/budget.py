@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from .protocol import EndedGeneration, parse_generation_id
+from .protocol import FENCED, EndedGeneration, parse_generation_id
 
 MAX_HISTORY_ENTRIES = 64
 STABLE_AFTER_SECONDS = 600.0  # seconds of running after which earlier failures do not slow a restart any more
@@ -45,10 +45,11 @@ class RestartAllowance:
         """Book a generation that ran for `ran` seconds, and return the seconds to wait before the next.
 
         The first failure restarts at once: most are not the application's habit. Then 1, 2, 4 ... seconds. What befell
-        a pod is never slowed down: its replacement takes its time anyway.
+        a pod is never slowed down: its replacement takes its time anyway. Nodes that stop their ranks by themselves are
+        not replaced, and one that does so at once would make hundreds of generations a second.
         """
         self.ledger.append(entry)
-        if not entry.application:
+        if not entry.application and entry.cause != FENCED:
             return 0.0
         self._in_row = 1 if ran >= STABLE_AFTER_SECONDS else self._in_row + 1
         if self._in_row == 1:

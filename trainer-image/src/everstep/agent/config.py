@@ -82,8 +82,18 @@ class AgentConfig:
 
     @property
     def silence(self) -> float:
-        """Return the seconds without a frame after which the other end of a link is taken for lost."""
+        """Return the seconds without a frame after which a leader takes a node for lost."""
         return max(12.0, 4 * self.heartbeat)
+
+    @property
+    def leader_silence(self) -> float:
+        """Return the seconds without a frame after which a node takes its leader for lost.
+
+        A leader that stood still (a starved or frozen machine) and goes on must find its links as they were: to drop
+        one ends the generation, though all ranks are well. Until the fence timeout nothing is gained by it either: a
+        new leader, or the same one, dials anew and needs no old link to be gone.
+        """
+        return max(self.silence, self.fence_timeout)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import fcntl
 import ipaddress
 import os
 import pwd
+import re
 import socket
 import struct
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from pathlib import Path
 from .contract import AGENT_VARIABLES
 
 _SIOCGIFADDR = 0x8915
+_REFERENCE = re.compile(r"\$\$|\$\(([^)]*)\)")
 
 
 def build_base_environment(environ: Mapping[str, str], scratch: Path) -> dict[str, str]:
@@ -26,6 +28,21 @@ def build_base_environment(environ: Mapping[str, str], scratch: Path) -> dict[st
     # A rank that is killed loses what its buffers hold: the very lines that say why.
     env.setdefault("PYTHONUNBUFFERED", "1")
     return env
+
+
+def expand_references(word: str, variables: Mapping[str, str]) -> str:
+    """Return a word of a command as Kubernetes would hand it to the container: in agent mode the command is not the
+    container's, and so left to us.
+
+    Args:
+        word: `$(NAME)` is replaced if there is such a variable, and left as it is otherwise; `$$` is `$`.
+        variables: The container's variables. Those of the image cannot be told apart, and are replaced as well.
+    """
+
+    def expand(found: re.Match[str]) -> str:
+        return "$" if found.group() == "$$" else variables.get(found.group(1), found.group())
+
+    return _REFERENCE.sub(expand, word)
 
 
 def _make_home_variables(env: Mapping[str, str], scratch: Path) -> dict[str, str]:

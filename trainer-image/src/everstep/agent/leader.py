@@ -253,7 +253,8 @@ class LeaderState:
         if self.held or not self._members.ready:
             return
         hellos = [n.joined for n in self._members if n.joined]
-        self.generation += 1
+        # Newer than what any of them has obeyed, in this epoch too: a restored operator may have given it out before.
+        self.generation = 1 + max([self.generation, *(h.generation for h in hellos if h.epoch == self.epoch)])
         self._current = Generation(self.config, (self.epoch, self.generation), now)
         self._members.started(self._current.order)
         self.ranks_started_at = None

@@ -182,6 +182,7 @@ class LeaderServer:
         if isinstance(command, Dial):
             self._links.dial(command.index, command.address)
         elif isinstance(command, HangUp):
+            self._links.fence(command.index)
             self._links.drop(command.index)
             self._daemons.lost(command.index)
         elif isinstance(command, StartRanks):

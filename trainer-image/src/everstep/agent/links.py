@@ -54,6 +54,7 @@ class Links:
         self._token = token
         self._listener = listener
         self._channels: dict[int, Channel] = {}
+        self._incarnations: dict[int, str] = {}  # of the newest agent at each index
         self._dials: dict[int, asyncio.Task[None]] = {}
         self._slots = asyncio.Semaphore(DIALS_AT_ONCE)
 
@@ -85,6 +86,10 @@ class Links:
             task.cancel()
         if address:
             self._dials[index] = self._listener.keep(self._dial(index, address))
+
+    def fence(self, index: int) -> None:
+        """Tell a node that is about to be dropped that its ranks are out of the job: nobody may ever dial it again."""
+        self.send((index,), {"type": "fence"})
 
     def drop(self, index: int) -> None:
         channel = self._channels.pop(index, None)
@@ -132,7 +137,9 @@ class Links:
             try:
                 message = await asyncio.wait_for(link.receive(), HELLO_SECONDS)
                 hello = protocol.Hello.from_json(message)
-                if message["type"] == "hello" and hello.index == index and protocol.is_address(hello.address):
+                possible = hello.epoch <= config.epoch and hello.generation <= protocol.MAX_KNOWN_GENERATION
+                fits = message["type"] == "hello" and hello.index == index and protocol.is_address(hello.address)
+                if fits and possible:
                     return link, hello
             except (LinkClosed, ValueError, RecursionError, asyncio.TimeoutError):
                 pass
@@ -143,8 +150,10 @@ class Links:
             return None
 
     async def _read(self, index: int, link: AgentLink, hello: protocol.Hello) -> None:
+        if self._incarnations.get(index) != hello.incarnation:  # else it has closed its former link itself
+            self.fence(index)
         self.drop(index)
-        self._channels[index] = link
+        self._channels[index], self._incarnations[index] = link, hello.incarnation
         self._listener.joined(hello)
         try:
             while True:

@@ -25,9 +25,10 @@ _PIPE = 1024 * 1024
 _TAIL_BYTES = 32 * 1024
 _QUIET = 2.0  # seconds after which an unfinished line (a progress bar) is shown as it stands
 _F_SETPIPE_SZ = 1031  # fcntl.F_SETPIPE_SZ exists since Python 3.10 only
-
-# `ValueError: boom`, `torch.cuda.OutOfMemoryError: …`, `KeyboardInterrupt`
-_EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception|Interrupt|Exit|Warning|Failure|Timeout|[A-Z]\w*)(?:: .*)?$")
+# ECMA-48: control sequences (colours), operating system commands (titles, links), and what else moves a cursor or rings
+_CONTROL = re.compile(
+    r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\x00-\x08\x0e-\x1f\x7f\x80-\x9f]"
+)
 
 
 class LogSink:
@@ -99,7 +100,7 @@ class LogStream:
         self._partial = b""
         self._tail = b""
         self._dropped = 0
-        self._heard = 0.0
+        self.heard = 0.0  # the loop's time when something was last read
         self._flush_timer: asyncio.TimerHandle | None = None
         self._fd, self.inner = os.pipe()  # `inner` is for the child; call `opened` once it has it
         with contextlib.suppress(OSError):  # more than a user's share of pipe memory: the default will do
@@ -122,7 +123,7 @@ class LogStream:
         self._flush_partial()
 
     def tail(self) -> list[str]:
-        lines = (self._tail + self._partial).decode(errors="replace").splitlines()
+        lines = drop_control_codes((self._tail + self._partial).decode(errors="replace")).splitlines()
         return [line[:TAIL_COLUMNS] for line in lines if line.strip()][-TAIL_LINES:]
 
     def close(self) -> None:
@@ -142,7 +143,6 @@ class LogStream:
         for _ in range(_READS_PER_WAKE):
             if not self._read():
                 break
-        self._heard = self._loop.time()
         if self._partial and self._flush_timer is None:
             self._flush_timer = self._loop.call_later(_QUIET, self._quiet)
 
@@ -150,7 +150,7 @@ class LogStream:
         """Forward an unfinished line once its pipe was silent all the while: a busy one ends in the middle of a line at
         almost any time. (One timer that looks again costs less than a new one at every read.)"""
         self._flush_timer = None
-        wait = self._heard + _QUIET - self._loop.time()
+        wait = self.heard + _QUIET - self._loop.time()
         if wait <= 0:
             self._flush_partial()
         elif self._partial:
@@ -178,6 +178,7 @@ class LogStream:
         self._close()
 
     def _feed(self, data: bytes) -> None:
+        self.heard = self._loop.time()
         data = self._partial + data
         first = data.find(b"\n")
         if first > MAX_LINE_BYTES or (first < 0 and len(data) > MAX_LINE_BYTES):
@@ -235,29 +236,21 @@ class ProcessOutput:
         self.stderr.drain()
         return tuple(self.stderr.tail() or self.stdout.tail())
 
+    @property
+    def pause(self) -> float:
+        """Return the seconds since it last wrote what `tail` returns."""
+        stream = self.stderr if self.stderr.tail() else self.stdout
+        return asyncio.get_running_loop().time() - stream.heard
+
     def close(self) -> None:
         self.stdout.close()
         self.stderr.close()
 
 
-def find_cause(tail: tuple[str, ...], ending: str) -> str:
-    """Return the best single line about why a process ended: the exception of its last traceback, else `ending`."""
-    for index in range(len(tail) - 1, -1, -1):
-        if tail[index].startswith("Traceback (most recent call last)"):
-            for line in tail[index + 1 :]:
-                if not line.startswith((" ", "\t")):
-                    return line.strip()
-            break
-    else:
-        # The traceback's head may have scrolled out: its frames and the line after them have not.
-        for index in range(len(tail) - 1, 0, -1):
-            if tail[index - 1].startswith("    ") and _EXCEPTION.match(tail[index]) and _has_frame(tail[:index]):
-                return tail[index].strip()
-    return ending
-
-
-def _has_frame(lines: tuple[str, ...]) -> bool:
-    return any(line.startswith('  File "') for line in lines)
+def drop_control_codes(text: str) -> str:
+    """Return `text` without colours and other words to a terminal: it goes into the job's status, and from there onto
+    anybody's screen."""
+    return _CONTROL.sub("", text)
 
 
 def _wait_writable(fd: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import resource
@@ -27,16 +28,26 @@ from .report import log_line
 from .supervision import Supervision
 from .supervisor import Supervisor
 from .tasks import Tasks
+from .threads import in_thread_when_possible
 
 if TYPE_CHECKING:
     from .leading import LeaderServer
 
 MAX_OPEN_FILES = 65536
 
-# With TERM, those that images name as their STOPSIGNAL (web servers QUIT, systemd RTMIN+3): a pod's deletion sends that
-# one instead, and without a handler process 1 would not even notice it until the KILL.
+# With TERM, those that images name as their STOPSIGNAL, or pods as their stopSignal (web servers QUIT, systemd RTMIN+3,
+# scripts that save on USR1): a pod's deletion sends that one instead, and without a handler process 1 would not even
+# notice it until the KILL. Ranks get TERM, whichever it was: those of other pods hear of no other.
 _RTMIN_3 = 37  # as container runtimes count; signal.SIGRTMIN is one more with musl
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT, _RTMIN_3)
+STOP_SIGNALS = (
+    signal.SIGTERM,
+    signal.SIGINT,
+    signal.SIGQUIT,
+    signal.SIGHUP,
+    signal.SIGUSR1,
+    signal.SIGUSR2,
+    _RTMIN_3,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,6 +160,8 @@ class _Agent:
         server = HttpServer(self._token, routes, read_boottime)
         await server.start("::" if ":" in config.pod_ip else "0.0.0.0", config.port)  # noqa: S104 - the pod's own
         for signum in STOP_SIGNALS:
+            if signum == signal.SIGHUP and signal.getsignal(signum) == signal.SIG_IGN:
+                continue  # a laptop's nohup
             loop.add_signal_handler(signum, self._handle_stop_signal, node, tasks)
         log_line(f"agent {config.index} of {config.num_nodes} for job {config.name}, epoch {config.epoch}")
         if leading is not None:
@@ -163,7 +176,7 @@ class _Agent:
             tasks.start(watch_gpus(processes.gpus, node.gpus))
         ended = await node.ended
         await node.finish(ended.result)
-        self._write_termination_message(node, leading, ended)
+        await self._leave_last_words(node, leading, ended)
         if leading is not None:
             await leading.linger()
             leading.close()
@@ -175,7 +188,7 @@ class _Agent:
         report.route_log_lines(None)
         await processes.close()
 
-    def _write_termination_message(self, node: NodeAgent, leading: LeaderServer | None, ended: AgentExit) -> None:
+    async def _leave_last_words(self, node: NodeAgent, leading: LeaderServer | None, ended: AgentExit) -> None:
         word: dict[str, Any] = node.termination_message(ended)
         if leading is not None:
             # For an operator that was away: what the job's restarts were, and how far it came, before nobody can be
@@ -193,7 +206,10 @@ class _Agent:
             )
         report.write_termination_message(self._place.termination_log, word)
         if ended.result == FAILED:
-            report.write_failure_file(self._place.ml / "output", str(word["message"]), tuple(word["logTail"]))
+            output, message, tail = self._place.ml / "output", str(word["message"]), tuple(word["logTail"])
+            writing = in_thread_when_possible(lambda: report.write_failure_file(output, message, tail), "failure-file")
+            with contextlib.suppress(asyncio.TimeoutError):  # a volume that hangs must not keep the pod from ending
+                await asyncio.wait_for(writing, report.FAILURE_FILE_SECONDS)
 
     def _handle_stop_signal(self, node: NodeAgent, tasks: Tasks) -> None:
         """The signal of a pod that is deleted, or Ctrl-C; who repeats it on a laptop is in a hurry."""

@@ -84,7 +84,7 @@ class NodeAgent:
         self._suspensions = SuspendDetector(clock, lease_clock)
         self._fence = FenceFile(place.scratch / "fence.json")
         self._fenced = False
-        self._given_up = (0, 0)  # (epoch, generation) of the ranks that strict fencing has stopped
+        self._given_up = (0, 0)  # (epoch, generation) of the ranks that were stopped for want of a lease or a place
         self._channel: Channel | None = None
         self._heard = 0.0
         self._started: set[int] = set()
@@ -193,6 +193,8 @@ class NodeAgent:
             # A leader may stop what an older one started, but a late word must not stop a newer generation.
             if (self.epoch, int(message["generation"])) >= self.order:
                 self.stop(float(message["graceSeconds"]))
+        elif kind == "fence":
+            self._withdraw()
         elif kind == "end":
             self._end(AgentExit(str(message["result"]), int(message["exitCode"]), str(message["message"])))
         elif kind == "spawn":
@@ -215,7 +217,7 @@ class NodeAgent:
 
     async def _run_start(self, layout: GenerationLayout) -> None:
         try:
-            self._fence.write(*self.order, fenced=self._fenced)
+            self._fence.write(*self.order, fenced=self._fenced or self._given_up == self.order)
             await self.processes.start(layout)
         except asyncio.CancelledError:
             raise
@@ -343,8 +345,8 @@ class NodeAgent:
             looked = now
             self._look_at_lease()
             channel = self._channel
-            if isinstance(channel, AgentLink) and now - self._heard > self.config.silence:
-                log_line(f"lost the leader: silent for {self.config.silence:g} s")
+            if isinstance(channel, AgentLink) and now - self._heard > self.config.leader_silence:
+                log_line(f"lost the leader: silent for {self.config.leader_silence:g} s")
                 self._channel = None
                 channel.close()
             elif channel is not None and now >= beat_at:
@@ -371,14 +373,29 @@ class NodeAgent:
             if expired:
                 log_line(f"no word from the leader for {self.config.fence_timeout:g} s: fenced ({self.config.fencing})")
             # A token given back to ranks that are being stopped would do no harm, but nor would it help them.
-            try:
-                self._fence.write(*self.order, fenced=expired or self._given_up == self.order)
-            except OSError as error:
-                self.stop(0.0)  # what they would publish in a grace, nothing might keep from being published
-                self.give_up(f"the fencing token cannot be written: {explain_fault(error)}")
+            if not self._write_fence(expired or self._given_up == self.order):
                 return
         if stops:
             self.stop(self.config.restart_grace)
+
+    def _withdraw(self) -> None:
+        """Fence and stop the ranks: the leader has given this node's place to another agent, or has lost it."""
+        if self._clean or self._given_up == self.order:
+            return
+        log_line("the leader goes on without this node's ranks: fenced")
+        self._given_up = self.order
+        if self._write_fence(True):
+            self.stop(self.config.restart_grace)
+
+    def _write_fence(self, fenced: bool) -> bool:
+        """Return whether that was possible; if not, this node has given up."""
+        try:
+            self._fence.write(*self.order, fenced=fenced)
+        except OSError as error:
+            self.stop(0.0)  # what they would publish in a grace, nothing might keep from being published
+            self.give_up(f"the fencing token cannot be written: {explain_fault(error)}")
+            return False
+        return True
 
     # ---- reports
 

@@ -16,7 +16,7 @@ from typing import Callable
 from .threads import in_thread_if_possible
 
 _SHELLS = frozenset(("sh", "bash", "dash", "ash", "busybox", "zsh", "ksh"))
-_MAX_ENDED = 4096  # PIDs that are remembered; a node hardly runs more processes at a time
+_MAX_SEEN = 4096  # PIDs that are remembered; a node hardly runs more processes at a time
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
@@ -57,7 +57,7 @@ class ChildProcesses:
         self._owns_pod = owns_pod and os.getpid() == 1  # kill(-1) from any other PID would end the machine's session
         self._has_guests = False  # another container of the pod shows its processes here, as `kubectl debug --target`
         self._children: dict[int, ChildProcess] = {}
-        self._ended: dict[int, None] = {}  # PIDs of those that were reaped or killed; oldest first
+        self._seen: dict[int, None] = {}  # PIDs of those that were seen, reaped or killed here; oldest first
         self._prctl = None if self._owns_pod else _load_prctl()
         if self._prctl is not None:
             # Orphans of the ranks become ours instead of init's, else a daemonised one could never be found again.
@@ -210,18 +210,23 @@ class ChildProcesses:
         ours."""
         return {pid for pid in pids if (_read_stat(pid) or ("", "Z", 0))[1] not in ("Z", "X")}
 
-    def forget_ended(self) -> None:
+    def forget_seen(self) -> None:
         """Start to remember anew: PIDs are used again."""
-        self._ended = {}
+        self._seen = {}
 
-    def has_ended(self, pid: int) -> bool:
-        """Tell whether a process with this PID was reaped or killed here."""
-        return pid in self._ended
+    async def note_living(self) -> None:
+        """Remember the processes that run now: what a launcher starts and reaps itself is never seen to end here."""
+        for pid in await in_thread_if_possible(self._others, "look-at-processes"):
+            self._remember(pid)
+
+    def has_run_here(self, pid: int) -> bool:
+        """Tell whether a process with this PID was seen, reaped or killed here."""
+        return pid in self._seen
 
     def _remember(self, pid: int) -> None:
-        self._ended[pid] = None
-        if len(self._ended) > _MAX_ENDED:
-            del self._ended[next(iter(self._ended))]
+        self._seen[pid] = None
+        if len(self._seen) > _MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
 
     def kill_group(self, process: ChildProcess) -> None:
         """Send KILL, at once, to the process and those of its group."""

@@ -14,6 +14,7 @@ TAIL_CHARS = 400
 MAX_GPUS = 64  # of a node; eight devices cut into seven slices each are 56
 TAILS_PER_REPORT = 8  # a node may have a hundred ranks, and all of them may fail: the first ones tell why
 WORDS_PER_REPORT = 640 * 1024  # bytes of messages and tails, encoded; a frame has room for 2,000 exits beside them
+MAX_KNOWN_GENERATION = 999_000_000  # a leader goes on after it, and its ids have nine digits at most
 MAX_INTEGER = 2**53  # JSON readers keep no more
 RANKS_PER_BEAT = 32  # each may have 32 metrics with long names, which together are a third of a frame
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
-from . import causes, faults, logs, oom, report
+from . import causes, faults, logs, oom, report, tracebacks
 from .events import Event, RankExited, RankProgressed, RankStarted
 from .processes import ChildProcess, ChildProcesses
 from .progress import ProgressReader, ProgressUpdate
@@ -28,7 +29,8 @@ class RankContext:
     emit: Callable[[Event], None]
     memory_counter: Path | None
     kills_before: int | None  # OOM kills when the generation began
-    failure_file: Path  # where a program may say why it failed; absent when the generation began
+    failure_file: report.FailureFile  # where a program may say why it failed; absent when the generation began
+    start_task: Callable[[Coroutine[Any, Any, None]], asyncio.Task[None]]
 
 
 class Rank:
@@ -57,6 +59,7 @@ class Rank:
         self._node = node
         self._on_exit = on_exit
         self._tag = tag
+        self._ending: asyncio.Task[None] | None = None
         self._output = logs.ProcessOutput(node.stdout, node.stderr, tag)
         self._intake = ProgressReader(fifo, self._progress, self._say)
         try:
@@ -85,6 +88,11 @@ class Rank:
         if self.process is not None:
             self._node.processes.kill_group(self.process)
 
+    async def reported(self) -> None:
+        """Wait until the end of a process that has ended is reported."""
+        if self._ending is not None:
+            await asyncio.wait([self._ending])
+
     def close(self) -> None:
         self._intake.close()
         self._output.close()
@@ -98,14 +106,21 @@ class Rank:
         if killed:
             message = f"{message} (out of memory)"
         if code != 0 and not (killed and signum == _KILL):
-            message = logs.find_cause(tail, message)
+            message = tracebacks.explain_exit(tail, message, code, signum, self._output.pause)
             if killed and "out of memory" not in message:
                 message = f"{message} (out of memory)"
-        if code != 0:
-            said = report.read_failure_file(self._node.failure_file)
-            # The node's ranks share the file: who lost a peer may write before the peer's own end is seen.
-            if message == ending or causes.names_lost_peer(message) or not causes.names_lost_peer(said):
-                message = said or message
+        if code == 0:
+            self._end(code, signum, message, tail, killed)
+        else:
+            self._ending = self._node.start_task(self._end_with_own_words(code, signum, message, ending, tail, killed))
+
+    async def _end_with_own_words(
+        self, code: int, signum: int | None, message: str, ending: str, tail: tuple[str, ...], killed: bool
+    ) -> None:
+        said = await self._node.failure_file.read()
+        # The node's ranks share the file: who lost a peer may write before the peer's own end is seen.
+        if message == ending or causes.names_lost_peer(message) or not causes.names_lost_peer(said):
+            message = said or message
         self._end(code, signum, message, tail, killed)
 
     def _end(self, code: int, signum: int | None, message: str, tail: tuple[str, ...], killed: bool = False) -> None:

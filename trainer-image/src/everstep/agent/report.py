@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from pathlib import Path
 from typing import Any, Callable
 
+from .logs import drop_control_codes
 from .protocol import bounded_tail
+from .threads import in_thread_when_possible
 
 MAX_TERMINATION_BYTES = 4096
 MAX_FAILURE_CHARS = 1024  # what SageMaker shows of /opt/ml/output/failure
+FAILURE_FILE_SECONDS = 2.0  # seconds for what takes milliseconds, unless its volume hangs
 CANNOT_RUN = 120
 
 
@@ -94,6 +98,29 @@ def read_failure_file(path: Path) -> str:
         if not path.is_file():  # to open a pipe is to wait for a writer
             return ""
         with path.open("rb") as file:
-            return file.read(4 * MAX_FAILURE_CHARS).decode(errors="replace")[:MAX_FAILURE_CHARS].strip()
+            text = drop_control_codes(file.read(4 * MAX_FAILURE_CHARS).decode(errors="replace"))
+            return text[:MAX_FAILURE_CHARS].strip()
     except OSError:
         return ""
+
+
+class FailureFile:
+    """A reader of the failure file of one generation. The file may be on a network volume of the user's: one that hangs
+    must stop neither heartbeats nor the report of an exit."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._hangs = False  # ranks often fail together: one of them has waited for all
+
+    async def read(self) -> str:
+        """Return what `read_failure_file` does; nothing where the volume does not answer in time."""
+        if self._hangs:
+            return ""
+        try:
+            reading = in_thread_when_possible(lambda: read_failure_file(self._path), "failure-file")
+            return await asyncio.wait_for(reading, FAILURE_FILE_SECONDS)
+        except asyncio.TimeoutError:
+            if not self._hangs:
+                log_line(f"cannot read {self._path}: its volume did not answer within {FAILURE_FILE_SECONDS:g} s")
+            self._hangs = True
+            return ""

@@ -67,6 +67,7 @@ CLEAN_TIMEOUT_SECONDS = 30.0  # seconds from the first KILL until the node is ca
 _USERS_VOLUME = frozenset(
     (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 )
+NOTE_SECONDS = 5.0  # seconds between two looks at what runs, where it may use GPUs
 OTHERS_TIMEOUT = 5.0  # seconds for processes on a GPU of which nobody can say whose they are
 _FLUSH_TIMEOUT_SECONDS = 2.0  # seconds for the last lines, when nobody may be reading them
 
@@ -85,6 +86,7 @@ class Supervisor:
         self._processes = ChildProcesses(place.owns_pod)
         self._stdout, self._stderr = logs.LogSink(1), logs.LogSink(2)
         self._base = environment.build_base_environment(os.environ, place.scratch)
+        self._command = tuple(environment.expand_references(word, self._base) for word in config.command)
         self._gpus = gpu.count_gpus(os.environ)
         self._memory_counter = oom.find_oom_counter()
         self._daemons = Daemons(self._processes, emit)
@@ -95,6 +97,7 @@ class Supervisor:
         self._session: mpi.MpiSession | None = None
         self._contract: dict[str, str] = {}
         self._others: set[int] = set()  # PIDs on the GPUs that are none of ours
+        self._noting: asyncio.Task[None] | None = None
         self._clearing: asyncio.Task[str | None] | None = None
         self._heard: set[int] | None = None  # who got the TERM of the stop that is going on
         # A daemon's `spawn` may overtake a `start` that waits for `mpirun --version`, and must not meet half a `stop`.
@@ -109,7 +112,7 @@ class Supervisor:
         async with self._turn:
             config = self._config
             self._layout = layout
-            self._processes.forget_ended()
+            self._processes.forget_seen()
             failure_file, self._contract = await in_thread_if_possible(lambda: self._prepare(layout), "prepare")
             self._node = RankContext(
                 generation=layout.generation,
@@ -119,8 +122,11 @@ class Supervisor:
                 emit=self._emit,
                 memory_counter=self._memory_counter,
                 kills_before=oom.count_oom_kills(self._memory_counter),
-                failure_file=failure_file,
+                failure_file=report.FailureFile(failure_file),
+                start_task=self._tasks.start,
             )
+            if self._gpus and self._noting is None:
+                self._noting = self._tasks.start(self._note_processes())
             if config.mpi:
                 from .launch import mpi  # only here: a zipapp's modules are compiled at every start
 
@@ -128,7 +134,7 @@ class Supervisor:
                     layout, self._place.scratch, self._place.agent, self._mpi_hooks()
                 )
                 if layout.node_index == 0:
-                    await session.launch(config.command, config.distribution_options, {**self._base, **self._contract})
+                    await session.launch(self._command, config.distribution_options, {**self._base, **self._contract})
                 return
             launcher: Launcher = none if config.distribution == "none" else torch
             for place in launcher.place_ranks(layout):
@@ -146,7 +152,7 @@ class Supervisor:
                         rank=place.rank,
                         local_rank=place.local_rank,
                         tag=_rank_tag(place.rank, place.world_size),
-                        argv=config.command,
+                        argv=self._command,
                         env=drop_unusable_variables(env),
                         fifo=self._fifo(place.local_rank),
                     )
@@ -159,10 +165,15 @@ class Supervisor:
         async with self._turn:
             if self._session is not None:
                 self._session.quiet()
+            if self._noting is not None:
+                self._noting.cancel()
+                self._noting = None
+                await self._processes.note_living()
             await self._end_ranks(grace)
             deadline = time.monotonic() + CLEAN_TIMEOUT_SECONDS
             left = await self._processes.kill_all(deadline)
             for rank in self._ranks:
+                await rank.reported()
                 rank.close()
             self._ranks = []
             self._daemons.close()
@@ -241,6 +252,12 @@ class Supervisor:
         done, _ = await asyncio.wait([self._clearing], timeout=max(0.0, deadline - time.monotonic()))
         return self._clearing.result() if done else f"{self._place.shm} is still being emptied"
 
+    async def _note_processes(self) -> None:
+        """Note what runs, until a stop: nobody is told of it when a launcher's own children come and go."""
+        while True:
+            await asyncio.sleep(NOTE_SECONDS)
+            await self._processes.note_living()
+
     async def _wait_for_gpus(self, deadline: float) -> str | None:
         """Wait until the driver has torn the contexts of killed processes down: seconds, with much memory.
 
@@ -256,7 +273,7 @@ class Supervisor:
                 left = str(error)
             else:
                 strangers = self._processes.living(found)
-                ours = [pid for pid in found if self._processes.has_ended(pid) and pid not in strangers]
+                ours = [pid for pid in found if self._processes.has_run_here(pid) and pid not in strangers]
                 self._others &= set(found)
                 unknown = set(found) - strangers - set(ours) - self._others
                 if unknown and time.monotonic() > min(deadline, began + OTHERS_TIMEOUT):
@@ -286,7 +303,7 @@ class Supervisor:
             num_nodes=layout.nodes,
             node_index=layout.node_index,
             instance_type=config.instance_type,
-            command=config.command,
+            command=self._command,
             num_cpus=environment.count_cpus(),
             num_gpus=self._gpus,
             network_interface=environment.find_interface(address) or "eth0",
