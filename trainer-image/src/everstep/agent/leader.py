@@ -182,7 +182,7 @@ class LeaderState:
         node.leaving = True
         self._changed()
         self._fail(
-            now, causes.GenerationFailure(now, protocol.LEAVING, index, f"pod {node.joined.pod_uid} was told to stop")
+            now, causes.GenerationFailure(now, protocol.LEAVING, index, f"the pod of node {index} was told to stop")
         )
         self._advance(now)
 
