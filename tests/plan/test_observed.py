@@ -136,3 +136,11 @@ def test_a_last_word_that_a_program_made_up_is_harmless() -> None:
 def test_an_empty_pod_is_nobodys() -> None:
     pod = parse_pod({})
     assert (pod.index, pod.epoch, pod.owner) == (-1, -1, "")
+
+
+def test_finalizers_count_once_a_pod_is_deleted() -> None:
+    pod = raw()
+    pod["metadata"]["finalizers"] = ["example.com/hold", "example.com/log"]
+    assert parse_pod(pod).finalizers == ""
+    pod["metadata"]["deletionTimestamp"] = AT
+    assert parse_pod(pod).finalizers == "example.com/hold, example.com/log"

@@ -125,3 +125,19 @@ def test_a_pod_that_somebody_deleted_was_deleted_also_when_its_agent_has_left() 
     left = dataclasses.replace(pod, ended=ContainerEnd(143, 15, "Error", "", None, TerminationMessage("left")))
     assert explain_loss(dataclasses.replace(left, deleting_since=1.0)) is Reason.POD_DELETED
     assert explain_loss(left) is Reason.POD_LOST, "the agent itself failed"
+
+
+def test_a_pod_that_a_finalizer_keeps_is_named_with_it() -> None:
+    world = World(job().nodes(2).build()).run("Running")
+    world.delete(1)
+    world.kill(1)
+    world.pods["digits-1"] = dataclasses.replace(world.pods["digits-1"], finalizers="example.com/hold")
+    for _ in range(5):
+        world.now += 10
+        world.reconcile()
+    assert world.phase == "Restarting"
+    said = world.status.conditions[0].message
+    assert said == "pod digits-1 has ended and cannot be replaced before its finalizers are gone: example.com/hold"
+    world.vanish(1)
+    world.run("Running")
+    assert "finalizers" not in world.status.conditions[0].message

@@ -277,6 +277,11 @@ def _are_ranks_running(s: PlanContext) -> bool:
 
 
 def _explain_restart(s: PlanContext, account: RestartBudget) -> tuple[Reason, str]:
+    kept = next((p for p in s.current.values() if p.finalizers and p.deleting and p.ended is not None), None)
+    if kept is not None:
+        # Whose it is acts within a moment, or needs to be told: no other pod can have the name.
+        message = f"pod {kept.name} has ended and cannot be replaced before its finalizers are gone: {kept.finalizers}"
+        return replace.explain_loss(kept), message
     if account.last_failure is not None:
         return parse_reason(account.last_failure.reason), account.last_failure.message
     if s.phase is Phase.RESTARTING and s.open is not None:

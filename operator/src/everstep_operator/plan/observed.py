@@ -91,6 +91,7 @@ class PodView:
     gone_since: float | None = None  # when its node was found to be removed from the cluster (`Observation.ours`)
     token_secret: str = ""  # name of the Secret that it mounts as its token
     listed: bool = True  # it has the label by which pods are listed and watched
+    finalizers: str = ""  # of a pod that is being deleted: they keep it, and its name, after all of it has ended
 
     @property
     def scheduled(self) -> bool:
@@ -277,6 +278,9 @@ def parse_pod(raw: Mapping[str, Any]) -> PodView:
         disruption=clip_text(disruption.get("reason"), 128) if disruption.get("status") == "True" else None,
         token_secret=token_secret_name(spec),
         listed=LABEL_JOB in labels,
+        finalizers=clip_text(", ".join(map(str, meta.get("finalizers") or ())))
+        if meta.get("deletionTimestamp")
+        else "",
     )
 
 
