@@ -115,6 +115,7 @@ def load(
         A dictionary by the objects' names, with attributes `step`, `key`, `created`, `metadata`, `fell_back`.
 
     Raises:
+        TypeError: `cast` is no type of torch, or the like of it.
         NoSuchStep: There is none of this step; it lists those that there are.
         NoGoodCheckpoint: There are some, and none of them is good.
         CheckpointError: There is none at all, or nothing in it is called as `only` says.
@@ -207,6 +208,7 @@ def load_into(
     """
     if not objects:
         raise CheckpointError("load_into what? Name the objects as they were saved: load_into(uri, model=model)")
+    casts = Casts(cast)
     check_threads(threads)
     check_wanted(step)
     began = time.monotonic()
@@ -220,7 +222,7 @@ def load_into(
 
         def prepare() -> tuple[Manifest, ObjectFilling]:
             renamed = rename_manifest(manifest, rename)
-            return renamed, ObjectFilling(renamed, objects, Casts(cast), allow_pickle=allow_pickle, strict=strict)
+            return renamed, ObjectFilling(renamed, objects, casts, allow_pickle=allow_pickle, strict=strict)
 
         prepared: tuple[Manifest, ObjectFilling] = source.run(prepare)
         renamed, filling = prepared
@@ -253,7 +255,7 @@ def load_into(
 
     try:
         wanted = step if step is None or isinstance(step, Key) else operator.index(step)
-        ranks.check_options(RestoreOptions(wanted, strict, rename, Casts(cast), allow_pickle))
+        ranks.check_options(RestoreOptions(wanted, strict, rename, casts, allow_pickle))
         restored, _, bad = _first_good(uri, options, step, read, ranks)
     finally:
         ranks.close()
