@@ -29,6 +29,7 @@ from everstep.checkpoint.casting import Cast, Casts
 from everstep.checkpoint.descriptions import is_description, object_of
 from everstep.checkpoint.errors import CheckpointError, Damaged, Removed, StoreError
 from everstep.checkpoint.format import Manifest
+from everstep.checkpoint.inference_mode import making_normal_tensors
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.leases import ReadLease, hold_read_lease, telling_removed
 from everstep.checkpoint.load_ranks import LoadingRanks, find_ranks
@@ -75,6 +76,7 @@ class LoadedCheckpoint(dict[str, Any]):
         self.fell_back = dict(fell_back)
 
 
+@making_normal_tensors
 def load(
     uri: str | os.PathLike[str],
     *,
@@ -160,6 +162,7 @@ def load(
     return LoadedCheckpoint(objects, manifest, bad)
 
 
+@making_normal_tensors
 def load_into(
     uri: str | os.PathLike[str],
     *,
