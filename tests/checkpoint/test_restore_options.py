@@ -235,3 +235,30 @@ def test_an_optimizer_without_state_gets_it_in_the_type_of_its_parameters(
             assert torch.equal(ours[name], given[name].to(new))
     other(torch.ones(2, 5, dtype=new)).sum().backward()
     fresh_one.step()
+
+
+@pytest.mark.parametrize(
+    ("cast", "said"),
+    [
+        ("bf16", r"not 'bf16': give torch\.bfloat16"),
+        ("bfloat16", r"not 'bfloat16': give torch\.bfloat16"),
+        ("torch.bfloat16", r"not 'torch\.bfloat16': give torch\.bfloat16"),
+        ("half precision", "not 'half precision'$"),
+        ({"model.*": torch.bfloat16}, r"not 'model\.\*' in a mapping"),
+        ({torch.float32: "bf16"}, r"not 'bf16' in a mapping: give torch\.bfloat16"),
+        ({torch.float32: None}, "not None in a mapping"),
+        (float, "not <class 'float'>"),
+        (1, "not 1$"),
+    ],
+)
+def test_a_cast_that_is_no_type_is_refused_with_what_is_meant(cast: Any, said: str, tmp_path: Path) -> None:
+    run(tmp_path, 10)
+    store, model = str(tmp_path / "store"), Model()
+    accepted = r"cast= is True, a type of torch, or a mapping .*as cast=torch\.bfloat16.*"
+    with pytest.raises(TypeError, match=accepted + said):
+        everstep.load(store, cast=cast)
+    with pytest.raises(TypeError, match=accepted + said):
+        everstep.load_into(store, model=model, cast=cast)
+    with session(tmp_path) as ckpt, pytest.raises(TypeError, match=accepted + said):
+        ckpt.restore(model=model, cast=cast)
+    assert model.at == 0

@@ -11,8 +11,11 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import everstep  # noqa: E402
+from everstep.checkpoint.best import KeepBest  # noqa: E402
 from everstep.checkpoint.errors import CheckpointError, UnknownFormat  # noqa: E402
+from everstep.checkpoint.pruning import prune_by_hand  # noqa: E402
 from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from everstep.checkpoint.verification import VerifiedCheckpoints, verify_and_mark  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
 from tests.checkpoint.builders import newer  # noqa: E402
 from tests.checkpoint.sessions import Model, session, steps_in  # noqa: E402
@@ -122,6 +125,20 @@ def test_the_best_stay_beside_the_newest(tmp_path: Path) -> None:
     settled(tmp_path, [2, 4, 6, 7])
     save(tmp_path, {8: 0.0625, 9: 0.5}, keep_last=2, keep_best=1, best_mode="max")
     settled(tmp_path, [6, 8, 9])
+
+
+@pytest.mark.parametrize(("mode", "best"), [("min", 2), ("max", 4)])
+def test_a_person_who_prunes_may_keep_the_best_too(mode: Any, best: int, tmp_path: Path) -> None:
+    save(tmp_path, {1: 0.5, 2: 0.125, 3: 0.25, 4: 0.75, 5: None, 6: 0.625}, keep_last=9)
+    store = PosixStore(tmp_path / "store")
+    for each in everstep.list_checkpoints(store):
+        verify_and_mark(store, each.key)  # the best that nobody has verified takes no other's place
+    options: dict[str, Any] = {"keep_last": 1, "keep_best": KeepBest(1, "loss", mode)}
+    planned = prune_by_hand(VerifiedCheckpoints(store), **options, dry_run=True).planned
+    assert [key.step for key in planned] == [step for step in range(1, 6) if step != best]
+    done = prune_by_hand(VerifiedCheckpoints(store), **options).done
+    assert done.removed == planned
+    assert steps_in(tmp_path) == [best, 6]
 
 
 def settled(folder: Path, expected: list[int]) -> None:

@@ -149,6 +149,14 @@ def test_prune_keeps_the_newest_good_one(everstep: Everstep, run: Store, tmp_pat
     assert "nothing is removed" in done.stderr
 
 
+def test_prune_takes_how_many_of_the_best_stay(everstep: Everstep, run: Store) -> None:
+    done = everstep("checkpoint", "prune", "run", "--keep-last", "1", "--keep-best", "1", "--best-mode", "most")
+    assert (done.returncode, "--best-mode is min or max, not most" in done.stderr) == (2, True)
+    options = ["--keep-best", "1", "--best-metric", "accuracy", "--best-mode", "max"]
+    done = everstep("checkpoint", "prune", "run", "--keep-last", "2", *options)
+    assert (done.returncode, done.stdout) == (0, "0.1-10 is removed\n"), "nobody noted this number"
+
+
 def test_prune_believes_no_mark(everstep: Everstep, run: Store, tmp_path: Path) -> None:
     for step in (10, 20, 30):
         verify_and_mark(run, key(step))

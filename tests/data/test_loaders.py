@@ -240,3 +240,32 @@ def train(rank: int, folder: Path, kind: str, workers: int, is_killed: bool = Fa
                 if is_killed and step == KILLED:
                     os.kill(os.getpid(), signal.SIGKILL)
     return seen
+
+
+def test_gradients_that_are_added_up_over_parts_of_a_batch_go_on_bit_for_bit(tmp_path: Path) -> None:
+    straight = add_up_gradients(tmp_path / "straight", STOP)
+    killed = add_up_gradients(tmp_path / "killed", SAVED)
+    assert killed | add_up_gradients(tmp_path / "killed", STOP) == straight
+    assert len(straight) == STOP
+
+
+def add_up_gradients(folder: Path, until: int) -> dict[int, list[str]]:
+    """Train with two backward passes for each step, and return the losses of each step, bit for bit."""
+    torch.manual_seed(7)
+    model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    sampler = Sampler(SIZE, global_batch=BATCH, seed=3, stop=until)
+    losses: dict[int, list[str]] = {}
+    with everstep.checkpointer(folder / "store", memory=folder / "memory", every_steps=SAVED, policy="wait") as ckpt:
+        step = ckpt.restore(model=model, optimizer=optimizer, sampler=sampler).step
+        for batch in DataLoader(Numbers(SIZE), batch_sampler=sampler):
+            losses[step] = []
+            for part in batch[:, :1].float().split(BATCH // 2):
+                loss = model(part).square().mean() / 2
+                loss.backward()
+                losses[step].append(loss.item().hex())
+            optimizer.step()
+            optimizer.zero_grad()
+            step += 1
+            ckpt.step(step)
+    return losses

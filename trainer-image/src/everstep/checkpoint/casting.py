@@ -10,11 +10,20 @@ import torch
 
 Cast: TypeAlias = bool | torch.dtype | Mapping[torch.dtype, torch.dtype] | None
 
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+
 
 def _keeps_meaning(one: torch.dtype, other: torch.dtype) -> bool:
     """Tell whether a cast keeps what the numbers mean: no fraction is cut off, and nothing becomes a truth value."""
     kinds = [(each.is_floating_point, each.is_complex, each is torch.bool) for each in (one, other)]
     return kinds[0] == kinds[1]
+
+
+def _suggest_type(wrong: object) -> str:
+    """Return the type that a text means, as a part of a message; "" where that cannot be told."""
+    name = wrong.removeprefix("torch.") if isinstance(wrong, str) else ""
+    found = getattr(torch, _SHORT.get(name, name), None) if name else None
+    return f": give {found}" if isinstance(found, torch.dtype) else ""
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,24 @@ class Casts:
     the saved type."""
 
     cast: Cast = None
+
+    def __post_init__(self) -> None:
+        """Refuse anything else: a text, or a mapping of names.
+
+        Raises:
+            TypeError: `cast` is none of these.
+        """
+        if self.cast is None or isinstance(self.cast, bool):
+            return
+        given: list[object] = [self.cast]
+        if isinstance(self.cast, Mapping):
+            given = [each for pair in self.cast.items() for each in pair]
+        for wrong in (each for each in given if not isinstance(each, torch.dtype)):
+            within = " in a mapping" if isinstance(self.cast, Mapping) else ""
+            raise TypeError(
+                "cast= is True, a type of torch, or a mapping from saved types to others, as cast=torch.bfloat16 or "
+                f"cast={{torch.float32: torch.bfloat16}}, not {wrong!r}{within}{_suggest_type(wrong)}"
+            )
 
     def allows(self, saved: torch.dtype, here: torch.dtype) -> bool:
         """Tell whether a saved tensor may be cast into one of another type."""

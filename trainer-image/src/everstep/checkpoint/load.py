@@ -29,6 +29,7 @@ from everstep.checkpoint.casting import Cast, Casts
 from everstep.checkpoint.descriptions import is_description, object_of
 from everstep.checkpoint.errors import CheckpointError, Damaged, Removed, StoreError
 from everstep.checkpoint.format import Manifest
+from everstep.checkpoint.inference_mode import making_normal_tensors
 from everstep.checkpoint.keys import Key
 from everstep.checkpoint.leases import ReadLease, hold_read_lease, telling_removed
 from everstep.checkpoint.load_ranks import LoadingRanks, find_ranks
@@ -75,6 +76,7 @@ class LoadedCheckpoint(dict[str, Any]):
         self.fell_back = dict(fell_back)
 
 
+@making_normal_tensors
 def load(
     uri: str | os.PathLike[str],
     *,
@@ -115,6 +117,7 @@ def load(
         A dictionary by the objects' names, with attributes `step`, `key`, `created`, `metadata`, `fell_back`.
 
     Raises:
+        TypeError: `cast` is no type of torch, or the like of it.
         NoSuchStep: There is none of this step; it lists those that there are.
         NoGoodCheckpoint: There are some, and none of them is good.
         CheckpointError: There is none at all, or nothing in it is called as `only` says.
@@ -159,6 +162,7 @@ def load(
     return LoadedCheckpoint(objects, manifest, bad)
 
 
+@making_normal_tensors
 def load_into(
     uri: str | os.PathLike[str],
     *,
@@ -207,6 +211,7 @@ def load_into(
     """
     if not objects:
         raise CheckpointError("load_into what? Name the objects as they were saved: load_into(uri, model=model)")
+    casts = Casts(cast)
     check_threads(threads)
     check_wanted(step)
     began = time.monotonic()
@@ -220,7 +225,7 @@ def load_into(
 
         def prepare() -> tuple[Manifest, ObjectFilling]:
             renamed = rename_manifest(manifest, rename)
-            return renamed, ObjectFilling(renamed, objects, Casts(cast), allow_pickle=allow_pickle, strict=strict)
+            return renamed, ObjectFilling(renamed, objects, casts, allow_pickle=allow_pickle, strict=strict)
 
         prepared: tuple[Manifest, ObjectFilling] = source.run(prepare)
         renamed, filling = prepared
@@ -253,7 +258,7 @@ def load_into(
 
     try:
         wanted = step if step is None or isinstance(step, Key) else operator.index(step)
-        ranks.check_options(RestoreOptions(wanted, strict, rename, Casts(cast), allow_pickle))
+        ranks.check_options(RestoreOptions(wanted, strict, rename, casts, allow_pickle))
         restored, _, bad = _first_good(uri, options, step, read, ranks)
     finally:
         ranks.close()

@@ -76,7 +76,8 @@ def make_save_plan(
     try:
         flat = state()
         pieces = list_boxes(flat, rank)
-        messages = RankMessages(_describe_rank_layout(pieces, rank), _checksum_values(flat, rank) if compare else {})
+        values = _checksum_values(flat, rank) if compare and group is not None else {}
+        messages = RankMessages(_describe_rank_layout(pieces, rank), values)
         head = messages.head()
     except Exception as error:  # the others wait for this rank: it tells them instead
         head = RankMessages.failure(f"rank {rank} cannot save its state: {error}")
@@ -198,10 +199,16 @@ def _ask_first_rank(
     return scatter_bytes(decide(messages) if messages is not None else None, group)
 
 
+def _write_value(value: object) -> str:
+    """Return a packed value as a text that is the same for equal ones. A number's is had without an encoder: a table
+    may have a hundred thousand of them."""
+    return repr(value) if type(value) in (int, bool) else json.dumps(value, sort_keys=True)
+
+
 def _checksum_values(flat: Flat, rank: int) -> dict[str, str]:
     own = f"{RANK}.{rank}."
     sums = {
-        name: xxhash.xxh3_64_hexdigest(json.dumps(value, sort_keys=True).encode())
+        name: xxhash.xxh3_64_hexdigest(_write_value(value).encode())
         for name, value in flat.values.items()
         if not name.startswith(own) and not is_description(name)
     }

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from everstep.checkpoint import leases, retention
+from everstep.checkpoint.best import KeepBest
 from everstep.checkpoint.candidates import OnBytes, list_candidates
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.keys import Key
@@ -63,6 +64,7 @@ def prune_by_hand(
     *,
     keep_last: int,
     keep_every: int | None = None,
+    keep_best: KeepBest | None = None,
     dry_run: bool = False,
     on_bytes: OnBytes = lambda count: None,
 ) -> Pruning:
@@ -72,6 +74,7 @@ def prune_by_hand(
         found: Of a store; what it has verified is held until the end.
         keep_last: How many verified ones stay.
         keep_every: Steps that stay, as multiples of this.
+        keep_best: Which stay beside these for a number in their metadata.
         dry_run: Remove nothing.
         on_bytes: Called with the bytes that were read since, from any thread.
 
@@ -104,8 +107,9 @@ def prune_by_hand(
         held.release_others(verified)
         now = leases.find_time(found.store)
         leased = {key for key, until in leases.list_leases(found.store).values() if until > now}
-        stay = set(keys) - set(retention.plan_retention(keys, leased, verified, keep_last, keep_every))
-        needed = find_needed(stay, found.needs)
+        best = set() if keep_best is None else keep_best.select(found, keys)
+        stay = set(keys) - set(retention.plan_retention(keys, leased | best, verified, keep_last, keep_every))
+        needed = best | find_needed(stay, found.needs)
         if dry_run:
             leased |= needed
             planned = retention.plan_known(found.store, keys, leased, verified, keep_last, keep_every)

@@ -24,6 +24,7 @@ from everstep.checkpoint.claiming import LastSeen
 from everstep.checkpoint.errors import CheckpointError
 from everstep.checkpoint.events import Callback, CheckpointEvent, Events, Metrics
 from everstep.checkpoint.host_group import close_host_group, open_host_group
+from everstep.checkpoint.inference_mode import making_normal_tensors
 from everstep.checkpoint.keys import Attempt, Key, check_deadline, check_step
 from everstep.checkpoint.outcomes import SaveFailed
 from everstep.checkpoint.peers import serve_reads
@@ -154,6 +155,7 @@ class Checkpointer:
     # ---- a script's calls
 
     @one_at_a_time
+    @making_normal_tensors
     def restore(
         self,
         *,

@@ -201,15 +201,22 @@ def prune(
     keep_every: Annotated[
         int | None, typer.Option("--keep-every", min=1, help="Those whose step is a multiple stay too.")
     ] = None,
+    keep_best: Annotated[
+        int | None, typer.Option("--keep-best", min=1, help="So many of the best stay too, by --best-metric.")
+    ] = None,
+    best_metric: Annotated[str, typer.Option("--best-metric", help="A number in the metadata.")] = "loss",
+    best_mode: Annotated[str, typer.Option("--best-mode", help="Which is the best: min or max.")] = "min",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would go.")] = False,
     threads: ThreadsOption = 4,
 ) -> None:
     """Remove old checkpoints and what dead saves left behind.
 
     Only good ones count towards those that stay: all bytes of them are read first, whoever verified them before. What
-    somebody is reading stays too, and so does all that is newer than the last one that stays.
+    somebody is reading stays too, and so does all that is newer than the last one that stays. A store does not know
+    what its run keeps by keep_best=: give --keep-best for that.
     """
 
+    from everstep.checkpoint.best import KeepBest
     from everstep.checkpoint.pruning import prune_by_hand
     from everstep.checkpoint.verification import VerifiedCheckpoints
     from everstep.cli.errors import CliError
@@ -217,6 +224,9 @@ def prune(
     from everstep.cli.terminal import make_stderr, make_stdout
     from everstep.cli.transfer import show_transfer
 
+    if best_mode not in ("min", "max"):
+        raise CliError(f"--best-mode is min or max, not {best_mode}", 2)
+    best = None if keep_best is None else KeepBest(keep_best, best_metric, "min" if best_mode == "min" else "max")
     with translate_errors():
         store = open_named_store(uri)
         list_matching_keys(store, None)
@@ -224,7 +234,12 @@ def prune(
         found = VerifiedCheckpoints(store, mark=not dry_run, believe_marks=False, threads=threads)
         with show_transfer("verify", None) as on_bytes:
             pruning = prune_by_hand(
-                found, keep_last=keep_last, keep_every=keep_every, dry_run=dry_run, on_bytes=on_bytes
+                found,
+                keep_last=keep_last,
+                keep_every=keep_every,
+                keep_best=best,
+                dry_run=dry_run,
+                on_bytes=on_bytes,
             )
     for key, why in found.bad.items():
         make_stderr().print(f"{format_key(key)} is not good: {why}", style="red")

@@ -69,17 +69,16 @@ class EverstepCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightnin
         return str(self._token) if list_candidates(self._published.store) else None
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Write the file as Lightning does, then have it published beside training."""
-        super().save_checkpoint(checkpoint, path, storage_options)
+        """Write the file as Lightning does, and have it published beside training."""
         outgoing = self._folder / ".everstep-outgoing"
         shutil.rmtree(outgoing, ignore_errors=True)
         outgoing.mkdir(parents=True)
         try:
+            super().save_checkpoint(checkpoint, outgoing / _FILE, storage_options)
             try:
-                # The same file under a name of ours: nothing is copied, and nobody writes into it while it is read.
-                (outgoing / _FILE).hardlink_to(path)
-            except OSError:  # `path` is on another file system, or none at all
-                super().save_checkpoint(checkpoint, outgoing / _FILE)
+                _link_in_place_of(outgoing / _FILE, path)
+            except OSError:  # `path` is on another file system, or none at all, or its folder is not there yet
+                super().save_checkpoint(checkpoint, path)
             self._published.publish(outgoing, int(checkpoint["global_step"]))
         finally:
             shutil.rmtree(outgoing, ignore_errors=True)
@@ -104,6 +103,21 @@ class EverstepCheckpointIO(TorchCheckpointIO):  # type: ignore[misc]  # lightnin
     @property
     def _token(self) -> Path:
         return self._folder / ".everstep-restored" / _FILE
+
+
+def _link_in_place_of(ours: Path, path: Any) -> None:
+    """Make `path` the same file as ours, in place of the file that it was: nothing is copied.
+
+    Lightning itself writes into the file that is there, where it is on another file system than temporary files: that
+    may be what an earlier save has left here, and is still being stored.
+    """
+    draft = Path(path).with_name(f".{Path(path).name}.{os.getpid()}")
+    draft.hardlink_to(ours)
+    try:
+        draft.replace(path)
+    except OSError:
+        draft.unlink()
+        raise
 
 
 class Generators(Callback):  # type: ignore[misc]  # lightning is not where types are checked

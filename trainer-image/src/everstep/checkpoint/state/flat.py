@@ -36,6 +36,7 @@ __all__ = [
 
 RANK = "rank"
 
+_NUMBERS = frozenset({int, float, bool, type(None)})
 _LARGEST_UNPLANNED = 16 << 20  # bytes of an array that is saved as a value when it has another size than was planned
 
 
@@ -105,7 +106,9 @@ def flatten_objects(
                 raise CheckpointError(f"{name}: two objects have a state of this name")
             if follows and not is_tensor(leaf):
                 continue
-            if is_bulk(leaf):
+            if type(leaf) in _NUMBERS:
+                values[name] = pack_value(leaf)  # of which a table may have many
+            elif is_bulk(leaf):
                 tensors[name], described = to_tensor(leaf)
                 values[name] = pack_value(described)
                 bulk[name] = leaf

@@ -16,6 +16,7 @@ from typing import Any
 from everstep.checkpoint.values import UnsupportedValue, pack_value, unpack_value
 
 _ESCAPED = re.compile(r"[%./]|^[#\[(]")
+_MAYBE_ESCAPED = re.compile(_ESCAPED.pattern, re.MULTILINE)  # in keys that are joined by line ends
 _PATH = re.compile(r"[%/]|(?:^|\.)(?:[#\[(]|\.|$)")  # where a path of text keys needs an escape
 _ODD = re.compile(r"[.%]|^[#\[(]")  # in a name that is more than one key which is itself
 _ESCAPE = re.compile(r"%([0-9A-F]{2})")
@@ -62,7 +63,7 @@ def walk_leaves(value: Any, is_leaf: Callable[[Any], bool], name: str = "") -> I
         return
     for piece, child in pairs:
         below = f"{name}.{piece}" if name else piece
-        if is_leaf(child):
+        if type(child) in _PLAIN or is_leaf(child):
             yield below, child  # most of a state: a generator for each would take longer than all the rest
         else:
             yield from walk_leaves(child, is_leaf, below)
@@ -72,6 +73,8 @@ def list_children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str,
     """Return the pieces of names and what they stand for, of a container that is entered; else None."""
     if isinstance(value, dict) and value and (type(value) is dict or _holds_leaf(value, is_leaf)):
         if all(type(key) is str for key in value):
+            if not _MAYBE_ESCAPED.search("\n".join(value)) and "" not in value:
+                return list(value.items())  # one look at all keys: a table of a user may have a hundred thousand
             return [(escape_segment(key), child) for key, child in value.items()]
         pieces = [name_key(key) for key in value] if _holds_leaf(value, is_leaf) else [None]
         if None not in pieces:

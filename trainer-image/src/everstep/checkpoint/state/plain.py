@@ -26,12 +26,12 @@ from everstep.checkpoint.state.kinds import (
 )
 from everstep.checkpoint.state.loaded import is_instance
 from everstep.checkpoint.state.loader_samplers import find_epochs, is_loader, set_epochs
+from everstep.checkpoint.state.loaders import begin_loader, check_position
 from everstep.checkpoint.state.memory import fill_overlapping, overlaps_itself
 from everstep.checkpoint.state.nesting import check_nesting
 from everstep.checkpoint.state.structure import KIND, STATEFUL, VALUE, describe_structure
 
 _EPOCHS = "epochs"  # of a loader's samplers
-_TORCHDATA = "torchdata.stateful_dataloader"
 _SCALER = ("torch.amp.grad_scaler", "GradScaler")
 
 
@@ -56,6 +56,8 @@ class StatefulObject:
         return self._inner
 
     def leaves(self) -> Iterator[tuple[str, Any]]:
+        if is_loader(self._inner):
+            check_position(self._inner, self.prefix)
         if self._step is not None and isinstance(self._inner, Stepped):
             state = self._inner.state_at(self._step)
         else:
@@ -86,36 +88,7 @@ class StatefulObject:
         self._inner.load_state_dict(share_objects(state, (saved.description or {}).get("aliases", ())))
         if is_loader(self._inner):
             set_epochs(self._inner, (saved.description or {}).get(_EPOCHS, {}))
-            _begin_loader(self._inner)
-
-
-def _begin_loader(loader: Any) -> None:
-    """Bring a loader to the position that it was given.
-
-    torchdata's takes it in when an iteration begins, and draws a number then; the run that was saved had drawn its own
-    long before. So it begins here, before the random generators come back. To ask for its state is what begins it: the
-    script's own iteration goes on with what that has begun.
-    """
-    loader.state_dict()
-    if _misses_a_draw(loader):
-        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-
-
-def _misses_a_draw(loader: Any) -> bool:
-    """Tell whether a loader has put its generator back to where it shuffled, without the number that it drew after.
-
-    torchdata's does without workers, where it was given one generator for both: it draws the seed of workers, shuffles,
-    and then takes its position in, which shuffles again.
-    """
-    indices: Any = getattr(loader, "_index_sampler", None)
-    shuffling: Any = getattr(indices, "sampler", indices)
-    return (
-        is_instance(loader, _TORCHDATA, "StatefulDataLoader")
-        and is_instance(shuffling, f"{_TORCHDATA}.sampler", "RandomSampler")
-        and loader.num_workers == 0
-        and loader.generator is not None
-        and shuffling.generator is loader.generator
-    )
+            begin_loader(self._inner, self.prefix)
 
 
 class StateValue:

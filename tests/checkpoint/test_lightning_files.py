@@ -1,0 +1,51 @@
+"""What Lightning writes to one path again and again is published as it was at each save."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("lightning")
+
+from everstep.checkpoint import folder  # noqa: E402
+from everstep.checkpoint.candidates import list_candidates  # noqa: E402
+from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+
+def test_a_file_that_is_written_again_while_it_waits_is_stored_as_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from everstep.checkpoint.adapters.lightning import EverstepCheckpointIO
+
+    is_written_again = threading.Event()
+    save_folder = folder.save_folder
+
+    def wait_and_save(*args: Any, **options: Any) -> Any:
+        assert is_written_again.wait(120)
+        return save_folder(*args, **options)
+
+    monkeypatch.setattr(folder, "save_folder", wait_and_save)
+    # What it comes to where `out` is on another file system than temporary files: the file is written in place.
+    monkeypatch.setattr(shutil, "move", shutil.copyfile)
+    ckpt = EverstepCheckpointIO(tmp_path / "store", tmp_path / "out")
+    last = tmp_path / "out" / "last.ckpt"
+    for step in (1, 2, 3):
+        ckpt.save_checkpoint({"global_step": step, "weights": torch.full((1000,), float(step))}, last)
+        assert torch.load(last)["global_step"] == step, "and it is there for others as Lightning leaves it"
+    is_written_again.set()
+    ckpt.teardown()
+    store = PosixStore(tmp_path / "store")
+    keys = list_candidates(store)
+    assert [key.step for key in keys] == [3, 1], "the second gave way to the third"
+    for key in keys:
+        folder.restore_folder(store, tmp_path / str(key.step), step=key)
+        found = torch.load(tmp_path / str(key.step) / "lightning.ckpt")
+        assert (found["global_step"], found["weights"].unique().tolist()) == (key.step, [key.step])
+    assert sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_file()) == ["last.ckpt"]

@@ -1,0 +1,122 @@
+"""A stateful loader over an iterable dataset goes on where it was, or its save is refused where none can tell."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+stateful_dataloader = pytest.importorskip("torchdata.stateful_dataloader")
+
+from torch.utils.data import IterableDataset, get_worker_info  # noqa: E402
+
+import everstep  # noqa: E402
+from everstep.checkpoint.errors import CheckpointError  # noqa: E402
+from everstep.checkpoint.keys import Attempt, Key  # noqa: E402
+from everstep.checkpoint.store.posix import PosixStore  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+SIZE, PER_EPOCH, EPOCHS = 16, 8, 3
+
+
+class InGenerator(IterableDataset):  # type: ignore[misc]  # torch is not where types are checked
+    """Goes back to its first item when a generator begins, unless it was restored: as torchdata's examples do."""
+
+    def __init__(self, *, counts_epochs: bool = False) -> None:
+        self.at, self.epoch = 0, 0
+        self.is_restored = False
+        self.counts_epochs = counts_epochs
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        first, workers = (worker.id, worker.num_workers) if worker else (0, 1)
+        if not self.is_restored:
+            self.at = 0
+        self.is_restored = False
+        self.epoch += self.counts_epochs
+        while self.at < SIZE:
+            self.at += 1
+            if (self.at - 1) % workers == first:
+                yield torch.tensor(self.at - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.epoch, self.is_restored = state["at"], state["epoch"], True
+
+
+class AtItsEnd(InGenerator):
+    """Goes back to its first item when an epoch ends."""
+
+    def __iter__(self) -> Iterator[Any]:
+        self.is_restored = True
+        yield from super().__iter__()
+        self.at = 0
+        self.epoch += 1
+
+
+def make(kind: type[InGenerator], workers: int, is_persistent: bool) -> Any:
+    return stateful_dataloader.StatefulDataLoader(
+        kind(), batch_size=2, num_workers=workers, persistent_workers=is_persistent
+    )
+
+
+def train(loader: Any, batches: int) -> list[list[int]]:
+    """Return this many batches of one epoch after the other; at the end of an epoch its end has been seen."""
+    found: list[list[int]] = []
+    while len(found) < batches:
+        for batch in loader:
+            found.append(batch.tolist())
+            if len(found) == batches and batches % PER_EPOCH:
+                break
+    return found
+
+
+def save_and_resume(loader: Any, resumed: Any, step: int, folder: Path) -> None:
+    key = Key(Attempt(0, 1), step)
+    ranks.save(PosixStore(folder), key, {"loader": everstep.PerRank(loader)})
+    ranks.restore(folder, folder / "memory", {"loader": everstep.PerRank(resumed)})
+
+
+@pytest.mark.parametrize("step", [1, 7, 8, 10, 15, 16])
+@pytest.mark.parametrize(("workers", "is_persistent"), [(0, False), (1, True), (2, False), (2, True)])
+@pytest.mark.parametrize("kind", [InGenerator, AtItsEnd])
+def test_no_batch_is_lost_or_repeated(
+    kind: type[InGenerator], workers: int, is_persistent: bool, step: int, tmp_path: Path
+) -> None:
+    one_epoch = train(make(kind, workers, is_persistent), PER_EPOCH)
+    loader, resumed = (make(kind, workers, is_persistent) for _ in range(2))
+    found = train(loader, step)
+    save_and_resume(loader, resumed, step, tmp_path)
+    for _ in range(EPOCHS - step // PER_EPOCH):
+        found += [batch.tolist() for batch in resumed]
+    assert found == one_epoch * EPOCHS
+
+
+@pytest.mark.parametrize("kind", [InGenerator, AtItsEnd])
+def test_a_save_is_refused_before_each_persistent_worker_has_given_a_batch_of_another_epoch(
+    kind: type[InGenerator], tmp_path: Path
+) -> None:
+    loader = make(kind, 2, True)
+    train(loader, PER_EPOCH + 1)
+    with pytest.raises(CheckpointError, match=r"loader: a worker .*Save when 2 batches or more .*persistent_workers"):
+        ranks.save(PosixStore(tmp_path), Key(Attempt(0, 1), 9), {"loader": everstep.PerRank(loader)})
+
+
+def test_a_dataset_that_counts_an_epoch_twice_is_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def counting() -> Any:
+        return stateful_dataloader.StatefulDataLoader(InGenerator(counts_epochs=True), batch_size=2)
+
+    loader, resumed = counting(), counting()
+    expected = train(loader, PER_EPOCH)
+    with caplog.at_level(logging.WARNING, "everstep.checkpoint"):
+        save_and_resume(loader, resumed, PER_EPOCH, tmp_path)
+    assert "loader: its dataset was saved at the end of an epoch" in caplog.text
+    assert train(resumed, PER_EPOCH) == expected

@@ -1,0 +1,127 @@
+"""Positions of torchdata's StatefulDataLoader: where a restored one begins, and which its state does not tell.
+
+Read with torchdata 0.11, whose own fields are asked for where no call of it tells.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from everstep.checkpoint.errors import CheckpointError
+from everstep.checkpoint.state.kinds import Stateful
+from everstep.checkpoint.state.loaded import is_instance
+
+_log = logging.getLogger("everstep.checkpoint")
+
+_TORCHDATA = "torchdata.stateful_dataloader"
+_NOTHING = object()
+
+
+def check_position(loader: Any, name: str) -> None:
+    """See that a loader's state says where all of its workers are.
+
+    A persistent worker that begins another epoch tells the state of its dataset before anybody has asked for the first
+    item. By then a dataset that goes back to its first item in a generator has not: its state is that of the end of the
+    former epoch, and a worker that is restored from it has nothing to give in this one.
+
+    Args:
+        loader: Any DataLoader.
+        name: What it is called in messages.
+
+    Raises:
+        CheckpointError: A worker has not given a batch in this epoch, and has not the state of its first epoch.
+    """
+    iterator: Any = getattr(loader, "_iterator", None)
+    if not (_is_stateful_loader(loader) and loader.num_workers and loader.persistent_workers and iterator is not None):
+        return
+    # Workers take turns: after as many batches each of them has given one, or has ended.
+    if iterator._finished or iterator._num_yielded >= loader.num_workers or not isinstance(loader.dataset, Stateful):
+        return
+    states = iterator.state_dict()["_snapshot"]["_worker_snapshots"]
+    waiting = [states[f"worker_{worker}"] for worker in range(iterator._num_yielded, loader.num_workers)]
+    first: Any = None
+    for state in waiting:
+        position = state["dataset_state"]
+        if position is None or (state["fetcher_state"] or {}).get("dataset_iter_state") is not None:
+            continue
+        first = loader.dataset.state_dict() if first is None else first
+        if not _is_equal(position, first):
+            raise CheckpointError(
+                f"{name}: a worker of this loader has given no batch in this epoch yet, and its dataset's state_dict() "
+                "may still be that of the end of the epoch before: a resumed run could lose what this worker gives in "
+                f"the epoch. Save when {loader.num_workers} batches or more of the epoch are trained, keep the "
+                "position in an iterator with a state_dict() of its own that the dataset's __iter__() returns, or make "
+                "the loader without persistent_workers=True"
+            )
+
+
+def begin_loader(loader: Any, name: str) -> None:
+    """Bring a loader to the position that it was given.
+
+    torchdata's takes it in when an iteration begins, and draws a number then; the run that was saved had drawn its own
+    long before. So it begins here, before the random generators come back. To ask for its state is what begins it: the
+    script's own iteration goes on with what that has begun.
+
+    Args:
+        loader: Any DataLoader with a state_dict(), that has loaded one.
+        name: What it is called in messages.
+    """
+    state = loader.state_dict()
+    if _misses_a_draw(loader):
+        torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+    if _is_stateful_loader(loader) and not loader.num_workers and loader._iterator._finished:
+        _end_iteration(loader, state, name)
+
+
+def _end_iteration(loader: Any, state: dict[str, Any], name: str) -> None:
+    """Let a dataset that was saved at the end of an epoch come to it, so that the next iteration is a whole one.
+
+    Its generator is what takes the position in; the loader has made one, and would leave it for another.
+    """
+    fetcher: Any = loader._iterator._dataset_fetcher
+    position = state.get("dataset_state")
+    rest: Iterator[Any] | None = getattr(fetcher, "dataset_iter", None)
+    if rest is None or position is None or isinstance(rest, Stateful):
+        return
+    if next(rest, _NOTHING) is not _NOTHING:
+        loader.dataset.load_state_dict(position)  # it had begun the next epoch: back to before its first item
+    elif not _is_equal(loader.dataset.state_dict(), position):
+        _log.warning(
+            "%s: its dataset was saved at the end of an epoch, and to come to that end once more has changed its "
+            "state: where it counts epochs, it has counted one twice. Save within an epoch, or change in __iter__() "
+            "nothing that state_dict() returns before load_state_dict() is taken in",
+            name,
+        )
+
+
+def _misses_a_draw(loader: Any) -> bool:
+    """Tell whether a loader has put its generator back to where it shuffled, without the number that it drew after.
+
+    torchdata's does without workers, where it was given one generator for both: it draws the seed of workers, shuffles,
+    and then takes its position in, which shuffles again.
+    """
+    indices: Any = getattr(loader, "_index_sampler", None)
+    shuffling: Any = getattr(indices, "sampler", indices)
+    return (
+        _is_stateful_loader(loader)
+        and is_instance(shuffling, f"{_TORCHDATA}.sampler", "RandomSampler")
+        and loader.num_workers == 0
+        and loader.generator is not None
+        and shuffling.generator is loader.generator
+    )
+
+
+def _is_stateful_loader(loader: Any) -> bool:
+    return is_instance(loader, _TORCHDATA, "StatefulDataLoader")
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    """Tell whether two states of a dataset are equal; where that cannot be told, as with arrays, they are not."""
+    try:
+        return bool(one == other)
+    except (RuntimeError, TypeError, ValueError):
+        return False
