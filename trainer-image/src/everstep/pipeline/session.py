@@ -25,6 +25,7 @@ from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import FixedAttributes
 from everstep.pipeline.frontend.autocast import autocast_of, refuse_other_autocast
+from everstep.pipeline.frontend.fixed_sizes import FixedSizes
 from everstep.pipeline.frontend.materialise import Seeded, Source, materialise_stages
 from everstep.pipeline.frontend.skeleton import follow_modes, join_skeletons
 from everstep.pipeline.frontend.split import split_model
@@ -237,7 +238,8 @@ def pipeline(
         if heart is not None:
             engine.watch = heart
             heart.follow(lambda: engine.progress, lambda: engine.passes)
-        return Pipeline(engine, own, made, here.grid, arguments, shapes, control, fixed)
+        sizes = found.sizes if isinstance(found, Traced) else FixedSizes()
+        return Pipeline(engine, own, made, here.grid, arguments, shapes, control, fixed, sizes)
 
 
 class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
@@ -258,6 +260,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         shapes: Mapping[str, tuple[int, ...]],
         control: Control,
         fixed: FixedAttributes | None = None,
+        sizes: FixedSizes = FixedSizes(),  # noqa: B008 - it is frozen
     ) -> None:
         super().__init__()
         self.engine, self.plan, self.grid = engine, plan, grid
@@ -272,7 +275,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         # meet this class's attributes, as it would if they were set one by one.
         self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
         self._non_persistent_buffers_set = part._non_persistent_buffers_set
-        self._fixed = fixed
+        self._fixed, self._sizes = fixed, sizes
         if fixed is not None:
             fixed.watch([self, *(stage.module for stage in stages.values())])
 
@@ -402,6 +405,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             try:
                 whole = self._arguments.name(batch)
                 self._arguments.check(whole, self.reads.inputs)
+                self._sizes.check(whole)
                 named = {name: map_tensors(whole[name], bring) for name in self.reads.inputs if name in whole}
             except PipelineError as error:
                 named = error  # told to all, when they agree on the step

@@ -369,6 +369,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             return value
         first = [self.sizes.batch_size] if value.dim() and name not in self.whole else []
         sizes = [self.sizes.symbol(size) for size in value.shape[len(first) :]]
+        for dim, size in enumerate(sizes, len(first)):
+            self.record.symbols[size.node.expr] = name, path, dim
         made = torch.empty(first + sizes, dtype=value.dtype, device=self.device)
         self._refs[id(made)] = Argument(name, path)
         self._keep.append(made)
