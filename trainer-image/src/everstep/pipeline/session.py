@@ -32,6 +32,7 @@ from everstep.pipeline.frontend.split import split_model
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
+from everstep.pipeline.frontend.writes import refuse_writes
 from everstep.pipeline.half import refuse_half_autocast, refuse_half_parameters, refuse_half_regions
 from everstep.pipeline.job import read_job
 from everstep.pipeline.joining import (
@@ -193,12 +194,23 @@ def pipeline(
 
         found = control.all(looked_into)
         weight = options.get("loss_weight")
+
+        def refuse_if_cut(microbatches: int) -> int:
+            number = microbatches * here.grid.replicas
+            if check and number > 1 and isinstance(found, Traced):
+                record = found.record
+                control.all(lambda: refuse_writes(record, number))
+            return number
+
+        refuse_if_cut(asked["microbatches"] or 1)  # before anything is measured, if that is known
         made = make_plan(
             model, found, named, wish, here, stage_of=stage_of, costs=costs, autocast=cast, path=path,
             aim=asked["optimize"] is not None and asked["plan_from"] == "profile",
             loss=lambda output, own: compute_loss(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
             whole=uncut,
         )  # fmt: skip
+
+        times = refuse_if_cut(made.microbatches)
 
         def cut() -> tuple[Plan, Sequence[StageModule], Schedule]:
             parts = split_model(found, made.stage_of)
@@ -211,7 +223,7 @@ def pipeline(
                 lambda: compare_stages(model, found, parts, make_example_microbatch(named, wish, uncut), cast)
             )
         trained = loss
-        if check and made.microbatches * here.grid.replicas > 1:
+        if check and times > 1:
             if targets is None:
                 trained = FirstLook(loss, weight)
             control.first(

@@ -68,6 +68,7 @@ class Call:
     conditions: list[Any] = field(default_factory=list)  # what its own code had to assume of sizes
     other: Template = None  # as in Op
     weights: tuple[str, ...] = ()  # of an opaque call
+    writes: tuple[str, ...] = ()  # those of them that it changes, by their names in the module
 
     @property
     def name(self) -> str:
