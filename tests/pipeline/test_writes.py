@@ -26,6 +26,8 @@ X = torch.linspace(-1.0, 1.0, 6 * 4 * 4).view(6, 4, 4)
 class Writing(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
     """A layer that does something to its own weights or buffers before it uses them."""
 
+    mean: Any
+
     def __init__(self, how: str) -> None:
         super().__init__()
         self.how, self.layer = how, nn.Linear(4, 4)
@@ -98,7 +100,8 @@ def test_what_is_put_together_or_only_read_is_no_write(module: nn.Module) -> Non
 def _asked(rank: int) -> list[str]:
     told = []
     how: dict[str, Any] = {"stage_of": {"2": 1}, "heartbeat": None, "costs": "counted"}
-    for more in ({"microbatches": 3}, {"microbatches": 1}, {"microbatches": 3, "check": False}):
+    asked: list[dict[str, Any]] = [{"microbatches": 3}, {"microbatches": 1}, {"microbatches": 3, "check": False}]
+    for more in asked:
         torch.manual_seed(0)
         try:
             with pipeline(between(Writing("averages")), X, squares, **how, **more) as run:

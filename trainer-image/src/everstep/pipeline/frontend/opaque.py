@@ -62,7 +62,7 @@ def _named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from module.named_buffers()
 
 
-def _was_written(now: torch.Tensor | None, tensor: torch.Tensor, version: int, values: torch.Tensor) -> bool:
+def _was_written(now: Any, tensor: torch.Tensor, version: int, values: torch.Tensor) -> bool:
     """Tell whether a tensor was changed, or replaced. By its values too: writes through `.data` have no version."""
     if now is not tensor or tensor._version != version:
         return True
