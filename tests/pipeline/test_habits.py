@@ -106,7 +106,7 @@ def _counted(rank: int, habit: Callable[[Any, Any], Any], recompute: bool) -> di
     torch.manual_seed(0)
     model, x = Net(habit, inside=habit is not counts), torch.ones(8, 4, dtype=torch.float64)
     how: dict[str, Any] = {"stage_of": {"one": 0, "two": 1}, "heartbeat": None, "microbatches": 4}
-    run = pipeline(model, x, squares_to, recompute=recompute, costs="counted", **how)
+    run = pipeline(model, x, squares_to, recompute=recompute, costs="counted", check=False, **how)
     run.step(x, x)
     return {name: each.grad for name, each in run.named_parameters() if each.grad is not None} | dict(
         run.named_buffers()

@@ -25,12 +25,14 @@ from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import FixedAttributes
 from everstep.pipeline.frontend.autocast import autocast_of, refuse_other_autocast
+from everstep.pipeline.frontend.fixed_sizes import FixedSizes
 from everstep.pipeline.frontend.materialise import Seeded, Source, materialise_stages
 from everstep.pipeline.frontend.skeleton import follow_modes, join_skeletons
 from everstep.pipeline.frontend.split import split_model
 from everstep.pipeline.frontend.stages import StageModule
 from everstep.pipeline.frontend.trace import Traced
 from everstep.pipeline.frontend.tree import Tree
+from everstep.pipeline.frontend.writes import refuse_writes
 from everstep.pipeline.half import refuse_half_autocast, refuse_half_parameters, refuse_half_regions
 from everstep.pipeline.job import read_job
 from everstep.pipeline.joining import (
@@ -192,12 +194,23 @@ def pipeline(
 
         found = control.all(looked_into)
         weight = options.get("loss_weight")
+
+        def refuse_if_cut(microbatches: int) -> int:
+            number = microbatches * here.grid.replicas
+            if check and number > 1 and isinstance(found, Traced):
+                record = found.record
+                control.all(lambda: refuse_writes(record, number))
+            return number
+
+        refuse_if_cut(asked["microbatches"] or 1)  # before anything is measured, if that is known
         made = make_plan(
             model, found, named, wish, here, stage_of=stage_of, costs=costs, autocast=cast, path=path,
             aim=asked["optimize"] is not None and asked["plan_from"] == "profile",
             loss=lambda output, own: compute_loss(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
             whole=uncut,
         )  # fmt: skip
+
+        times = refuse_if_cut(made.microbatches)
 
         def cut() -> tuple[Plan, Sequence[StageModule], Schedule]:
             parts = split_model(found, made.stage_of)
@@ -210,7 +223,7 @@ def pipeline(
                 lambda: compare_stages(model, found, parts, make_example_microbatch(named, wish, uncut), cast)
             )
         trained = loss
-        if check and made.microbatches * here.grid.replicas > 1:
+        if check and times > 1:
             if targets is None:
                 trained = FirstLook(loss, weight)
             control.first(
@@ -237,7 +250,8 @@ def pipeline(
         if heart is not None:
             engine.watch = heart
             heart.follow(lambda: engine.progress, lambda: engine.passes)
-        return Pipeline(engine, own, made, here.grid, arguments, shapes, control, fixed)
+        sizes = found.sizes if isinstance(found, Traced) else FixedSizes()
+        return Pipeline(engine, own, made, here.grid, arguments, shapes, control, fixed, sizes)
 
 
 class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
@@ -258,6 +272,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         shapes: Mapping[str, tuple[int, ...]],
         control: Control,
         fixed: FixedAttributes | None = None,
+        sizes: FixedSizes = FixedSizes(),  # noqa: B008 - it is frozen
     ) -> None:
         super().__init__()
         self.engine, self.plan, self.grid = engine, plan, grid
@@ -272,7 +287,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
         # meet this class's attributes, as it would if they were set one by one.
         self._modules, self._parameters, self._buffers = part._modules, part._parameters, part._buffers
         self._non_persistent_buffers_set = part._non_persistent_buffers_set
-        self._fixed = fixed
+        self._fixed, self._sizes = fixed, sizes
         if fixed is not None:
             fixed.watch([self, *(stage.module for stage in stages.values())])
 
@@ -402,6 +417,7 @@ class Pipeline(nn.Module):  # type: ignore[misc]  # torch is not where types are
             try:
                 whole = self._arguments.name(batch)
                 self._arguments.check(whole, self.reads.inputs)
+                self._sizes.check(whole)
                 named = {name: map_tensors(whole[name], bring) for name in self.reads.inputs if name in whole}
             except PipelineError as error:
                 named = error  # told to all, when they agree on the step

@@ -4,6 +4,7 @@ sizes."""
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,9 +23,9 @@ class Failed(Exception):
 
 def infer_outputs(
     module: nn.Module, inputs: Any, sizes: Sizes, fake: Any, device: Any
-) -> tuple[Any, list[int], list[torch.Tensor]]:
+) -> tuple[Any, list[int], list[str]]:
     """The module's result as tensors without data, which of the tensors in `inputs` (args, kwargs) it changes, and
-    which of its parameters.
+    which of its parameters and buffers, by name.
 
     The module itself is left as it is.
     """
@@ -33,7 +34,7 @@ def infer_outputs(
     runs = []
     with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng():
         own = _with_data(module)
-        versions = [each._version for each in own.parameters()]
+        before_all = {name: (each, each._version, each.detach().clone()) for name, each in _named_weights(own)}
         for samples in _SAMPLES:
             hints = sizes.hints(samples)
             given = [_make_random_leaf(leaf, shape, hints) for leaf, shape in zip(leaves, shapes, strict=True)]
@@ -46,11 +47,8 @@ def infer_outputs(
             after = [leaf._version if isinstance(leaf, torch.Tensor) else 0 for leaf in given]
             changed = [index for index, version in enumerate(before) if version != after[index]]
             runs.append((pytree.tree_flatten(result), changed))
-        written = [
-            original
-            for original, each, version in zip(module.parameters(), own.parameters(), versions, strict=True)
-            if each._version != version or _have_changed(original, each)
-        ]
+        held = dict(_named_weights(own))
+        written = [name for name, known in before_all.items() if _was_written(held.get(name), *known)]
     ((one, one_spec), changed), ((other, other_spec), _) = runs
     if one_spec != other_spec:
         raise Failed("the structure of its result depends on the data")
@@ -59,9 +57,16 @@ def infer_outputs(
     return pytree.tree_unflatten(result, one_spec), [tensors.index(index) for index in changed], written
 
 
-def _have_changed(original: torch.Tensor, copied: torch.Tensor) -> bool:
-    """Tell whether a copy was changed, by its values, because writes through `.data` have no version."""
-    return original.device.type != "meta" and not torch.equal(original, copied)
+def _named_weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from module.named_parameters()
+    yield from module.named_buffers()
+
+
+def _was_written(now: Any, tensor: torch.Tensor, version: int, values: torch.Tensor) -> bool:
+    """Tell whether a tensor was changed, or replaced. By its values too: writes through `.data` have no version."""
+    if now is not tensor or tensor._version != version:
+        return True
+    return tensor.layout is torch.strided and not torch.equal(tensor, values)
 
 
 def _with_data(module: nn.Module) -> nn.Module:

@@ -11,6 +11,8 @@ from everstep.pipeline.frontend.attributes import AttributeRead, Key
 from everstep.pipeline.frontend.refs import Template, ValueRef, iterate_references
 from everstep.pipeline.frontend.sizes import Shape, Sizes
 
+SizePlace = tuple[str, tuple[Any, ...], int]  # an argument, the path to a tensor in it, and a dimension of that
+
 
 class Untraceable(PipelineError):
     """The model cannot be looked into; the message says where and why."""
@@ -66,6 +68,7 @@ class Call:
     conditions: list[Any] = field(default_factory=list)  # what its own code had to assume of sizes
     other: Template = None  # as in Op
     weights: tuple[str, ...] = ()  # of an opaque call
+    writes: tuple[str, ...] = ()  # those of them that it changes, by their names in the module
 
     @property
     def name(self) -> str:
@@ -136,4 +139,5 @@ class ForwardRecord:
     held: dict[int, str] = field(default_factory=dict)  # the same of weights
     replaced: set[str] = field(default_factory=set)  # buffers in whose place another tensor is put
     lasting: set[int] = field(default_factory=set)  # memory that was there before
+    symbols: dict[Any, SizePlace] = field(default_factory=dict)  # where each size of the arguments is
     reads: dict[Key, AttributeRead] = field(default_factory=dict)  # attributes of modules

@@ -156,7 +156,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         if path is None:
             return original(module, *args, **kwargs)
         call = self._begin(module, path, args, kwargs)
-        buffers = dict(module._buffers)
+        buffers, parameters = dict(module._buffers), dict(module._parameters)
         try:
             if path in self.unseen:
                 raise CannotFollow(self.unseen[path])
@@ -165,6 +165,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             if replaced := [name for name, held in module._buffers.items() if self._is_other(held, buffers.get(name))]:
                 call.whole = call.whole or f"its code puts another tensor in the place of its buffer {replaced[0]}"
                 self.record.replaced.update(f"{path}.{name}" for name in replaced if buffers.get(name) is not None)
+            if others := [name for name, held in parameters.items() if module._parameters.get(name) is not held]:
+                call.whole = call.whole or f"its code puts another tensor in the place of its parameter {others[0]}"
+                self.record.replaced.update(f"{path}.{name}" if path else name for name in others)
         except Exception as error:
             if len(self._stack) == 1:
                 raise Untraceable(self._why(error)) from error
@@ -270,7 +273,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
         held = [*module.parameters(), *module.buffers()]
         call.weights = tuple(ref.name for ref in (self._refer(each) for each in held) if isinstance(ref, Weight))
         given = [leaf for leaf in pytree.tree_leaves(stand_ins) if isinstance(leaf, torch.Tensor)]
-        buffers = [self._stand_in(each) for each in (*module.buffers(), *written)]  # any buffer may be written
+        call.writes = tuple(written)
+        changed = [each for name, each in module.named_parameters() if name in written]
+        buffers = [self._stand_in(each) for each in (*module.buffers(), *changed)]  # any buffer may be written
         call.mutates = frozenset(_get_storage_key(given[index]) for index in mutated) | frozenset(
             map(_get_storage_key, buffers)
         )
@@ -369,6 +374,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch is not where t
             return value
         first = [self.sizes.batch_size] if value.dim() and name not in self.whole else []
         sizes = [self.sizes.symbol(size) for size in value.shape[len(first) :]]
+        for dim, size in enumerate(sizes, len(first)):
+            self.record.symbols[size.node.expr] = name, path, dim
         made = torch.empty(first + sizes, dtype=value.dtype, device=self.device)
         self._refs[id(made)] = Argument(name, path)
         self._keep.append(made)

@@ -141,7 +141,10 @@ def _find_place(symbol: Any, tensors: Mapping[Any, Shape]) -> SymbolSource | Non
 
 def _fit_line(size: Any, symbol: Any) -> tuple[int, int]:
     """factor and offset of a size that is linear in its symbol; (0, 0) of any other."""
-    factor, offset = sympy.diff(size, symbol), size.subs(symbol, 0)
+    try:
+        factor, offset = sympy.diff(size, symbol), size.subs(symbol, 0)
+    except ZeroDivisionError:  # as of what is padded to a multiple
+        return 0, 0
     return (int(factor), int(offset)) if factor.is_Integer and offset.is_Integer else (0, 0)
 
 

@@ -95,7 +95,8 @@ class _Cut:
         outputs = {names[value]: value for value in sorted(self.made & used)}
         keep = set(outputs.values()) | {ref.index for ref in iterate_references(result) if isinstance(ref, ValueRef)}
         steps = [self._step(item, module, bind, forget, drawing) for item, forget in self._forgetting(items, keep)]
-        conditions = [self.record.sizes.simplify(each) for call in self.opened for each in call.conditions]
+        opened = [*self.opened, *(call for call in self.record.root.all_calls() if self._is_left_out(call))]
+        conditions = [self.record.sizes.simplify(each) for call in dict.fromkeys(opened) for each in call.conditions]
         # A condition on sizes that this stage does not see is another's: some stage reads each argument.
         conditions = [each for each in conditions if are_sizes_visible(symbols_of([each]), known)]
         wanted = symbols_of([*(size.expr for size in sizes), *conditions])
@@ -193,6 +194,11 @@ class _Cut:
         here = self.made | self.given | self.units.free.keys()
         arguments = {ref.name for ref in iterate_references(call.inputs) if isinstance(ref, Argument)}
         return given <= here and arguments <= {name for unit in self.own for name in unit.arguments}
+
+    def _is_left_out(self, call: Call) -> bool:
+        """Tell whether a call runs in no stage, as one that has handed on what it was given: it might do otherwise with
+        other sizes."""
+        return bool(call.conditions) and not any(True for _ in self._units(call))
 
     def _made(self, unit: Unit) -> Iterable[int]:
         return (

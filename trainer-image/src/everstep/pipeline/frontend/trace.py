@@ -19,6 +19,7 @@ from everstep.pipeline.frontend.arguments import Arguments
 from everstep.pipeline.frontend.attributes import Key, changes_itself
 from everstep.pipeline.frontend.autocast import casting_to
 from everstep.pipeline.frontend.compiled import disable_compilation
+from everstep.pipeline.frontend.fixed_sizes import FixedSizes, find_fixed_sizes, with_other_size
 from everstep.pipeline.frontend.record import Call, ForwardRecord, Untraceable
 from everstep.pipeline.frontend.recorder import BatchFixed, Recorder, collect_sizes
 from everstep.pipeline.frontend.sizes import Sizes, evaluate_size
@@ -32,7 +33,8 @@ class Traced:
 
     `both`: whether it holds for training and evaluation; else only for the mode that the model was in. `samples`: of
     the example; the bytes in `graph` are those of a micro-batch of that size, its times are 0 until somebody measures.
-    `attributes`: those of modules that code reads which a cut may open, with their values, which are part of the trace.
+    `attributes`: those of modules that code reads which a cut may open, with their values, which are part of the trace;
+    so are `sizes` of the arguments that its code takes for numbers.
     """
 
     model: nn.Module
@@ -42,6 +44,7 @@ class Traced:
     both: bool
     samples: int
     attributes: Mapping[Key, Any] = field(default_factory=dict)
+    sizes: FixedSizes = field(default_factory=FixedSizes)
 
     @cached_property
     def graph(self) -> Graph:
@@ -90,7 +93,7 @@ def trace_model(
     known = collect_sizes([*tensors, *model.parameters(), *model.buffers()])
     flags = {module: module.training for module in model.modules()}
 
-    def record_as(mode: bool) -> ForwardRecord:
+    def record_as(mode: bool, arguments: Mapping[str, Any] = arguments) -> ForwardRecord:
         """Record the model as it is, or with all of it in the other mode."""
         if mode != flags[model]:
             # By their flags: a `train` of a model's own may do more, as to merge adapters, which nothing would undo.
@@ -122,7 +125,14 @@ def trace_model(
         for key, read in each.items()
         if any(whole_calls.isdisjoint(during) for during in read.during)
     }
-    return Traced(model, record, found, leaves, both, samples.pop(), fixed)
+    sizes = find_fixed_sizes(record)
+    for number in sorted({each for _, each in sizes.numbers}):
+        # Where only modules that run as they are take a size for a number, any other is right too.
+        with contextlib.suppress(Untraceable):
+            other_sizes = with_other_size(arguments, number, whole)
+            if modes.do_the_same(record_as(record.root.training), record_as(record.root.training, other_sizes)):
+                sizes = sizes.without(number)
+    return Traced(model, record, found, leaves, both, samples.pop(), fixed, sizes)
 
 
 def _record_call(

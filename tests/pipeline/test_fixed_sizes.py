@@ -1,0 +1,133 @@
+"""Sizes that a model's code takes for numbers: a batch of another size is computed as the model would, or refused."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend.check import run_stages  # noqa: E402
+from everstep.pipeline.frontend.split import split_model  # noqa: E402
+from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.models import squares  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+Code = Callable[[Any], Any]
+
+
+class Inner(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    def __init__(self, code: Code) -> None:
+        super().__init__()
+        self.code = code
+
+    def forward(self, x: Any) -> Any:
+        return self.code(x)
+
+
+class Model(nn.Module):  # type: ignore[misc]
+    """Two layers, and code between them that is the model's own, which a cut opens, or a module's, which none does."""
+
+    def __init__(self, code: Code, *, is_inside: bool = False) -> None:
+        super().__init__()
+        self.one, self.middle, self.two = nn.Linear(4, 4), Inner(code), nn.Linear(4, 4)
+        self.code, self.is_inside = code, is_inside
+        self.double()
+
+    def forward(self, x: Any, mask: Any = None) -> Any:
+        x = self.one(x)
+        x = self.middle(x) if self.is_inside else self.code(x)
+        return self.two(x if mask is None or mask.shape[1] != x.shape[1] else x * mask[..., None])
+
+
+def scan(x: Any) -> Any:
+    found, state = [], torch.zeros_like(x[:, 0])
+    for index in range(x.shape[1]):
+        state = torch.tanh(state + x[:, index])
+        found.append(state)
+    return torch.stack(found, 1)
+
+
+NUMBERS: dict[str, Code] = {
+    "int": lambda x: x * int(x.shape[1]),
+    "float": lambda x: x + x.new_full((x.shape[0], 1, 1), float(x.shape[1])),
+    "len": lambda x: x / len(x[0]),
+    "math": lambda x: x / math.sqrt(x.shape[1]),
+    "loop": scan,
+}
+
+
+def made(length: int, samples: int = 3) -> Any:
+    return torch.linspace(-1.0, 1.0, samples * length * 4, dtype=torch.float64).view(samples, length, 4)
+
+
+@pytest.mark.parametrize("code", list(NUMBERS))
+def test_a_size_that_is_taken_for_a_number_is_fixed_where_a_cut_may_open_the_code(code: str) -> None:
+    opened = trace_model(Model(NUMBERS[code]), made(5)).sizes
+    opened.check({"x": made(5, samples=2)})
+    with pytest.raises(
+        PipelineError, match=r"dimension 1 of the argument 'x' is 7, and was 5 in the example.*shape\[1\]"
+    ):
+        opened.check({"x": made(7)})
+    model = Model(NUMBERS[code], is_inside=True)
+    found = trace_model(model, made(5))
+    found.sizes.check({"x": made(7)})
+    torch.testing.assert_close(run_stages(split_model(found, {"two": 1}), {"x": made(7)}), model(made(7)))
+
+
+def test_what_is_computed_with_sizes_themselves_takes_any() -> None:
+    found = trace_model(Model(lambda x: x * x.shape[1] ** -0.5 + torch.arange(x.size(1))[:, None]), made(5))
+    assert not found.sizes.numbers
+    assert not found.sizes.pairs
+
+
+def test_sizes_that_the_code_compares_stay_equal() -> None:
+    found = trace_model(Model(torch.tanh), {"x": made(5), "mask": made(5)[..., 0]})
+    found.sizes.check({"x": made(6), "mask": made(6)[..., 0]})
+    found.sizes.check({"x": made(6)})  # what another process reads
+    with pytest.raises(PipelineError, match="they were equal in the example"):
+        found.sizes.check({"x": made(6), "mask": made(7)[..., 0]})
+
+
+def test_a_module_that_hands_on_what_it_is_given_may_do_otherwise_with_other_sizes() -> None:
+    model = Model(lambda x: x * 2 if x.shape[1] > 6 else x, is_inside=True)
+    stages = split_model(trace_model(model, made(5)), {"two": 1})
+    torch.testing.assert_close(run_stages(stages, {"x": made(6)}), model(made(6)))
+    with pytest.raises(PipelineError, match="another way through the model's code"):
+        run_stages(stages, {"x": made(7)})
+
+
+def test_what_is_padded_to_a_multiple_is_cut() -> None:
+    def padded(x: Any) -> Any:
+        more = nn.functional.pad(x, (0, 0, 0, -x.shape[1] % 4)).view(x.shape[0], -1, 4, 4)
+        return (more - more.mean(2, keepdim=True)).flatten(1, 2)[:, : x.shape[1]]
+
+    model = Model(padded)
+    stages = split_model(trace_model(model, made(5)), {"two": 1})
+    torch.testing.assert_close(run_stages(stages, {"x": made(7)}), model(made(7)))
+
+
+def _other_length(rank: int) -> str:
+    torch.manual_seed(0)
+    how: dict[str, Any] = {"stage_of": {"two": 1}, "heartbeat": None, "costs": "counted"}
+    with pipeline(Model(NUMBERS["int"]), made(5, 4), squares, **how) as run:
+        run.step(made(5, 4), made(5, 4))
+        with pytest.raises(PipelineError) as caught:
+            run.step(made(7, 4), made(7, 4))
+        run.step(made(5, 4), made(5, 4))
+    return str(caught.value)
+
+
+def test_a_step_of_another_length_is_refused_on_all_ranks_and_the_next_goes_on() -> None:
+    one, other = ranks.run(2, _other_length)
+    assert one == other
+    assert "dimension 1 of the argument 'x' is 7, and was 5" in one

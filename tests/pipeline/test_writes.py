@@ -1,0 +1,120 @@
+"""Weights and buffers that a forward writes would be written for each micro-batch: that is refused, but for statistics
+that the engine puts together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch import nn  # noqa: E402
+
+from everstep.pipeline import pipeline  # noqa: E402
+from everstep.pipeline.errors import PipelineError  # noqa: E402
+from everstep.pipeline.frontend.trace import trace_model  # noqa: E402
+from everstep.pipeline.frontend.writes import find_writes, refuse_writes  # noqa: E402
+from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.models import squares  # noqa: E402
+
+pytestmark = pytest.mark.torch
+
+X = torch.linspace(-1.0, 1.0, 6 * 4 * 4).view(6, 4, 4)
+
+
+class Writing(nn.Module):  # type: ignore[misc]  # torch is not where types are checked
+    """A layer that does something to its own weights or buffers before it uses them."""
+
+    mean: Any
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.layer = how, nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+        self.scale = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Any) -> Any:
+        with torch.no_grad():
+            if self.how == "clips":
+                self.layer.weight.clamp_(-0.1, 0.1)
+            elif self.how == "writes data":
+                self.layer.weight.data.mul_(0.9)
+            elif self.how == "averages weights":
+                self.mean.lerp_(self.layer.weight[0], 0.1)
+            elif self.how == "averages":
+                self.mean.lerp_(x.mean((0, 1)), 0.1)
+            elif self.how == "replaces a buffer":
+                self.mean = 0.9 * self.mean + 0.1 * x.mean((0, 1))
+        if self.how == "replaces a parameter":
+            self.scale = nn.Parameter(self.scale * 0.9, requires_grad=False)
+        return self.layer(x - self.mean) * self.scale
+
+
+def between(module: nn.Module) -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 4), module, nn.Linear(4, 4))
+
+
+CASES: dict[str, tuple[nn.Module, str]] = {
+    "clips": (Writing("clips"), "parameter '1.layer.weight'"),
+    "writes data": (Writing("writes data"), "parameter '1.layer.weight'"),
+    "averages weights": (Writing("averages weights"), "buffer '1.mean'"),
+    "averages": (Writing("averages"), "buffer '1.mean'"),
+    "replaces a buffer": (Writing("replaces a buffer"), "buffer '1.mean'"),
+    "replaces a parameter": (Writing("replaces a parameter"), "parameter '1.scale'"),
+    "instance norm": (
+        nn.InstanceNorm1d(4, track_running_stats=True),
+        "buffer '1.running_mean'.*track_running_stats=False",
+    ),
+    "spectral norm": (
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 4)),
+        "buffer '1.parametrizations.weight.0._u'",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", list(CASES))
+def test_what_a_forward_writes_is_named_and_refused(case: str) -> None:
+    module, what = CASES[case]
+    model = between(module)
+    before = {name: each.clone() for name, each in model.state_dict().items()}
+    record = trace_model(model, X).record
+    with pytest.raises(PipelineError, match=rf"forward writes the {what}"):
+        refuse_writes(record, 3)
+    assert all(torch.equal(each, before[name]) for name, each in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.BatchNorm1d(4),
+        nn.InstanceNorm1d(4),
+        nn.InstanceNorm1d(4, track_running_stats=True).eval(),
+        Writing("nothing"),
+    ],
+)
+def test_what_is_put_together_or_only_read_is_no_write(module: nn.Module) -> None:
+    assert not find_writes(trace_model(between(module), X).record)
+
+
+def _asked(rank: int) -> list[str]:
+    told = []
+    how: dict[str, Any] = {"stage_of": {"2": 1}, "heartbeat": None, "costs": "counted"}
+    asked: list[dict[str, Any]] = [{"microbatches": 3}, {"microbatches": 1}, {"microbatches": 3, "check": False}]
+    for more in asked:
+        torch.manual_seed(0)
+        try:
+            with pipeline(between(Writing("averages")), X, squares, **how, **more) as run:
+                run.step(X, X)
+                told.append("trained")
+        except PipelineError as error:
+            told.append(str(error))
+    return told
+
+
+def test_it_is_refused_on_all_ranks_where_a_batch_is_cut_and_unless_a_script_wants_it() -> None:
+    one, other = ranks.run(2, _asked)
+    assert one == other
+    assert "forward writes the buffer '1.mean' of module '1' (Writing)" in one[0]
+    assert "3 times a batch" in one[0]
+    assert one[1:] == ["trained", "trained"]

@@ -1,0 +1,110 @@
+"""Sizes of arguments that a model's code takes for numbers, by int(), float(), len(), math or a loop: what follows from
+them is in the trace, and batches of other sizes would be given what follows from the example's."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from everstep.pipeline.errors import PipelineError
+from everstep.pipeline.frontend.record import ForwardRecord, SizePlace
+from everstep.pipeline.frontend.sizes import symbols_of
+
+_INSTEAD = (
+    "pad all batches to the example's sizes, compute with x.shape[1] itself instead of int(), float(), len(), math or "
+    "a loop over it, or move that code into a module that has no modules inside, which is never cut"
+)
+
+
+@dataclass(frozen=True)
+class FixedSizes:
+    """The sizes that are fixed. `numbers`: dimensions that have one size; `pairs`: those that have equal sizes."""
+
+    numbers: tuple[tuple[SizePlace, int], ...] = ()
+    pairs: tuple[tuple[SizePlace, SizePlace], ...] = ()
+
+    def without(self, number: int) -> FixedSizes:
+        """Return the rest, where any other is as right as this number."""
+        return replace(self, numbers=tuple(each for each in self.numbers if each[1] != number))
+
+    def check(self, named: Mapping[str, Any]) -> None:
+        """Compare the sizes of a batch, by the names of arguments, with those that are fixed.
+
+        Args:
+            named: What the model is called with; sizes of what is not there are another process's to look at.
+
+        Raises:
+            PipelineError: If one is another; it names the argument and both sizes.
+        """
+        for place, size in self.numbers:
+            now = _get_size(named, place)
+            if now is not None and now != size:
+                raise PipelineError(
+                    f"{_describe(place)} is {now}, and was {size} in the example: the model's code takes this size for "
+                    f"a number, so that the stages have what follows from {size}; {_INSTEAD}"
+                )
+        for one, other in self.pairs:
+            sizes = _get_size(named, one), _get_size(named, other)
+            if None not in sizes and sizes[0] != sizes[1]:
+                raise PipelineError(
+                    f"{_describe(one)} is {sizes[0]}, and {_describe(other)} is {sizes[1]}: they were equal in the "
+                    "example, and the model's code relies on that; give pipeline() an example in which they differ"
+                )
+
+
+def find_fixed_sizes(record: ForwardRecord) -> FixedSizes:
+    """Find the sizes that this forward has fixed, each or to each other.
+
+    Where only an operation of torch needs a size, as a layer its features, that refuses any other by itself.
+    """
+    numbers, pairs = [], []
+    by_code = symbols_of(each for call in record.root.all_calls() for each in call.conditions)
+    for symbol, place in record.symbols.items():
+        found = record.sizes.simplify(symbol)
+        if isinstance(found, int):
+            if symbol in by_code or found == 1:  # an operation takes any size in the place of 1
+                numbers.append((place, found))
+        elif found != symbol and found in record.symbols:
+            pairs.append((place, record.symbols[found]))
+    return FixedSizes(tuple(numbers), tuple(pairs))
+
+
+def with_other_size(arguments: Mapping[str, Any], number: int, whole: Collection[str] = ()) -> dict[str, Any]:
+    """Return arguments without data, in which all sizes that are equal to a number are doubled.
+
+    Args:
+        arguments: The example's.
+        number: The size that is fixed.
+        whole: The arguments without samples; those of all others keep their first dimension.
+    """
+
+    def other(value: Any, first: int) -> Any:
+        if isinstance(value, dict):
+            return type(value)({key: other(each, first) for key, each in value.items()})
+        if isinstance(value, list | tuple):
+            items = [other(each, first) for each in value]
+            return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+        if not isinstance(value, torch.Tensor):
+            return value
+        shape = [size * 2 if dim >= first and size == number else size for dim, size in enumerate(value.shape)]
+        return torch.empty(shape, dtype=value.dtype, device="meta")
+
+    return {name: other(value, 0 if name in whole else 1) for name, value in arguments.items()}
+
+
+def _get_size(named: Mapping[str, Any], place: SizePlace) -> int | None:
+    name, path, dim = place
+    found = named.get(name)
+    for key in path:
+        if found is None:
+            return None
+        found = found[key]
+    return int(found.shape[dim]) if isinstance(found, torch.Tensor) and found.dim() > dim else None
+
+
+def _describe(place: SizePlace) -> str:
+    name, path, dim = place
+    return f"dimension {dim} of the argument {name + ''.join(f'[{key!r}]' for key in path)!r}"
