@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib import metadata
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from everstep.pipeline.describe import describe_callable, describe_model
 from everstep.pipeline.engine.heartbeat import Heartbeat
 from everstep.pipeline.engine.nested import tensors_of
 from everstep.pipeline.engine.options import EngineOptions
@@ -71,7 +73,8 @@ def watch_processes(control: Control, seconds: float | None) -> Iterator[Heartbe
 
 
 def require_agreement(control: Control, model: nn.Module, asked: Mapping[str, Any]) -> None:
-    """Everywhere if not all have asked for the same, of the same model. Collective."""
+    """Everywhere if not all have asked for the same, of the same model: with modules of the same classes, whose forward
+    reads the same plain attributes. Collective."""
     parameters = fingerprint_parameters(
         (name, tuple(each.shape), f"{each.dtype} {each.requires_grad}") for name, each in model.named_parameters()
     )
@@ -84,6 +87,14 @@ def require_agreement(control: Control, model: nn.Module, asked: Mapping[str, An
             "the modes of its modules": modes[:12],
         }
     )
+    _compare(every)
+    described = describe_model(model)
+    if len(set(control.gather(hashlib.sha256(repr(described).encode()).digest()))) > 1:
+        _compare(control.gather(described))
+
+
+def _compare(every: Sequence[Mapping[str, str]]) -> None:
+    """Raise Everywhere for the first thing of which not all say the same."""
     for name in dict.fromkeys(name for each in every for name in each):
         found = [each.get(name, "not given") for each in every]
         if len(set(found)) > 1:
@@ -167,7 +178,7 @@ def _format_value(value: Any) -> str:
     if isinstance(value, set | frozenset):
         return repr(sorted(map(repr, value)))
     if callable(value):
-        return str(getattr(value, "__qualname__", type(value).__qualname__))  # its address is another on each
+        return describe_callable(value)  # its address is another on each
     return repr(value)
 
 

@@ -144,6 +144,8 @@ def pipeline(
             "costs": costs,
             "recompute": recompute,
             "check": check,
+            "loss": loss,
+            "weights": "a state dictionary" if isinstance(weights, Mapping) else weights,
             **options,
         }
         require_agreement(control, model, asked)
