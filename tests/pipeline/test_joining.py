@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from everstep.pipeline import pipeline, prepare, session  # noqa: E402
+from everstep.pipeline import joining, pipeline, prepare, session  # noqa: E402
 from everstep.pipeline.engine.heartbeat import PipelineRankLost  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.schedules import parse_schedule  # noqa: E402
@@ -247,3 +247,30 @@ def test_a_process_that_stands_still_before_the_first_step_is_named_in_time(wher
     for named, took in (first, last):
         assert named == 1
         assert took < TIMEOUT + 1.0
+
+
+def _dies_while_all_meet(rank: int, where: str) -> tuple[int, str, float]:
+    def die(*given: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        if where == "before":
+            die()
+        setattr(
+            *{"group": (dist, "new_group"), "connection": (dist, "barrier"), "ring": (joining, "Heartbeat")}[where], die
+        )
+    began = time.monotonic()
+    with pytest.raises(PipelineRankLost) as caught:
+        made(timeout=20.0)
+    return caught.value.rank, caught.value.why, time.monotonic() - began
+
+
+@pytest.mark.parametrize("where", ["before", "group", "connection", "ring"])
+def test_a_process_that_dies_before_there_are_heartbeats_is_named_in_time(where: str) -> None:
+    first, _, *others = ranks.run(4, _dies_while_all_meet, where, dies=[1])
+    for named, why, took in (first, *others):
+        assert named == 1
+        assert why.startswith(
+            "has not called pipeline() within 20 s" if where == "before" else "ended while pipeline()"
+        )
+        assert took < 100.0

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from everstep.pipeline.describe import describe_callable, describe_model
-from everstep.pipeline.engine.heartbeat import Heartbeat
+from everstep.pipeline.engine.heartbeat import Heartbeat, PipelineRankLost
 from everstep.pipeline.engine.nested import tensors_of
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import Everywhere, PipelineError
@@ -29,12 +29,52 @@ from everstep.pipeline.transport.base import TransportError
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.devices import with_index
 from everstep.pipeline.transport.grid import make_grid
+from everstep.pipeline.transport.roll_call import RollCall
 
 _log = logging.getLogger("everstep.pipeline")
+_PATIENCE = 60.0  # seconds without heartbeats
+
+
+def meet_processes(roll: RollCall, timeout: float, heartbeat: float | None) -> Control:
+    """Make the group of all processes, when all have come here. Collective.
+
+    Args:
+        roll: By which the others are known before there is a group.
+        timeout: Of each wait, in seconds.
+        heartbeat: The seconds after which a process is lost; None without heartbeats.
+
+    Returns:
+        The group.
+
+    Raises:
+        PipelineRankLost: A process did not come in time, or is lost meanwhile.
+    """
+    if missing := roll.find_missing("came", timeout):
+        others = f", nor have ranks {', '.join(map(str, missing[1:]))}" if missing[1:] else ""
+        raise PipelineRankLost(missing[0], f"has not called pipeline() within {timeout:g} s{others}")
+    with _naming_the_lost(roll, min(timeout, heartbeat or _PATIENCE)):
+        return Control(timeout)
 
 
 @contextlib.contextmanager
-def watch_processes(control: Control, seconds: float | None) -> Iterator[Heartbeat | None]:
+def _naming_the_lost(roll: RollCall, seconds: float, control: Control | None = None) -> Iterator[None]:
+    """Errors between processes become PipelineRankLost, if one of them does not have the error too. No heartbeats are
+    there yet."""
+    try:
+        yield
+    except TransportError as error:
+        if control is not None:
+            control.abort(str(error))  # who waits for this one has the error too
+        missing = []
+        with contextlib.suppress(RuntimeError):  # the store is gone too: nothing more is known
+            missing = roll.find_missing("failed", seconds)
+        if not missing:
+            raise
+        raise PipelineRankLost(missing[0], "ended while pipeline() connected the processes") from error
+
+
+@contextlib.contextmanager
+def watch_processes(control: Control, seconds: float | None, roll: RollCall) -> Iterator[Heartbeat | None]:
     """Heartbeats of all processes, which go on after it; None without. Inside, a process that fails tells the others
     why, and who waits for one that is lost gets PipelineRankLost. Collective."""
     heart = None
@@ -46,7 +86,8 @@ def watch_processes(control: Control, seconds: float | None) -> Iterator[Heartbe
             host=control.address or _find_host_address(),
         )
     # The key is the first one's: with a collective of its own, one more wait would be without heartbeats.
-    every = control.gather(None if heart is None else (heart.address, secrets.token_bytes(32)))
+    with _naming_the_lost(roll, min(control.timeout.total_seconds(), seconds or _PATIENCE), control):
+        every = control.gather(None if heart is None else (heart.address, secrets.token_bytes(32)))
     if heart is None or None in every:
         if any(every):
             raise Everywhere("the ranks do not agree: heartbeat is None on some of them, and not on others")
