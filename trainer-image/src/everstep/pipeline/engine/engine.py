@@ -12,11 +12,15 @@ import torch
 
 from everstep.pipeline.engine.agreement import (
     ACCUMULATE,
+    CLIP,
     EVALUATE,
     TRAIN,
     Disagreement,
+    Moment,
     Reads,
+    Word,
     agree_on_batch,
+    agree_on_call,
     inspect_batch,
 )
 from everstep.pipeline.engine.batchnorm import RunningStatistics
@@ -176,10 +180,9 @@ class Engine:
                 self.parameters.check_frozen(first=not self._batches)
             except PipelineError as error:
                 batch = error
-        mine = None
+        mine: Word | Moment = (self.steps, self._batches, purpose)
         if self.rank in self._readers:
-            step = self.steps, self._batches, purpose
-            mine = inspect_batch(self.reads, step, batch, targets, self.options.whole)
+            mine = inspect_batch(self.reads, mine, batch, targets, self.options.whole)
         samples, signature = agree_on_batch(self.transport, mine, self._readers, self._frozen(purpose))
         if isinstance(batch, PipelineError):
             raise batch  # this rank tells nothing of a batch, and no other saw anything wrong
@@ -296,6 +299,7 @@ class Engine:
             return every
 
         with self.aborting(), torch.no_grad():
+            agree_on_call(self.transport, (self.steps, 0, CLIP), self._readers)
             own, device = self.parameters.own, self.transport.device
             return clip_gradients(
                 own, counted, gather, device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
