@@ -85,7 +85,7 @@ def two_kinds() -> list[tuple[str, Any, Any]]:
         ("attribute 'power' of module '1': ", model(here["Block"]()), model(here["Block"](power=2.0))),
         ("loss: here.scaled (", here["scaled"], there["scaled"]),
         ("loss: tests.pipeline", lambda o, t: here["scaled"](o, t, 1.0), lambda o, t: here["scaled"](o, t, 2.0)),
-        ("loss: partial(", *(functools.partial(here["scaled"], by=by) for by in (1.0, 2.0))),
+        ("loss: partial(", functools.partial(here["scaled"], by=1.0), functools.partial(here["scaled"], by=2.0)),
         ("loss: tests.pipeline.test_describe.Scaled", Scaled(1.0), Scaled(2.0)),
         ("loss: tests.pipeline.test_describe.Called", Called(1.0), Called(2.0)),
     ]

@@ -69,8 +69,8 @@ def describe_callable(function: Any) -> str:
         return _describe_class(function)
     name = getattr(function, "__qualname__", None)
     if name is None:
-        described = _describe_attributes(function, ("__call__", "forward"))
-        inner = ", ".join(f"{attribute}: {text}" for attribute, text in described)
+        attributes = _describe_attributes(function, ("__call__", "forward"))
+        inner = ", ".join(f"{attribute}: {text}" for attribute, text in attributes)
         return _describe_class(type(function)) + (f" ({inner})" if inner else "")
     return _describe_function(function)
 

@@ -180,9 +180,10 @@ class Engine:
                 self.parameters.check_frozen(first=not self._batches)
             except PipelineError as error:
                 batch = error
-        mine: Word | Moment = (self.steps, self._batches, purpose)
+        step = self.steps, self._batches, purpose
+        mine: Word | Moment = step
         if self.rank in self._readers:
-            mine = inspect_batch(self.reads, mine, batch, targets, self.options.whole)
+            mine = inspect_batch(self.reads, step, batch, targets, self.options.whole)
         samples, signature = agree_on_batch(self.transport, mine, self._readers, self._frozen(purpose))
         if isinstance(batch, PipelineError):
             raise batch  # this rank tells nothing of a batch, and no other saw anything wrong
