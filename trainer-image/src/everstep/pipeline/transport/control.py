@@ -59,7 +59,7 @@ class Control:
 
     def any(self, flag: bool) -> bool:
         """Tell whether one process says so, when all have come here."""
-        found = torch.tensor(int(flag))
+        found = torch.tensor(int(flag), device="cpu")
         with self.explained():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return bool(found)
