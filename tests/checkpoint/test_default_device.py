@@ -20,7 +20,8 @@ PACKAGE = Path(everstep.__file__).parent
 # The draw that torch's loader makes when an iteration begins, repeated as it makes it: on the script's default device.
 REPEATED_DRAW = "torch.empty((), dtype=torch.int64).random_"
 MAKERS = frozenset(
-    {"arange", "as_tensor", "empty", "empty_strided", "full", "ones", "rand", "randn", "tensor", "zeros"}
+    {"arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "ones", "rand", "randint"}
+    | {"randn", "randperm", "scalar_tensor", "tensor", "zeros"}
 )
 
 
@@ -98,7 +99,9 @@ def list_makers_without_device(path: Path) -> list[str]:
     return found
 
 
-def test_every_tensor_made_for_checkpoints_names_its_device() -> None:
-    files = [path for part in ("checkpoint", "data") for path in sorted((PACKAGE / part).rglob("*.py"))]
+def test_every_tensor_that_the_library_makes_names_its_device() -> None:
+    files = [
+        path for part in ("checkpoint", "data", "pipeline", "compat") for path in sorted((PACKAGE / part).rglob("*.py"))
+    ]
     assert files
     assert [each for path in files for each in list_makers_without_device(path)] == []

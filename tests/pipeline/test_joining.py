@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
 from torch import nn  # noqa: E402
 
-from everstep.pipeline import pipeline, prepare, session  # noqa: E402
+from everstep.pipeline import joining, pipeline, prepare, session  # noqa: E402
 from everstep.pipeline.engine.heartbeat import PipelineRankLost  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.schedules import parse_schedule  # noqa: E402
@@ -247,3 +247,61 @@ def test_a_process_that_stands_still_before_the_first_step_is_named_in_time(wher
     for named, took in (first, last):
         assert named == 1
         assert took < TIMEOUT + 1.0
+
+
+def _dies_while_all_meet(rank: int, where: str) -> tuple[int, str, float]:
+    def die(*given: Any, **named: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    if rank == 1:
+        if where == "before":
+            die()
+        setattr(
+            *{"group": (dist, "new_group"), "connection": (dist, "barrier"), "ring": (joining, "Heartbeat")}[where], die
+        )
+    began = time.monotonic()
+    with pytest.raises(PipelineRankLost) as caught:
+        made(timeout=20.0)
+    return caught.value.rank, caught.value.why, time.monotonic() - began
+
+
+@pytest.mark.parametrize("where", ["before", "group", "connection", "ring"])
+def test_a_process_that_dies_before_there_are_heartbeats_is_named_in_time(where: str) -> None:
+    first, _, *others = ranks.run(4, _dies_while_all_meet, where, dies=[1])
+    for named, why, took in (first, *others):
+        assert named == 1
+        assert why.startswith(
+            "has not called pipeline() within 20 s" if where == "before" else "ended while pipeline()"
+        )
+        assert took < 100.0
+
+
+def _elsewhere(rank: int, call: str) -> str:
+    """The rank in the middle reads nothing of a batch, and is at another call than the others."""
+    deep = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    try:
+        with made(of=deep, stages=3, stage_of={"0": 0, "1": 1, "2": 2}) as run:
+            run.step(X, Y)
+            if rank != 1:
+                run.step(X, Y)
+            elif call == "clip":
+                run.clip_grad_norm_(1.0)
+            elif call == "evaluate":
+                run.evaluate(X, Y)
+            else:
+                run.step(X, Y, last=False)
+    except (PipelineRankLost, PipelineError) as error:
+        return str(error)
+    finally:
+        dist.barrier()  # it lives on, and is not lost
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("call", "place"),
+    [("clip", "a call of clip_grad_norm_"), ("evaluate", "an evaluation"), ("batch", "a batch of a step")],
+)
+def test_a_rank_that_reads_nothing_and_is_at_another_call_says_so_to_all(call: str, place: str) -> None:
+    first, own, last = ranks.run(3, _elsewhere, call)
+    assert own == f"rank 1 is at {place} after 1 steps; rank 0 is at a step after 1 steps"
+    assert first == last == f"rank 1 failed: PipelineError: {own}; all ranks have to be started again"

@@ -69,7 +69,7 @@ def compare_stages(
 
 def _project_output(output: Any) -> Any:
     """A number to which every element of a result contributes in its own way."""
-    total = torch.zeros(())
+    total = torch.zeros((), device="cpu")
     for each in tensors_of(output):
         if each.requires_grad:
             row = each.reshape(-1).float() if each.dtype in (torch.float16, torch.bfloat16) else each.reshape(-1)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import os
 import secrets
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib import metadata
 from typing import Any
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from everstep.pipeline.engine.heartbeat import Heartbeat
+from everstep.pipeline.describe import describe_callable, describe_model
+from everstep.pipeline.engine.heartbeat import Heartbeat, PipelineRankLost
 from everstep.pipeline.engine.nested import tensors_of
 from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.errors import Everywhere, PipelineError
@@ -27,12 +29,52 @@ from everstep.pipeline.transport.base import TransportError
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.devices import with_index
 from everstep.pipeline.transport.grid import make_grid
+from everstep.pipeline.transport.roll_call import RollCall
 
 _log = logging.getLogger("everstep.pipeline")
+_PATIENCE = 60.0  # seconds without heartbeats
+
+
+def meet_processes(roll: RollCall, timeout: float, heartbeat: float | None) -> Control:
+    """Make the group of all processes, when all have come here. Collective.
+
+    Args:
+        roll: By which the others are known before there is a group.
+        timeout: Of each wait, in seconds.
+        heartbeat: The seconds after which a process is lost; None without heartbeats.
+
+    Returns:
+        The group.
+
+    Raises:
+        PipelineRankLost: A process did not come in time, or is lost meanwhile.
+    """
+    if missing := roll.find_missing("came", timeout):
+        others = f", nor have ranks {', '.join(map(str, missing[1:]))}" if missing[1:] else ""
+        raise PipelineRankLost(missing[0], f"has not called pipeline() within {timeout:g} s{others}")
+    with _naming_the_lost(roll, min(timeout, heartbeat or _PATIENCE)):
+        return Control(timeout)
 
 
 @contextlib.contextmanager
-def watch_processes(control: Control, seconds: float | None) -> Iterator[Heartbeat | None]:
+def _naming_the_lost(roll: RollCall, seconds: float, control: Control | None = None) -> Iterator[None]:
+    """Errors between processes become PipelineRankLost, if one of them does not have the error too. No heartbeats are
+    there yet."""
+    try:
+        yield
+    except TransportError as error:
+        if control is not None:
+            control.abort(str(error))  # who waits for this one has the error too
+        missing = []
+        with contextlib.suppress(RuntimeError):  # the store is gone too: nothing more is known
+            missing = roll.find_missing("failed", seconds)
+        if not missing:
+            raise
+        raise PipelineRankLost(missing[0], "ended while pipeline() connected the processes") from error
+
+
+@contextlib.contextmanager
+def watch_processes(control: Control, seconds: float | None, roll: RollCall) -> Iterator[Heartbeat | None]:
     """Heartbeats of all processes, which go on after it; None without. Inside, a process that fails tells the others
     why, and who waits for one that is lost gets PipelineRankLost. Collective."""
     heart = None
@@ -44,7 +86,8 @@ def watch_processes(control: Control, seconds: float | None) -> Iterator[Heartbe
             host=control.address or _find_host_address(),
         )
     # The key is the first one's: with a collective of its own, one more wait would be without heartbeats.
-    every = control.gather(None if heart is None else (heart.address, secrets.token_bytes(32)))
+    with _naming_the_lost(roll, min(control.timeout.total_seconds(), seconds or _PATIENCE), control):
+        every = control.gather(None if heart is None else (heart.address, secrets.token_bytes(32)))
     if heart is None or None in every:
         if any(every):
             raise Everywhere("the ranks do not agree: heartbeat is None on some of them, and not on others")
@@ -71,7 +114,8 @@ def watch_processes(control: Control, seconds: float | None) -> Iterator[Heartbe
 
 
 def require_agreement(control: Control, model: nn.Module, asked: Mapping[str, Any]) -> None:
-    """Everywhere if not all have asked for the same, of the same model. Collective."""
+    """Everywhere if not all have asked for the same, of the same model: with modules of the same classes, whose forward
+    reads the same plain attributes. Collective."""
     parameters = fingerprint_parameters(
         (name, tuple(each.shape), f"{each.dtype} {each.requires_grad}") for name, each in model.named_parameters()
     )
@@ -84,6 +128,14 @@ def require_agreement(control: Control, model: nn.Module, asked: Mapping[str, An
             "the modes of its modules": modes[:12],
         }
     )
+    _compare(every)
+    described = describe_model(model)
+    if len(set(control.gather(hashlib.sha256(repr(described).encode()).digest()))) > 1:
+        _compare(control.gather(described))
+
+
+def _compare(every: Sequence[Mapping[str, str]]) -> None:
+    """Raise Everywhere for the first thing of which not all say the same."""
     for name in dict.fromkeys(name for each in every for name in each):
         found = [each.get(name, "not given") for each in every]
         if len(set(found)) > 1:
@@ -167,7 +219,7 @@ def _format_value(value: Any) -> str:
     if isinstance(value, set | frozenset):
         return repr(sorted(map(repr, value)))
     if callable(value):
-        return str(getattr(value, "__qualname__", type(value).__qualname__))  # its address is another on each
+        return describe_callable(value)  # its address is another on each
     return repr(value)
 
 

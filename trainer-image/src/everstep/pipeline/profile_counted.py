@@ -105,5 +105,5 @@ def _make_random_leaf(leaf: Any) -> Any:
         return leaf
     shape = tuple(leaf.shape)
     if leaf.dtype.is_floating_point:
-        return torch.randn(shape, dtype=leaf.dtype).requires_grad_(leaf.requires_grad)
-    return torch.zeros(shape, dtype=leaf.dtype)
+        return torch.randn(shape, dtype=leaf.dtype, device="cpu").requires_grad_(leaf.requires_grad)
+    return torch.zeros(shape, dtype=leaf.dtype, device="cpu")

@@ -99,7 +99,7 @@ class _NodeRun:
         self._cost, self._timer, self._split = cost, timer, split
         self._whole = why_not_split(module) is not None
         self._weights = [each for each in module.module.parameters() if each.requires_grad]
-        end = torch.zeros((), requires_grad=True)
+        end = torch.zeros((), device="cpu", requires_grad=True)
         given = {name: copy_of(values[name], end) for name in module.inputs}
         self._asked = [end] if any(leaf.requires_grad for leaf in tensors_in(given)) else []
         with torch.enable_grad():
@@ -191,7 +191,7 @@ class _End(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def backward(ctx: Any, *gradient: Any) -> Any:
-        return None, torch.zeros(())
+        return None, torch.zeros((), device="cpu")
 
 
 def copy_of(value: Any, end: Any = None) -> Any:

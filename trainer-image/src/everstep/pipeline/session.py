@@ -40,6 +40,7 @@ from everstep.pipeline.joining import (
     check_options,
     check_schedule,
     find_place,
+    meet_processes,
     require_agreement,
     watch_processes,
 )
@@ -59,6 +60,7 @@ from everstep.pipeline.schedules import Schedule
 from everstep.pipeline.transport.control import Control
 from everstep.pipeline.transport.gloo import ProcessGroups
 from everstep.pipeline.transport.grid import Grid
+from everstep.pipeline.transport.roll_call import RollCall
 from everstep.pipeline.unsupported import refuse_unsupported
 
 __all__ = ["Pipeline", "StepResult", "pipeline"]
@@ -126,8 +128,9 @@ def pipeline(
     for what, seconds in (("heartbeat", heartbeat), ("timeout", timeout)):
         if seconds is not None and not seconds > 0:
             raise PipelineError(f"{what} is a time in seconds above 0, not {seconds}")
-    control = Control(timeout)
-    with watch_processes(control, heartbeat) as heart:
+    roll = RollCall()
+    control = meet_processes(roll, timeout, heartbeat)
+    with watch_processes(control, heartbeat, roll) as heart:
         said = control.all(read_job)
         asked = {
             "stages": stages or said.stages,
@@ -146,6 +149,8 @@ def pipeline(
             "costs": costs,
             "recompute": recompute,
             "check": check,
+            "loss": loss,
+            "weights": "a state dictionary" if isinstance(weights, Mapping) else weights,
             **options,
         }
         require_agreement(control, model, asked)

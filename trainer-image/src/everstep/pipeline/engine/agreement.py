@@ -19,7 +19,8 @@ from everstep.pipeline.errors import Everywhere, PipelineError
 from everstep.pipeline.transport.base import Transport
 
 T = TypeVar("T")
-TRAIN, ACCUMULATE, EVALUATE = "a step", "a batch of a step", "an evaluation"
+TRAIN, ACCUMULATE, EVALUATE, CLIP = "a step", "a batch of a step", "an evaluation", "a call of clip_grad_norm_"
+Moment = tuple[int, int, str]  # optimizer steps, batches since, and what for
 
 
 class Disagreement(Everywhere):
@@ -39,13 +40,13 @@ class Word:
     """The message of a rank that reads a batch: its step, the number and shapes of its samples, or what is wrong with
     them."""
 
-    step: tuple[int, int, str]  # optimizer steps, batches since, and what for
+    step: Moment
     samples: int | None
     shapes: str
     wrong: str = ""
 
 
-def inspect_batch(reads: Reads, step: tuple[int, int, str], batch: Any, targets: Any, whole: frozenset[str]) -> Word:
+def inspect_batch(reads: Reads, step: Moment, batch: Any, targets: Any, whole: frozenset[str]) -> Word:
     """Return the message of this rank about its batch, or about the error that stands in its place.
 
     Args:
@@ -82,15 +83,15 @@ def inspect_batch(reads: Reads, step: tuple[int, int, str], batch: Any, targets:
 
 
 def agree_on_batch(
-    transport: Transport, mine: Word | None, readers: Sequence[int], frozen: str = ""
+    transport: Transport, mine: Word | Moment, readers: Sequence[int], frozen: str = ""
 ) -> tuple[int, str]:
     """The samples of this pipeline's batch, and the signature of its inputs; the same on all ranks.
 
-    `mine` is None on a rank that reads nothing; `frozen` says which of this rank's parameters do not learn.
-    Disagreement on all ranks.
+    `mine` is where this rank is, if it reads nothing; `frozen` says which of its parameters do not learn. Disagreement
+    on all ranks; PipelineError on one that reads nothing and is elsewhere, which nobody knows but itself.
     """
     words: dict[int, Word] = {}
-    if mine is not None:
+    if isinstance(mine, Word):
         words[transport.rank] = mine
         message = pickle.dumps(mine)
         for rank in range(transport.size):
@@ -102,9 +103,18 @@ def agree_on_batch(
     ordered = [(rank, words[rank]) for rank in readers]
     samples, wrong = _of_readers(ordered)
     step = ordered[0][1].step
+    if not wrong and not isinstance(mine, Word) and mine != step:
+        raise PipelineError(
+            f"rank {transport.rank} is at {_format_place(mine)}; rank {ordered[0][0]} is at {_format_place(step)}"
+        )
     _of_replicas(transport, step, wrong, frozen)
     text = repr((samples, step[2] == EVALUATE, [word.shapes for _, word in ordered]))
     return samples, hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def agree_on_call(transport: Transport, step: Moment, readers: Sequence[int]) -> None:
+    """All ranks have come to the same call, which reads nothing. Errors are those of `agree_on_batch`."""
+    agree_on_batch(transport, Word(step, 0, "") if transport.rank in readers else step, readers)
 
 
 def _of_readers(words: Sequence[tuple[int, Word]]) -> tuple[int, str]:
@@ -124,7 +134,7 @@ def _of_readers(words: Sequence[tuple[int, Word]]) -> tuple[int, str]:
     return samples, ""
 
 
-def _of_replicas(transport: Transport, step: tuple[int, int, str], wrong: str, frozen: str) -> None:
+def _of_replicas(transport: Transport, step: Moment, wrong: str, frozen: str) -> None:
     """Else one replica would wait for another that does something else, or has refused its batch."""
     if transport.replicas == 1:
         if wrong:
@@ -140,7 +150,7 @@ def _of_replicas(transport: Transport, step: tuple[int, int, str], wrong: str, f
     _require_equal("replica", "is at", list(enumerate(said)))
 
 
-def _format_place(step: tuple[int, int, str]) -> str:
+def _format_place(step: Moment) -> str:
     steps, batches, purpose = step
     return f"{purpose} after {steps} steps" + (f" and {batches} batches" if batches else "")
 

@@ -57,7 +57,7 @@ def _learn_after_no_grad() -> bool:
     Some versions of torch reuse it, and a recomputation, whose first forward has no gradients, would then learn
     nothing.
     """
-    weight, given = torch.ones(1, 1, requires_grad=True), torch.ones(1, 1)
+    weight, given = torch.ones(1, 1, device="cpu", requires_grad=True), torch.ones(1, 1, device="cpu")
     with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16):
         with torch.no_grad():
             torch.mm(given, weight)

@@ -12,11 +12,15 @@ import torch
 
 from everstep.pipeline.engine.agreement import (
     ACCUMULATE,
+    CLIP,
     EVALUATE,
     TRAIN,
     Disagreement,
+    Moment,
     Reads,
+    Word,
     agree_on_batch,
+    agree_on_call,
     inspect_batch,
 )
 from everstep.pipeline.engine.batchnorm import RunningStatistics
@@ -176,9 +180,9 @@ class Engine:
                 self.parameters.check_frozen(first=not self._batches)
             except PipelineError as error:
                 batch = error
-        mine = None
+        step = self.steps, self._batches, purpose
+        mine: Word | Moment = step
         if self.rank in self._readers:
-            step = self.steps, self._batches, purpose
             mine = inspect_batch(self.reads, step, batch, targets, self.options.whole)
         samples, signature = agree_on_batch(self.transport, mine, self._readers, self._frozen(purpose))
         if isinstance(batch, PipelineError):
@@ -296,6 +300,7 @@ class Engine:
             return every
 
         with self.aborting(), torch.no_grad():
+            agree_on_call(self.transport, (self.steps, 0, CLIP), self._readers)
             own, device = self.parameters.own, self.transport.device
             return clip_gradients(
                 own, counted, gather, device, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite

@@ -37,7 +37,9 @@ class ShardedOptimizer:
         self.owner = assign_owners(
             {name: p.numel() for name, p in _collect_first_names(engine).items()}, self._transport.replicas
         )
-        every = _collect_first_names(engine) or {"none": torch.zeros((), requires_grad=True)}
+        every = _collect_first_names(engine) or {
+            "none": torch.zeros((), device=self._transport.device, requires_grad=True)
+        }
         mine = {n: p for n, p in every.items() if self.owner.get(n) == self._transport.replica}
         # torch makes no optimizer of nothing, but keeps one from which all was taken: it has the groups of the others.
         self.optimizer = make(mine or dict(list(every.items())[:1]))

@@ -57,7 +57,7 @@ class Arguments:
 
     def traced_with(self, named: Mapping[str, Any]) -> None:
         """Let `check` compare with these arguments from here on."""
-        empty = torch.empty(0)
+        empty = torch.empty(0, device="cpu")
         self._traced = {
             name: pytree.tree_map(lambda leaf: empty if isinstance(leaf, torch.Tensor) else leaf, value)
             for name, value in named.items()

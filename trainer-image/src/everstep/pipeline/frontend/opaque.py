@@ -79,7 +79,7 @@ def _with_data(module: nn.Module) -> nn.Module:
         for held in (each._parameters, each._buffers):
             for name, tensor in held.items():
                 if tensor is not None and tensor.device.type == "meta":
-                    data = torch.zeros(tensor.shape, dtype=tensor.dtype)
+                    data = torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
                     if data.is_floating_point():
                         data.normal_(std=0.02)
                     held[name] = nn.Parameter(data, tensor.requires_grad) if held is each._parameters else data

@@ -34,9 +34,14 @@ class Control:
         self._ends: list[Callable[[], None]] = []
         self.groups: list[Any] = []  # of this process, with those of others that stand on this one
         with Sockets.watch() as self._sockets:
-            self.group = dist.new_group(backend="gloo", timeout=self.timeout)
-            # Connections are made by the first use of a group; they are then known here.
-            dist.barrier(group=self.group)
+            with self.explained():
+                self.group = dist.new_group(backend="gloo", timeout=self.timeout)
+            try:
+                # Connections are made by the first use of a group; they are then known here.
+                self.barrier()
+            except TransportError:
+                dist.destroy_process_group(self.group)  # others wait for this process, and now hear of it
+                raise
         self._sockets.settle(self.gather)
         self.groups.append(self.group)
         _end_retired()
@@ -54,7 +59,7 @@ class Control:
 
     def any(self, flag: bool) -> bool:
         """Tell whether one process says so, when all have come here."""
-        found = torch.tensor(int(flag))
+        found = torch.tensor(int(flag), device="cpu")
         with self.explained():
             dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
         return bool(found)

@@ -182,7 +182,7 @@ class ProcessGroups:
                 group.abort()
 
     def _hear(self, size: int, from_: int) -> bytes:
-        tensor = torch.empty(size, dtype=torch.uint8)
+        tensor = torch.empty(size, dtype=torch.uint8, device="cpu")
         with self._explained():
             dist.recv(tensor, self._process(from_), group=self._control, tag=_WORDS)
         return bytes(tensor.numpy().tobytes())

@@ -247,8 +247,8 @@ class InProcess:
     def alike(self, message: bytes) -> list[bytes]:
         if self.replicas == 1:
             return [message]
-        message, slots = message[:508], torch.zeros(self.replicas, 512, dtype=torch.uint8)
-        slots[self.replica, : len(message) + 1] = torch.tensor([*message, 255], dtype=torch.uint8)
+        message, slots = message[:508], torch.zeros(self.replicas, 512, dtype=torch.uint8, device="cpu")
+        slots[self.replica, : len(message) + 1] = torch.tensor([*message, 255], dtype=torch.uint8, device="cpu")
         self.all_reduce(slots, self.group([self.rank], replicas=True)).wait()
         return [bytes(row.tolist()).rstrip(b"\0")[:-1] for row in slots]
 

@@ -123,7 +123,7 @@ class DistributedModel(nn.Module):  # type: ignore[misc]  # torch is not where t
             own = self._engine.parameters.own  # the engine forgets their gradients
             self._before = [(each, each.grad) for each in own if each.grad is not None]
         self._count += 1
-        done = self._engine.step(batch, torch.arange(len(batch)), last=self._count % self._passes == 0)
+        done = self._engine.step(batch, torch.arange(len(batch), device="cpu"), last=self._count % self._passes == 0)
         self.skipped = done.skipped
         if self._count % self._passes == 0:
             for parameter, gradient in self._before if not self.skipped else ():
