@@ -1,4 +1,4 @@
-"""What the benchmarks of pipelines measure with."""
+"""The measuring tools of the pipeline benchmarks."""
 
 from __future__ import annotations
 

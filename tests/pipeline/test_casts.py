@@ -27,7 +27,7 @@ CASTS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def saved_copies(engine: Any, batch: Any) -> int:
-    """How many pieces of memory a step keeps for backward that are as large as the weights, in the narrower type."""
+    """Count the pieces of memory, in the narrower type and as large as weights, that a step keeps for backward."""
     shapes = {tuple(each.shape) for each in engine.parameters.own if each.dim() == 2}
     shapes |= {shape[::-1] for shape in shapes}
     pieces: dict[int, Any] = {}

@@ -86,7 +86,7 @@ class Casting(nn.Module):  # type: ignore[misc]  # torch is not where types are 
 
 
 def _refused(rank: int) -> tuple[list[str], list[float]]:
-    """What is said of float16 without a scale; and norms that `run` gives, of all and after clipping."""
+    """Return the messages about float16 without a scale; and norms that `run` gives, of all and after clipping."""
     told, x = [], torch.ones(4, 4)
     frozen = nn.Sequential(nn.Linear(4, 4).half().requires_grad_(False), nn.Linear(4, 4))
     how: dict[str, Any] = {"heartbeat": None, "costs": "counted"}

@@ -1,4 +1,4 @@
-"""What the engine promises beside equal mathematics: agreement, normalisation, and what it refuses."""
+"""Promises of the engine beside equal mathematics: agreement, normalisation, and rejected input."""
 
 from __future__ import annotations
 

@@ -104,7 +104,7 @@ def test_parameters_that_are_frozen_and_unfrozen_between_steps_learn_as_in_one_p
 
 
 def _refused(rank: int) -> list[str]:
-    """What is said where it cannot be."""
+    """Return the messages where parameters cannot be frozen."""
     how: dict[str, Any] = {"stage_of": {"0": 0, "1": 0, "2": 1, "3": 1}, "costs": "counted", "heartbeat": None}
     told, x = [], batch(0, 8)
     with pipeline(layers(), x, squared, **how) as run:

@@ -1,4 +1,4 @@
-"""What the comparison with one process is worth: each thing that can be left out makes it fail."""
+"""The comparison with one process detects faults: it fails for each thing that is left out."""
 
 from __future__ import annotations
 

@@ -12,6 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def list_sources() -> list[Path]:
+    """Return every Python file of the packages, the tests, the benchmarks and the examples."""
+    folders = ("operator/src", "trainer-image/src", "benchmarks", "e2e", "examples", "tests")
+    return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
+
+
 def test_the_operator_folder_is_no_package() -> None:
     """`operator/__init__.py` would shadow the standard library for whoever starts Python in the root."""
     assert not (ROOT / "operator" / "__init__.py").exists()
@@ -44,13 +50,12 @@ def test_a_public_class_name_means_one_thing() -> None:
 def test_docstrings_begin_with_their_verb_or_subject() -> None:
     """ "Of …" and "What …" say neither what a function does nor what a class is."""
     wrong = []
-    for source in (ROOT / "operator" / "src", ROOT / "trainer-image" / "src", ROOT / "benchmarks", ROOT / "e2e"):
-        for file in source.rglob("*.py"):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                    first = (ast.get_docstring(node) or "").partition(" ")[0]
-                    if first in {"What", "Of", "How", "Whether", "Which", "Who", "When", "Where"}:
-                        wrong.append(f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}")
+    for file in list_sources():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                first = ((ast.get_docstring(node) or "").split() or [""])[0]
+                if first in {"What", "Of", "How", "Whether", "Which", "Who", "When", "Where"}:
+                    wrong.append(f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}")
     assert wrong == []
 
 
