@@ -7,14 +7,18 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 
 
-def list_sources() -> list[Path]:
-    """Return every Python file of the packages, the tests, the benchmarks and the examples."""
-    folders = ("operator/src", "trainer-image/src", "benchmarks", "e2e", "examples", "tests")
+PACKAGES = ("operator/src", "trainer-image/src", "benchmarks", "e2e", "examples")
+MAX_LINES = 450
+
+
+def list_sources(folders: Sequence[str] = (*PACKAGES, "tests")) -> list[Path]:
+    """Return every Python file in these folders."""
     return sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py"))
 
 
@@ -57,6 +61,12 @@ def test_docstrings_begin_with_their_verb_or_subject() -> None:
                 if first in {"What", "Of", "How", "Whether", "Which", "Who", "When", "Where"}:
                     wrong.append(f"{file.relative_to(ROOT)}:{getattr(node, 'lineno', 1)}")
     assert wrong == []
+
+
+def test_files_stay_short() -> None:
+    """A longer one has more than one purpose: it is split along the seam between them."""
+    lines = {file: len(file.read_text().splitlines()) for file in list_sources(PACKAGES)}
+    assert {str(file.relative_to(ROOT)): n for file, n in lines.items() if n > MAX_LINES} == {}
 
 
 def test_the_library_imports_without_its_extras() -> None:
