@@ -47,6 +47,7 @@ from everstep.pipeline.planning import Wish
 from everstep.pipeline.prepare import (
     Costs,
     ProcessPosition,
+    ProfileRequest,
     look_into,
     make_example_microbatch,
     make_plan,
@@ -193,10 +194,12 @@ def pipeline(
         found = control.all(looked_into)
         weight = options.get("loss_weight")
         made = make_plan(
-            model, found, named, wish, here, stage_of=stage_of, costs=costs, autocast=cast, path=path,
-            aim=asked["optimize"] is not None and asked["plan_from"] == "profile",
-            loss=lambda output, own: compute_loss(loss, output, own, batch_size(own) or 1, weight).sum, targets=targets,
-            whole=uncut,
+            model, found, named, wish, here,
+            ProfileRequest(
+                costs, cast, lambda output, own: compute_loss(loss, output, own, batch_size(own) or 1, weight).sum,
+                targets, uncut,
+            ),
+            stage_of=stage_of, path=path, aim=asked["optimize"] is not None and asked["plan_from"] == "profile",
         )  # fmt: skip
 
         def cut() -> tuple[Plan, Sequence[StageModule], Schedule]:
