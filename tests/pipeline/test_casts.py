@@ -17,8 +17,8 @@ from everstep.pipeline.engine.options import EngineOptions
 from everstep.pipeline.graph import Graph, GraphNode
 from everstep.pipeline.profile import measure_graph
 from everstep.pipeline.transport.base import Transport
-from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline import front, models
+from tests.pipeline.inprocess import Fabric
 from tests.pipeline.training import Setting, batch_of, engine_of
 
 pytestmark = pytest.mark.torch

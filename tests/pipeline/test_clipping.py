@@ -15,8 +15,8 @@ from everstep.pipeline import pipeline  # noqa: E402
 from everstep.pipeline.engine.clipping import sum_of_powers  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.transport.base import Transport  # noqa: E402
-from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.inprocess import Fabric  # noqa: E402
 from tests.pipeline.models import CASES, next_words, squares  # noqa: E402
 from tests.pipeline.training import Setting, batch_of, engine_of, share  # noqa: E402
 

@@ -17,8 +17,8 @@ from everstep.pipeline.engine.zero import ShardedOptimizer  # noqa: E402
 from everstep.pipeline.errors import PipelineError  # noqa: E402
 from everstep.pipeline.schedules import parse_schedule  # noqa: E402
 from everstep.pipeline.transport.base import Transport, TransportError  # noqa: E402
-from everstep.pipeline.transport.inprocess import Fabric  # noqa: E402
 from tests.checkpoint import ranks  # noqa: E402
+from tests.pipeline.inprocess import Fabric  # noqa: E402
 from tests.pipeline.training import Setting, batch_of, engine_of, share  # noqa: E402
 
 pytestmark = pytest.mark.torch

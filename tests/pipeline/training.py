@@ -16,9 +16,9 @@ from everstep.pipeline.engine.zero import ShardedOptimizer
 from everstep.pipeline.graph import StageGraph
 from everstep.pipeline.schedules import Schedule, lower_schedule, make_schedule
 from everstep.pipeline.transport.base import Transport
-from everstep.pipeline.transport.inprocess import Fabric
 from tests.pipeline.by_hand import cut, recipe
 from tests.pipeline.compiled import COMPILED
+from tests.pipeline.inprocess import Fabric
 from tests.pipeline.library_models import LIBRARY
 from tests.pipeline.models import CASES, Batch, Case, slice_batch
 
